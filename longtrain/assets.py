@@ -1,0 +1,25 @@
+"""Where the files that ship beside the code are: `conf`, `recipes`, `data_prep` and `bundled`."""
+
+from pathlib import Path
+
+from longtrain.errors import ConfigError
+
+ASSETS = ("conf", "recipes", "data_prep", "bundled")
+
+
+def asset_dir(name: str) -> Path:
+    """The folder of an asset: inside the installed wheel if it is there, else in the checkout.
+
+    Args:
+        name: one of `ASSETS`.
+
+    Raises:
+        ConfigError: the name is unknown, or the installation lacks the folder.
+    """
+    if name not in ASSETS:
+        raise ConfigError(f"unknown asset folder '{name}'; known: {', '.join(ASSETS)}")
+    package = Path(__file__).resolve().parent
+    for folder in (package / "_assets" / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"asset folder '{name}' is missing from this installation; run: pip install --force-reinstall longtrain")
