@@ -1,0 +1,64 @@
+"""The contract of every KV cache: a committed prefix and a tail of rows not yet accepted.
+
+Shapes: B batch, T new rows, S committed rows, N tree nodes, P path, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Row t sees the prefix and rows 0..t of the tail (prefill, plain decoding, a chain)."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Row i sees the prefix and the tail rows j with `visible_BNN[b, i, j]` (ancestor or self)."""
+
+    visible_BNN: Tensor
+
+
+@dataclass(frozen=True)
+class PrefixOnly:
+    """Rows see the committed prefix and nothing of the tail; they write no K and V (a draft's cross-attention)."""
+
+
+Mask: TypeAlias = Causal | Tree | PrefixOnly
+
+
+class KVCache(ABC):
+    """K and V of every layer of one batch. The attention hook is its only writer.
+
+    A step writes T tail rows at every layer (`write`), attends (`attend`), and ends with `commit`, which moves the
+    accepted rows to the end of the prefix and forgets the others: that is the whole of rollback.
+    """
+
+    len_B: Tensor
+    """Committed positions of each sequence, int64, on the device; the next token's position."""
+
+    @abstractmethod
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Store tail rows 0..T-1 of a layer, over whatever tail was there. K is post-RoPE."""
+
+    @abstractmethod
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Attention of the new rows over prefix and tail.
+
+        Returns:
+            out_BHTD in q's dtype, and the natural-log lse_BHT in fp32 where the implementation has it, else None.
+            A row that sees nothing gives zeros.
+        """
+
+    @abstractmethod
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""
+
+    @abstractmethod
+    def bytes(self) -> int:
+        """Bytes of storage held, everything counted."""

@@ -1,0 +1,120 @@
+"""The roles a part can play in an engine, as protocols; one part a role.
+
+Shapes: B batch, S prompt tokens, T new rows, N tree nodes, P path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from longtrain.cache.base import KVCache
+from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.target.step import TargetStep, Want
+
+
+class Law(Enum):
+    """How a draft chose the children of a node; it decides the accept rule (specs: one row of the table each).
+
+    POINT: deterministic (argmax, top-k, beam). IID: sampled independently from q, duplicates kept.
+    NO_REPLACE: sampled from q without replacement.
+    """
+
+    POINT = "point"
+    IID = "iid"
+    NO_REPLACE = "no_replace"
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How much to draft: `widths[d]` nodes at depth d+1. A chain of 4 is (1, 1, 1, 1).
+
+    `law` asks for deterministic or sampled children; a draft that cannot do so raises ConfigError.
+    """
+
+    widths: tuple[int, ...]
+    law: Law = Law.POINT
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return len(self.widths)
+
+    @property
+    def n_nodes(self) -> int:
+        """Nodes including the root."""
+        return 1 + sum(self.widths)
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A batch of drafted trees of one shape. Node 0 is the root: the last token chosen, not yet in the cache.
+
+    Args:
+        tokens_BN: token of each node, int64.
+        parents_BN: parent node, int64, smaller than the child's own index; -1 for the root.
+        depth_N: depth of each node, the same in every row (root 0), int64.
+        law: how children were chosen.
+        q_BNV: for sampled laws, the law each node's *children* were drawn from, fp32 (after temperature, top-p, top-k).
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depth_N: Tensor
+    law: Law = Law.POINT
+    q_BNV: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target accepted of a tree.
+
+    Args:
+        path_BP: accepted nodes in order, root first, padded with 0 beyond `n_B`; P = depth + 1.
+        n_B: accepted nodes including the root, 1..P.
+        next_B: the token the target adds after them (the next root).
+    """
+
+    path_BP: Tensor
+    n_B: Tensor
+    next_B: Tensor
+
+
+class Draft(Protocol):
+    """Proposes trees: LongSpec, EAGLE-3, QuantSpec."""
+
+    want: Want
+    """What the draft needs of every target forward beyond logits (hidden states, say)."""
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """After prefill: `tokens_BS[b, :n_B[b]]` are committed in the cache."""
+
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+        """Draft below the root, whose position is `cache.len_B`."""
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """After the target's step and the cache's commit: take in the accepted path."""
+
+    def bytes(self) -> int:
+        """Bytes of state held beside the target's cache."""
+
+
+class Evictor(Protocol):
+    """Chooses, once after prefill, what of the cache stays: LookaheadKV, SnapKV, KVzip."""
+
+    def select(self, run: Any) -> Any:
+        """Which rows to keep of each layer and KV head."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a method brings to an engine. Two parts that claim one role raise ConflictError."""
+
+    draft: Draft | None = None
+    evictor: Evictor | None = None
+    cache: Callable[..., KVCache] | None = None
+    name: str = ""

@@ -1,0 +1,38 @@
+"""One folder per method; finding the folder is the registration."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longtrain.methods.spec import MethodSpec
+
+
+def names() -> tuple[str, ...]:
+    """Every method there is: the folders here that hold a `config.py`. Imports nothing."""
+    return tuple(sorted(p.parent.name for p in Path(__file__).parent.glob("*/config.py")))
+
+
+def config_class(name: str) -> type:
+    """A method's hyperparameter dataclass, without importing torch.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    if name not in names():
+        raise ConfigError(f"unknown method '{name}'; known: {', '.join(names())}")
+    return importlib.import_module(f"longtrain.methods.{name}.config").Config
+
+
+def get(name: str) -> MethodSpec:
+    """A method's `SPEC`.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    config_class(name)
+    return importlib.import_module(f"longtrain.methods.{name}.spec").SPEC

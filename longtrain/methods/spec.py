@@ -1,0 +1,91 @@
+"""All that training, export and runtime know of a method.
+
+Shapes: T tokens of one packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from longtrain.decoding.roles import Parts
+    from longtrain.target.info import TargetInfo
+    from longtrain.target.model import Target
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed row of documents: a micro-batch.
+
+    Args:
+        ids_T: token ids, int64.
+        bounds: document bounds on the host, from 0 to T; document d is `bounds[d]:bounds[d + 1]`. The last one may be
+            padding (its loss mask is all False).
+        loss_mask_T: bool; token t is a label to be learned (predicted from the tokens before it in its document).
+            Never True at a document's first token.
+        seed: for all randomness of this micro-batch (shifts, offsets); a function of run seed and data position.
+        tokens_in_step: supervised labels in the whole optimizer step, over all ranks and accumulated micro-batches.
+        names: one name a document, for error messages.
+        kinds: one text kind a document (book, code, chat, ...).
+    """
+
+    ids_T: Tensor
+    bounds: tuple[int, ...]
+    loss_mask_T: Tensor
+    seed: int
+    tokens_in_step: int
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    weights_T: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A micro-batch's loss: the *sum* over its supervised labels, and figures to log.
+
+    Args:
+        total: scalar with a gradient; sum over labels. The trainer divides by the step's global token count.
+        tokens: labels summed over.
+        figures: name -> (sum, count), detached; pooled over micro-batches and ranks before they are divided.
+    """
+
+    total: Tensor
+    tokens: int
+    figures: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class Objective(nn.Module):
+    """Maps a batch to a loss. Holds the trained module as `module` and the frozen target as `target` (or None)."""
+
+    def forward(self, batch: Batch) -> Loss:
+        """The loss of one micro-batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method: how to build, train and run it.
+
+    Args:
+        name: the folder's name, `method=NAME` on the command line.
+        config: plain dataclass of hyperparameters (defaults: the paper's), in a module that imports no torch.
+        paper: title and arXiv id.
+        build: (config, info) -> module that holds the trainable tensors and nothing else.
+        objective: (module, target, config) -> Objective; None where nothing is trained.
+        attach: (module, target, config, inference keys) -> Parts for the engine.
+        export: (module, config, folder, provenance) -> None where the result is not an Artifact (the reference target).
+    """
+
+    name: str
+    config: type
+    paper: str
+    build: Callable[[Any, TargetInfo | None], nn.Module]
+    objective: Callable[[nn.Module, Target | None, Any], Objective] | None = None
+    attach: Callable[[nn.Module, Target, Any, dict[str, Any]], Parts] | None = None
+    export: Callable[[nn.Module, Any, Path, dict[str, Any]], None] | None = None

@@ -1,0 +1,55 @@
+"""What goes into a target forward and what comes out of it.
+
+Shapes: B batch, T new tokens, E hidden dim, V vocabulary, G KV heads, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from longtrain.cache.base import Causal, Mask
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The new rows of one forward: token ids or embeddings, their positions and who sees whom.
+
+    Args:
+        ids_BT: token ids, int64, or None when `embeds_BTE` is given.
+        pos_BT: absolute rotary positions, int64. Slot in the cache and position are separate things.
+        embeds_BTE: input embeddings instead of ids.
+        mask: visibility among the new rows; every row sees the whole committed prefix of its sequence.
+        n_B: valid rows of each sequence when the batch is right-padded; None: all T.
+    """
+
+    pos_BT: Tensor
+    ids_BT: Tensor | None = None
+    embeds_BTE: Tensor | None = None
+    mask: Mask = field(default_factory=Causal)
+    n_B: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Want:
+    """What the caller needs back; anything not asked for is not computed.
+
+    Args:
+        logits: of every row, of the last valid row of each sequence, or none.
+        hidden: layer ids whose *output* is wanted (0-based); -1 is the final normed hidden state (the LM head's input).
+        stop_at_layer: run no further than this layer's K and V (its attention and MLP are skipped).
+    """
+
+    logits: Literal["all", "last", "none"] = "last"
+    hidden: tuple[int, ...] = ()
+    stop_at_layer: int | None = None
+
+
+@dataclass(frozen=True)
+class TargetStep:
+    """What a forward gave: `logits_BTV` (T=1 for `last`), and `hidden[layer]` as [B, T, E]."""
+
+    logits_BTV: Tensor | None = None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
