@@ -1,0 +1,39 @@
+"""One micro-batch, as the data gives it and every method takes it.
+
+Shapes: T tokens of one packed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed row of documents: a micro-batch.
+
+    Args:
+        ids_T: token ids, int64.
+        bounds: document bounds on the host, from 0 to T; document d is `bounds[d]:bounds[d + 1]`. The last
+            one may be padding (its loss mask is all False).
+        loss_mask_T: bool; token t is a label to be learned (predicted from the tokens before it in its
+            document). Never True at a document's first token.
+        seed: for all randomness of this micro-batch (shifts, offsets); a function of run seed and data
+            position.
+        tokens_in_step: supervised labels in the whole optimizer step, over all ranks and accumulated
+            micro-batches.
+        names: one name a document, for error messages.
+        kinds: one text kind a document (book, code, chat, ...).
+        weights_T: optional fp32 weight of each label; None: all 1.
+    """
+
+    ids_T: Tensor
+    bounds: tuple[int, ...]
+    loss_mask_T: Tensor
+    seed: int
+    tokens_in_step: int
+    names: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    weights_T: Tensor | None = None
