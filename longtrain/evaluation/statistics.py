@@ -1,0 +1,146 @@
+"""Intervals for pooled figures: bootstrap over prompts, paired bootstrap, Wilson.
+
+A pooled figure is a ratio of sums (tokens over cycles, hits over trials): prompts are the unit that is resampled,
+so that the cycles of one prompt stay together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from longtrain.errors import DataError
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A figure with its interval and the number of units (prompts, trials) behind it.
+
+    With no data `value`, `low` and `high` are NaN; with one prompt a bootstrap interval is the point itself.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Plain JSON values; NaN becomes null."""
+        return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+NOTHING = Interval(math.nan, math.nan, math.nan, 0)
+
+
+def wilson(successes: int, trials: int, *, confidence: float = CONFIDENCE) -> Interval:
+    """Wilson's score interval for a share, sound near 0 and 1 where the normal one is not.
+
+    Raises:
+        DataError: counts that cannot be (more successes than trials, or negative).
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+    """
+    if not 0 <= successes <= trials:
+        raise DataError(f"successes={successes} of trials={trials}; allowed: 0 <= successes <= trials")
+    if trials == 0:
+        return NOTHING
+    z2 = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2
+    share = successes / trials
+    centre = (share + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = math.sqrt(z2 * (share * (1 - share) + z2 / (4 * trials)) / trials) / (1 + z2 / trials)
+    return Interval(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)), trials)
+
+
+def pooled_ratio(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Σ numerators / Σ denominators over prompts, with a percentile bootstrap interval over prompts.
+
+    Args:
+        numerators: one a prompt, e.g. tokens emitted.
+        denominators: one a prompt, e.g. target forwards; a prompt with 0 counts for nothing.
+        seed: of the resampling; equal inputs and seed give equal intervals.
+        confidence: of the interval.
+        resamples: bootstrap replicates.
+    """
+    pairs_N2 = _pairs(numerators, denominators)
+    if len(pairs_N2) == 0:
+        return NOTHING
+    draws = np.sort(_resampled_ratios(pairs_N2, _draws(len(pairs_N2), resamples, seed)))
+    low, high = _percentiles(draws, confidence)
+    return Interval(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
+
+
+def paired_difference(
+    first: tuple[Sequence[float], Sequence[float]],
+    second: tuple[Sequence[float], Sequence[float]],
+    *,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Pooled ratio of `first` minus that of `second` over the same prompts, resampled together.
+
+    Args:
+        first: (numerators, denominators), one entry a prompt.
+        second: the same prompts in the same order.
+        seed: of the resampling.
+        confidence: of the interval.
+        resamples: bootstrap replicates.
+
+    Raises:
+        DataError: the two do not have the same number of prompts.
+    """
+    if len(first[0]) != len(second[0]):
+        raise DataError(f"paired figures need the same prompts; got {len(first[0])} and {len(second[0])}")
+    a_N2, b_N2 = np.asarray(first, dtype=float).T, np.asarray(second, dtype=float).T
+    used_N = (a_N2[:, 1] > 0) & (b_N2[:, 1] > 0) if len(a_N2) else np.zeros(0, dtype=bool)
+    a_N2, b_N2 = a_N2[used_N], b_N2[used_N]
+    if len(a_N2) == 0:
+        return NOTHING
+    index_RN = _draws(len(a_N2), resamples, seed)
+    gaps = np.sort(_resampled_ratios(a_N2, index_RN) - _resampled_ratios(b_N2, index_RN))
+    low, high = _percentiles(gaps, confidence)
+    return Interval(_ratio(a_N2.sum(0)) - _ratio(b_N2.sum(0)), low, high, len(a_N2))
+
+
+def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> np.ndarray:
+    if len(numerators) != len(denominators):
+        raise DataError(
+            f"{len(numerators)} numerators for {len(denominators)} denominators; give one each a prompt"
+        )
+    pairs_N2 = np.array([numerators, denominators], dtype=float).T.reshape(-1, 2)
+    return pairs_N2[pairs_N2[:, 1] > 0]
+
+
+def _draws(n: int, resamples: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, n, size=(resamples, n))
+
+
+def _resampled_ratios(pairs_N2: np.ndarray, index_RN: np.ndarray) -> np.ndarray:
+    sums_R2 = np.stack([pairs_N2[:, column][index_RN].sum(1) for column in (0, 1)], axis=1)
+    return sums_R2[:, 0] / sums_R2[:, 1]
+
+
+def _percentiles(sorted_R: np.ndarray, confidence: float) -> tuple[float, float]:
+    low, high = np.quantile(sorted_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def _ratio(pair_2: np.ndarray) -> float:
+    return float(pair_2[0] / pair_2[1])
