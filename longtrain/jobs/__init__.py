@@ -1,0 +1,58 @@
+"""The jobs of the command line, one module each: `run(cfg)` reads as the story of the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from longtrain.target.model import Target
+
+JOBS: dict[str, tuple[str, str]] = {
+    "prepare": ("longtrain.jobs.prepare", "turn manifests or your own files into tokenised, packed data"),
+    "train": ("longtrain.jobs.train", "train a module against a frozen target (also without any job word)"),
+    "export": (
+        "longtrain.jobs.export",
+        "write the trained module as an artifact folder; push=org/name uploads it",
+    ),
+    "eval": ("longtrain.jobs.eval", "measure an artifact against plain decoding: JSON, table and plot"),
+    "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
+    "bench": ("longtrain.jobs.bench", "measure speed and peak memory on this machine"),
+    "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),
+}
+"""Job name -> (module with `run(cfg)`, one line of help)."""
+
+
+def device_of(cfg: DictConfig) -> str:
+    """`target.device`, with `auto` settled: CUDA where there is one, else the CPU."""
+    import torch
+
+    device = str(cfg.target.device)
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | None = None) -> Target:
+    """The frozen target that `cfg.target` names.
+
+    Args:
+        cfg: the resolved configuration.
+        device: where to put it, over `target.device`.
+        path: what to load when `target.path` is not set (the target an artifact was trained for, say).
+
+    Raises:
+        ConfigError: neither `target.path` nor `path` names a target.
+    """
+    from longtrain.target.loading import load_target
+
+    where = cfg.target.path or path
+    if not where:
+        raise ConfigError(
+            "no target model is chosen (target.path=null); pass target=NAME (longtrain train --help lists them) "
+            "or target.path=FOLDER"
+        )
+    return load_target(str(where), dtype=str(cfg.target.dtype), device=device or device_of(cfg))
