@@ -18,7 +18,7 @@ from longtrain.target.step import TargetStep, Want
 
 
 class Law(Enum):
-    """How a draft chose the children of a node; it decides the accept rule (specs: one row of the table each).
+    """How a draft chose the children of a node; it decides the accept rule (`verify`).
 
     POINT: deterministic (argmax, top-k, beam). IID: sampled independently from q, duplicates kept.
     NO_REPLACE: sampled from q without replacement.
@@ -54,12 +54,17 @@ class TreeShape:
 class TokenTree:
     """A batch of drafted trees of one shape. Node 0 is the root: the last token chosen, not yet in the cache.
 
+    Nodes stand in level order, siblings in the order they were drawn. Siblings of a POINT tree should carry
+    different tokens (a repeated one is never reached). Where q has fewer tokens than children are wanted, a
+    sampled tree pads with any token of q = 0.
+
     Args:
         tokens_BN: token of each node, int64.
         parents_BN: parent node, int64, smaller than the child's own index; -1 for the root.
         depth_N: depth of each node, the same in every row (root 0), int64.
         law: how children were chosen.
-        q_BNV: for sampled laws, the law each node's *children* were drawn from, fp32 (after temperature, top-p, top-k).
+        q_BNV: for sampled laws, the law each node's *children* were drawn from: `probs` of the draft's logits
+            with the engine's `Sampling`, over the target's vocabulary; siblings not yet removed.
     """
 
     tokens_BN: Tensor
@@ -75,8 +80,9 @@ class Verdict:
 
     Args:
         path_BP: accepted nodes in order, root first, padded with 0 beyond `n_B`; P = depth + 1.
-        n_B: accepted nodes including the root, 1..P.
-        next_B: the token the target adds after them (the next root).
+        n_B: accepted nodes including the root, 1..P. The engine hands drafts 0 for a finished row, where
+            nothing was committed.
+        next_B: the token the target adds after them (the next root; of no meaning in a finished row).
     """
 
     path_BP: Tensor
@@ -97,7 +103,7 @@ class Draft(Protocol):
         """Draft below the root, whose position is `cache.len_B`."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """After the target's step and the cache's commit: take in the accepted path."""
+        """After the target's step and the cache's commit: take in the `verdict.n_B` accepted nodes."""
 
     def bytes(self) -> int:
         """Bytes of state held beside the target's cache."""

@@ -1,21 +1,28 @@
-"""How the next token is drawn: one set of processors for target and draft, and coins that do not depend on the batch.
+"""How the next token is drawn: one set of processors for target and draft, and coins blind to the batch.
 
-Shapes: B batch, N tree nodes, V vocabulary.
+Shapes: B batch, V vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
 
+_MASK64 = (1 << 64) - 1
+_UNIT = 1 << 40
+"""Weights count in 1/2^40 of the row's largest: integer sums are exact in any order, so in any batch."""
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, top-p and top-k, applied to target and draft alike. Temperature 0 is greedy."""
+    """Temperature, top-k and top-p, in this order, for target and draft alike. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -23,8 +30,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} is negative; allowed: 0 (greedy) or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature}; allowed: 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p}; allowed: above 0, up to 1")
         if self.top_k < 0:
@@ -40,7 +47,117 @@ class Coins(Protocol):
     """All randomness of decoding. A test replaces it to enumerate every outcome of the code that ships."""
 
     def below(self, prob_B: Tensor, pos_B: Tensor, role: str) -> Tensor:
-        """True with probability `prob_B` (clamped to [0, 1]); bool_B. `pos_B`: absolute position decided about."""
+        """True with probability `prob_B`, clamped to [0, 1]; bool_B. `pos_B`: the position at stake."""
 
     def draw(self, weight_BV: Tensor, pos_B: Tensor, role: str) -> Tensor:
         """An index with probability proportional to `weight_BV` (>= 0, any positive sum); int64_B."""
+
+
+def probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The law a token is drawn from: softmax after temperature, then top-k, then top-p.
+
+    Top-k keeps exactly k tokens and top-p the shortest leading run that reaches `top_p`, always at least one
+    token; equal logits rank by token id, lowest first.
+
+    Args:
+        logits: [..., V], any float dtype.
+        sampling: temperature 0 puts all mass on the argmax (the lowest id where several are equal).
+
+    Returns:
+        Same shape, rows sum to 1; fp32, or fp64 where `logits` are.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if sampling.greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    scaled = logits / sampling.temperature
+    if not 0 < sampling.top_k < logits.shape[-1] and sampling.top_p == 1:
+        return scaled.softmax(-1)
+    ranked, token = scaled.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        ranked[..., sampling.top_k :] = float("-inf")
+    if sampling.top_p < 1:
+        count = _counts(ranked.softmax(-1))
+        total = count.cumsum(-1)
+        before = (total - count).double()
+        ranked = ranked.masked_fill(before >= sampling.top_p * total[..., -1:].double(), float("-inf"))
+    return torch.empty_like(ranked).scatter_(-1, token, ranked.softmax(-1))
+
+
+class HashCoins:
+    """Counter-based coins: each is a hash of seed, sequence id, absolute position and role alone.
+
+    So a sequence gets the same tokens whatever else is in its batch and however many tokens a cycle accepts,
+    and a run can be repeated on another device.
+
+    Args:
+        seed: any integer.
+        sequence_ids_B: one id a row, int64, on the device of the work.
+
+    Source: SplitMix64's finaliser (Steele, Lea and Flood 2014) chained over the four keys.
+    """
+
+    def __init__(self, seed: int, sequence_ids_B: Tensor) -> None:
+        self._state_B = _mix(sequence_ids_B.to(torch.int64) + _signed(_mix_int(seed)))
+
+    def uniform(self, pos_B: Tensor, role: str) -> Tensor:
+        """The coin itself: [0, 1) in steps of 2^-53, fp64_B."""
+        bits_B = _mix(_mix(self._state_B + pos_B) ^ _role_key(role))
+        return _shift(bits_B, 11).double() * 2.0**-53
+
+    def below(self, prob_B: Tensor, pos_B: Tensor, role: str) -> Tensor:
+        """True with probability `prob_B`; probability 1 is always True and 0 never."""
+        return self.uniform(pos_B, role) < prob_B.double()
+
+    def draw(self, weight_BV: Tensor, pos_B: Tensor, role: str) -> Tensor:
+        """By inverse CDF over exact integer sums: an index of zero weight is never returned.
+
+        Weights below 2^-40 of the row's largest count as zero; a row without any weight gives index V-1.
+        """
+        total_BV = _counts(weight_BV).cumsum(-1)
+        sum_B = total_BV[:, -1]
+        point_B = (self.uniform(pos_B, role) * sum_B.double()).long().minimum(sum_B - 1)
+        index_B = torch.searchsorted(total_BV, point_B[:, None], right=True)[:, 0]
+        return index_B.clamp_(max=weight_BV.shape[-1] - 1)
+
+
+def _counts(weight: Tensor) -> Tensor:
+    """Weights in units of the row's largest / 2^40, int64."""
+    weight = weight.double()
+    top = weight.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return (weight / top * _UNIT).long()
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+_GOLDEN, _MUL_A, _MUL_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _mix(x: Tensor) -> Tensor:
+    """One SplitMix64 step on int64 tensors (products wrap)."""
+    x = x + _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_MUL_A)
+    x = (x ^ _shift(x, 27)) * _signed(_MUL_B)
+    return x ^ _shift(x, 31)
+
+
+def _mix_int(x: int) -> int:
+    """The same step on a Python integer."""
+    x = (x + _GOLDEN) & _MASK64
+    x = ((x ^ (x >> 30)) * _MUL_A) & _MASK64
+    x = ((x ^ (x >> 27)) * _MUL_B) & _MASK64
+    return x ^ (x >> 31)
+
+
+@lru_cache(maxsize=4096)
+def _role_key(role: str) -> int:
+    """64 bits that name a role, the same in every process."""
+    return _signed(int.from_bytes(hashlib.blake2b(role.encode(), digest_size=8).digest(), "little"))
