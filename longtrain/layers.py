@@ -1,0 +1,115 @@
+"""Building blocks of drafts: RMSNorm, rotary, grouped-query projections, SwiGLU. All take any leading dims.
+
+Shapes: ... leading dims (tokens, or batch and tokens), E hidden dim, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longtrain.errors import TargetMismatchError
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin, each [..., D], as the target's own rotary module gives them."""
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last dim, computed in fp32 (fp64 stays fp64), returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of `x`."""
+        with torch.autocast(x.device.type, enabled=False):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate heads by position, halves paired as Hugging Face's Llama does.
+
+    Args:
+        x: [..., heads, D].
+        rope: cos and sin, [..., D], one row for each token of `x`.
+
+    Returns: like `x`.
+    """
+    cos, sin = (part.unsqueeze(-2).to(x.dtype) for part in rope)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class GroupedQuery(nn.Module):
+    """Projections of a grouped-query attention; what lies between query and output is the caller's business.
+
+    Args:
+        hidden: E.
+        heads: H and G.
+        head_dim: D; H * D need not be E.
+        bias: biases on q, k and v (Qwen2); the output never has one.
+        qk_norm: RMSNorm on each head of q and k before RoPE (Qwen3).
+        eps: of those norms.
+        own_keys: False leaves out k and v (cross-attention to keys and values made elsewhere).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: tuple[int, int],
+        *,
+        head_dim: int,
+        bias: bool = False,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
+        own_keys: bool = True,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        n_heads, n_kv = heads
+        self.q_proj = nn.Linear(hidden, n_heads * head_dim, bias=bias)
+        if own_keys:
+            self.k_proj = nn.Linear(hidden, n_kv * head_dim, bias=bias)
+            self.v_proj = nn.Linear(hidden, n_kv * head_dim, bias=bias)
+        self.o_proj = nn.Linear(n_heads * head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if qk_norm and own_keys else None
+
+    def query(self, x: Tensor, rope: Rope) -> Tensor:
+        """Rotated queries, [..., H, D], of hidden states [..., E]."""
+        q = self.q_proj(x).unflatten(-1, (self.heads[0], self.head_dim))
+        return apply_rope(q if self.q_norm is None else self.q_norm(q), rope)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, each [..., G, D], of hidden states [..., E]."""
+        k = self.k_proj(x).unflatten(-1, (self.heads[1], self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.heads[1], self.head_dim))
+        return apply_rope(k if self.k_norm is None else self.k_norm(k), rope), v
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Attention output [..., H, D] back to [..., E]."""
+        return self.o_proj(mixed.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`.
+
+    Raises:
+        TargetMismatchError: the target's activation is not SiLU.
+    """
+
+    def __init__(self, hidden: int, intermediate: int, *, act: str = "silu") -> None:
+        super().__init__()
+        if act != "silu":
+            raise TargetMismatchError(f"target's activation is '{act}'; drafts are built for: silu")
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] to [..., E]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

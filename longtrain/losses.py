@@ -1,0 +1,212 @@
+"""Losses on top of a language-model head, without ever holding the logits of a whole row.
+
+Shapes: T rows (tokens), E hidden dim, V vocabulary, R rows of one block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longtrain.errors import ConfigError
+
+IGNORE = -100
+"""Label of a row that is not supervised."""
+
+_BLOCK_BYTES = {"cuda": 2**29, "cpu": 2**25}
+
+
+class HeadLoss(NamedTuple):
+    """A loss summed over rows, and where student and teacher agree.
+
+    Args:
+        total: scalar with a gradient, nats, fp32 (fp64 stays fp64).
+        hit_T: bool, no gradient; the student's argmax is the teacher's. False on rows that do not count.
+    """
+
+    total: Tensor
+    hit_T: Tensor
+
+
+def fused_linear_ce(
+    hidden_TE: Tensor,
+    head_weight_VE: Tensor,
+    labels_T: Tensor,
+    *,
+    weights_T: Tensor | None = None,
+    block_rows: int = 0,
+) -> Tensor:
+    """Cross-entropy of `hidden @ head.T` against labels, summed: Liger's kernel on CUDA, else its eager twin.
+
+    Args:
+        hidden_TE: input of the head.
+        head_weight_VE: the head; it gets a gradient only if it asks for one.
+        labels_T: int64, `IGNORE` where there is nothing to learn.
+        weights_T: weight of each row (the eager twin computes it on CUDA too); None: 1.
+        block_rows: rows whose logits exist at once in the eager twin; 0: as many as fit the budget.
+
+    Returns: scalar sum over rows, nats, fp32 (fp64 stays fp64).
+    Raises: ConfigError on shapes that do not fit.
+    """
+    _check(hidden_TE, head_weight_VE, labels_T)
+    if hidden_TE.is_cuda and weights_T is None and not block_rows:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # needs triton: CUDA only
+
+        hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE)
+        loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+        return loss(head_weight_VE, hidden_TE, labels_T)
+    if weights_T is None:
+        weights_T = torch.ones_like(labels_T, dtype=torch.float32)
+    rows = block_rows or _block_rows(head_weight_VE)
+    return _LinearCE.apply(*_operands(hidden_TE, head_weight_VE), labels_T, weights_T, rows)
+
+
+def fused_linear_kl(
+    hidden_TE: Tensor,
+    teacher_hidden_TE: Tensor,
+    head_weight_VE: Tensor,
+    mask_T: Tensor | None = None,
+    *,
+    block_rows: int = 0,
+) -> HeadLoss:
+    """KL(teacher || student) over the whole vocabulary, summed over rows; both share one frozen head.
+
+    The gradient with respect to the student's hidden states is found in the forward, a block of rows at a
+    time: `(softmax(student) - softmax(teacher)) @ head`, softmax in fp32. T x V never exists.
+
+    Args:
+        hidden_TE: the student's input of the head.
+        teacher_hidden_TE: the teacher's; no gradient flows into it.
+        head_weight_VE: the shared head; it gets no gradient.
+        mask_T: bool, rows that count; None: all.
+        block_rows: rows whose logits exist at once; 0: as many as fit the budget.
+
+    Raises: ConfigError on shapes that do not fit.
+    """
+    if mask_T is None:
+        mask_T = torch.ones(hidden_TE.shape[0], dtype=torch.bool, device=hidden_TE.device)
+    _check(hidden_TE, head_weight_VE, mask_T)
+    if teacher_hidden_TE.shape != hidden_TE.shape:
+        raise ConfigError(
+            f"teacher hidden {tuple(teacher_hidden_TE.shape)} must equal {tuple(hidden_TE.shape)}"
+        )
+    rows = block_rows or _block_rows(head_weight_VE)
+    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE.detach())
+    teacher_TE = teacher_hidden_TE.detach().to(hidden_TE.dtype)
+    return HeadLoss(*_LinearKL.apply(hidden_TE, teacher_TE, head_weight_VE, mask_T, rows))
+
+
+@torch.no_grad()
+def greedy_hits(
+    hidden_TE: Tensor, head_weight_VE: Tensor, labels_T: Tensor, *, block_rows: int = 0
+) -> Tensor:
+    """Where the argmax of `hidden @ head.T` is the label, bool_T; ignored rows are False."""
+    _check(hidden_TE, head_weight_VE, labels_T)
+    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE)
+    rows = block_rows or _block_rows(head_weight_VE)
+    with _plain(hidden_TE):
+        blocks = [(h_RE @ head_weight_VE.t()).argmax(-1) for h_RE in hidden_TE.split(rows)]
+    return torch.cat(blocks) == labels_T if blocks else labels_T.bool()
+
+
+class _LinearCE(torch.autograd.Function):
+    """Gradients in the forward, block by block, for hidden states and (where it asks) the head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TE: Tensor, head_VE: Tensor, labels_T: Tensor, weights_T: Tensor, rows: int
+    ) -> Tensor:
+        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
+        need_hidden, need_head = ctx.needs_input_grad[:2]
+        total = torch.zeros((), dtype=wide, device=hidden_TE.device)
+        grad_TE = torch.zeros_like(hidden_TE) if need_hidden else None
+        grad_VE = torch.zeros_like(head_VE, dtype=wide) if need_head else None
+        with _plain(hidden_TE):
+            for a in range(0, hidden_TE.shape[0], rows):
+                part = slice(a, a + rows)
+                h_RE, y_R = hidden_TE[part], labels_T[part].clamp(min=0)[:, None]
+                w_R1 = (weights_T[part] * (labels_T[part] != IGNORE))[:, None].to(wide)
+                logp_RV = F.log_softmax(h_RE @ head_VE.t(), dim=-1, dtype=wide)
+                total -= (logp_RV.gather(-1, y_R) * w_R1).sum()
+                if not (need_hidden or need_head):
+                    continue
+                grad_RV = logp_RV.exp_().scatter_add_(-1, y_R, torch.full_like(w_R1, -1.0)).mul_(w_R1)
+                grad_RV = grad_RV.to(head_VE.dtype)
+                if grad_TE is not None:
+                    grad_TE[part] = grad_RV @ head_VE
+                if grad_VE is not None:
+                    grad_VE += grad_RV.t() @ h_RE
+        ctx.save_for_backward(grad_TE, None if grad_VE is None else grad_VE.to(head_VE.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TE, grad_VE = ctx.saved_tensors
+        return _scaled(grad_TE, grads[0]), _scaled(grad_VE, grads[0]), None, None, None
+
+
+class _LinearKL(torch.autograd.Function):
+    """KL, the gradient of the student's hidden states and greedy agreement, all in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TE: Tensor, teacher_TE: Tensor, head_VE: Tensor, mask_T: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_TE.device)
+        hit_T = torch.zeros_like(mask_T)
+        grad_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
+        with _plain(hidden_TE):
+            for a in range(0, hidden_TE.shape[0], rows):
+                part = slice(a, a + rows)
+                m_R1 = mask_T[part, None]
+                student_RV, teacher_RV = hidden_TE[part] @ head_VE.t(), teacher_TE[part] @ head_VE.t()
+                hit_T[part] = (student_RV.argmax(-1) == teacher_RV.argmax(-1)) & mask_T[part]
+                logq_RV = F.log_softmax(student_RV, dim=-1, dtype=wide)
+                logp_RV = F.log_softmax(teacher_RV, dim=-1, dtype=wide)
+                del student_RV, teacher_RV
+                p_RV = logp_RV.exp()
+                total += torch.linalg.vecdot(p_RV, logp_RV.sub_(logq_RV))[:, None].masked_fill(~m_R1, 0).sum()
+                if grad_TE is not None:
+                    grad_RV = logq_RV.exp_().sub_(p_RV).masked_fill_(~m_R1, 0).to(head_VE.dtype)
+                    grad_TE[part] = grad_RV @ head_VE
+        ctx.save_for_backward(grad_TE)
+        ctx.mark_non_differentiable(hit_T)
+        return total, hit_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None
+
+
+def _scaled(grad: Tensor | None, by: Tensor) -> Tensor | None:
+    return None if grad is None else grad * by.to(grad.dtype)
+
+
+def _plain(like: Tensor) -> torch.autocast:
+    """Autocast off: operands are already in the type they are meant to be multiplied in."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _operands(hidden_TE: Tensor, head_VE: Tensor) -> tuple[Tensor, Tensor]:
+    """Both operands of the head's product in one type: autocast's where it is on, else the head's."""
+    kind = hidden_TE.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head_VE.dtype
+    return hidden_TE.to(dtype), head_VE.to(dtype)
+
+
+def _block_rows(head_VE: Tensor) -> int:
+    """Rows whose two fp32 logits (student and teacher) fit the device's budget."""
+    budget = _BLOCK_BYTES.get(head_VE.device.type, _BLOCK_BYTES["cpu"])
+    return max(16, budget // (8 * head_VE.shape[0]))
+
+
+def _check(hidden_TE: Tensor, head_VE: Tensor, rows_T: Tensor) -> None:
+    if hidden_TE.shape[-1] != head_VE.shape[-1] or hidden_TE.shape[:1] != rows_T.shape:
+        raise ConfigError(
+            f"head loss: hidden {tuple(hidden_TE.shape)}, head {tuple(head_VE.shape)} and rows "
+            f"{tuple(rows_T.shape)} do not fit; need [T, E], [V, E] and [T]"
+        )
