@@ -1,19 +1,16 @@
-"""The command line: a job word picks the primary config, Hydra composes it, and the job's `run(cfg)` is called."""
+"""The command line: a job word picks the primary config, Hydra composes it, the job's `run(cfg)` does it."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS
 
 if TYPE_CHECKING:
@@ -39,43 +36,39 @@ longtrain JOB --help lists groups, options and keys; HYDRA_FULL_ERROR=1 shows th
 FREE_TEXT = ("prompt",)
 """Keys whose value is taken as it is typed: it need not follow Hydra's grammar."""
 
+VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp")
+VALUE_FLAGS += ("--config-name", "-cn", "--info", "-i", "--shell-completion", "-sc", "--experimental-rerun")
+"""Hydra's flags that take the next word as their value."""
+
 
 def main() -> None:
-    """Entry of `longtrain` and `python -m longtrain`; exits 0, 1 (the job failed) or 2 (the words make no sense)."""
+    """Entry of `longtrain` and `python -m longtrain`; exits 0, 1 (the job failed) or 2 (no such words)."""
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help"):
-        _say(
-            TOP_HELP.format(version=__version__, jobs="\n".join(f"  {k:<10} {v[1]}" for k, v in JOBS.items()))
-        )
-        sys.exit(0)
-    if word in ("-V", "--version"):
+        jobs = "\n".join(f"  {name:<10} {about}" for name, (_, about) in JOBS.items())
+        _say(TOP_HELP.format(version=__version__, jobs=jobs))
+    elif word in ("-V", "--version"):
         _say(f"longtrain {__version__}\n")
-        sys.exit(0)
-    if word == "recipes":
-        _say("".join(f"{name:<28} {about}\n" for name, about in recipes().items()))
-        sys.exit(0)
-    if word in JOBS:
-        sys.argv[1] = (
-            f"--config-name={word}"  # a flag survives when Lightning starts the other ranks with our argv
-        )
-    for bare in (
-        arg for arg in sys.argv[1:] if arg[0] not in "-+~" and "=" not in arg and not _is_value(arg)
-    ):
-        _unknown_word(bare)
-    sys.argv[1:] = [_quoted(arg) for arg in sys.argv[1:]]
-    _run_hydra()
+    elif word == "recipes":
+        _say("".join(f"{name:<26} {about}\n" for name, about in recipes().items()))
+    else:
+        if word in JOBS:
+            sys.argv[1] = f"--config-name={word}"  # stays when Lightning starts the other ranks with our argv
+        _check_words()
+        sys.argv[1:] = [_quoted(arg) for arg in sys.argv[1:]]
+        _run_hydra()
 
 
 def recipes() -> dict[str, str]:
     """Name of each recipe -> the first line of its header comment."""
     files = sorted(asset_dir("recipes").glob("*.yaml"))
-    return {file.stem: file.read_text().splitlines()[0].lstrip("# ") for file in files}
+    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
 def mount() -> None:
-    """Put every recipe (`+recipe=NAME`) and every method's dataclass (`method=NAME`) into Hydra's ConfigStore.
+    """Put every recipe (`+recipe=NAME`) and method dataclass (`method=NAME`) into Hydra's ConfigStore.
 
-    A recipe is a global override named after its file; it evaluates and exports under that name unless it says where.
+    A recipe is a global override named after its file; it exports and evaluates under that name.
     """
     from dataclasses import field, make_dataclass
 
@@ -86,32 +79,22 @@ def mount() -> None:
 
     store = ConfigStore.instance()
     for file in sorted(asset_dir("recipes").glob("*.yaml")):
-        node = OmegaConf.load(file)
         named = {"name": file.stem, "artifact": "${home}/checkpoints/${name}"}
-        store.store(
-            group="recipe",
-            name=file.stem,
-            node=OmegaConf.merge(named, node),
-            package="_global_",
-            provider=file.name,
-        )
+        node = OmegaConf.merge(named, OmegaConf.load(file))
+        store.store(group="recipe", name=file.stem, node=node, package="_global_", provider=file.name)
     for name in methods.names():
-        schema = make_dataclass(
-            "Method", [("name", str, field(default=name))], bases=(methods.config_class(name),)
-        )
+        own = (methods.config_class(name),)
+        schema = make_dataclass("Method", [("name", str, field(default=name))], bases=own)
         store.store(group="method", name=name, node=schema, provider="longtrain.methods")
-    if not OmegaConf.has_resolver("longtrain_about"):
-        OmegaConf.register_new_resolver("longtrain_about", lambda job: JOBS[job][1] if job in JOBS else job)
-        OmegaConf.register_new_resolver("longtrain_keys", keys_help)
+    OmegaConf.register_new_resolver("longtrain_about", lambda job: JOBS[job][1], replace=True)
+    OmegaConf.register_new_resolver("longtrain_keys", keys_help, replace=True)
 
 
 def keys_help(job: str) -> str:
-    """The keys of a job with their comments, as its YAML files have them; `$` doubled for Hydra's help template."""
-    conf = asset_dir("conf")
-    text = [(conf / f"{name}.yaml").read_text() for name in (job, "base")]
-    bodies = [re.sub(r"(?m)^(defaults|hydra):\n(?:[ \t]+.*\n)+", "", part) for part in text]
-    lines = [line for line in "\n".join(bodies).splitlines() if line.strip() and not line.startswith("#")]
-    return "\n".join(f"  {line}" for line in lines).replace("$", "$$") + "\n"
+    """The keys of a job with their comments, as its YAML files have them, for Hydra's help template."""
+    text = "".join((asset_dir("conf") / f"{name}.yaml").read_text(encoding="utf-8") for name in (job, "base"))
+    text = re.sub(r"(?m)^(defaults|hydra):\n(?:[ \t]+.*\n)+|^#.*\n|^job: (?!train).*\n|^\s*\n", "", text)
+    return "".join(f"  {line}\n" for line in text.splitlines()).replace("$", "$$")  # $ opens a field there
 
 
 def run_jobs(cfg: DictConfig) -> None:
@@ -122,163 +105,108 @@ def run_jobs(cfg: DictConfig) -> None:
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
-    from omegaconf import OmegaConf, open_dict
 
     hydra = HydraConfig.get()
     worded = any(arg.startswith("--config-name=") for arg in sys.argv[1:])
-    jobs = [hydra.job.config_name] if worded else [cfg.job] if isinstance(cfg.job, str) else list(cfg.job)
+    asked = str(hydra.job.config_name) if worded else cfg.job
+    jobs = [asked] if isinstance(asked, str) else [str(job) for job in asked]
     if wrong := [job for job in jobs if job not in JOBS]:
         raise ConfigError(f"unknown job '{wrong[0]}' in job={jobs}; known: {', '.join(JOBS)}")
     if hydra.mode == RunMode.MULTIRUN:
         cfg.name = f"{cfg.name}_{hydra.job.num}"
-    main_rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
-    main_rank = main_rank and int(os.environ.get("LOCAL_RANK", "0")) == 0
+    main_rank = all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     for job in jobs:
-        own = OmegaConf.load(asset_dir("conf") / f"{job}.yaml")
-        own.pop("defaults", None)
-        with open_dict(cfg):
-            step = OmegaConf.merge(own, cfg, {"job": job})  # a chained job finds the keys that only it has
-        OmegaConf.set_struct(step, True)
-        if job != "train" and not main_rank:
+        step = _with_own_keys(cfg, job)
+        if not main_rank and job != "train":
             continue  # only training is shared between ranks
         if main_rank and not cfg.quiet:
             _show(step, job)
         importlib.import_module(JOBS[job][0]).run(step)
 
 
+def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
+    """The configuration with the keys that only this job has, which a chained job would miss."""
+    from omegaconf import DictConfig, OmegaConf
+
+    step = OmegaConf.load(asset_dir("conf") / f"{job}.yaml")
+    if not isinstance(step, DictConfig):
+        raise ConfigError(f"conf/{job}.yaml is not a mapping of keys; reinstall longtrain")
+    del step["defaults"]
+    OmegaConf.set_struct(cfg, False)
+    step.merge_with(cfg, {"job": job})
+    OmegaConf.set_struct(step, True)
+    return step
+
+
 def _run_hydra() -> None:
     """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set."""
     import hydra
 
-    asked = os.environ.get("HYDRA_FULL_ERROR")
+    from longtrain.explain import explain
+
+    full = os.environ.get("HYDRA_FULL_ERROR")
     failures: list[Exception] = []
 
     def task(cfg: DictConfig) -> None:
-        _restore(asked)
+        _set_full_error(full)
         try:
             run_jobs(cfg)
         except Exception as error:
-            if asked:
+            if full:
                 raise
             failures.append(error)
         finally:
-            os.environ["HYDRA_FULL_ERROR"] = "1"
+            _set_full_error("1")
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on instead of printing them its own way
+    _set_full_error("1")  # Hydra then hands errors on instead of printing them its own way
     try:
         mount()
         hydra.main(version_base="1.3", config_path=str(asset_dir("conf")), config_name="train")(task)()
     except Exception as error:
-        if asked:
+        if full:
             raise
         failures.append(error)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        _restore(asked)
-    for error in failures:
-        _complain(explain(error))
+        _set_full_error(full)
+    for failure in failures:
+        _complain(explain(failure))
     if failures:
         sys.exit(1)
 
 
-def explain(error: Exception) -> str:
-    """One line for an error: longtrain's own as they are, Hydra's with what exists, others with their type."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    if isinstance(error, LongtrainError):
-        return str(error)
-    text = str(error)
-    if isinstance(error, HydraException):
-        if found := re.search(r"Could not find '(?:([^']*)/)?([^'/]+)'", text):
-            group, option = found.groups()
-            known = re.findall(r"^\t(\S+)$", text, re.M)
-            return f"unknown {group or 'config'} '{option}'{_near(option, known)}; known: {', '.join(known)}"
-        if found := re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text):
-            return f"'{found[1]}=' is not a group of this job; write +{found[1]}=NAME to add it"
-        if found := re.search(r"Could not override '([^']+)'", text):
-            return _unknown_key(found[1])
-        if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
-            return f"key '{found[1]}' exists already; write {found[1]}=VALUE without the +"
-    line = " ".join(part.strip() for part in text.splitlines() if part.strip())
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return line
-    return f"{type(error).__name__}: {line} (HYDRA_FULL_ERROR=1 shows where)"
+def _check_words() -> None:
+    """Exit 2 at the first word that is neither a flag nor an override."""
+    for before, word in zip(sys.argv, sys.argv[1:], strict=False):
+        if word[:1] not in ("-", "+", "~") and "=" not in word and before not in VALUE_FLAGS:
+            _unknown_word(word)
 
 
-def _unknown_key(key: str) -> str:
-    """Which keys there are at the place of an unknown one; composes again without the key overrides."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import DictConfig
+def _unknown_word(word: str) -> NoReturn:
+    from longtrain.explain import near
 
-    groups = [arg for arg in sys.argv[1:] if re.match(r"\+?[\w/]+=[\w-]+$", arg) and _is_group(arg)]
-    job = next((arg.split("=")[1] for arg in sys.argv[1:] if arg.startswith("--config-name=")), "train")
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-        node: Any = hydra.compose(job, overrides=groups)
-    *parents, leaf = key.split(".")
-    trail: list[str] = []
-    for part in parents:
-        if not isinstance(node, DictConfig) or part not in node or not isinstance(node[part], DictConfig):
-            leaf = part
-            break
-        node, trail = node[part], [*trail, part]
-    prefix = ".".join([*trail, ""])
-    known = sorted(f"{prefix}{name}" for name in node)
-    return f"unknown key '{key}'{_near(prefix + leaf, known)}; known{f' in {prefix[:-1]}' if prefix else ''}: {', '.join(known)}"
-
-
-def _is_group(arg: str) -> bool:
-    group = arg.lstrip("+").split("=")[0]
-    return group in ("recipe", "method") or (asset_dir("conf") / group).is_dir()
-
-
-def _is_value(arg: str) -> bool:
-    """Whether an argument is the value of the flag before it (`--cfg job`)."""
-    before = sys.argv[sys.argv.index(arg) - 1]
-    flags = (
-        "--cfg",
-        "-c",
-        "--package",
-        "-p",
-        "--config-dir",
-        "-cd",
-        "--config-path",
-        "-cp",
-        "--config-name",
-        "-cn",
-    )
-    return before in (*flags, "--info", "-i", "--shell-completion", "-sc", "--experimental-rerun")
+    known = [*JOBS, "recipes"]
+    if word in known:
+        _complain(f"the job comes first: longtrain {word} ...")
+    elif word in recipes():
+        _complain(f"'{word}' is a recipe; write +recipe={word}")
+    else:
+        jobs = ", ".join(known)
+        _complain(f"unknown word '{word}'{near(word, known)}; jobs: {jobs}; everything else is KEY=VALUE")
+    sys.exit(2)
 
 
 def _quoted(arg: str) -> str:
-    """A free-text value in Hydra's quotes, so that commas, apostrophes and brackets may be typed as they are."""
+    """A free-text value in Hydra's quotes, so that commas, apostrophes and brackets may simply be typed."""
     key, _, value = arg.partition("=")
-    if key.lstrip("+") not in FREE_TEXT or (len(value) > 1 and value[0] in "'\"" and value[-1] == value[0]):
+    if key.lstrip("+") not in FREE_TEXT or value == "null":
+        return arg
+    if len(value) > 1 and value[0] in "'\"" and value[-1] == value[0]:
         return arg
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
     return f"{key}='{escaped}'"
-
-
-def _unknown_word(word: str) -> NoReturn:
-    """Usage error: exit 2."""
-    if word in JOBS:
-        _complain(f"the job comes first: longtrain {word} ...")
-    else:
-        known = [*JOBS, "recipes"]
-        hint = _near(word, known)
-        if word in recipes():
-            hint = f"; a recipe is chosen by +recipe={word}"
-        _complain(f"unknown word '{word}'{hint}; jobs: {', '.join(known)}; everything else is KEY=VALUE")
-    sys.exit(2)
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _show(cfg: DictConfig, job: str) -> None:
@@ -289,15 +217,13 @@ def _show(cfg: DictConfig, job: str) -> None:
 
     console = Console(stderr=True)
     console.rule(f"longtrain {job}: {cfg.name}")
-    console.print(
-        Syntax(OmegaConf.to_yaml(cfg, resolve=True), "yaml", theme="ansi_dark", background_color="default")
-    )
+    text = OmegaConf.to_yaml(cfg, resolve=True)
+    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
-def _restore(value: str | None) -> None:
-    if value is None:
-        os.environ.pop("HYDRA_FULL_ERROR", None)
-    else:
+def _set_full_error(value: str | None) -> None:
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    if value is not None:
         os.environ["HYDRA_FULL_ERROR"] = value
 
 

@@ -52,7 +52,7 @@ def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | 
     where = cfg.target.path or path
     if not where:
         raise ConfigError(
-            "no target model is chosen (target.path=null); pass target=NAME (longtrain train --help lists them) "
-            "or target.path=FOLDER"
+            "no target model is chosen (target.path=null); pass target=NAME or target.path=FOLDER; "
+            "longtrain train --help lists the names"
         )
     return load_target(str(where), dtype=str(cfg.target.dtype), device=device or device_of(cfg))

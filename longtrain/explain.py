@@ -1,0 +1,78 @@
+"""One line for every error the command line can meet: what is wrong, and what there is instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from longtrain.assets import asset_dir
+from longtrain.errors import LongtrainError
+
+
+def explain(error: Exception) -> str:
+    """What to print: our own errors as they are, Hydra's with what exists, others with their type."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    text = str(error)
+    if isinstance(error, LongtrainError):
+        return text
+    if isinstance(error, HydraException) and (line := _explain_override(text)):
+        return line
+    line = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return line
+    return f"{type(error).__name__}: {line} (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the closest of the known words, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _explain_override(text: str) -> str:
+    """A message for the overrides people mistype; empty for any other error of Hydra's."""
+    if found := re.search(r"Could not find '(?:([^']*)/)?([^'/]+)'", text):
+        group, option = found.groups()
+        known = re.findall(r"^\t(\S+)$", text, re.M)
+        return f"unknown {group or 'config'} '{option}'{near(option, known)}; known: {', '.join(known)}"
+    if found := re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text):
+        key = found[1]
+        if _is_group(key):
+            return f"'{key}=' chooses nothing in this job; write +{key}=NAME"
+        return _explain_key(key)
+    if found := re.search(r"(?:Could not override|Key) '([^']+)'", text):
+        return _explain_key(found[1])
+    if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
+        return f"key '{found[1]}' exists already; write {found[1]}=VALUE without the +"
+    return ""
+
+
+def _explain_key(key: str) -> str:
+    """Which keys there are at the place of an unknown one; composes again with the group choices alone."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import DictConfig
+
+    args = sys.argv[1:]
+    groups = [arg for arg in args if _is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
+    job = next((arg.split("=")[1] for arg in args if arg.startswith("--config-name=")), "train")
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+        node: Any = hydra.compose(job, overrides=groups)
+    trail = ""
+    part, *rest = key.split(".")
+    while rest and part in node and isinstance(node[part], DictConfig):
+        node, trail = node[part], f"{trail}{part}."
+        part, *rest = rest
+    known = sorted(f"{trail}{name}" for name in node)
+    where = f" in {trail[:-1]}" if trail else ""
+    return f"unknown key '{key}'{near(trail + part, known)}; known{where}: {', '.join(known)}"
+
+
+def _is_group(key: str) -> bool:
+    return key in ("recipe", "method") or (bool(key) and (asset_dir("conf") / key).is_dir())
