@@ -1,0 +1,136 @@
+"""What made an output: `config.yaml` and `provenance.json`, written beside all that a job leaves on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "longtrain",
+    "torch",
+    "lightning",
+    "transformers",
+    "deepspeed",
+    "triton",
+    "liger-kernel",
+    "flash-attn",
+)
+
+_SECRET_KEY = re.compile(
+    r"(^|[_.-])(api_?key|access_?key|secret(_?key)?|private_?key|pass(word|wd|phrase)|credentials?"
+    r"|(hf|auth|access|api|bearer|hub|wandb)_?token|token)$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,})\b")
+_URL_LOGIN = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
+
+
+def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
+    """Write `config.yaml` and `provenance.json` into a folder, each whole or not at all.
+
+    Args:
+        folder: created where it is missing.
+        config: the resolved configuration as plain containers; secrets are replaced by `***`.
+        extra: further facts for `provenance.json`, JSON values (`data={"name": ..., "sha256": ...}`).
+    """
+    import yaml
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(redact(dict(config)), sort_keys=False, allow_unicode=True, width=120)
+    replace_text(folder / "config.yaml", text)
+    facts = {**gather(), **redact(extra)}
+    replace_text(folder / "provenance.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+
+
+def gather() -> dict[str, Any]:
+    """Command, code, versions and hardware of this process, as JSON values."""
+    return {
+        "argv": [_redact_argument(arg) for arg in sys.argv],
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": _git(),
+        "versions": _versions(),
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), **_gpus()},
+    }
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """The same containers with the values of secret keys, known token shapes and URL logins hidden."""
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, key) for item in value]
+    if value not in (None, "", False) and isinstance(value, str) and _SECRET_KEY.search(key):
+        return "***"
+    if isinstance(value, str):
+        return _URL_LOGIN.sub(r"\1***@", _SECRET_VALUE.sub("***", value))
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _redact_argument(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    return f"{key}{equals}{redact(value, key.lstrip('+~-'))}" if equals else redact(argument)
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and dirty flag of the checkout that this package runs from; None for an installed wheel."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+
+    def ask(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if "longtrain" not in found:
+        from longtrain import __version__
+
+        found["longtrain"] = __version__
+    return found
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpus": [], "cuda": torch.version.cuda}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"gpus": names, "cuda": torch.version.cuda}
