@@ -1,7 +1,7 @@
 """Intervals for pooled figures: bootstrap over prompts, paired bootstrap, Wilson.
 
-A pooled figure is a ratio of sums (tokens over cycles, hits over trials): prompts are the unit that is resampled,
-so that the cycles of one prompt stay together.
+A pooled figure is a ratio of sums (tokens over cycles, hits over trials): prompts are the unit that is
+resampled, so that the cycles of one prompt stay together.
 """
 
 from __future__ import annotations

@@ -37,11 +37,16 @@ class Loss:
 
 
 class Objective(nn.Module):
-    """Maps a batch to a loss. Holds the trained module as `module` and the frozen target as `target` (or None)."""
+    """Maps a batch to a loss. Holds the trained `module` and the frozen `target` (or None)."""
 
     def forward(self, batch: Batch) -> Loss:
         """The loss of one micro-batch."""
         raise NotImplementedError
+
+
+def _past_window(config: Any) -> int:
+    """Two windows of a draft that has one (a field `window`), else a short prompt."""
+    return 2 * int(getattr(config, "window", 64))
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,10 @@ class MethodSpec:
         build: (config, info) -> module that holds the trainable tensors and nothing else.
         objective: (module, target, config) -> Objective; None where nothing is trained.
         attach: (module, target, config, inference keys) -> Parts for the engine.
-        export: (module, config, folder, provenance) -> None where the result is not an Artifact (the reference target).
+        export: (module, config, folder, provenance) -> None where the result is not an Artifact (the
+            reference target).
+        golden_tokens: config -> prompt length at which every part of the module matters (past its window);
+            the golden outputs of an artifact are recorded on a prompt of this length.
     """
 
     name: str
@@ -65,3 +73,4 @@ class MethodSpec:
     objective: Callable[[nn.Module, Target | None, Any], Objective] | None = None
     attach: Callable[[nn.Module, Target, Any, dict[str, Any]], Parts] | None = None
     export: Callable[[nn.Module, Any, Path, dict[str, Any]], None] | None = None
+    golden_tokens: Callable[[Any], int] = _past_window

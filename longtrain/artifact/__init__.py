@@ -1,0 +1,6 @@
+"""The exported unit: a folder that names its method and target, and proves that it is read as written."""
+
+from longtrain.artifact.folder import Artifact
+from longtrain.artifact.golden import Golden
+
+__all__ = ["Artifact", "Golden"]

@@ -1,0 +1,150 @@
+"""The model card of an artifact: Markdown for people, front matter for the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longtrain.artifact.folder import Artifact
+
+
+def model_card(artifact: Artifact, *, name: str, pictures: Iterable[str] = ()) -> str:
+    """The README.md of an artifact.
+
+    Args:
+        artifact: what the card describes.
+        name: the artifact's name.
+        pictures: PNG files beside the card, e.g. `loss.png`.
+    """
+    parts = [
+        _front_matter(artifact),
+        f"# {name}",
+        _summary(artifact),
+        _how_to_load(artifact, name),
+        _training(artifact.provenance),
+        _curves(pictures),
+        _configuration(artifact),
+        _files(artifact),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(artifact: Artifact) -> str:
+    lines = [
+        "---",
+        "library_name: longtrain",
+        f"tags: [longtrain, {artifact.method}, long-context, speculative-decoding]",
+    ]
+    if _is_hub_id(artifact.target.name):
+        lines += [f"base_model: {artifact.target.name}", "base_model_relation: adapter"]
+    licence = artifact.provenance.get("license")
+    if licence:
+        lines.append(f"license: {licence}")
+    datasets = [
+        str(source["id"]) for source in _sources(artifact.provenance) if _is_hub_id(str(source.get("id", "")))
+    ]
+    if datasets:
+        lines.append(f"datasets: [{', '.join(dict.fromkeys(datasets))}]")
+    return "\n".join([*lines, "---"])
+
+
+def _summary(artifact: Artifact) -> str:
+    from longtrain import methods
+
+    target = artifact.target
+    return (
+        f"A `{artifact.method}` module ({artifact.parameters():,} parameters) for the frozen target "
+        f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
+        f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
+        f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
+        f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {methods.get(artifact.method).paper}. "
+        "Trained with [longtrain](https://pypi.org/project/longtrain/)."
+    )
+
+
+def _how_to_load(artifact: Artifact, name: str) -> str:
+    target = artifact.target.name or "PATH_OF_THE_TARGET"
+    return f"""## How to load
+
+```sh
+longtrain generate artifact={name} target.path={target} prompt="Once upon a time"
+longtrain eval suite=acceptance artifact={name} target.path={target} lengths=[1k,2k,4k]
+```
+
+```python
+from longtrain.artifact import Artifact
+from longtrain.decoding.engine import Engine, Limits
+from longtrain.decoding.roles import TreeShape
+from longtrain.target.loading import load_target
+
+target = load_target("{target}")
+parts = Artifact.load("{name}").attach(target)  # refuses another target, verifies the golden outputs
+engine = Engine(target, parts, limits=Limits(batch=1, tokens=8192, nodes=5))
+ids = target.tokenizer("Once upon a time").input_ids
+generation = engine.generate([ids], max_new_tokens=128, shape=TreeShape((1, 1, 1, 1)))
+print(target.tokenizer.decode(generation.tokens[0]))
+```
+
+Nothing in this folder is code, and loading it runs none."""
+
+
+def _training(provenance: Mapping[str, Any]) -> str:
+    lines = ["## Training"]
+    command = provenance.get("command") or provenance.get("argv")
+    if command:
+        text = command if isinstance(command, str) else " ".join(str(word) for word in command)
+        lines.append(f"Command:\n\n```sh\n{text}\n```")
+    facts = {key: provenance[key] for key in ("step", "tokens", "git", "versions") if provenance.get(key)}
+    if facts:
+        lines.append("\n".join(f"- {key}: {_plain(value)}" for key, value in facts.items()))
+    sources = _sources(provenance)
+    if sources:
+        rows = [
+            f"| {s.get('id') or s.get('name') or '?'} | {s.get('revision') or ''} | {s.get('kind') or ''} "
+            f"| {s.get('license') or s.get('licence') or 'not stated'} |"
+            for s in sources
+        ]
+        lines.append("Data:\n\n| source | revision | kind | licence |\n|---|---|---|---|\n" + "\n".join(rows))
+    else:
+        lines.append("Data: not recorded.")
+    lines.append("The licences of the target model and of the training data apply beside any stated above.")
+    return "\n\n".join(lines)
+
+
+def _curves(pictures: Iterable[str]) -> str:
+    shown = [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
+    return "## Curves\n\n" + "\n\n".join(shown) if shown else ""
+
+
+def _configuration(artifact: Artifact) -> str:
+    rows = "\n".join(f"| `{key}` | `{_plain(value)}` |" for key, value in artifact.config.items())
+    return f"## Configuration\n\n| key | value |\n|---|---|\n{rows}" if rows else ""
+
+
+def _files(artifact: Artifact) -> str:
+    golden = "`golden.safetensors`: a fixed prompt and the draft's laws for it, asked again at every load. "
+    return (
+        "## Files\n\n`longtrain.json`: method, configuration, target, checksums and provenance. "
+        "`model.safetensors`: the trained tensors. " + (golden if artifact.golden is not None else "")
+    ).strip()
+
+
+def _sources(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The data's sources, as a list of mappings, whatever the depth they were recorded at."""
+    data = provenance.get("data") or {}
+    found = data.get("sources", data) if isinstance(data, Mapping) else data
+    if isinstance(found, Mapping):
+        found = [
+            {"name": key, **(value if isinstance(value, Mapping) else {})} for key, value in found.items()
+        ]
+    return [source for source in found or [] if isinstance(source, Mapping)]
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and " " not in name
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

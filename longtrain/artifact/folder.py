@@ -1,0 +1,312 @@
+"""An artifact on disk and on the Hub: data only, nothing in it is ever run or unpickled.
+
+longtrain.json       schema version, method, config, target, sha256 of the tensor files, provenance
+model.safetensors    the trained tensors
+golden.safetensors   fixed inputs and the outputs they must give
+README.md            model card (read by people, never by longtrain); *.png: its pictures
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+import longtrain
+from longtrain import methods
+from longtrain.artifact.card import model_card
+from longtrain.artifact.golden import Golden
+from longtrain.artifact.hub import download, upload
+from longtrain.artifact.write import written_folder
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.target.info import TargetInfo
+
+if TYPE_CHECKING:
+    from longtrain.decoding.roles import Parts
+    from longtrain.methods.spec import MethodSpec
+    from longtrain.target.model import Target
+
+SCHEMA = 1
+MANIFEST, MODEL, GOLDEN, CARD = "longtrain.json", "model.safetensors", "golden.safetensors", "README.md"
+FILES = (MANIFEST, MODEL, GOLDEN, CARD, "*.png")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A trained module with everything needed to use it on its target, and to refuse any other.
+
+    Args:
+        method: a name of the closed table `methods.names()`.
+        config: the method's configuration as plain values.
+        target: the target it was trained for.
+        tensors: the module's state, by name.
+        golden: recorded outputs; None only for methods that draft nothing.
+        provenance: where it comes from: command, versions, data.
+        folder: where it was read from.
+    """
+
+    method: str
+    config: dict[str, Any]
+    target: TargetInfo
+    tensors: dict[str, Tensor]
+    golden: Golden | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @classmethod
+    def from_module(
+        cls,
+        method: str,
+        config: Any,
+        *,
+        module: nn.Module,
+        target: Target,
+        provenance: dict[str, Any] | None = None,
+    ) -> Artifact:
+        """Wrap a trained module and record its golden outputs on the target.
+
+        Args:
+            method: the method's name.
+            config: its `Config`.
+            module: the trained module, of the target's dtype and on its device.
+            target: the target it was trained for.
+            provenance: see `Artifact`.
+        """
+        spec = methods.get(method)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+        golden = None
+        if spec.attach is not None and _attach(spec, module, target, config, {}).draft is not None:
+            golden = Golden.record(
+                lambda: _attach(spec, module, target, config, {}), target, tokens=spec.golden_tokens(config)
+            )
+        values = dataclasses.asdict(config)
+        return cls(method, values, target.info, tensors, golden, dict(provenance or {}))
+
+    @classmethod
+    def load(cls, where: str | Path, *, home: str | Path = ".") -> Artifact:
+        """Read and check an artifact: schema, method, checksums, names and shapes of every tensor.
+
+        Args:
+            where: a folder, a name under `home/checkpoints`, or a Hub id (ORG/NAME).
+            home: the folder that holds `checkpoints`.
+
+        Raises:
+            ArtifactError: nothing is there, or what is there is damaged or of another format.
+        """
+        folder = _find(where, Path(home))
+        manifest = _read_manifest(folder / MANIFEST)
+        method = manifest["method"]
+        if method not in methods.names():
+            raise ArtifactError(
+                f"{folder / MANIFEST} names the method '{method}'; known: {', '.join(methods.names())}; "
+                "a newer longtrain may know it"
+            )
+        try:
+            info = TargetInfo.from_json(manifest["target"])
+        except (TypeError, AttributeError) as error:
+            raise ArtifactError(
+                f"{folder / MANIFEST} describes its target wrongly: {error}; export it again"
+            ) from None
+        tensors = _read_tensors(folder / MODEL, manifest["files"])
+        golden = None
+        if manifest["golden"] is not None:
+            golden = Golden.from_tensors(
+                _read_tensors(folder / GOLDEN, manifest["files"]), manifest["golden"]["dtype"]
+            )
+        artifact = cls(method, manifest["config"], info, tensors, golden, manifest["provenance"], folder)
+        _compare_names(artifact._empty_module(), tensors, folder / MODEL)
+        return artifact
+
+    def typed_config(self) -> Any:
+        """The method's `Config` with this artifact's values.
+
+        Raises:
+            ArtifactError: a value that the method does not know.
+        """
+        kind = methods.config_class(self.method)
+        known = {f.name for f in dataclasses.fields(kind)}
+        unknown = sorted(set(self.config) - known)
+        if unknown:
+            raise ArtifactError(
+                f"artifact has configuration keys that method {self.method} does not know: "
+                f"{', '.join(unknown)}; known: {', '.join(sorted(known))}; a newer longtrain may know them"
+            )
+        try:
+            return kind(**self.config)
+        except (TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"artifact's configuration is wrong for method {self.method}: {error}"
+            ) from None
+
+    def build(self, target: Target, *, verify: bool = True) -> nn.Module:
+        """The module on the target's device and in its dtype, after all checks.
+
+        Args:
+            target: the frozen target at hand.
+            verify: ask the golden questions again (one short prompt through the target).
+
+        Raises:
+            TargetMismatchError: another target.
+            ArtifactError: the golden outputs are not reproduced.
+        """
+        self.target.check(target.info)
+        module = self._empty_module().to_empty(device=target.device)
+        module.load_state_dict(self.tensors)
+        module = module.to(dtype=target.dtype).eval().requires_grad_(False)
+        if verify and self.golden is not None:
+            spec, config = methods.get(self.method), self.typed_config()
+            self.golden.verify(lambda: _attach(spec, module, target, config, {}), target)
+        return module
+
+    def attach(self, target: Target, *, verify: bool = True, **keys: Any) -> Parts:
+        """The parts for an engine.
+
+        Args:
+            target: the frozen target at hand.
+            verify: see `build`.
+            keys: inference keys of the method.
+
+        Raises:
+            TargetMismatchError: another target.
+            ArtifactError: see `build`; or the method brings nothing to an engine.
+        """
+        module = self.build(target, verify=verify)
+        return _attach(methods.get(self.method), module, target, self.typed_config(), keys)
+
+    def save(self, folder: str | Path, *, pictures: dict[str, bytes] | None = None) -> Path:
+        """Write the folder, whole or not at all; an older artifact in its place is replaced.
+
+        Args:
+            folder: where to.
+            pictures: PNG files for the model card, by file name.
+
+        Raises:
+            ArtifactError: the disk is full or not writable, or the folder holds something else.
+        """
+        folder, pictures = Path(folder), pictures or {}
+        if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+            raise ArtifactError(f"{folder} exists and is no artifact; choose another name or remove it")
+        files = {MODEL: save_tensors(self.tensors, metadata={"format": "pt"})}
+        if self.golden is not None:
+            files[GOLDEN] = save_tensors(self.golden.tensors())
+        manifest = {
+            "schema": SCHEMA,
+            "longtrain": longtrain.__version__,
+            "method": self.method,
+            "config": self.config,
+            "target": self.target.to_json(),
+            "golden": None if self.golden is None else {"dtype": self.golden.dtype},
+            "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+            "provenance": self.provenance,
+        }
+        files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
+        files[CARD] = model_card(self, name=folder.name, pictures=sorted(pictures)).encode()
+        written_folder(folder, {**files, **pictures})
+        return folder
+
+    def push(self, repo: str, *, private: bool | None = None) -> str:
+        """Upload the folder this artifact was loaded from.
+
+        Args:
+            repo: ORG/NAME on the Hub (`HF_ENDPOINT` decides which one).
+            private: of a repository made by this call; None: the account's default.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            ConfigError: not logged in, offline, or `repo` is not ORG/NAME.
+            ArtifactError: the Hub refused.
+        """
+        if self.folder is None:
+            raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
+        return upload(self.folder, repo, patterns=FILES, private=private)
+
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def _empty_module(self) -> nn.Module:
+        with torch.device("meta"):
+            return methods.get(self.method).build(self.typed_config(), self.target)
+
+
+def _attach(spec: MethodSpec, module: nn.Module, target: Target, config: Any, keys: dict[str, Any]) -> Parts:
+    if spec.attach is None:
+        raise ArtifactError(f"method {spec.name} brings nothing to an engine; it cannot be attached")
+    return spec.attach(module, target, config, keys)
+
+
+def _find(where: str | Path, home: Path) -> Path:
+    candidates = [Path(where), home / "checkpoints" / str(where)]
+    for folder in candidates:
+        if (folder / MANIFEST).is_file():
+            return folder
+    for folder in candidates:
+        if folder.exists():
+            raise ArtifactError(f"{folder} holds no {MANIFEST}; run: longtrain export")
+    names = sorted(p.parent.name for p in (home / "checkpoints").glob(f"*/{MANIFEST}"))
+    if str(where).count("/") == 1 and not str(where).startswith((".", "/", "~")):
+        return download(str(where), patterns=FILES[:-1], known=names)
+    raise ArtifactError(
+        f"no artifact '{where}': neither a folder nor a name under {home / 'checkpoints'} "
+        f"(there: {', '.join(names) or 'none'}); run: longtrain export name={Path(where).name}"
+    )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; export it again") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ArtifactError(f"{path} has schema {found!r}; this longtrain reads {SCHEMA}; export it again")
+    kinds = {"method": str, "config": dict, "target": dict, "files": dict, "provenance": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(manifest.get(key), kind)]
+    golden = manifest.setdefault("golden", None)
+    if golden is not None and not (isinstance(golden, dict) and isinstance(golden.get("dtype"), str)):
+        wrong.append("golden")
+    if wrong:
+        raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
+    return manifest
+
+
+def _read_tensors(path: Path, checksums: dict[str, str]) -> dict[str, Tensor]:
+    try:
+        content = path.read_bytes()
+        tensors = load_tensors(content)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}; copy or export it again") from None
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{path} is damaged or cut short: {error}; copy or export it again") from None
+    if hashlib.sha256(content).hexdigest() != checksums.get(path.name):
+        raise ArtifactError(
+            f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
+        )
+    return tensors
+
+
+def _compare_names(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
+    problems += [f"unexpected {name} {shape}" for name, shape in found.items() if name not in expected]
+    problems += [
+        f"{name} is {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ArtifactError(f"{path} does not hold the module's tensors: {'; '.join(problems[:8])}{more}")
