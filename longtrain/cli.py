@@ -36,7 +36,7 @@ longtrain JOB --help lists groups, options and keys; HYDRA_FULL_ERROR=1 shows th
 FREE_TEXT = ("prompt",)
 """Keys whose value is taken as it is typed: it need not follow Hydra's grammar."""
 
-VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp")
+VALUE_FLAGS: tuple[str, ...] = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp")
 VALUE_FLAGS += ("--config-name", "-cn", "--info", "-i", "--shell-completion", "-sc", "--experimental-rerun")
 """Hydra's flags that take the next word as their value."""
 
