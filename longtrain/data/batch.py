@@ -5,8 +5,9 @@ Shapes: T tokens of one packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -37,3 +38,23 @@ class Batch:
     names: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     weights_T: Tensor | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch with its tensors on `device`; bounds and names stay on the host."""
+        return replace(
+            self,
+            ids_T=self.ids_T.to(device, non_blocking=non_blocking),
+            loss_mask_T=self.loss_mask_T.to(device, non_blocking=non_blocking),
+            weights_T=None
+            if self.weights_T is None
+            else self.weights_T.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The batch with its tensors in page-locked memory, so that copies to a GPU do not wait."""
+        return replace(
+            self,
+            ids_T=self.ids_T.pin_memory(),
+            loss_mask_T=self.loss_mask_T.pin_memory(),
+            weights_T=None if self.weights_T is None else self.weights_T.pin_memory(),
+        )

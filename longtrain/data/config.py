@@ -1,0 +1,183 @@
+"""What `conf/data/*.yaml` says, checked: sources, how documents are treated, and the stages of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from longtrain.errors import ConfigError
+
+READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
+PATH_KEYS = ("text", "jsonl", "conversations", "books", "code", "instruct")
+"""Keys that a data config may hold only so that the command line can set a path: `data.text=PATH`."""
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of documents.
+
+    Args:
+        reader: one of `READERS`.
+        where: a file or folder, a manifest's name, or a synthetic task's name; `bundled:NAME` is text that
+            ships with the package.
+        kind: text kind (book, code, chat, ...); empty: what the adapter or manifest says.
+        adapter: row adapter for `jsonl` and `conversations`; empty: the reader's default.
+        columns: column map of the adapter, e.g. `{text: content}`.
+        rows: most rows to take, in order; None: all.
+        weight: passes over this source in an epoch; 0.5 is a random half of its documents.
+        split: `train`, `val`, or `auto` (by `val_fraction`).
+        optional: skip the source, instead of stopping, when its path is not set.
+        options: further keys, handed to a synthetic task.
+    """
+
+    reader: str
+    where: str | None
+    kind: str = ""
+    adapter: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+    rows: int | None = None
+    weight: float = 1.0
+    split: str = "auto"
+    optional: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> SourceConfig:
+        """From one item of `data.sources`.
+
+        Raises:
+            ConfigError: no reader or more than one, an unknown key, or a value out of range.
+        """
+        readers = [key for key in READERS if key in values]
+        if len(readers) != 1:
+            raise ConfigError(
+                f"data source {dict(values)} names {len(readers)} readers; give one of {READERS}"
+            )
+        rest = {key: value for key, value in values.items() if key not in readers}
+        known = {f.name for f in fields(cls)} - {"reader", "where"}
+        unknown = sorted(set(rest) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown key {unknown[0]!r} in data source {readers[0]}; known: {sorted(known)}"
+            )
+        source = cls(
+            reader=readers[0], where=values[readers[0]], **{k: v for k, v in rest.items() if v is not None}
+        )
+        _choice("data.sources.split", source.split, ("auto", "train", "val"))
+        if source.weight <= 0:
+            raise ConfigError(f"data source {source.where}: weight={source.weight}; allowed: above 0")
+        if source.rows is not None and source.rows < 1:
+            raise ConfigError(
+                f"data source {source.where}: rows={source.rows}; allowed: 1 or more, or null for all"
+            )
+        return source
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the run with one way of packing; one of `steps`, `fraction`, `epochs` says how long.
+
+    Args:
+        row_tokens: length of a packed row (one micro-batch).
+        doc_tokens: longest piece of a document in it.
+        steps: optimizer steps.
+        fraction: share of the run's total steps.
+        epochs: passes over the data; the last, incomplete optimizer step is left out.
+    """
+
+    row_tokens: int
+    doc_tokens: int
+    steps: int | None = None
+    fraction: float | None = None
+    epochs: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.doc_tokens < 2 or self.row_tokens < self.doc_tokens:
+            raise ConfigError(
+                f"stage row_tokens={self.row_tokens} doc_tokens={self.doc_tokens}; "
+                f"allowed: 2 <= doc_tokens <= row_tokens"
+            )
+        lengths = [value for value in (self.steps, self.fraction, self.epochs) if value is not None]
+        if len(lengths) != 1 or lengths[0] <= 0:
+            raise ConfigError(
+                f"stage steps={self.steps} fraction={self.fraction} epochs={self.epochs}; "
+                f"give exactly one, above 0"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A prepared mixture.
+
+    Args:
+        name: folder under `${home}/data`.
+        sources: where documents come from.
+        max_doc_tokens: longest document; None: the target's context.
+        min_doc_tokens: shorter documents, and shorter tails of split ones, are left out.
+        long_documents: what to do with a document above the limit: `split` when packing, `error`, `truncate`.
+        val_fraction: share of documents held out, chosen by a hash of their names.
+        seed: for the held-out choice.
+        answers: `source` keeps recorded answers, `target` has the target write the last one anew.
+        answer_tokens: longest answer the target writes.
+        mask: `template` reads the chat template's generation marks; `prefix` renders the turns one by one.
+        append_eos: end raw text with the end-of-sequence token.
+        stages: how rows are packed over the run.
+        val_rows: most packed rows of validation data.
+        workers: loading processes; a row is cut from a memory map in about a millisecond, so 0 is fine.
+    """
+
+    name: str
+    sources: tuple[SourceConfig, ...]
+    stages: tuple[Stage, ...] = ()
+    max_doc_tokens: int | None = None
+    min_doc_tokens: int = 2
+    long_documents: str = "split"
+    val_fraction: float = 0.0
+    seed: int = 0
+    answers: str = "source"
+    answer_tokens: int = 1024
+    mask: str = "template"
+    append_eos: bool = False
+    val_rows: int = 64
+    workers: int = 0
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> DataConfig:
+        """From the resolved `data` group.
+
+        Raises:
+            ConfigError: an unknown key, or a value that is not allowed.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known - set(PATH_KEYS))
+        if unknown:
+            raise ConfigError(f"unknown key data.{unknown[0]}; known: {sorted(known)}")
+        rest = {k: v for k, v in values.items() if k in known - {"sources", "stages"} and v is not None}
+        sources = tuple(SourceConfig.parse(item) for item in values.get("sources") or ())
+        stages = tuple(Stage(**item) for item in values.get("stages") or ())
+        config = cls(sources=sources, stages=stages, **rest)
+        _choice("data.long_documents", config.long_documents, ("split", "error", "truncate"))
+        _choice("data.answers", config.answers, ("source", "target"))
+        _choice("data.mask", config.mask, ("template", "prefix"))
+        if not sources:
+            raise ConfigError(f"data.sources of {config.name!r} is empty; give at least one source")
+        if config.min_doc_tokens < 2:
+            raise ConfigError(
+                f"data.min_doc_tokens={config.min_doc_tokens}; allowed: 2 or more (a label needs a past)"
+            )
+        if not 0 <= config.val_fraction < 1:
+            raise ConfigError(f"data.val_fraction={config.val_fraction}; allowed: 0 up to, not including, 1")
+        return config
+
+    def content(self) -> dict[str, Any]:
+        """The values that the prepared folder depends on: all but those applied while training."""
+        values = asdict(self)
+        for key in ("stages", "val_rows", "name", "workers"):
+            values.pop(key)
+        return values
+
+
+def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}; allowed: {', '.join(allowed)}")

@@ -1,0 +1,191 @@
+"""The Lightning data module: plans the run's rows and hands each rank its own, from any position on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+from torch.utils.data import DataLoader, Dataset
+
+from longtrain.data.batch import Batch
+from longtrain.data.collate import batch_at
+from longtrain.data.config import DataConfig, Stage
+from longtrain.data.pack import Plan, plan_run, plan_val
+from longtrain.data.prepared import Prepared
+from longtrain.errors import ConfigError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+
+class Rows(Dataset[Batch]):
+    """A rank's share of a plan: its i-th item is global micro-batch `i * world + rank`.
+
+    Args:
+        data: prepared data.
+        plan: rows of the run.
+        seed: of the run.
+        rank: this process.
+        world: processes.
+        start: items to leave out at the front.
+        pad_id: token that fills rows.
+    """
+
+    def __init__(
+        self,
+        data: Prepared,
+        plan: Plan,
+        *,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        start: int = 0,
+        pad_id: int = 0,
+    ) -> None:
+        self.data, self.plan, self.seed, self.pad_id = data, plan, seed, pad_id
+        self.rank, self.world, self.start = rank, world, start
+
+    def __len__(self) -> int:
+        return max(0, self.plan.n_rows // self.world - self.start)
+
+    def __getitem__(self, item: int) -> Batch:
+        if not 0 <= item < len(self):
+            raise IndexError(item)
+        index = (self.start + item) * self.world + self.rank
+        return batch_at(self.data, self.plan, index, seed=self.seed, pad_id=self.pad_id)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[item] for item in range(len(self)))
+
+
+class DataModule(lightning.LightningDataModule):
+    """Prepared data as a stream of packed rows.
+
+    Args:
+        folder: prepared data.
+        config: stages, `min_doc_tokens`, `val_rows` and `workers` are used.
+        accumulate: micro-batches of a rank in an optimizer step.
+        seed: of the run.
+        total_steps: what a stage's `fraction` is a fraction of.
+        start_batch: micro-batches of a rank already trained on: optimizer steps done times `accumulate`.
+        context_tokens: the target's context; no document piece may be longer.
+        pin_memory: for a CUDA device.
+        world: ranks, when there is no trainer to ask.
+        rank: this rank, when there is no trainer to ask.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: DataConfig,
+        *,
+        accumulate: int = 1,
+        seed: int = 0,
+        total_steps: int | None = None,
+        start_batch: int = 0,
+        context_tokens: int | None = None,
+        pin_memory: bool = False,
+        world: int = 1,
+        rank: int = 0,
+    ) -> None:
+        super().__init__()
+        self.data = Prepared.open(Path(folder))
+        self.config, self.accumulate, self.seed, self.total_steps = config, accumulate, seed, total_steps
+        self.start_batch, self.pin_memory = start_batch, pin_memory
+        self._world, self._rank = world, rank
+        self._plans: dict[tuple[int, int], Plan] = {}
+        check_context(config.stages, context_tokens)
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.trainer.world_size if self.trainer is not None else self._world
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.trainer.global_rank if self.trainer is not None else self._rank
+
+    @property
+    def plan(self) -> Plan:
+        """The run's plan for this number of ranks; computed once."""
+        key = (self.world, self.accumulate)
+        if key not in self._plans:
+            plan = plan_run(
+                self.data,
+                self.config.stages,
+                rows_per_step=self.accumulate * self.world,
+                seed=self.seed,
+                total_steps=self.total_steps,
+                min_doc_tokens=self.config.min_doc_tokens,
+            )
+            log.info(
+                "data=%s steps=%d rows=%d tokens=%d labels=%d fill=%.3f",
+                self.data.folder.name,
+                plan.n_steps,
+                plan.n_rows,
+                int(plan.row_tokens.sum()),
+                int(plan.tokens_in_step.sum()),
+                plan.fill,
+            )
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """This rank's rows from `start_batch` on."""
+        rows = Rows(
+            self.data,
+            self.plan,
+            seed=self.seed,
+            rank=self.rank,
+            world=self.world,
+            start=self.start_batch,
+            pad_id=self.pad_id,
+        )
+        return self._loader(rows)
+
+    def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
+        """This rank's held-out rows, as many on every rank; an empty list where nothing is held out."""
+        plan = plan_val(
+            self.data,
+            self.config.stages[-1],
+            max_rows=self.config.val_rows,
+            min_doc_tokens=self.config.min_doc_tokens,
+        )
+        if plan.n_rows < self.world:
+            return []
+        return self._loader(
+            Rows(self.data, plan, seed=self.seed, rank=self.rank, world=self.world, pad_id=self.pad_id)
+        )
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows."""
+        return int(self.data.manifest.get("pad_id", 0))
+
+    def _loader(self, rows: Rows) -> DataLoader[Batch]:
+        return DataLoader(
+            rows,
+            batch_size=None,
+            shuffle=False,
+            num_workers=self.config.workers,
+            prefetch_factor=4 if self.config.workers else None,
+            pin_memory=self.pin_memory,
+        )
+
+
+def check_context(stages: Sequence[Stage], context_tokens: int | None) -> None:
+    """Refuse pieces longer than the target can see.
+
+    Raises:
+        ConfigError: a stage's `doc_tokens` is above the target's context.
+    """
+    for stage in stages:
+        if context_tokens is not None and stage.doc_tokens > context_tokens:
+            raise ConfigError(
+                f"data.stages doc_tokens={stage.doc_tokens} is longer than the target's context of "
+                f"{context_tokens} tokens; lower doc_tokens (row_tokens may stay: documents in a row do not "
+                f"see each other)"
+            )

@@ -1,0 +1,272 @@
+"""Prepared data on disk: token ids, label mask, an index of documents, and a manifest with hashes.
+
+`manifest.json` is written last, into a temporary folder that is then moved into place, so a folder that has
+one is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from longtrain.errors import DataError
+
+FORMAT = 1
+HEADER_BYTES = 128
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Column:
+    """A growing `.npy` file, its header filled in at the end; plain writes, so a full disk is an OSError."""
+
+    def __init__(self, path: Path, dtype: Any) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.length = 0
+        self.file: IO[bytes] = path.open("wb")
+        self.file.write(b" " * HEADER_BYTES)
+
+    def append(self, values: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
+        self.length += len(values)
+
+    def close(self) -> None:
+        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.length},), }}"
+        body = text.encode().ljust(HEADER_BYTES - 11) + b"\n"
+        self.file.seek(0)
+        self.file.write(b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body)
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+@dataclass
+class Writer:
+    """Writes documents one after the other into a folder.
+
+    Args:
+        folder: exists and is empty.
+        vocab_size: chooses uint16 or uint32 for the ids.
+    """
+
+    folder: Path
+    vocab_size: int
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    val: list[bool] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    kind_names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ids = _Column(self.folder / "ids.npy", np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        self.mask = _Column(self.folder / "mask.npy", np.uint8)
+
+    def add(
+        self,
+        ids_T: np.ndarray,
+        mask_T: np.ndarray,
+        *,
+        name: str,
+        kind: str,
+        source: int = 0,
+        val: bool = False,
+    ) -> None:
+        """Append a document.
+
+        Args:
+            ids_T: token ids, any integer type.
+            mask_T: 1 where the token is a label.
+            name: for error messages; newlines become spaces.
+            kind: text kind.
+            source: index into the manifest's sources.
+            val: whether it is held out.
+
+        Raises:
+            DataError: an id outside the vocabulary, or mask and ids of different lengths.
+        """
+        if len(ids_T) != len(mask_T):
+            raise DataError(
+                f"document {name}: {len(ids_T)} ids but {len(mask_T)} mask values; they must match"
+            )
+        if len(ids_T) and (ids_T.min() < 0 or ids_T.max() >= self.vocab_size):
+            worst = int(ids_T.max()) if ids_T.max() >= self.vocab_size else int(ids_T.min())
+            raise DataError(
+                f"document {name}: token id {worst} is outside the vocabulary of {self.vocab_size}"
+            )
+        if kind not in self.kind_names:
+            self.kind_names.append(kind)
+        self.starts.append(self.ids.length)
+        self.lengths.append(len(ids_T))
+        self.labels.append(int(np.count_nonzero(mask_T[1:])))
+        self.kinds.append(self.kind_names.index(kind))
+        self.sources.append(source)
+        self.val.append(val)
+        self.names.append(" ".join(name.split()) or "unnamed")
+        self.ids.append(ids_T)
+        self.mask.append(mask_T)
+
+    def close(self, manifest: dict[str, Any]) -> None:
+        """Write index, hashes and, last, the manifest."""
+        self.ids.close()
+        self.mask.close()
+        columns: dict[str, np.ndarray] = {
+            "start": np.asarray(self.starts, np.int64),
+            "length": np.asarray(self.lengths, np.int64),
+            "labels": np.asarray(self.labels, np.int64),
+            "kind": np.asarray(self.kinds, np.int32),
+            "source": np.asarray(self.sources, np.int32),
+            "val": np.asarray(self.val, bool),
+        }
+        with (self.folder / "docs.npz").open("wb") as file:
+            np.savez(file, allow_pickle=False, **columns)
+        (self.folder / "names.txt").write_text("\n".join(self.names) + "\n", encoding="utf-8")
+        val = columns["val"]
+        counts = {
+            "documents": len(self.starts),
+            "tokens": self.ids.length,
+            "labels": int(columns["labels"].sum()),
+            "val_documents": int(val.sum()),
+            "val_tokens": int(columns["length"][val].sum()),
+            "longest": max(self.lengths, default=0),
+        }
+        hashes = {
+            name: sha256_file(self.folder / name) for name in ("ids.npy", "mask.npy", "docs.npz", "names.txt")
+        }
+        body = {"format": FORMAT, "kinds": self.kind_names, "counts": counts, **manifest, "sha256": hashes}
+        with (self.folder / "manifest.json").open("w", encoding="utf-8") as file:
+            json.dump(body, file, indent=1, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder, open for reading.
+
+    Args:
+        folder: where it is.
+        manifest: sources, revisions, tokenizer hash, counts, sha256.
+        ids: all token ids, memory-mapped.
+        mask: label mask, memory-mapped; 1: the token is a label.
+        start, length, labels: per document; `labels` does not count its first token.
+        kind: index into `kinds`.
+        source: index into `manifest["sources"]`.
+        val: held out.
+        names: one a document.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    ids: np.ndarray
+    mask: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    labels: np.ndarray
+    kind: np.ndarray
+    source: np.ndarray
+    val: np.ndarray
+    names: list[str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared.open, (self.folder,)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the text kinds."""
+        return list(self.manifest["kinds"])
+
+    @classmethod
+    def open(cls, folder: Path, *, verify: bool = False) -> Prepared:
+        """Open a folder that `prepare` wrote.
+
+        Args:
+            folder: `${home}/data/<name>...`.
+            verify: also compare every file's sha256 with the manifest.
+
+        Raises:
+            DataError: no manifest, another format, or a damaged file.
+        """
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise DataError(f"no prepared data at {folder}; run: longtrain prepare with the same recipe")
+        try:
+            for name, digest in manifest["sha256"].items() if verify else ():
+                if sha256_file(folder / name) != digest:
+                    raise DataError(
+                        f"{folder / name} differs from its manifest; delete the folder and prepare again"
+                    )
+            ids = np.load(folder / "ids.npy", mmap_mode="r")
+            mask = np.load(folder / "mask.npy", mmap_mode="r")
+            with np.load(folder / "docs.npz") as columns:
+                docs = {key: columns[key] for key in ("start", "length", "labels", "kind", "source", "val")}
+            names = (folder / "names.txt").read_text(encoding="utf-8").split("\n")[:-1]
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"prepared data at {folder} is damaged ({error}); delete the folder and prepare again"
+            ) from error
+        if (
+            len(ids) != manifest["counts"]["tokens"]
+            or len(mask) != len(ids)
+            or len(names) != len(docs["start"])
+        ):
+            raise DataError(f"prepared data at {folder} is cut short; delete the folder and prepare again")
+        return cls(folder=folder, manifest=manifest, ids=ids, mask=mask, names=names, **docs)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a prepared folder, or None where there is none of this format."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder that takes `folder`'s place when the block ends well, and is removed otherwise.
+
+    Raises:
+        DataError: the disk is full or the quota used up.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    old = folder.with_name(f".{folder.name}.old")
+    try:
+        for path in (temporary, old):
+            shutil.rmtree(path, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if folder.exists():
+            folder.replace(old)
+        temporary.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        free = shutil.disk_usage(next(p for p in folder.parents if p.exists())).free
+        raise DataError(
+            f"no room for {folder}: {error.strerror} ({free / 1e6:.0f} MB free); nothing was kept, "
+            f"free space or set home=DIR"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
