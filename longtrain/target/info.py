@@ -40,7 +40,9 @@ class TargetInfo:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
+        }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TargetInfo:

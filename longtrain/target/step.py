@@ -53,3 +53,18 @@ class TargetStep:
 
     logits_BTV: Tensor | None = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """What `Target.packed` gave for one packed row of T tokens.
+
+    Args:
+        hidden_TE: final normed hidden state (the LM head's input), or None where it was not asked for.
+        k_TGD: K of the wanted layer, after RoPE (and k_norm), or None.
+        v_TGD: V of the wanted layer, or None.
+    """
+
+    hidden_TE: Tensor | None = None
+    k_TGD: Tensor | None = None
+    v_TGD: Tensor | None = None

@@ -1,0 +1,166 @@
+"""A plain KV cache: every position in the model's own dtype, in static buffers.
+
+Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query heads, G KV heads, D head dim, R = T*H/G.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
+from longtrain.errors import ConfigError
+
+_SLACK = 64
+"""How far the host's bound on lengths may drift above the truth before one device sync makes it exact again."""
+
+
+class DenseCache(KVCache):
+    """Slot s of a sequence holds position s of its prefix; the tail follows at slot `len_B[b]`.
+
+    Lengths live on the device and differ per sequence. The host keeps bounds on them only, so a decoding step does
+    not wait for the device: `_low` <= every length <= `_high`.
+
+    Args:
+        n_layers: layers.
+        n_kv_heads: KV heads of each.
+        head_dim: size of a head.
+        batch: sequences.
+        max_tokens: most committed positions of a sequence.
+        max_nodes: most tail rows of a step once `max_tokens` are committed.
+        device: of the buffers.
+        dtype: of the buffers.
+
+    Raises:
+        ConfigError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        batch: int,
+        max_tokens: int,
+        max_nodes: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        if min(batch, max_tokens) < 1 or max_nodes < 0:
+            raise ConfigError(
+                f"cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}; "
+                "allowed: at least 1 sequence, 1 token and 0 nodes"
+            )
+        self.capacity = max_tokens + max_nodes
+        shape = (n_layers, batch, n_kv_heads, self.capacity, head_dim)
+        # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
+        self.k_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
+        self.len_B = torch.zeros(batch, device=device, dtype=torch.int64)
+        self._row_B = torch.arange(batch, device=device)
+        self._low = self._high = self._synced_high = 0
+        self._tail = 0
+        self._slots_BT: Tensor | None = None
+        self._visible: tuple[Mask, int, Tensor] | None = None
+
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Store tail rows of a layer at slots `len_B[b]...`, over whatever tail was there.
+
+        Raises:
+            ConfigError: the rows do not fit in the cache.
+        """
+        T = k_BGTD.shape[2]
+        self._tail = T
+        self._tighten(T)
+        if self._high == 0:
+            self.k_LBGSD[layer, :, :, :T] = k_BGTD
+            self.v_LBGSD[layer, :, :, :T] = v_BGTD
+            return
+        at = (self._row_B[:, None], slice(None), self._slots(T))
+        self.k_LBGSD[layer][at] = k_BGTD.transpose(1, 2)
+        self.v_LBGSD[layer][at] = v_BGTD.transpose(1, 2)
+
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Attention over prefix and tail; a row that sees nothing gives zeros. The lse is not computed (None)."""
+        B, H, T, D = q_BHTD.shape
+        if isinstance(mask, Causal) and self._high == 0 and T > 1:
+            k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
+            return scaled_dot_product_attention(
+                q_BHTD, k, v, is_causal=True, scale=scale, enable_gqa=True
+            ), None
+        used = self._high if isinstance(mask, PrefixOnly) else self._high + T
+        if used == 0:
+            return torch.zeros_like(q_BHTD), None
+        k, v = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
+        # The query heads of a KV head become rows of one matrix, so K and V are read once and never repeated.
+        G = k.shape[1]
+        visible_B1RS = self._visible_rows(mask, T, used, H // G)
+        q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)
+        out = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=visible_B1RS, scale=scale)
+        if isinstance(mask, PrefixOnly):
+            out = torch.where(
+                self.len_B.view(B, 1, 1, 1) > 0, out, torch.zeros((), dtype=out.dtype, device=out.device)
+            )
+        return out.view(B, H, T, D), None
+
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """Accept tail rows. Rows that are not accepted stay beyond the length and are written over.
+
+        Args:
+            path_BP: accepted tail rows in order, int64, or None for rows 0..n_B[b]-1 (which lie where they belong).
+            n_B: how many are accepted, int64; 0 leaves a sequence as it is.
+        """
+        if path_BP is not None:
+            rows_B1 = self._row_B[:, None]
+            source_BP = self.len_B[:, None] + path_BP
+            goal_BP = self.len_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+            for buffer in (self.k_LBGSD, self.v_LBGSD):
+                buffer[:, rows_B1, :, goal_BP] = buffer[:, rows_B1, :, source_BP]
+        self._high += self._tail if path_BP is None else path_BP.shape[1]
+        self.len_B = self.len_B + n_B
+        self._slots_BT = self._visible = None
+
+    def bytes(self) -> int:
+        """Bytes of K, V and lengths."""
+        return self.k_LBGSD.nbytes + self.v_LBGSD.nbytes + self.len_B.nbytes
+
+    def _tighten(self, T: int) -> None:
+        """Make the host's bounds exact when they drifted or seem to overflow, then check that T rows fit."""
+        if self._high - self._synced_high > _SLACK or self._high + T > self.capacity:
+            self._low, self._high = torch.stack(torch.aminmax(self.len_B)).tolist()
+            self._synced_high = self._high
+        if self._high + T > self.capacity:
+            raise ConfigError(
+                f"cache is full: {self._high} tokens committed and {T} new rows, room for {self.capacity}; "
+                "raise the engine's limits (tokens, nodes) or shorten the prompt"
+            )
+
+    def _slots(self, T: int) -> Tensor:
+        """Slots of the tail's rows, made once a step."""
+        if self._slots_BT is None or self._slots_BT.shape[1] != T:
+            self._slots_BT = self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
+        return self._slots_BT
+
+    def _visible_rows(self, mask: Mask, T: int, used: int, g: int) -> Tensor:
+        """bool [B, 1, g*T or 1, used]: which slots each packed row sees; made once a step for all layers."""
+        kept = self._visible
+        if kept is not None and kept[1] == T and kept[2].shape[-1] == used:
+            same = kept[0] is mask if isinstance(mask, Tree) else type(kept[0]) is type(mask)
+            if same:
+                return kept[2]
+        slot_S = torch.arange(used, device=self.len_B.device)
+        if isinstance(mask, Causal):
+            visible_BTS = slot_S <= self._slots(T)[:, :, None]
+        elif isinstance(mask, PrefixOnly):
+            visible_BTS = (slot_S < self.len_B[:, None])[:, None]
+        else:
+            visible_BTS = (slot_S < self.len_B[:, None])[:, None].repeat(1, T, 1)
+            visible_BTS.scatter_(2, self._slots(T)[:, None].expand(-1, T, -1), mask.visible_BNN)
+        B, rows, _ = visible_BTS.shape
+        if rows > 1:
+            visible_BTS = visible_BTS[:, None].expand(-1, g, -1, -1).reshape(B, g * rows, used)
+        result = visible_BTS[:, None]
+        self._visible = (mask, T, result)
+        return result

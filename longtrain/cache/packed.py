@@ -1,0 +1,68 @@
+"""Attention over one packed row of whole documents, keeping the K and V of one layer.
+
+Shapes: T tokens of the row, H query heads, G KV heads, D head dim. The batch is 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import Causal, KVCache, Mask
+from longtrain.errors import ConflictError
+from longtrain.kernels.packed_attention import packed_attention
+
+
+class PackedCapture(KVCache):
+    """No prefix and no storage: every document of the row sees itself, causally, and one layer's K and V are kept.
+
+    Args:
+        bounds: document bounds from 0 to T; document d is `bounds[d]:bounds[d + 1]`.
+        kv_layer: the layer to keep, or None.
+        device: where the (empty) lengths live.
+    """
+
+    def __init__(self, bounds: tuple[int, ...], *, kv_layer: int | None, device: torch.device) -> None:
+        self.bounds = bounds
+        self.kv_layer = kv_layer
+        self.len_B = torch.zeros(1, dtype=torch.int64, device=device)
+        self.k_TGD: Tensor | None = None
+        self.v_TGD: Tensor | None = None
+        self._now: tuple[int, Tensor, Tensor] | None = None
+
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Take this layer's K and V; they are let go at the next layer unless it is `kv_layer`."""
+        k_TGD, v_TGD = k_BGTD[0].transpose(0, 1), v_BGTD[0].transpose(0, 1)
+        self._now = (layer, k_TGD, v_TGD)
+        if layer == self.kv_layer:
+            self.k_TGD, self.v_TGD = k_TGD, v_TGD
+
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Document-isolated causal attention.
+
+        Raises:
+            ConflictError: the mask is not causal, or K and V of this layer were not written.
+        """
+        if not isinstance(mask, Causal) or self._now is None or self._now[0] != layer:
+            raise ConflictError(
+                f"a packed row attends causally, after its own K and V were written; got {mask} at layer {layer}"
+            )
+        _, k_TGD, v_TGD = self._now
+        q_THD = q_BHTD[0].transpose(0, 1)
+        out_THD = packed_attention(q_THD, k_TGD, v_TGD, self.bounds, self.bounds, scale=scale)
+        return out_THD.transpose(0, 1)[None], None
+
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """Refused: a packed row has no prefix.
+
+        Raises:
+            ConflictError: always.
+        """
+        raise ConflictError(
+            "a packed row is one forward and has no prefix to commit to; use a DenseCache to decode"
+        )
+
+    def bytes(self) -> int:
+        """Bytes of the K and V kept."""
+        kept = [t for t in (self.k_TGD, self.v_TGD) if t is not None]
+        return sum(t.numel() * t.element_size() for t in kept)

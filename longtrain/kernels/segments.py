@@ -1,0 +1,89 @@
+"""Segments of packed rows, and cutting tensors into them with one autograd node each way.
+
+Shapes: T rows of a packed tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Queries `q_start:q_stop` over keys `k_start:k_stop`: at least one query, and at least as many keys."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+
+def segments(q_bounds: Sequence[int], k_bounds: Sequence[int], n_q: int, n_k: int) -> list[Segment]:
+    """The segments in which some row sees some key; leading rows that see nothing are trimmed away.
+
+    Args:
+        q_bounds: bounds in q, not decreasing, within 0..n_q.
+        k_bounds: bounds in k, as many.
+        n_q: rows of q.
+        n_k: rows of k.
+
+    Raises:
+        DataError: bounds that decrease, leave the tensors or differ in number.
+    """
+    for name, bounds, n in (("q_bounds", q_bounds, n_q), ("k_bounds", k_bounds, n_k)):
+        ordered = all(a <= b for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        if not bounds or not ordered or bounds[0] < 0 or bounds[-1] > n:
+            raise DataError(f"{name} {_short(bounds)} must not decrease and must stay within 0..{n}")
+    if len(q_bounds) != len(k_bounds):
+        raise DataError(f"{len(q_bounds)} q_bounds and {len(k_bounds)} k_bounds; allowed: as many of each")
+    found = []
+    for q0, q1, k0, k1 in zip(q_bounds[:-1], q_bounds[1:], k_bounds[:-1], k_bounds[1:], strict=True):
+        q0 = max(q0, q1 - (k1 - k0))
+        if q0 < q1:
+            found.append(Segment(q0, q1, k0, k1))
+    return found
+
+
+def cut(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
+    """The spans of x's rows, as views; one split, so the backward is one concatenation."""
+    if len(spans) == 1 and spans[0] == (0, len(x)):
+        return [x]
+    return list(x.split(_sizes(spans, len(x)))[1::2])
+
+
+def joined(x: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """The spans of x's rows one after the other; a view where they already are."""
+    if all(a[1] == b[0] for a, b in zip(spans[:-1], spans[1:], strict=True)):
+        return x[spans[0][0] : spans[-1][1]]
+    return torch.cat(cut(x, spans))
+
+
+def spread(x: Tensor, spans: list[tuple[int, int]], n: int) -> Tensor:
+    """The inverse of `joined`: x's rows at their spans of n rows, zeros between."""
+    if len(x) == n:
+        return x
+    sizes = _sizes(spans, n)
+    pieces = list(x.split(sizes[1::2]))
+    out = [x.new_zeros(sizes[0], *x.shape[1:])]
+    for piece, gap in zip(pieces, sizes[2::2], strict=True):
+        out += [piece, x.new_zeros(gap, *x.shape[1:])]
+    return torch.cat(out)
+
+
+def _sizes(spans: list[tuple[int, int]], n: int) -> list[int]:
+    """gap, span, gap, span, ..., gap: lengths that add up to n."""
+    sizes, at = [], 0
+    for start, stop in spans:
+        sizes += [start - at, stop - start]
+        at = stop
+    return [*sizes, n - at]
+
+
+def _short(bounds: Sequence[int]) -> str:
+    return str(tuple(bounds)) if len(bounds) <= 8 else f"({', '.join(map(str, bounds[:8]))}, ...)"

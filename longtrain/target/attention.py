@@ -1,0 +1,86 @@
+"""The one hook between transformers and our caches: an attention function, and no mask function.
+
+Shapes: B batch, T new tokens, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from longtrain.cache.base import KVCache, Mask, PrefixOnly
+from longtrain.errors import ConfigError
+
+NAME = "longtrain"
+"""The `attn_implementation` that a target's model is built with."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward tells the hook. It travels through the model as the extra keyword argument `longtrain_pass`.
+
+    Args:
+        cache: owner of K and V.
+        mask: visibility among the new rows.
+        stop_at_layer: leave once this layer's K and V are written.
+    """
+
+    cache: KVCache
+    mask: Mask
+    stop_at_layer: int | None = None
+
+
+class LeaveEarly(Exception):  # noqa: N818 (a jump out of the model, not an error)
+    """Raised by the hook at `Pass.stop_at_layer`, caught by `Target`; never seen outside."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    longtrain_pass: Pass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer by the cache of this forward.
+
+    The name is not registered as a mask function, so transformers builds no mask (and pays no host sync for one).
+
+    Args:
+        module: the model's attention module; only its `layer_idx` is used.
+        query: [B, H, T, D] after RoPE (and q_norm).
+        key: [B, G, T, D] after RoPE (and k_norm).
+        value: [B, G, T, D].
+        attention_mask: always None.
+        scaling: softmax scale; None means D ** -0.5.
+        longtrain_pass: this forward's cache and mask.
+
+    Returns:
+        out [B, T, H, D] as transformers wants it, and no weights.
+
+    Raises:
+        ConfigError: the model was called directly and not through `Target`.
+    """
+    if longtrain_pass is None:
+        raise ConfigError(
+            "a model built for longtrain was called directly; call Target.forward or Target.packed, "
+            "or load it again with attn_implementation='sdpa'"
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    cache = longtrain_pass.cache
+    if not isinstance(longtrain_pass.mask, PrefixOnly):
+        cache.write(layer, key, value)
+    if layer == longtrain_pass.stop_at_layer:
+        raise LeaveEarly
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_BHTD, _lse = cache.attend(layer, query, mask=longtrain_pass.mask, scale=scale)
+    return out_BHTD.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)

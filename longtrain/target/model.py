@@ -1,0 +1,214 @@
+"""The frozen target: embeddings, rotary, forward over a cache, and forward over a packed row.
+
+Shapes: B batch, T new tokens, E hidden dim, G KV heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longtrain.cache.base import Causal, KVCache
+from longtrain.cache.dense import DenseCache
+from longtrain.cache.packed import PackedCapture
+from longtrain.errors import ConfigError, DataError
+from longtrain.target.attention import LeaveEarly, Pass
+from longtrain.target.step import PackedStep, Rows, TargetStep, Want
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from longtrain.target.info import TargetInfo
+
+
+class Target(nn.Module):
+    """A frozen Hugging Face decoder whose attention goes through `longtrain.target.attention`.
+
+    Always in eval mode and without gradients of its own; the caller decides about `torch.no_grad`.
+    Build one with `load_target`, `target_from_model` or `random_target`.
+
+    Args:
+        model: a CausalLM built with `attn_implementation="longtrain"`.
+        info: facts about it.
+        tokenizer: its tokenizer, if any.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, info: TargetInfo, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        super().__init__()
+        self.model: Any = model.requires_grad_(False)
+        self.info = info
+        self.tokenizer = tokenizer
+        self.eval()
+
+    def train(self, mode: bool = True) -> Target:
+        """Stays in eval mode, whatever a trainer asks of its submodules."""
+        return super().train(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and activations."""
+        return self.head_weight.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The LM head's weight [V, E]; it has no bias."""
+        return self.model.lm_head.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., E] of token ids [...]."""
+        return self.model.model.embed_tokens(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final normed hidden states [..., E]."""
+        return linear(hidden, self.head_weight)
+
+    def rope(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's own rotary cos and sin [B, T, D] (its scaling included), in the target's dtype."""
+        return self.model.model.rotary_emb(self.head_weight, position_ids=pos_BT)
+
+    def layer_state(self, layer: int) -> dict[str, Tensor]:
+        """Weights of a decoder layer under their Hugging Face names (`self_attn.q_proj.weight`, ...)."""
+        return self.model.model.layers[layer].state_dict()
+
+    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
+        """An empty cache of this target's shape.
+
+        Args:
+            batch: sequences.
+            max_tokens: most committed positions of each.
+            max_nodes: most rows of a decoding step.
+        """
+        info = self.info
+        return DenseCache(
+            n_layers=info.n_layers,
+            n_kv_heads=info.n_kv_heads,
+            head_dim=info.head_dim,
+            batch=batch,
+            max_tokens=max_tokens,
+            max_nodes=max_nodes,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def forward(self, rows: Rows, cache: KVCache, *, want: Want = Want()) -> TargetStep:  # noqa: B008 (frozen)
+        """One step: the rows' K and V become the cache's tail, and what `want` names comes back.
+
+        Nothing is committed here. The LM head runs over the wanted rows only.
+
+        Raises:
+            ConfigError: logits or late hidden states are wanted of a forward that stops early, or no such layer.
+            DataError: neither or both of ids and embeddings are given.
+        """
+        self._check(want)
+        if (rows.ids_BT is None) == (rows.embeds_BTE is None):
+            raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
+        embeds_BTE = rows.embeds_BTE if rows.ids_BT is None else self.embed(rows.ids_BT)
+        one_pass = Pass(cache, rows.mask, want.stop_at_layer)
+        with self._recorded(want.hidden) as hidden:
+            last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass)
+        if last_BTE is not None and -1 in want.hidden:
+            hidden[-1] = last_BTE
+        if last_BTE is None or want.logits == "none":
+            return TargetStep(None, hidden)
+        if want.logits == "last":
+            if rows.n_B is None:
+                last_BTE = last_BTE[:, -1:]
+            else:
+                row_B = torch.arange(len(last_BTE), device=last_BTE.device)
+                last_BTE = last_BTE[row_B, rows.n_B - 1][:, None]
+        return TargetStep(self.head(last_BTE), hidden)
+
+    def packed(
+        self,
+        ids_T: Tensor,
+        pos_T: Tensor,
+        bounds: tuple[int, ...],
+        *,
+        kv_layer: int | None = None,
+        hidden: bool = True,
+        stop: bool = False,
+    ) -> PackedStep:
+        """One packed row of documents, each seeing only itself, causally. The LM head is not run.
+
+        Args:
+            ids_T: token ids, int64.
+            pos_T: rotary positions, int64 (they restart with each document, or carry anchor offsets).
+            bounds: document bounds from 0 to T, on the host.
+            kv_layer: layer whose K (after RoPE and k_norm) and V are wanted.
+            hidden: whether the final normed hidden state is wanted.
+            stop: leave once `kv_layer`'s K and V are there; `hidden_TE` is then None.
+
+        Raises:
+            ConfigError: `stop` without `kv_layer`, or no such layer.
+            DataError: bounds that do not run from 0 to T.
+        """
+        if stop and kv_layer is None:
+            raise ConfigError("packed(stop=True) needs kv_layer: the layer to stop at")
+        self._check(Want("none", (), kv_layer))
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(ids_T):
+            raise DataError(
+                f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
+            )
+        capture = PackedCapture(tuple(bounds), kv_layer=kv_layer, device=ids_T.device)
+        one_pass = Pass(capture, Causal(), kv_layer if stop else None)
+        last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass)
+        hidden_TE = last_BTE[0] if hidden and last_BTE is not None else None
+        return PackedStep(hidden_TE, capture.k_TGD, capture.v_TGD)
+
+    def _run(self, embeds_BTE: Tensor, pos_BT: Tensor, one_pass: Pass) -> Tensor | None:
+        """The decoder without its LM head; None if the hook left early."""
+        try:
+            out = self.model.model(
+                inputs_embeds=embeds_BTE, position_ids=pos_BT, use_cache=False, longtrain_pass=one_pass
+            )
+        except LeaveEarly:
+            return None
+        return out.last_hidden_state
+
+    def _check(self, want: Want) -> None:
+        n, stop = self.info.n_layers, want.stop_at_layer
+        asked = [layer for layer in want.hidden if layer != -1] + ([] if stop is None else [stop])
+        for layer in asked:
+            if not 0 <= layer < n:
+                raise ConfigError(
+                    f"layer {layer} of a target with {n} layers; allowed: 0..{n - 1} (hidden: -1 too)"
+                )
+        if stop is not None and (want.logits != "none" or any(h == -1 or h >= stop for h in want.hidden)):
+            raise ConfigError(
+                f"Want(stop_at_layer={stop}) with logits={want.logits!r}, hidden={want.hidden}; "
+                f"allowed: logits='none' and hidden states of layers below {stop}"
+            )
+
+    @contextmanager
+    def _recorded(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """The outputs of these layers, kept while the block runs."""
+        hidden: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                hidden[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [
+            self.model.model.layers[layer].register_forward_hook(keep(layer))
+            for layer in layers
+            if layer != -1
+        ]
+        try:
+            yield hidden
+        finally:
+            for handle in handles:
+                handle.remove()
