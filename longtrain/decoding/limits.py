@@ -1,0 +1,89 @@
+"""What may be asked of an engine, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longtrain.decoding.roles import TokenTree, TreeShape
+from longtrain.errors import ConfigError, DataError
+from longtrain.target.info import TargetInfo
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one call of `Engine.generate` may ask for; its cache is made to measure.
+
+    Args:
+        batch: sequences.
+        tokens: prompt plus new tokens of a sequence.
+        nodes: nodes of a tree, the root included.
+    """
+
+    batch: int = 32
+    tokens: int = 1 << 20
+    nodes: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "nodes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"limits.{name}={getattr(self, name)}; allowed: 1 or more")
+
+    def check_shape(self, shape: TreeShape, has_draft: bool) -> None:
+        """Refuse a shape that cannot be drafted.
+
+        Raises:
+            ConfigError: there is no draft, a width is not positive, or there are too many nodes.
+        """
+        widths = list(shape.widths)
+        if widths and not has_draft:
+            raise ConfigError(
+                f"shape {widths} asks for a draft and the engine has none; pass an artifact that brings one"
+            )
+        if any(width < 1 for width in widths):
+            raise ConfigError(f"shape {widths}; allowed: widths of 1 or more, e.g. [1, 1, 1, 1]")
+        if shape.n_nodes > self.nodes:
+            raise ConfigError(
+                f"shape {widths} has {shape.n_nodes} nodes and limits.nodes={self.nodes}; narrow it"
+            )
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, info: TargetInfo) -> None:
+        """Refuse prompts that do not fit these limits or the target.
+
+        Raises:
+            ConfigError: too many or too long, or `max_new_tokens` is not positive.
+            DataError: one is empty or holds an id outside the vocabulary.
+        """
+        if not 1 <= len(prompts) <= self.batch:
+            raise ConfigError(f"{len(prompts)} prompts; allowed: 1 to {self.batch} (limits.batch)")
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={max_new_tokens}; allowed: 1 or more")
+        for row, prompt in enumerate(prompts):
+            if not prompt:
+                raise DataError(f"prompt {row} is empty; give it at least one token, a begin-of-text id say")
+            for token in (min(prompt), max(prompt)):
+                if not 0 <= token < info.vocab_size:
+                    raise DataError(
+                        f"prompt {row} holds token id {token}; allowed: 0 to {info.vocab_size - 1}, "
+                        f"the ids of target '{info.name}'"
+                    )
+            for what, most in (("limits.tokens", self.tokens), ("the target's context", info.max_positions)):
+                if len(prompt) + max_new_tokens > most:
+                    raise ConfigError(
+                        f"prompt {row} of {len(prompt)} tokens plus max_new_tokens={max_new_tokens} exceed "
+                        f"{what} of {most}; shorten one of them"
+                    )
+
+
+def check_tree(tree: TokenTree, shape: TreeShape, batch: int) -> None:
+    """Refuse a draft's tree that is not of the shape asked for.
+
+    Raises:
+        ConfigError: it has another size.
+    """
+    got, asked = tuple(tree.tokens_BN.shape), (batch, shape.n_nodes)
+    if got != asked or tree.parents_BN.shape != tree.tokens_BN.shape:
+        raise ConfigError(
+            f"the draft gave trees of [sequences, nodes] = {list(got)}; asked for {list(asked)}, "
+            f"shape {list(shape.widths)}"
+        )

@@ -1,0 +1,160 @@
+"""The host's side of decoding: the texts as they grow, where they end, and what each cycle gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.stats import Cycle
+from longtrain.errors import ConfigError
+
+Stream: TypeAlias = Callable[[int, list[int], list[bool]], None]
+"""Called with (row, new tokens, whether each was drafted) whenever a sequence grows."""
+
+
+class Decodes(Protocol):
+    """The one thing asked of a tokenizer here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """The text of some tokens."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When a sequence is over.
+
+    A stop string is looked for in the decoded text, so it may begin and end inside tokens. The tokens up to
+    the one that completes it are kept; the text is cut right before it.
+
+    Args:
+        max_new_tokens: most tokens of a sequence.
+        stop_ids: token ids that end a sequence; the token itself is kept as the last one, not in the text.
+        stop: stop strings.
+        tokenizer: decodes for stop strings and texts; None where there are neither.
+
+    Raises:
+        ConfigError: a stop string is empty, or there is no tokenizer for them.
+    """
+
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    stop: Sequence[str] = ()
+    tokenizer: Decodes | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(f"stop={self.stop!r}; allowed: a list of strings that are not empty")
+        if self.stop and self.tokenizer is None:
+            raise ConfigError(
+                f"stop strings {list(self.stop)} need a tokenizer and the target has none; pass stop_ids"
+            )
+
+    def find(self, tokens: list[int], new: int) -> tuple[int, str]:
+        """Where a sequence ends.
+
+        Args:
+            tokens: the sequence, uncut.
+            new: how many at its end have not been looked at before.
+
+        Returns:
+            Its length, and why it ends there: `stop_id`, `stop_string`, `length`, or "" if it goes on.
+        """
+        first = len(tokens) - new
+        end, why = len(tokens), ""
+        if end >= self.max_new_tokens:
+            end, why = self.max_new_tokens, "length"
+        for at in range(first, end):
+            if tokens[at] in self.stop_ids:
+                end, why = at + 1, "stop_id"
+                break
+        if self.stop and self._stops(tokens[:end], end - first):
+            at = next((at for at in range(first + 1, end) if self._stops(tokens[:at], 1)), end)
+            if at < end or why != "stop_id":
+                end, why = at, "stop_string"
+        return end, why
+
+    def text(self, tokens: list[int], why: str) -> str | None:
+        """The text of a finished sequence, without what ended it; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text = self._decode(tokens[:-1] if why == "stop_id" else tokens)
+        found = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        return text[: min(found)] if found else text
+
+    def _stops(self, tokens: list[int], new: int) -> bool:
+        """Whether a stop string ends within the last `new` tokens; a token holds at least one byte of it."""
+        longest = max(len(stop.encode()) for stop in self.stop)
+        text = self._decode(tokens[-(new + longest + 1) :])
+        return any(stop in text for stop in self.stop)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False)) if self.tokenizer else ""
+
+
+@dataclass
+class Output:
+    """The sequences of one call: tokens, cycles and reasons to end, a row each."""
+
+    ending: Ending
+    shape: TreeShape
+    rows: int
+    stream: Stream | None = None
+    tokens: list[list[int]] = field(init=False)
+    cycles: list[list[Cycle]] = field(init=False)
+    finish: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in range(self.rows)]
+        self.cycles = [[] for _ in range(self.rows)]
+        self.finish = ["" for _ in range(self.rows)]
+
+    @property
+    def done(self) -> bool:
+        """Whether every sequence is over."""
+        return all(self.finish)
+
+    def begin(self, first_B: list[int]) -> list[int]:
+        """Take in prefill's token of each row; returns the rows that it ends."""
+        return [row for row, token in enumerate(first_B) if self._extend(row, [token])[1]]
+
+    def take(self, emitted: list[list[int]]) -> list[int]:
+        """Take in what a cycle emitted, uncut, row by row; returns the rows that it ends."""
+        over = []
+        for row, tokens in enumerate(emitted):
+            if self.finish[row]:
+                continue
+            position, n = len(self.tokens[row]), len(tokens)
+            kept, why = self._extend(row, tokens)
+            self.cycles[row].append(
+                Cycle(
+                    position=position,
+                    drafted=self.shape.depth,
+                    nodes=self.shape.n_nodes - 1,
+                    accepted=n - 1,
+                    emitted=kept,
+                    ended=why in ("stop_id", "stop_string") and kept < n,
+                )
+            )
+            if why:
+                over.append(row)
+        return over
+
+    def texts(self) -> list[str] | None:
+        """The text of each row, or None without a tokenizer."""
+        texts = [self.ending.text(tokens, why) for tokens, why in zip(self.tokens, self.finish, strict=True)]
+        return None if self.ending.tokenizer is None else [text or "" for text in texts]
+
+    def _extend(self, row: int, new: list[int]) -> tuple[int, str]:
+        """Add tokens up to the end of the text; how many were kept, and why it is over if it is."""
+        tokens = self.tokens[row]
+        before = len(tokens)
+        tokens.extend(new)
+        end, why = self.ending.find(tokens, len(new))
+        del tokens[end:]
+        self.finish[row] = why
+        if self.stream is not None:
+            drafted = [True] * (len(new) - 1) + [False]
+            self.stream(row, tokens[before:], drafted[: end - before])
+        return end - before, why
