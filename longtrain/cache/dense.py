@@ -1,6 +1,7 @@
 """A plain KV cache: every position in the model's own dtype, in static buffers.
 
-Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query heads, G KV heads, D head dim, R = T*H/G.
+Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query heads, G KV heads, D head dim,
+R = T * H / G packed rows.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
 from longtrain.errors import ConfigError
 
 _SLACK = 64
-"""How far the host's bound on lengths may drift above the truth before one device sync makes it exact again."""
+"""How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
 
 
 class DenseCache(KVCache):
     """Slot s of a sequence holds position s of its prefix; the tail follows at slot `len_B[b]`.
 
-    Lengths live on the device and differ per sequence. The host keeps bounds on them only, so a decoding step does
-    not wait for the device: `_low` <= every length <= `_high`.
+    Lengths live on the device and differ per sequence. The host keeps bounds on them only, so a decoding step
+    does not wait for the device: `_low` <= every length <= `_high`.
 
     Args:
         n_layers: layers.
@@ -83,7 +84,7 @@ class DenseCache(KVCache):
         self.v_LBGSD[layer][at] = v_BGTD.transpose(1, 2)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over prefix and tail; a row that sees nothing gives zeros. The lse is not computed (None)."""
+        """Attention over prefix and tail; a row that sees nothing gives zeros. The lse is not computed."""
         B, H, T, D = q_BHTD.shape
         if isinstance(mask, Causal) and self._high == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
@@ -109,7 +110,7 @@ class DenseCache(KVCache):
         """Accept tail rows. Rows that are not accepted stay beyond the length and are written over.
 
         Args:
-            path_BP: accepted tail rows in order, int64, or None for rows 0..n_B[b]-1 (which lie where they belong).
+            path_BP: accepted tail rows in order, int64, or None for rows 0..n_B[b]-1, which already lie in place.
             n_B: how many are accepted, int64; 0 leaves a sequence as it is.
         """
         if path_BP is not None:
@@ -144,7 +145,7 @@ class DenseCache(KVCache):
         return self._slots_BT
 
     def _visible_rows(self, mask: Mask, T: int, used: int, g: int) -> Tensor:
-        """bool [B, 1, g*T or 1, used]: which slots each packed row sees; made once a step for all layers."""
+        """Mask [B, 1, g*T or 1, used]: which slots each packed row sees; made once a step for all layers."""
         kept = self._visible
         if kept is not None and kept[1] == T and kept[2].shape[-1] == used:
             same = kept[0] is mask if isinstance(mask, Tree) else type(kept[0]) is type(mask)

@@ -14,7 +14,7 @@ from longtrain.kernels.packed_attention import packed_attention
 
 
 class PackedCapture(KVCache):
-    """No prefix and no storage: every document of the row sees itself, causally, and one layer's K and V are kept.
+    """No prefix, no storage: every document of the row sees itself, causally; one layer's K and V are kept.
 
     Args:
         bounds: document bounds from 0 to T; document d is `bounds[d]:bounds[d + 1]`.
@@ -45,7 +45,7 @@ class PackedCapture(KVCache):
         """
         if not isinstance(mask, Causal) or self._now is None or self._now[0] != layer:
             raise ConflictError(
-                f"a packed row attends causally, after its own K and V were written; got {mask} at layer {layer}"
+                f"a packed row attends causally after its K and V were written; got {mask} at layer {layer}"
             )
         _, k_TGD, v_TGD = self._now
         q_THD = q_BHTD[0].transpose(0, 1)

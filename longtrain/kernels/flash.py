@@ -1,8 +1,8 @@
 """Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
 
-K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes dK and
-dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Going over the
-keys in blocks with the global lse gives the same dQ and keeps only one block's dK and dV at a time.
+K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes dK
+and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Going over
+the keys in blocks with the global lse gives the same dQ and keeps only one block's dK and dV at a time.
 Shapes: T queries, S keys, H query heads, G KV heads, D head dim.
 """
 
@@ -22,7 +22,7 @@ BLOCK = 8192
 
 
 def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
-    """Whether the flash kernel takes these tensors: half precision on a CUDA device, head size 8, 16, ..., 256."""
+    """Whether the flash kernel takes these tensors: half precision on a CUDA device, head size 8, 16, .. 256."""
     D = q_THD.shape[2]
     half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SGD.dtype == q_THD.dtype
     return q_THD.is_cuda and half and D % 8 == 0 and D <= 256
@@ -166,15 +166,15 @@ class _FrozenMemory(torch.autograd.Function):
         for low, high, causal in key_blocks(len(q), len(k)):
             cu_q, cu_k = _cumulative((len(q),), q.device), _cumulative((high - low,), q.device)
             part, _, _ = torch.ops.aten._flash_attention_backward(
-                grad, *(_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k, len(q), high - low,
-                0.0, causal, seed, offset, scale=ctx.scale,
+                grad, *(_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k, len(q),
+                high - low, 0.0, causal, seed, offset, scale=ctx.scale,
             )  # fmt: skip
             dq += part
         return dq.to(q.dtype), None, None, None
 
 
 def key_blocks(n_q: int, n_k: int, block: int = BLOCK) -> list[tuple[int, int, bool]]:
-    """Blocks (low, high, causal) of a segment's keys: all rows see all of every block but the last, causal one.
+    """Blocks (low, high, causal) of a segment's keys: every row sees all of each but the last, causal one.
 
     The last one holds the n_q keys around the diagonal and so stays bottom-right aligned by itself.
     """

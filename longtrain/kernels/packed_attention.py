@@ -39,18 +39,19 @@ def packed_attention(
         q_THD: queries, after RoPE.
         k_SGD: keys, after RoPE.
         v_SGD: values.
-        q_bounds: segment bounds in q, on the host: segment i is `q_bounds[i]:q_bounds[i + 1]`. Rows outside give 0.
+        q_bounds: segment bounds in q, on the host: segment i is `q_bounds[i]:q_bounds[i + 1]`. Rows outside all
+            segments give 0.
         k_bounds: segment bounds in k and v, as many as `q_bounds`.
         scale: softmax scale, usually D ** -0.5.
         window: keys before its own that a row sees besides its own (512 means 513 keys); None: all of them.
 
     Returns:
-        out_THD in q's dtype. Rows that see nothing (n_k < n_q leaves the first n_q - n_k such) give 0 and pass no
-        gradient.
+        out_THD in q's dtype. Rows that see nothing (n_k < n_q leaves the first n_q - n_k such) give 0 and pass
+        no gradient.
 
     Raises:
-        DataError: bounds that decrease, leave the tensors or differ in number; a negative window; heads that do
-            not divide.
+        DataError: bounds that decrease, leave the tensors or differ in number; a negative window; heads that
+            do not divide.
     """
     if q_THD.shape[1] % k_SGD.shape[1] or k_SGD.shape != v_SGD.shape or q_THD.shape[2] != k_SGD.shape[2]:
         raise DataError(
@@ -70,7 +71,7 @@ def packed_attention(
 def _blocks(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, parts: list[Segment], *, scale: float, window: int | None
 ) -> Tensor:
-    """Masked attention in blocks of rows, each over the keys between its first row's first and last row's last."""
+    """Masked attention in blocks of rows, each over the keys that some row of the block sees."""
     pieces = []
     q_spans = cut(q_THD, [(p.q_start, p.q_stop) for p in parts])
     k_spans = cut(k_SGD, [(p.k_start, p.k_stop) for p in parts])
@@ -89,7 +90,7 @@ def _blocks(
 def _masked(
     q_RHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, first: int, *, scale: float, window: int | None
 ) -> Tensor:
-    """Rows r over keys c <= first + r, the query heads of a KV head packed as rows so that K is not repeated."""
+    """Rows r over keys c <= first + r; the query heads of a KV head are packed as rows: K is not repeated."""
     R, H, D = q_RHD.shape
     C, G, _ = k_CGD.shape
     last_R = torch.arange(first, first + R, device=q_RHD.device)[:, None]

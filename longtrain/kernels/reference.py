@@ -1,4 +1,4 @@
-"""What every kernel here computes, written plainly in fp32 (fp64 stays fp64). Tests and benchmarks compare against it.
+"""What every kernel here computes, written plainly in fp32 (fp64 stays fp64); tests and benchmarks compare to it.
 
 Shapes: T queries, S keys, N tree nodes, H query heads, G KV heads, D head dim, B batch.
 """
@@ -21,7 +21,7 @@ def packed_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Row r of a segment of n_q queries and n_k keys sees keys c with c <= n_k - n_q + r (and c >= that - window).
+    """Row r of a segment of n_q queries and n_k keys sees keys c <= e, e = n_k - n_q + r (and c >= e - window).
 
     One dense [T, S] mask over the whole row; the twin of `kernels.packed_attention.packed_attention`.
     """
@@ -45,7 +45,7 @@ def packed_attention(
 def masked_attention(
     q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention under an explicit mask, with its natural-log lse; a row that sees nothing: 0 and -inf.
+    """Softmax attention under an explicit mask, with its natural-log lse; a row that sees nothing: 0, -inf.
 
     Returns:
         out_BHTD in q's dtype, lse_BHT in fp32 (fp64 for fp64).
@@ -71,7 +71,7 @@ def tree_attention(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """N tree nodes over a prefix of `len_B[b]` keys and, right after it, their own N keys under an ancestor mask."""
+    """N tree nodes over a prefix of `len_B[b]` keys and, right after it, their own N keys under a mask."""
     N, S = q_BHND.shape[2], k_BGSD.shape[2]
     visible_BNS = torch.zeros(len(len_B), N, S, dtype=torch.bool, device=q_BHND.device)
     for b, n in enumerate(len_B.tolist()):
@@ -81,7 +81,7 @@ def tree_attention(
 
 
 def lse_merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor]:
-    """o = (o1 e^l1 + o2 e^l2) / (e^l1 + e^l2), l = log(e^l1 + e^l2); -inf on both sides gives 0 and -inf.
+    """Out = (o1 e^l1 + o2 e^l2) / (e^l1 + e^l2), l = log(e^l1 + e^l2); -inf on both sides gives 0 and -inf.
 
     Source: LongSpec §3.3 (hybrid tree attention), with m = max(l1, l2) taken out.
     """

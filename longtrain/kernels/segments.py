@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def segments(q_bounds: Sequence[int], k_bounds: Sequence[int], n_q: int, n_k: in
         DataError: bounds that decrease, leave the tensors or differ in number.
     """
     for name, bounds, n in (("q_bounds", q_bounds, n_q), ("k_bounds", k_bounds, n_k)):
-        ordered = all(a <= b for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        ordered = all(a <= b for a, b in pairwise(bounds))
         if not bounds or not ordered or bounds[0] < 0 or bounds[-1] > n:
             raise DataError(f"{name} {_short(bounds)} must not decrease and must stay within 0..{n}")
     if len(q_bounds) != len(k_bounds):
@@ -59,7 +60,7 @@ def cut(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
 
 def joined(x: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     """The spans of x's rows one after the other; a view where they already are."""
-    if all(a[1] == b[0] for a, b in zip(spans[:-1], spans[1:], strict=True)):
+    if all(a[1] == b[0] for a, b in pairwise(spans)):
         return x[spans[0][0] : spans[-1][1]]
     return torch.cat(cut(x, spans))
 

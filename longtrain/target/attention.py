@@ -20,7 +20,7 @@ NAME = "longtrain"
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward tells the hook. It travels through the model as the extra keyword argument `longtrain_pass`.
+    """What one forward tells the hook; it travels through the model as the extra keyword `longtrain_pass`.
 
     Args:
         cache: owner of K and V.
@@ -50,7 +50,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of one layer by the cache of this forward.
 
-    The name is not registered as a mask function, so transformers builds no mask (and pays no host sync for one).
+    The name is not registered as a mask function, so transformers builds no mask (and needs no host sync).
 
     Args:
         module: the model's attention module; only its `layer_idx` is used.

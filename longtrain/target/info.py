@@ -71,6 +71,6 @@ class TargetInfo:
                 continue
             if mine != theirs:
                 raise TargetMismatchError(
-                    f"artifact was trained for {self.name} ({key}={mine}), the target at hand is {other.name} "
-                    f"({key}={theirs}); pass the target it was trained for, e.g. target.path={self.name}"
+                    f"artifact was trained for {self.name} ({key}={mine}), the target at hand is "
+                    f"{other.name} ({key}={theirs}); pass the target it was trained for, e.g. target.path={self.name}"
                 )

@@ -124,7 +124,7 @@ def random_target(
         for leaf, param in model.named_parameters():
             if param.dim() == 1 and leaf.endswith("norm.weight"):
                 param.fill_(1.0)
-            else:  # a matrix keeps the size of what it multiplies; logits of micro shapes are peaked enough to rank
+            else:  # a matrix keeps the size of what it multiplies
                 param.normal_(0.0, param.shape[-1] ** -0.5 if param.dim() == 2 else 0.02, generator=coins)
     return Target(model, describe(model, tokenizer=None, name=name, eos_ids=_eos_ids(config, None)))
 
@@ -135,7 +135,7 @@ def describe(
     """The facts of a model: shapes from its config, the rest from its modules and weights."""
     config = model.config
     attention = model.model.layers[0].self_attn
-    rope = {key: value for key, value in (config.rope_parameters or {}).items()}
+    rope = {key: value for key, value in sorted((config.rope_parameters or {}).items()) if value is not None}
     facts = {
         "family": config.model_type,
         "n_layers": config.num_hidden_layers,
@@ -162,7 +162,7 @@ def describe(
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over the vocabulary and how a probe text is split, so two tokenizers with one hash give the same ids."""
+    """sha256 over the vocabulary and how a probe text is split: tokenizers with one hash give the same ids."""
     what = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
@@ -191,8 +191,8 @@ def _folder(where: str | Path) -> Path:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"target.path={text}: no such folder here ({folder.absolute()}), and the model hub gave no such model "
-            f"({reason}); pass a local folder, or fetch it first with: hf download {text}"
+            f"target.path={text}: no such folder here ({folder.absolute()}), and the model hub gave no such "
+            f"model ({reason}); pass a local folder, or fetch it first with: hf download {text}"
         ) from error
 
 
@@ -244,7 +244,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     value = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if value not in DTYPES.values():
+    if value is None or value not in DTYPES.values():
         raise ConfigError(f"target.dtype={dtype}; allowed: auto, {', '.join(DTYPES)}")
     return value
 

@@ -108,13 +108,11 @@ class Target(nn.Module):
         Nothing is committed here. The LM head runs over the wanted rows only.
 
         Raises:
-            ConfigError: logits or late hidden states are wanted of a forward that stops early, or no such layer.
+            ConfigError: logits or late hidden states are wanted of a forward that stops early; no such layer.
             DataError: neither or both of ids and embeddings are given.
         """
         self._check(want)
-        if (rows.ids_BT is None) == (rows.embeds_BTE is None):
-            raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
-        embeds_BTE = rows.embeds_BTE if rows.ids_BT is None else self.embed(rows.ids_BT)
+        embeds_BTE = self._inputs(rows)
         one_pass = Pass(cache, rows.mask, want.stop_at_layer)
         with self._recorded(want.hidden) as hidden:
             last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass)
@@ -166,6 +164,13 @@ class Target(nn.Module):
         last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass)
         hidden_TE = last_BTE[0] if hidden and last_BTE is not None else None
         return PackedStep(hidden_TE, capture.k_TGD, capture.v_TGD)
+
+    def _inputs(self, rows: Rows) -> Tensor:
+        if rows.ids_BT is not None and rows.embeds_BTE is None:
+            return self.embed(rows.ids_BT)
+        if rows.embeds_BTE is not None and rows.ids_BT is None:
+            return rows.embeds_BTE
+        raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
 
     def _run(self, embeds_BTE: Tensor, pos_BT: Tensor, one_pass: Pass) -> Tensor | None:
         """The decoder without its LM head; None if the hook left early."""

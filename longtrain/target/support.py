@@ -20,8 +20,8 @@ def check_supported(config: Any, where: str) -> None:
         where: the target's name, for the message.
 
     Raises:
-        TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary type
-            whose angles change with the length, or a family that is not proven.
+        TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary
+            type whose angles change with the length, or a family that is not proven.
     """
     reason = _reason(config)
     if reason:

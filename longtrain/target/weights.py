@@ -1,4 +1,4 @@
-"""Weights of a target folder: plain safetensors, int8 rows with scales, or legacy `.bin`; and their fingerprint."""
+"""Weights of a target folder (safetensors, int8 rows with scales, legacy `.bin`), and their fingerprint."""
 
 from __future__ import annotations
 
