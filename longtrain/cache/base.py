@@ -26,7 +26,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class PrefixOnly:
-    """Rows see the committed prefix, nothing of the tail, and write no K and V (a draft's cross-attention)."""
+    """Rows see the committed prefix, nothing of the tail, and write no K, V (a draft's cross-attention)."""
 
 
 Mask: TypeAlias = Causal | Tree | PrefixOnly
@@ -35,8 +35,8 @@ Mask: TypeAlias = Causal | Tree | PrefixOnly
 class KVCache(ABC):
     """K and V of every layer of one batch. The attention hook is its only writer.
 
-    A step writes T tail rows at every layer (`write`), attends (`attend`), and ends with `commit`, which moves
-    the accepted rows to the end of the prefix and forgets the others: that is the whole of rollback.
+    A step writes T tail rows at every layer (`write`), attends (`attend`), and ends with `commit`, which
+    moves the accepted rows to the end of the prefix and forgets the others: that is the whole of rollback.
     """
 
     len_B: Tensor

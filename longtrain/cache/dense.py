@@ -110,7 +110,7 @@ class DenseCache(KVCache):
         """Accept tail rows. Rows that are not accepted stay beyond the length and are written over.
 
         Args:
-            path_BP: accepted tail rows in order, int64, or None for rows 0..n_B[b]-1, which already lie in place.
+            path_BP: accepted tail rows in order, int64, or None for rows 0..n_B[b]-1, which lie in place.
             n_B: how many are accepted, int64; 0 leaves a sequence as it is.
         """
         if path_BP is not None:

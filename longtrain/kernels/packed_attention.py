@@ -39,15 +39,15 @@ def packed_attention(
         q_THD: queries, after RoPE.
         k_SGD: keys, after RoPE.
         v_SGD: values.
-        q_bounds: segment bounds in q, on the host: segment i is `q_bounds[i]:q_bounds[i + 1]`. Rows outside all
-            segments give 0.
+        q_bounds: segment bounds in q, on the host: segment i is `q_bounds[i]:q_bounds[i + 1]`. Rows outside
+            all segments give 0.
         k_bounds: segment bounds in k and v, as many as `q_bounds`.
         scale: softmax scale, usually D ** -0.5.
         window: keys before its own that a row sees besides its own (512 means 513 keys); None: all of them.
 
     Returns:
-        out_THD in q's dtype. Rows that see nothing (n_k < n_q leaves the first n_q - n_k such) give 0 and pass
-        no gradient.
+        out_THD in q's dtype. Rows that see nothing (n_k < n_q leaves the first n_q - n_k such) give 0 and
+        pass no gradient.
 
     Raises:
         DataError: bounds that decrease, leave the tensors or differ in number; a negative window; heads that

@@ -1,4 +1,4 @@
-"""What every kernel here computes, written plainly in fp32 (fp64 stays fp64); tests and benchmarks compare to it.
+"""What every kernel here computes, written plainly in fp32 (fp64 stays fp64), for tests and benchmarks.
 
 Shapes: T queries, S keys, N tree nodes, H query heads, G KV heads, D head dim, B batch.
 """
@@ -21,7 +21,7 @@ def packed_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Row r of a segment of n_q queries and n_k keys sees keys c <= e, e = n_k - n_q + r (and c >= e - window).
+    """Row r of a segment of n_q queries and n_k keys sees keys c <= e = n_k - n_q + r (and >= e - window).
 
     One dense [T, S] mask over the whole row; the twin of `kernels.packed_attention.packed_attention`.
     """

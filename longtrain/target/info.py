@@ -72,5 +72,6 @@ class TargetInfo:
             if mine != theirs:
                 raise TargetMismatchError(
                     f"artifact was trained for {self.name} ({key}={mine}), the target at hand is "
-                    f"{other.name} ({key}={theirs}); pass the target it was trained for, e.g. target.path={self.name}"
+                    f"{other.name} ({key}={theirs}); pass the target it was trained for, "
+                    f"e.g. target.path={self.name}"
                 )

@@ -162,7 +162,7 @@ def describe(
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over the vocabulary and how a probe text is split: tokenizers with one hash give the same ids."""
+    """sha256 over the vocabulary and how a probe text is split: tokenizers of one hash give equal ids."""
     what = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 

@@ -38,8 +38,8 @@ class Want:
 
     Args:
         logits: of every row, of the last valid row of each sequence, or none.
-        hidden: layer ids whose *output* is wanted (0-based); -1 is the final normed hidden state (the LM head's
-            input).
+        hidden: layer ids whose *output* is wanted (0-based); -1 is the final normed hidden state (the
+            LM head's input).
         stop_at_layer: run no further than this layer's K and V (its attention and MLP are skipped).
     """
 
