@@ -1,0 +1,62 @@
+"""What a benchmark leaves: a JSON with the machine and the versions it ran on, and a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from longtrain import provenance
+
+GIB = 2**30
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile of some measurements."""
+    if len(values) == 1:
+        return {"median": values[0], "p10": values[0], "p90": values[0]}
+    tenths = quantiles(values, n=10, method="inclusive")
+    return {"median": median(values), "p10": tenths[0], "p90": tenths[-1]}
+
+
+def write(folder: Path, name: str, *, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write `NAME.json`: settings, environment and one entry a measurement; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    content = {"suite": name, "settings": dict(settings), **provenance.gather(), "rows": [*rows]}
+    provenance.replace_text(path, json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A markdown table.
+
+    Args:
+        rows: what to show; a key may be dotted to reach into a mapping. Missing values show as `-`.
+        columns: heading -> key.
+    """
+    body = [[_cell(_find(row, key)) for key in columns.values()] for row in rows]
+    lines = [list(columns), ["---"] * len(columns), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def gib(size: int | None) -> float | None:
+    """Bytes as GiB."""
+    return None if size is None else size / GIB
+
+
+def _find(row: Mapping[str, Any], key: str) -> Any:
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
