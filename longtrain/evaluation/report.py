@@ -1,0 +1,236 @@
+"""What an evaluation leaves on disk: JSON, a Markdown table and a picture, each whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longtrain.errors import ConfigError
+
+Json = dict[str, Any]
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Write files into a folder so that a reader sees each old or new, never a part of one.
+
+    All are written under temporary names before the first is put in place.
+
+    Raises:
+        ConfigError: the disk is full or not writable; the old files are still there.
+    """
+    pending = {folder / f".{name}.{os.getpid()}.tmp": folder / name for name in files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for temporary, content in zip(pending, files.values(), strict=True):
+            with temporary.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+        for temporary, final in pending.items():
+            temporary.replace(final)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {folder}: {error.strerror}; free space or pass home=FOLDER"
+        ) from None
+    finally:
+        for temporary in pending:
+            temporary.unlink(missing_ok=True)
+
+
+def as_json(values: Any) -> bytes:
+    """Indented JSON; NaN is refused, so that every reader can parse it."""
+    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+
+
+def acceptance_table(scores: Json, timings: Json | None = None) -> str:
+    """The Markdown report of an acceptance run.
+
+    Args:
+        scores: of `scores.scores`.
+        timings: `{"speed": rows of speed.measure_speed}`, or None where speed was not measured.
+    """
+    speed = {row["length"]: row for row in (timings or {}).get("speed", [])}
+    parts = [_headline(scores), _main_table(scores, speed)]
+    parts += [_depth_table(scores), _position_table(scores), _kind_table(scores), _difference_table(scores)]
+    parts.append(_mass_table(scores))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def acceptance_picture(scores: Json) -> bytes:
+    """A PNG: acceptance length by context length with intervals, acceptance by depth and by position."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    by_length, by_depth, by_position = figure.subplots(1, 3)
+    for variant in scores["variants"]:
+        cells, name = variant["lengths"], variant["name"]
+        points = [(cell["length"], cell["tau"]) for cell in cells if cell["tau"]["value"] is not None]
+        values = [tau["value"] for _, tau in points]
+        below = [max(0.0, tau["value"] - tau["low"]) for _, tau in points]
+        above = [max(0.0, tau["high"] - tau["value"]) for _, tau in points]
+        by_length.errorbar(
+            [x for x, _ in points], values, yerr=[below, above], marker="o", capsize=3, label=name
+        )
+        for cell in (cells[0], cells[-1]) if len(cells) > 1 else cells:
+            label = f"{name} @ {tokens(cell['length'])}"
+            rates = [(row["depth"], row["rate"]["value"]) for row in cell["by_depth"] if row["tried"]]
+            by_depth.plot(*zip(*rates, strict=True), marker="o", label=label) if rates else None
+            middles = [((r["from"] + r["below"]) / 2, r["tau"]["value"]) for r in cell["by_position"]]
+            middles = [(x, y) for x, y in middles if y is not None]
+            by_position.plot(*zip(*middles, strict=True), marker="o", label=label) if middles else None
+    lengths = sorted({cell["length"] for variant in scores["variants"] for cell in variant["lengths"]})
+    by_length.set_xscale("log", base=2)
+    by_length.set_xticks(lengths, [tokens(length) for length in lengths])
+    _label(by_length, "context length, tokens", "acceptance length τ (95% interval)")
+    _label(by_depth, "depth of the drafted token", "accepted, given that its parent was")
+    _label(by_position, "place in the generated text, tokens", "acceptance length τ")
+    by_depth.set_ylim(0, 1)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    return picture.getvalue()
+
+
+def tokens(count: int) -> str:
+    """1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
+    return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def interval(value: Json, digits: int = 2) -> str:
+    """`2.51 [2.40, 2.63]`, or a dash."""
+    if value["value"] is None:
+        return "-"
+    return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+
+def _headline(scores: Json) -> str:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in scores["kinds"].items())
+    dropped = "; ".join(f"{count} {reason}" for reason, count in scores["dropped"].items()) or "none"
+    heat = "greedy" if not scores["temperature"] else f"temperature {scores['temperature']:g}"
+    return (
+        "# Acceptance\n\nτ: tokens a target forward, its own token included, prefill not; pooled over prompts, "
+        f"with 95% bootstrap intervals over prompts.\n{scores['prompts']} prompts ({kinds}; "
+        f"{scores['documents']} documents), the same continuation points at every length, "
+        f"{scores['max_new_tokens']} new tokens, {heat}. Dropped: {dropped}."
+    )
+
+
+def _main_table(scores: Json, speed: dict[int, Json]) -> str:
+    header = [
+        "draft",
+        "context",
+        "prompts",
+        "τ",
+        "accepted/drafted",
+        "repeated",
+        "τ, not repetitive",
+        "output",
+    ]
+    header += ["cache MB", "draft MB", *(["tokens/s", "plain", "speed-up"] if speed else [])]
+    rows = []
+    for variant, cell in _cells(scores):
+        row = [variant["name"], tokens(cell["length"]), str(cell["prompts"]), interval(cell["tau"])]
+        row += [interval(cell["acceptance_rate"]), _percent(cell["repeated_share"])]
+        row += [interval(cell["tau_not_repetitive"]), _exactness(cell["exactness"])]
+        row += [f"{cell['cache_bytes'] / 1e6:.1f}", f"{cell['draft_bytes'] / 1e6:.2f}"]
+        if speed:
+            figures = speed[cell["length"]]["figures"]
+            own = figures[variant["name"]]
+            row += [
+                f"{own['tokens_per_s']:.1f}",
+                f"{figures['plain']['tokens_per_s']:.1f}",
+                f"{own['ratio']:.2f}×",
+            ]
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def _depth_table(scores: Json) -> str:
+    deepest = max((len(cell["by_depth"]) for _, cell in _cells(scores)), default=0)
+    rows = []
+    for variant, cell in _cells(scores):
+        rates = [_percent(row["rate"]["value"]) for row in cell["by_depth"]]
+        rows.append([variant["name"], tokens(cell["length"]), *rates, *["-"] * (deepest - len(rates))])
+    header = ["draft", "context", *(f"depth {depth}" for depth in range(1, deepest + 1))]
+    return "## By depth (accepted, given that the parent was)\n\n" + markdown(header, rows)
+
+
+def _position_table(scores: Json) -> str:
+    rows, header = [], ["draft", "context"]
+    for variant, cell in _cells(scores):
+        header[2:] = [f"tokens {place['from']} to {place['below'] - 1}" for place in cell["by_position"]]
+        places = [interval(place["tau"]) for place in cell["by_position"]]
+        rows.append([variant["name"], tokens(cell["length"]), *places])
+    return "## By place in the generated text (τ)\n\n" + markdown(header, rows)
+
+
+def _kind_table(scores: Json) -> str:
+    kinds = list(scores["kinds"])
+    if len(kinds) < 2:
+        return ""
+    rows = [
+        [variant["name"], tokens(cell["length"]), *(interval(cell["by_kind"][kind]) for kind in kinds)]
+        for variant, cell in _cells(scores)
+    ]
+    return "## By kind of text (τ)\n\n" + markdown(["draft", "context", *kinds], rows)
+
+
+def _difference_table(scores: Json) -> str:
+    if not scores["differences"]:
+        return ""
+    rows = [[d["first"], d["second"], tokens(d["length"]), interval(d["tau"])] for d in scores["differences"]]
+    header = ["draft", "minus", "context", "difference of τ"]
+    return "## Differences over the same prompts (paired bootstrap)\n\n" + markdown(header, rows)
+
+
+def _mass_table(scores: Json) -> str:
+    if not scores.get("attention_mass"):
+        return ""
+    rows = [
+        [
+            tokens(m["length"]),
+            str(m["layer"]),
+            str(m["window"]),
+            _percent(m["outside"]),
+            _percent(m["outside_no_sinks"]),
+        ]
+        for m in scores["attention_mass"]
+    ]
+    header = ["context", "layer", "window", "outside the window", "the same without the first 4 tokens"]
+    return "## The target's attention that the draft's window cannot see\n\n" + markdown(header, rows)
+
+
+def _cells(scores: Json) -> list[tuple[Json, Json]]:
+    return [(variant, cell) for variant in scores["variants"] for cell in variant["lengths"]]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _exactness(found: Json | None) -> str:
+    if found is None:
+        return "not compared"
+    if not found["different"]:
+        return "identical"
+    gap = "" if found["largest_gap"] is None else f", gap ≤ {found['largest_gap']:.1g}"
+    return f"{found['different']}/{found['compared']} differ{gap}, {found['violations']} beyond rounding"
+
+
+def _label(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7)
