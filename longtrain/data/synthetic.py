@@ -1,0 +1,435 @@
+"""Retrieval tasks written into real text: needles, variable chains, tables, quoting and copying.
+
+Every document is a chat over one context with many questions, so that one forward supervises many retrievals. All work
+is on token ids (text and phrases are tokenised once); a document is a pure function of its generator.
+
+Shapes: T tokens of one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtrain.data.wordlist import ADJECTIVES, NOUNS
+from longtrain.errors import ConfigError, DataError
+
+Ids: TypeAlias = NDArray[np.int32]
+Encode: TypeAlias = Callable[[str], Sequence[int]]
+
+NEEDLE_INTRO = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
+    "I will quiz you about them afterwards.\n"
+)
+CHAIN_INTRO = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
+TABLE_INTRO = "Here is a table.\n"
+QUOTE_INTRO = "Read the text, then quote from it.\n"
+COPY_INTRO = "Repeat the following text.\n"
+
+
+class Role(IntEnum):
+    """What a token is to the loss."""
+
+    TEXT = 0
+    """Running text of the context, or of a plain document."""
+    PROMPT = 1
+    """Questions, and what was hidden in the context: nothing to be learned from predicting it."""
+    ANSWER = 2
+    """The assistant's words."""
+    VALUE = 3
+    """The tokens of an answer that can only come from the context."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A written document: `ids_T` and, for each token, its `Role` in `roles_T` (uint8)."""
+
+    ids_T: Ids
+    roles_T: NDArray[np.uint8]
+    kind: str
+
+
+@dataclass(frozen=True)
+class ChatIds:
+    """Ids of the tokens around a turn: before the user's, before the assistant's, after the assistant's."""
+
+    user: tuple[int, ...]
+    assistant: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+class TextStream:
+    """Tokenised documents end to end, cut anywhere; sentences may be written in at its breaks.
+
+    Token t is a break if the token before it ends a sentence and t starts with a space and a letter, or the token before
+    it ends a line and t starts with a letter: what is written there leaves the tokens around it as they are.
+
+    Args:
+        ids_T: all documents' ids in one array (a memory map will do).
+        token_text: text of each vocabulary entry, by id.
+        kind: text kind (book, code).
+    """
+
+    def __init__(self, ids_T: NDArray[np.integer], token_text: Sequence[str], kind: str) -> None:
+        if len(ids_T) < 64:
+            raise DataError(f"text of kind '{kind}' has {len(ids_T)} tokens; at least 64 are needed")
+        self.ids_T, self.kind = ids_T, kind
+        ends = np.array([text[-1:] in (".", "!", "?") for text in token_text])
+        line = np.array([text[-1:] == "\n" for text in token_text])
+        letter = np.array([text[:1].isalpha() for text in token_text])
+        self.spaced_V = np.array([text[:1] == " " and text[1:2].isalpha() for text in token_text])
+        before, after = ids_T[:-1], ids_T[1:]
+        self.break_at = 1 + np.flatnonzero(
+            (ends[before] & self.spaced_V[after]) | (line[before] & letter[after])
+        )
+
+    def cut(self, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
+        """A slice of n tokens that starts at a break if it can, and the breaks inside it (offsets, maybe none)."""
+        total = len(self.ids_T)
+        start = int(rng.integers(total))
+        at = int(np.searchsorted(self.break_at, start))
+        if at < len(self.break_at):
+            start = int(self.break_at[at])
+        start = max(0, min(start, total - n))
+        piece = np.array(self.ids_T[start : start + n], dtype=np.int32)
+        if len(piece) < n:
+            piece = np.resize(piece, n)
+        low, high = np.searchsorted(self.break_at, [start + 1, min(start + n, total)])
+        return piece, self.break_at[low:high] - start
+
+
+class _Draft:
+    """A document being written: runs of ids of one role each."""
+
+    def __init__(self) -> None:
+        self.runs: list[Ids] = []
+        self.roles: list[int] = []
+        self.n = 0
+
+    def add(self, role: Role, *runs: Ids) -> None:
+        for run in runs:
+            self.runs.append(run)
+            self.roles.append(int(role))
+            self.n += len(run)
+
+    def extend(self, other: _Draft) -> None:
+        self.runs += other.runs
+        self.roles += other.roles
+        self.n += other.n
+
+    def document(self, kind: str) -> Document:
+        ids_T = np.concatenate(self.runs)
+        roles_T = np.repeat(np.array(self.roles, dtype=np.uint8), [len(run) for run in self.runs])
+        return Document(ids_T, roles_T, kind)
+
+
+class RetrievalWriter:
+    """Writes retrieval documents of an exact length into the text of its streams.
+
+    Args:
+        encode: text -> ids, without special tokens.
+        chat: the turn marks.
+        streams: real text to write into.
+        stream_weights: how often each is drawn; None: by tokens.
+        separator: token between a stream's documents; written as a line's end inside a chat.
+
+    Raises:
+        ConfigError: no streams.
+        DataError: the tokenizer does not keep digits apart.
+    """
+
+    tasks = ("needles", "chains", "table", "quote", "copy")
+
+    def __init__(
+        self,
+        encode: Encode,
+        chat: ChatIds,
+        streams: Sequence[TextStream],
+        *,
+        stream_weights: Sequence[float] | None = None,
+        separator: int = 0,
+    ) -> None:
+        if not streams:
+            raise ConfigError("a retrieval writer needs at least one text stream; got none")
+        self.encode, self.streams = encode, list(streams)
+        self.user, self.assistant, self.end = (
+            np.array(ids, dtype=np.int32) for ids in (chat.user, chat.assistant, chat.end)
+        )
+        weights = np.array(stream_weights or [len(s.ids_T) for s in streams], dtype=float)
+        self._edges = np.cumsum(weights / weights.sum())
+        self._phrases: dict[str, Ids] = {}
+        self.separator = separator
+        self.digits = np.array([self.phrase(d)[-1] for d in "0123456789"], dtype=np.int32)
+        if len(set(self.digits.tolist())) < 10 or len(self.phrase("1234567")) != 7:
+            raise DataError("the tokenizer does not keep digits apart; retrieval tasks need one token a digit")
+        cut = {
+            part
+            for w in ADJECTIVES + NOUNS
+            for part in (w[: -(len(w) // 3)], w[len(w) // 3 :])
+            if len(part) > 2
+        }
+        made_up = sorted(cut)
+        self.keys_listed = [self.phrase(f" {w}") for w in ADJECTIVES], [self.phrase(f"-{w}") for w in NOUNS]
+        self.keys_made_up = [self.phrase(f" {w}") for w in made_up], [self.phrase(f"-{w}") for w in made_up]
+
+    def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> Document:
+        """One document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
+
+        Raises:
+            ConfigError: unknown task, or too few tokens for it.
+        """
+        if task not in self.tasks:
+            raise ConfigError(f"unknown retrieval task '{task}'; known: {', '.join(self.tasks)}")
+        if n_tokens < 192:
+            raise ConfigError(f"a retrieval document of {n_tokens} tokens is too short; allowed: 192 or more")
+        return getattr(self, f"_{task}")(n_tokens, rng)
+
+    def needle_prompt(
+        self, n_tokens: int, n_keys: int, rng: np.random.Generator, *, single: bool = False
+    ) -> tuple[list[int], str]:
+        """A prompt of exactly `n_tokens` tokens, with one value a key and one key asked, and the value expected.
+
+        Args:
+            n_tokens: prompt length, chat marks included.
+            n_keys: needles hidden, each with another key; where they are is uniform over the text's breaks.
+            rng: all randomness.
+            single: ask for "the special magic number" instead of "all the special magic numbers".
+        """
+        keys = self._keys(n_keys, rng, self.keys_listed)
+        values = self._numbers(7, n_keys, rng)
+        asked = int(rng.integers(n_keys))
+        tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
+        doc = _Draft()
+        self._context(
+            doc, NEEDLE_INTRO, self._needle_runs(keys, [[v] for v in values]), n_tokens - len(tail), rng
+        )
+        doc.add(Role.PROMPT, tail)
+        digit_of = {int(i): str(d) for d, i in enumerate(self.digits)}
+        return np.concatenate(doc.runs).tolist(), "".join(digit_of[int(i)] for i in values[asked])
+
+    def phrase(self, text: str) -> Ids:
+        """The ids of a fixed piece of text, tokenised once."""
+        if text not in self._phrases:
+            self._phrases[text] = np.array(self.encode(text), dtype=np.int32)
+        return self._phrases[text]
+
+    # Needles: keys with one to four seven-digit values.
+
+    def _needles(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        most = max(1, min(48, n_tokens // 110))
+        n_keys = int(rng.integers(1, (min(8, most) if rng.random() < 0.4 else most) + 1))
+        keys = self._keys(n_keys, rng, self.keys_made_up if rng.random() < 0.3 else self.keys_listed)
+        n_values = rng.integers(1, 5, n_keys) if rng.random() < 0.2 else np.ones(n_keys, dtype=int)
+        numbers = iter(self._numbers(7, int(n_values.sum()), rng))
+        values = [[next(numbers) for _ in range(n)] for n in n_values]
+        singular = rng.random() < 0.3
+        turns = _Draft()
+        for at in rng.permutation(n_keys):
+            single, opening = singular and len(values[at]) == 1, turns.n == 0
+            turn = _Draft()
+            self._ask(turn, self._question(keys[at], single=single, opening=opening), opening=opening)
+            self._answer(turn, keys[at], values[at], single=single)
+            if not opening and turns.n + turn.n > 0.45 * n_tokens:
+                break
+            turns.extend(turn)
+        needles = self._needle_runs(keys, values)
+        if turns.n + sum(len(line) for _, line in needles) + 96 > n_tokens:
+            return self._needles(n_tokens, rng)
+        doc = _Draft()
+        self._context(doc, NEEDLE_INTRO, needles, n_tokens - turns.n, rng)
+        doc.extend(turns)
+        return doc.document("needles")
+
+    def _needle_runs(self, keys: list[Ids], values: list[list[Ids]]) -> list[tuple[Ids, Ids]]:
+        tails = [
+            [key, self.phrase(" is: "), v, self.phrase(".")]
+            for key, vs in zip(keys, values, strict=True)
+            for v in vs
+        ]
+        return [self._hidden("One of the special magic numbers for", tail) for tail in tails]
+
+    def _question(self, key: Ids, *, single: bool, opening: bool) -> Ids:
+        start = (
+            "What is the special magic number for" if single else "What are all the special magic numbers for"
+        )
+        start = "\n" + start if opening else start
+        return np.concatenate([self.phrase(start), key, self.phrase(" mentioned in the provided text?")])
+
+    def _answer(self, doc: _Draft, key: Ids, values: list[Ids], *, single: bool) -> None:
+        number, verb = ("number", "is") if single else ("numbers", "are")
+        doc.add(Role.ANSWER, self.phrase(f"The special magic {number} for"), key)
+        doc.add(Role.ANSWER, self.phrase(f" mentioned in the provided text {verb} "))
+        for i, value in enumerate(values):
+            if i:
+                doc.add(Role.ANSWER, self.phrase(", "))
+            doc.add(Role.VALUE, value)
+        doc.add(Role.ANSWER, self.phrase("."), self.end)
+
+    def _keys(self, n: int, rng: np.random.Generator, words: tuple[list[Ids], list[Ids]]) -> list[Ids]:
+        first, second = words
+        picked = rng.choice(len(first) * len(second), n, replace=False)
+        return [np.concatenate([first[p // len(second)], second[p % len(second)]]) for p in picked.tolist()]
+
+    # Variable chains, tables, quoting, copying.
+
+    def _chains(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        lines: list[tuple[Ids, Ids]] = []
+        turns = _Draft()
+        for value in self._numbers(5, int(rng.integers(1, max(2, min(7, n_tokens // 200)))), rng):
+            names = [self._name(rng) for _ in range(int(rng.integers(2, 5)))]
+            chain = [self._hidden("VAR", [names[0], self.phrase(" = "), value, self.phrase(".")])]
+            for a, b in pairwise(names):
+                chain.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
+            opening = turns.n == 0
+            turn = _Draft()
+            ask = self.phrase(("\n" if opening else "") + "Find all variables that are assigned the value ")
+            self._ask(turn, np.concatenate([ask, value, self.phrase(" in the text above.")]), opening=opening)
+            turn.add(Role.ANSWER, self.phrase("The variables are:"))
+            for i, name in enumerate(names):
+                turn.add(Role.VALUE, *([self.phrase(",")] if i else []), name)
+            turn.add(Role.ANSWER, self.phrase("."), self.end)
+            hidden = sum(len(line) for _, line in lines + chain)
+            if not opening and turns.n + turn.n + hidden > 0.7 * n_tokens:
+                break
+            lines += chain
+            turns.extend(turn)
+        if turns.n + sum(len(line) for _, line in lines) + 64 > n_tokens:
+            return self._table(n_tokens, rng)
+        doc = _Draft()
+        self._context(doc, CHAIN_INTRO, lines, n_tokens - turns.n, rng, in_order=True)
+        doc.extend(turns)
+        return doc.document("chains")
+
+    def _table(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        width = int(rng.integers(3, 8))
+        sep, newline, look, dot = (self.phrase(text) for text in (": ", "\n", "Look up ", "."))
+        intro = self.phrase(TABLE_INTRO)
+        line = 2 * width + len(sep) + len(newline)
+        turn = len(look) + 2 * width + 2 * len(dot) + len(self.user) + len(self.assistant) + len(self.end)
+        room = n_tokens - len(intro) - turn
+        n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
+        keys, values = self._numbers(width, n_lines, rng), self._numbers(width, n_lines, rng)
+        body = _Draft()
+        body.add(Role.PROMPT, intro)
+        for key, value in zip(keys, values, strict=True):
+            body.add(Role.PROMPT, key, sep, value, newline)
+        n_turns = max(1, min((n_tokens - body.n - len(self.user)) // turn, 2 * n_lines))
+        for i, at in enumerate(rng.integers(n_lines, size=n_turns)):
+            self._ask(body, np.concatenate([look, keys[at], dot]), opening=i == 0)
+            body.add(Role.VALUE, values[at])
+            body.add(Role.ANSWER, dot, self.end)
+        return self._filled(body, n_tokens, rng).document("table")
+
+    def _quote(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        cue, length = 12, int(rng.integers(24, 65))
+        intro, newline, ask = (
+            self.phrase(t) for t in (QUOTE_INTRO, "\n", "Quote the passage that continues after:")
+        )
+        turn = len(ask) + cue + length + len(self.user) + len(self.assistant) + len(self.end)
+        n_turns = min(int(rng.integers(1, 9)), (n_tokens - 2 * cue - len(intro)) // (2 * turn))
+        if n_turns < 1:
+            return self._copy(n_tokens, rng)
+        n_text = n_tokens - len(intro) - len(newline) - n_turns * turn
+        text, breaks = self._text(self._stream(rng), n_text, rng)
+        last = n_text - cue - length
+        starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
+        doc = _Draft()
+        doc.add(Role.PROMPT, self.user, intro)
+        doc.add(Role.TEXT, text)
+        for i, at in enumerate(rng.choice(starts, n_turns)):
+            question = np.concatenate([newline[: len(newline) * (i == 0)], ask, text[at : at + cue]])
+            self._ask(doc, question, opening=i == 0)
+            doc.add(Role.ANSWER, text[at + cue : at + cue + length], self.end)
+        return doc.document("quote")
+
+    def _copy(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        intro = self.phrase(COPY_INTRO)
+        n = (n_tokens - len(intro) - len(self.user) - len(self.assistant) - len(self.end)) // 2
+        text, _ = self._text(self._stream(rng), n, rng)
+        if rng.random() < 0.5:
+            text = rng.permutation(text)
+        body = _Draft()
+        body.add(Role.PROMPT, intro, text, self.assistant)
+        body.add(Role.ANSWER, text, self.end)
+        return self._filled(body, n_tokens, rng).document("copy")
+
+    # Shared pieces.
+
+    def _stream(self, rng: np.random.Generator) -> TextStream:
+        return self.streams[min(int(np.searchsorted(self._edges, rng.random())), len(self.streams) - 1)]
+
+    def _text(self, stream: TextStream, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
+        """Text for a chat: where a document ends inside it, a line ends."""
+        text, breaks = stream.cut(n, rng)
+        text[text == self.separator] = self.phrase("\n")[-1]
+        return text, breaks
+
+    def _name(self, rng: np.random.Generator) -> Ids:
+        """A variable's name: five capitals, tokenised as a word."""
+        return np.array(self.encode(" " + "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5))), dtype=np.int32)
+
+    def _hidden(self, start: str, rest: list[Ids]) -> tuple[Ids, Ids]:
+        """A sentence in its two forms: inside a line (a space before it), and as a line of its own."""
+        return (
+            np.concatenate([self.phrase(" " + start), *rest]),
+            np.concatenate([self.phrase(start), *rest, self.phrase("\n")]),
+        )
+
+    def _ask(self, doc: _Draft, question: Ids, *, opening: bool) -> None:
+        """A question; the opening one ends the user's turn that began with the context."""
+        doc.add(Role.PROMPT, *([] if opening else [self.user]), question, self.assistant)
+
+    def _context(
+        self,
+        doc: _Draft,
+        intro: str,
+        hidden: list[tuple[Ids, Ids]],
+        n_tokens: int,
+        rng: np.random.Generator,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """The opening of the first turn: intro, then text with sentences hidden at its breaks; `n_tokens` in all."""
+        doc.add(Role.PROMPT, self.user, self.phrase(intro))
+        room = n_tokens - doc.n
+        certain = room - sum(max(len(spaced), len(line)) for spaced, line in hidden)
+        if certain < 0:
+            raise ConfigError(
+                f"{n_tokens} tokens are too few for {len(hidden)} hidden sentences; ask for fewer"
+            )
+        stream = self._stream(rng)
+        text, breaks = self._text(stream, room, rng)
+        breaks = breaks[breaks <= certain]
+        places = np.sort(rng.choice(breaks, len(hidden))) if len(breaks) else np.full(len(hidden), certain)
+        last = 0
+        order = range(len(hidden)) if in_order else rng.permutation(len(hidden)).tolist()
+        for place, which in zip(places.tolist(), order, strict=True):
+            doc.add(Role.TEXT, text[last:place])
+            doc.add(Role.PROMPT, hidden[which][0 if stream.spaced_V[text[place]] else 1])
+            last = place
+        doc.add(Role.TEXT, text[last : last + n_tokens - doc.n])
+
+    def _filled(self, body: _Draft, n_tokens: int, rng: np.random.Generator) -> _Draft:
+        """The body as a chat of exactly `n_tokens`, text put before it."""
+        doc = _Draft()
+        doc.add(Role.PROMPT, self.user)
+        newline = self.phrase("\n")
+        n_text = n_tokens - body.n - len(self.user)
+        if n_text > len(newline):
+            doc.add(Role.TEXT, self._text(self._stream(rng), n_text - len(newline), rng)[0], newline)
+        else:
+            doc.add(Role.TEXT, np.repeat(newline, n_text))
+        doc.extend(body)
+        return doc
+
+    def _numbers(self, width: int, n: int, rng: np.random.Generator) -> Ids:
+        """[n, width] digit tokens of n different numbers without leading zeros."""
+        low = 10 ** (width - 1)
+        numbers = low + rng.choice(9 * low, n, replace=False, shuffle=False)
+        return self.digits[(rng.permutation(numbers)[:, None] // 10 ** np.arange(width - 1, -1, -1)) % 10]
