@@ -1,8 +1,8 @@
 """Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
 
 K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes
-dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Going
-over the keys in blocks with the global lse gives the same dQ and keeps only one block's dK and dV at a time.
+dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Over
+blocks of keys, with the global lse, it gives the same dQ and keeps only one block's dK and dV at a time.
 Shapes: T queries, S keys, H query heads, G KV heads, D head dim.
 """
 
@@ -22,7 +22,7 @@ BLOCK = 8192
 
 
 def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
-    """Whether the flash kernel takes these tensors: half precision on CUDA, head size a multiple of 8 up to 256."""
+    """Whether the flash kernel takes these tensors: half precision on CUDA, head size 8, 16 .. 256."""
     D = q_THD.shape[2]
     half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SGD.dtype == q_THD.dtype
     return q_THD.is_cuda and half and D % 8 == 0 and D <= 256

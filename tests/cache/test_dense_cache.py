@@ -1,0 +1,181 @@
+import pytest
+import torch
+
+from longtrain.cache.base import Causal, PrefixOnly, Tree
+from longtrain.cache.dense import DenseCache
+from longtrain.errors import ConfigError
+from longtrain.kernels import reference
+
+B, H, G, D, LAYERS = 3, 4, 2, 8, 2
+SCALE = 0.3
+
+
+def cache(max_tokens=300, max_nodes=8, batch=B):
+    return DenseCache(
+        n_layers=LAYERS,
+        n_kv_heads=G,
+        head_dim=D,
+        batch=batch,
+        max_tokens=max_tokens,
+        max_nodes=max_nodes,
+        device="cpu",
+        dtype=torch.float64,
+    )
+
+
+class Model:
+    """What the cache should hold, growing tensors of each layer and sequence, recomputed without tricks."""
+
+    def __init__(self, seed=0):
+        self.coins = torch.Generator().manual_seed(seed)
+        self.kept = [[torch.zeros(2, G, 0, D, dtype=torch.float64) for _ in range(B)] for _ in range(LAYERS)]
+
+    def rows(self, T):
+        q = torch.randn(LAYERS, B, H, T, D, generator=self.coins, dtype=torch.float64)
+        kv = torch.randn(LAYERS, 2, B, G, T, D, generator=self.coins, dtype=torch.float64)
+        return q, kv
+
+    def attend(self, layer, q, kv, visible_BTT):
+        outs = []
+        for b in range(B):
+            prefix = self.kept[layer][b]
+            k, v = torch.cat([prefix, kv[:, b]], 2)
+            seen = torch.cat([torch.ones(q.shape[2], prefix.shape[2], dtype=torch.bool), visible_BTT[b]], 1)
+            one = slice(b, b + 1)
+            outs.append(reference.masked_attention(q[one], k[None], v[None], seen[None], scale=SCALE)[0])
+        return torch.cat(outs)
+
+    def commit(self, kv, path_BP, n_B):
+        for layer in range(LAYERS):
+            for b, n in enumerate(n_B.tolist()):
+                accepted = kv[layer, :, b][:, :, path_BP[b, :n]]
+                self.kept[layer][b] = torch.cat([self.kept[layer][b], accepted], 2)
+
+
+def step(store, model, mask, T, visible_BTT, path_BP, n_B, *, path_given=True):
+    q, kv = model.rows(T)
+    for layer in range(LAYERS):
+        store.write(layer, kv[layer, 0], kv[layer, 1])
+        out, _ = store.attend(layer, q[layer], mask=mask, scale=SCALE)
+        expected = model.attend(layer, q[layer], kv[layer], visible_BTT)
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    store.commit(path_BP if path_given else None, n_B)
+    model.commit(kv, path_BP, n_B)
+    assert store.len_B.tolist() == [kept.shape[2] for kept in model.kept[0]]
+
+
+def causal(T):
+    return torch.ones(B, T, T, dtype=torch.bool).tril()
+
+
+def arange(T):
+    return torch.arange(T).expand(B, T)
+
+
+def random_tree(N, coins):
+    """Parents below the child, as an ancestor-or-self mask, and one root-to-leaf path of each sequence."""
+    visible = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
+    paths = torch.zeros(B, N, dtype=torch.int64)
+    n_B = torch.zeros(B, dtype=torch.int64)
+    for b in range(B):
+        parents = [-1] + [int(torch.randint(0, i, (1,), generator=coins)) for i in range(1, N)]
+        for i in range(1, N):
+            visible[b, i] |= visible[b, parents[i]]
+        leaf = int(torch.randint(0, N, (1,), generator=coins))
+        path = [i for i in range(N) if visible[b, leaf, i]]
+        paths[b, : len(path)] = torch.tensor(path)
+        n_B[b] = len(path)
+    return visible, paths, n_B
+
+
+def prefilled():
+    store, model = cache(), Model()
+    step(store, model, Causal(), 9, causal(9), arange(9), torch.tensor([9, 4, 1]), path_given=False)
+    return store, model
+
+
+def test_prefill_of_prompts_of_different_lengths_then_single_tokens():
+    store, model = prefilled()
+    for _ in range(4):
+        step(store, model, Causal(), 1, causal(1), arange(1), torch.ones(B, dtype=torch.int64))
+
+
+def test_chains_with_different_acceptance_in_each_row():
+    store, model = prefilled()
+    for n_B in ([1, 3, 5], [5, 5, 0], [2, 1, 4]):
+        step(store, model, Causal(), 5, causal(5), arange(5), torch.tensor(n_B))
+
+
+def test_trees_with_different_paths_in_each_row():
+    store, model = prefilled()
+    coins = torch.Generator().manual_seed(3)
+    for N in (7, 7, 4, 8, 1):
+        visible, path_BP, n_B = random_tree(N, coins)
+        step(store, model, Tree(visible), N, visible, path_BP, n_B)
+
+
+def test_a_tree_on_an_empty_cache():
+    store, model = cache(), Model()
+    visible, path_BP, n_B = random_tree(6, torch.Generator().manual_seed(5))
+    step(store, model, Tree(visible), 6, visible, path_BP, n_B)
+
+
+def test_lengths_stay_right_when_the_host_bound_drifts():
+    store, model = prefilled()
+    for _ in range(40):  # the bound grows by 5 a step, the truth by 1 or 2
+        step(store, model, Causal(), 5, causal(5), arange(5), torch.tensor([1, 2, 1]))
+    assert store._high - int(store.len_B.max()) <= 64 + 5
+    assert store._low <= int(store.len_B.min())
+
+
+def test_prefix_only_sees_the_prefix_and_writes_nothing():
+    store, model = prefilled()
+    before = store.k_LBGSD.clone()
+    q, _ = model.rows(3)
+    nothing = torch.zeros(2, B, G, 0, D, dtype=torch.float64)
+    for layer in range(LAYERS):
+        out, _ = store.attend(layer, q[layer], mask=PrefixOnly(), scale=SCALE)
+        expected = model.attend(layer, q[layer], nothing, torch.ones(B, 3, 0, dtype=torch.bool))
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    assert torch.equal(before, store.k_LBGSD)
+
+
+def test_an_empty_prefix_gives_zeros():
+    store, model = cache(), Model()
+    q, kv = model.rows(2)
+    assert not store.attend(0, q[0], mask=PrefixOnly(), scale=SCALE)[0].any()
+    store.write(0, kv[0, 0], kv[0, 1])
+    store.commit(None, torch.tensor([2, 0, 1]))
+    out, _ = store.attend(0, q[0], mask=PrefixOnly(), scale=SCALE)
+    assert out[0].any() and not out[1].any() and not out.isnan().any()
+
+
+def test_rejected_rows_leave_no_trace():
+    """Rollback is doing nothing: after rejected garbage the next step is as if it had not been."""
+    store, model = prefilled()
+    junk = torch.full((B, G, 8, D), 1e6, dtype=torch.float64)
+    for layer in range(LAYERS):
+        store.write(layer, junk, junk)
+    store.commit(arange(8), torch.zeros(B, dtype=torch.int64))
+    step(store, model, Causal(), 3, causal(3), arange(3), torch.tensor([3, 2, 1]))
+
+
+def test_a_full_cache_says_so_and_counts_what_is_there_not_the_bound():
+    store = cache(max_tokens=10, max_nodes=5, batch=1)
+    row = torch.zeros(1, G, 5, D, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.int64)
+    for _ in range(11):  # one accepted row each; the bound alone would refuse the third step
+        store.write(0, row, row)
+        store.commit(torch.arange(5)[None], one)
+    with pytest.raises(ConfigError, match=r"11 tokens committed and 5 new rows, room for 15"):
+        store.write(0, row, row)
+
+
+def test_sizes_that_hold_nothing_are_refused():
+    with pytest.raises(ConfigError, match="max_tokens=0"):
+        cache(max_tokens=0)
+
+
+def test_bytes_count_everything():
+    store = cache(max_tokens=10, max_nodes=6)
+    assert store.bytes() == 2 * LAYERS * B * G * 16 * D * 8 + B * 8

@@ -1,0 +1,40 @@
+import pytest
+import torch
+
+from longtrain.cache.base import Causal, PrefixOnly
+from longtrain.cache.packed import PackedCapture
+from longtrain.errors import ConflictError
+from longtrain.kernels import reference
+
+
+def rows(T=7):
+    coins = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, T, 8, generator=coins, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, T, 8, generator=coins, dtype=torch.float64)
+    return q, k, v
+
+
+def test_documents_see_themselves_and_the_wanted_layer_is_kept():
+    capture = PackedCapture((0, 3, 7), kv_layer=1, device=torch.device("cpu"))
+    q, k, v = rows()
+    for layer in range(3):
+        capture.write(layer, k + layer, v + layer)
+        out, _ = capture.attend(layer, q, mask=Causal(), scale=0.3)
+    visible = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool().tril()[None]
+    expected, _ = reference.masked_attention(q, k + 2, v + 2, visible, scale=0.3)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(capture.k_TGD, (k + 1)[0].transpose(0, 1))
+    assert torch.equal(capture.v_TGD, (v + 1)[0].transpose(0, 1))
+    assert capture.bytes() == 2 * 7 * 2 * 8 * 8
+
+
+def test_what_a_packed_row_cannot_do_is_refused():
+    capture = PackedCapture((0, 7), kv_layer=None, device=torch.device("cpu"))
+    q, k, v = rows()
+    with pytest.raises(ConflictError, match="prefix"):
+        capture.commit(None, torch.ones(1, dtype=torch.int64))
+    with pytest.raises(ConflictError, match="causally"):
+        capture.attend(0, q, mask=Causal(), scale=1.0)
+    capture.write(0, k, v)
+    with pytest.raises(ConflictError, match="causally"):
+        capture.attend(0, q, mask=PrefixOnly(), scale=1.0)
