@@ -4,8 +4,8 @@ A cycle is one verified draft: it emits the accepted drafts and one token of the
 prefill gives belongs to no cycle. Two rules keep the figures fair where a text ends inside a cycle:
 
 - cut by the maximum length: what the verification accepted counts whole, though the surplus is not output.
-  Stopping after the cycle that crosses the line is a stopping time, so by Wald's identity the pooled ratio has
-  no bias; leaving that cycle out would drop long cycles more often than short ones.
+  The cycle that crosses the line is a stopping time, so by Wald's identity the pooled ratio has no bias;
+  without that cycle, long ones would be left out more often than short ones.
 - ended by a stop id or stop string before its last token: left out of every acceptance figure, because what
   follows the end is not text. `ended` counts them.
 """
