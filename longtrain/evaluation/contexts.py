@@ -103,13 +103,25 @@ def documents_from_files(
     Raises:
         DataError: nothing is there, or a file is not text.
     """
+    return [
+        Document(name, kind, np.asarray(_encode(tokenizer, text), dtype=np.int64))
+        for name, kind, text in read_texts(where, kinds=kinds)
+    ]
+
+
+def read_texts(where: str | Path, *, kinds: Sequence[str] = ()) -> list[tuple[str, str, str]]:
+    """Name, kind and content of text files; see `documents_from_files`.
+
+    Raises:
+        DataError: nothing is there, or a file is not text.
+    """
     root = Path(where).expanduser()
     files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES) if root.is_dir() else [root]
     if not files or not files[0].is_file():
         raise DataError(
             f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
         )
-    documents = []
+    texts = []
     for file in files:
         kind = _kind(file, root)
         if kinds and kind not in kinds:
@@ -118,12 +130,11 @@ def documents_from_files(
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        documents.append(Document(file.stem, kind, np.asarray(ids, dtype=np.int64)))
-    if not documents:
+        texts.append((file.stem, kind, text))
+    if not texts:
         have = sorted({_kind(file, root) for file in files})
         raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
-    return documents
+    return texts
 
 
 def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[Document]:
@@ -207,6 +218,10 @@ def prefix_of(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         if full[start : start + len(plain)] == plain:
             return list(full[:start])
     return []
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def _shares(documents: list[Document], order: list[int], most_in: list[int], count: int) -> list[int]:

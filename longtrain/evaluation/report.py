@@ -96,6 +96,17 @@ def acceptance_picture(scores: Json) -> bytes:
     return picture.getvalue()
 
 
+def needle_table(found: Json) -> str:
+    """The Markdown report of a needle run."""
+    rows = []
+    for cell in found["cells"]:
+        dropped = "; ".join(f"{count} {reason}" for reason, count in cell["dropped"].items()) or "none"
+        score = interval(cell["exact"], 3)
+        rows.append([tokens(cell["length"]), str(cell["needles"]), str(cell["ran"]), score, dropped])
+    header = ["context", "needles", "prompts", "exact match (Wilson 95%)", "dropped"]
+    return f"# Needles: {found['target']['name']}\n\n{markdown(header, rows)}\n"
+
+
 def tokens(count: int) -> str:
     """1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
     return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)
@@ -119,8 +130,8 @@ def _headline(scores: Json) -> str:
     dropped = "; ".join(f"{count} {reason}" for reason, count in scores["dropped"].items()) or "none"
     heat = "greedy" if not scores["temperature"] else f"temperature {scores['temperature']:g}"
     return (
-        "# Acceptance\n\nτ: tokens a target forward, its own token included, prefill not; pooled over prompts, "
-        f"with 95% bootstrap intervals over prompts.\n{scores['prompts']} prompts ({kinds}; "
+        "# Acceptance\n\nτ: tokens a target forward, its own token included, prefill not; pooled over "
+        f"prompts, with 95% bootstrap intervals over prompts.\n{scores['prompts']} prompts ({kinds}; "
         f"{scores['documents']} documents), the same continuation points at every length, "
         f"{scores['max_new_tokens']} new tokens, {heat}. Dropped: {dropped}."
     )
