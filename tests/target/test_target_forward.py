@@ -11,8 +11,8 @@ from longtrain.target.loading import random_target
 from longtrain.target.step import Rows, Want
 
 SHAPES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
-# Norms and rotary angles run in fp32 inside these models, whatever their dtype: inputs that differ by 1e-16 may
-# round apart there, by 6e-8 relative.
+# Norms and rotary angles run in fp32 inside these models, whatever their dtype: inputs that differ by 1e-16
+# may round apart there, by 6e-8 relative.
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
