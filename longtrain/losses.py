@@ -70,6 +70,7 @@ def fused_linear_kl(
     head_weight_VE: Tensor,
     mask_T: Tensor | None = None,
     *,
+    weights_T: Tensor | None = None,
     block_rows: int = 0,
 ) -> HeadLoss:
     """KL(teacher || student) over the whole vocabulary, summed over rows; both share one frozen head.
@@ -82,21 +83,23 @@ def fused_linear_kl(
         teacher_hidden_TE: the teacher's; no gradient flows into it.
         head_weight_VE: the shared head; it gets no gradient.
         mask_T: bool, rows that count; None: all.
+        weights_T: weight of each row; None: 1.
         block_rows: rows whose logits exist at once; 0: as many as fit the budget.
 
     Raises: ConfigError on shapes that do not fit.
     """
     if mask_T is None:
         mask_T = torch.ones(hidden_TE.shape[0], dtype=torch.bool, device=hidden_TE.device)
-    _check(hidden_TE, head_weight_VE, mask_T)
+    weights_T = mask_T.float() if weights_T is None else weights_T * mask_T
+    _check(hidden_TE, head_weight_VE, weights_T)
     if teacher_hidden_TE.shape != hidden_TE.shape:
         raise ConfigError(
-            f"teacher hidden {tuple(teacher_hidden_TE.shape)} must equal {tuple(hidden_TE.shape)}"
+            f"teacher hidden {tuple(teacher_hidden_TE.shape)} differs from student's {tuple(hidden_TE.shape)}"
         )
     rows = block_rows or _block_rows(head_weight_VE)
     hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE.detach())
     teacher_TE = teacher_hidden_TE.detach().to(hidden_TE.dtype)
-    return HeadLoss(*_LinearKL.apply(hidden_TE, teacher_TE, head_weight_VE, mask_T, rows))
+    return HeadLoss(*_LinearKL.apply(hidden_TE, teacher_TE, head_weight_VE, weights_T, rows))
 
 
 @torch.no_grad()
@@ -153,26 +156,26 @@ class _LinearKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TE: Tensor, teacher_TE: Tensor, head_VE: Tensor, mask_T: Tensor, rows: int
+        ctx: Any, hidden_TE: Tensor, teacher_TE: Tensor, head_VE: Tensor, weights_T: Tensor, rows: int
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_TE.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
-        hit_T = torch.zeros_like(mask_T)
+        hit_T = torch.zeros_like(weights_T, dtype=torch.bool)
         grad_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
         with _plain(hidden_TE):
             for a in range(0, hidden_TE.shape[0], rows):
                 part = slice(a, a + rows)
-                m_R1 = mask_T[part, None]
+                w_R = weights_T[part].to(wide)
                 student_RV, teacher_RV = hidden_TE[part] @ head_VE.t(), teacher_TE[part] @ head_VE.t()
-                hit_T[part] = (student_RV.argmax(-1) == teacher_RV.argmax(-1)) & mask_T[part]
+                hit_T[part] = (student_RV.argmax(-1) == teacher_RV.argmax(-1)) & (w_R > 0)
                 logq_RV = F.log_softmax(student_RV, dim=-1, dtype=wide)
                 logp_RV = F.log_softmax(teacher_RV, dim=-1, dtype=wide)
                 del student_RV, teacher_RV
                 p_RV = logp_RV.exp()
-                total += torch.linalg.vecdot(p_RV, logp_RV.sub_(logq_RV))[:, None].masked_fill(~m_R1, 0).sum()
+                total += (torch.linalg.vecdot(p_RV, logp_RV.sub_(logq_RV)) * w_R).sum()
                 if grad_TE is not None:
-                    grad_RV = logq_RV.exp_().sub_(p_RV).masked_fill_(~m_R1, 0).to(head_VE.dtype)
-                    grad_TE[part] = grad_RV @ head_VE
+                    grad_RV = logq_RV.exp_().sub_(p_RV).mul_(w_R[:, None])
+                    grad_TE[part] = grad_RV.to(head_VE.dtype) @ head_VE
         ctx.save_for_backward(grad_TE)
         ctx.mark_non_differentiable(hit_T)
         return total, hit_T

@@ -67,6 +67,14 @@ def test_kl_equals_plain_formula(parts, block_rows):
     assert torch.equal(got.hit_T, agree)
 
 
+def test_kl_weights_rows(parts):
+    hidden, teacher, head, labels = parts
+    mask, weights = labels != IGNORE, torch.linspace(0, 2, T, dtype=torch.float64)
+    each = [plain_kl(hidden[i : i + 1], teacher[i : i + 1], head, slice(None)) for i in range(T)]
+    want = (torch.stack(each) * weights * mask).sum()
+    torch.testing.assert_close(fused_linear_kl(hidden, teacher, head, mask, weights_T=weights).total, want)
+
+
 def test_kl_gradient_by_finite_differences(parts):
     hidden, teacher, head, _ = parts
     total = lambda h: fused_linear_kl(h, teacher[:4], head, block_rows=3).total  # noqa: E731

@@ -1,0 +1,139 @@
+"""The draft: one layer of windowed self-attention, cross-attention to the target's KV cache, and a SwiGLU.
+
+Shapes: R rows with their halo, Q rows whose output is wanted, S rows of the target's K and V, E hidden dim,
+H query heads, G KV heads, D head dim. `...` stands for any leading dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from longtrain.kernels.packed_attention import packed_attention
+from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
+
+if TYPE_CHECKING:
+    from longtrain.methods.longspec.config import Config
+    from longtrain.methods.longspec.indices import Chunk
+    from longtrain.target.info import TargetInfo
+
+
+class LongSpecDraft(nn.Module):
+    """Trainable tensors only: embeddings, LM head, rotary and the cross-attention's keys are the target's.
+
+    `h1 = e + SA(norm(e));  h2 = h1 + CA(norm(h1), K*, V*);  h3 = h2 + MLP(norm(h2));  logits = head(h3)`
+
+    Its input is the embedding of each row's own token; no hidden state of the target enters. So the keys and
+    values of its self-attention depend on single tokens: it needs no prefill, and chunked training is exact.
+
+    Args:
+        config: hyperparameters.
+        info: the target's shapes; the draft's are the same.
+
+    Source: LongSpec §3.1; the authors' code for what the paper leaves open (order of norms, no final norm).
+    Note: targets with QK-norm get `q_norm` in both attentions and `k_norm` in the draft's own.
+    """
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__()
+        hidden, eps, heads = info.hidden_size, info.rms_norm_eps, (info.n_heads, info.n_kv_heads)
+        self.window = config.window
+        self.scale = info.head_dim**-0.5
+        self.fresh = True
+        """False once weights were loaded: a warm start must not undo that."""
+
+        def attention(own_keys: bool) -> GroupedQuery:
+            return GroupedQuery(
+                hidden,
+                heads,
+                head_dim=info.head_dim,
+                bias=info.attention_bias,
+                qk_norm=info.qk_norm,
+                eps=eps,
+                own_keys=own_keys,
+            )
+
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = attention(own_keys=True)
+        self.post_self_attention_layernorm = RMSNorm(hidden, eps) if config.cross_attention else None
+        self.cross_attn = attention(own_keys=False) if config.cross_attention else None
+        self.post_cross_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = SwiGLU(hidden, info.intermediate_size, act=info.hidden_act)
+        self.norm = RMSNorm(hidden, eps) if config.final_norm else None
+        for name, tensor in self.named_parameters():
+            if name.endswith("_proj.weight"):
+                nn.init.normal_(tensor, std=0.02)
+        self.register_load_state_dict_post_hook(_loaded)
+
+    def forward(
+        self, embed_RE: Tensor, rope_RD: Rope, target_kv: tuple[Tensor, Tensor] | None, chunk: Chunk
+    ) -> Tensor:
+        """The LM head's input for the rows of a chunk of one packed row.
+
+        Args:
+            embed_RE: the target's embeddings of rows `chunk.halo..chunk.stop`.
+            rope_RD: the target's cos and sin at those rows' positions.
+            target_kv: K (post-RoPE) and V of the whole packed row, each [S, G, D]; None where nothing reads it.
+            chunk: which keys each row sees.
+
+        Returns: hidden_QE of rows `chunk.start..chunk.stop`.
+        """
+        if not torch.is_autocast_enabled(embed_RE.device.type):
+            embed_RE = embed_RE.to(self.input_layernorm.weight.dtype)
+        halo = chunk.start - chunk.halo
+        k_RGD, v_RGD = self.own_keys_values(embed_RE, rope_RD)
+        embed_QE, rope_QD = embed_RE[halo:], (rope_RD[0][halo:], rope_RD[1][halo:])
+        mixed_QHD = packed_attention(
+            self.own_query(embed_QE, rope_QD),
+            k_RGD,
+            v_RGD,
+            chunk.queries,
+            chunk.own_k,
+            scale=self.scale,
+            window=self.window,
+        )
+
+        def read(q_QHD: Tensor) -> Tensor:
+            k_SGD, v_SGD = (_joined(part, chunk).to(q_QHD.dtype) for part in target_kv or ())
+            return packed_attention(q_QHD, k_SGD, v_SGD, chunk.queries, chunk.cross_k, scale=self.scale)
+
+        return self.after_own(embed_QE, mixed_QHD, rope_QD, read)
+
+    def own_query(self, embed: Tensor, rope: Rope) -> Tensor:
+        """Queries [..., H, D] of the self-attention, of embeddings [..., E]."""
+        return self.self_attn.query(self.input_layernorm(embed), rope)
+
+    def own_keys_values(self, embed: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., G, D] of the self-attention: functions of single tokens and positions."""
+        return self.self_attn.keys_values(self.input_layernorm(embed), rope)
+
+    def after_own(self, embed: Tensor, mixed: Tensor, rope: Rope, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer from the self-attention's result on.
+
+        Args:
+            embed: embeddings [..., E].
+            mixed: what the self-attention gathered, [..., H, D].
+            rope: of the same rows.
+            read: queries [..., H, D] -> what they gather from the target's cache, [..., H, D].
+
+        Returns: the LM head's input, [..., E].
+        """
+        h = embed + self.self_attn.output(mixed)
+        if self.cross_attn is not None and self.post_self_attention_layernorm is not None:
+            query = self.cross_attn.query(self.post_self_attention_layernorm(h), rope)
+            h = h + self.cross_attn.output(read(query))
+        h = h + self.mlp(self.post_cross_attention_layernorm(h))
+        return h if self.norm is None else self.norm(h)
+
+
+def _joined(kv_SGD: Tensor, chunk: Chunk) -> Tensor:
+    """The spans of a chunk one after another; one span (a long document) is not copied."""
+    parts = [kv_SGD[a:b] for a, b in chunk.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _loaded(module: nn.Module, _incompatible: object) -> None:
+    module.fresh = False  # type: ignore[assignment]

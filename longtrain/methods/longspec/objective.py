@@ -1,0 +1,164 @@
+"""What LongSpec minimises: the draft against the target (or the data) on packed rows, a chunk at a time.
+
+Shapes: T tokens of a packed row, W wanted rows (those that predict a label), J depths, E hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.chunked import chunked_sum
+from longtrain.losses import IGNORE, fused_linear_ce, fused_linear_kl, greedy_hits
+from longtrain.methods.longspec import indices
+from longtrain.methods.spec import Loss, Objective
+
+if TYPE_CHECKING:
+    from longtrain.data.batch import Batch
+    from longtrain.methods.longspec.config import Config
+    from longtrain.methods.longspec.modules import LongSpecDraft
+    from longtrain.target.model import Target
+    from longtrain.target.step import PackedStep
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A batch with its drawn shifts and positions, and what the target said about it."""
+
+    batch: Batch
+    pos_T: Tensor
+    shifts: Sequence[int]
+    depth_T: Tensor
+    rows_W: Tensor
+    chunks: Sequence[tuple[int, int]]
+    step: PackedStep
+
+
+class LongSpecObjective(Objective):
+    """KL to the target's law (or cross-entropy to the data) under flash noisy shifts.
+
+    Args:
+        module: the draft.
+        target: frozen.
+        config: hyperparameters.
+
+    Source: LongSpec §3.2.
+    Note: the paper trains on hard labels; KL is this project's default (it needs the target's hidden states,
+        but no stored logits).
+    """
+
+    def __init__(self, module: LongSpecDraft, target: Target, config: Config) -> None:
+        super().__init__()
+        self.module, self.target, self.config = module, target, config
+        self.kv_layer = config.kv_source_layer % target.info.n_layers
+
+    def forward(self, batch: Batch) -> Loss:
+        """The sum over labels, with `loss`, `accuracy`, `acc/depth_j` and the offset guard as figures."""
+        row = self._read(batch)
+        device, depths = batch.ids_T.device, self.config.max_depth if self.config.flash_noisy else 1
+        hits_J = torch.zeros(depths, device=device)
+
+        def chunk_loss(i: int) -> Tensor:
+            a, b = row.chunks[i]
+            first, last = torch.searchsorted(row.rows_W, torch.tensor([a, b])).tolist()
+            rows_W = row.rows_W[first:last]
+            hidden_WE = self._draft(row, a, b)
+            rows: slice | Tensor = slice(a, b)
+            if len(rows_W) < b - a:
+                rows = rows_W.to(device, non_blocking=True)
+                hidden_WE = hidden_WE[rows - a]
+            loss, hit_W = self._loss(row, hidden_WE, rows)
+            hits_J.index_add_(0, row.depth_T[rows_W].to(device, non_blocking=True), hit_W.float())
+            return loss
+
+        if self.config.chunk_tokens:
+            total = chunked_sum(chunk_loss, len(row.chunks), self.module.parameters())
+        else:
+            total = sum((chunk_loss(i) for i in range(len(row.chunks))), start=torch.zeros((), device=device))
+        count_J = torch.bincount(row.depth_T[row.rows_W], minlength=depths).to(device)
+        tokens = len(row.rows_W)
+        count = torch.tensor(tokens, device=device)
+        figures = {"loss": (total.detach(), count), "accuracy": (hits_J.sum(), count)}
+        figures |= {f"acc/depth_{j}": (hits_J[j], count_J[j]) for j in range(depths)}
+        if self.config.anchor_offset and self.config.guard_every:
+            figures["guard/target_ce_delta"] = self._guard(row)
+        return Loss(total, tokens, figures)
+
+    def _read(self, batch: Batch) -> _Row:
+        """Draw shifts and offsets, and run the target over the row."""
+        c, device = self.config, batch.ids_T.device
+        lengths = [b - a for a, b in pairwise(batch.bounds)]
+        offsets = None
+        if c.anchor_offset:
+            usable = min(
+                c.offset_max_tokens or self.target.info.max_positions, self.target.info.max_positions
+            )
+            offsets = indices.draw_offsets(
+                lengths, usable=usable, max_doc_tokens=c.offset_max_doc_tokens, seed=batch.seed
+            )
+        weights = list(c.shift_weights) or [1.0] * c.max_depth
+        shifts = indices.draw_shifts(
+            len(lengths), weights=weights if c.flash_noisy else [1.0], seed=batch.seed
+        )
+        pos_T = indices.positions(batch.bounds, offsets=offsets, anchors=c.anchors).to(
+            device, non_blocking=True
+        )
+        rows_W = batch.loss_mask_T.nonzero()[:, 0].cpu() - 1
+        depth_T = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths)) - 1
+        ranges = indices.cut(rows_W, c.chunk_tokens)
+        return _Row(batch, pos_T, shifts, depth_T, rows_W, ranges, self._target(batch, pos_T))
+
+    @torch.no_grad()
+    def _target(self, batch: Batch, pos_T: Tensor) -> PackedStep:
+        kl = self.config.objective == "kl"
+        return self.target.packed(
+            batch.ids_T, pos_T, batch.bounds, kv_layer=self.kv_layer, hidden=kl, stop=not kl
+        )
+
+    def _draft(self, row: _Row, start: int, stop: int) -> Tensor:
+        """The draft's LM-head input for rows start..stop."""
+        chunk = indices.make_chunk(row.batch.bounds, row.shifts, start, stop, window=self.module.window)
+        part = slice(chunk.halo, stop)
+        with torch.no_grad():
+            embed_RE = self.target.embed(row.batch.ids_T[part])
+            cos_BRD, sin_BRD = self.target.rope(row.pos_T[None, part])
+        kv = None
+        if row.step.k_TGD is not None and row.step.v_TGD is not None:
+            kv = (row.step.k_TGD, row.step.v_TGD)
+        return self.module(embed_RE, (cos_BRD[0], sin_BRD[0]), kv, chunk)
+
+    def _loss(self, row: _Row, hidden_WE: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss of these rows, and where the draft's argmax is right."""
+        head_VE, weights = self.target.head_weight, row.batch.weights_T
+        after = slice(rows.start + 1, rows.stop + 1) if isinstance(rows, slice) else rows + 1
+        weights_W = None if weights is None else weights[after]
+        if row.step.hidden_TE is not None:
+            return fused_linear_kl(hidden_WE, row.step.hidden_TE[rows], head_VE, weights_T=weights_W)
+        labels_W = row.batch.ids_T[after]
+        loss = fused_linear_ce(hidden_WE, head_VE, labels_W, weights_T=weights_W)
+        return loss, greedy_hits(hidden_WE.detach(), head_VE, labels_W)
+
+    @torch.no_grad()
+    def _guard(self, row: _Row) -> tuple[Tensor, Tensor]:
+        """How much higher the target's own loss is under offset positions: (sum over labels, labels).
+
+        Source: LongSpec §3.2: about +0.001 nats.
+        """
+        batch, device = row.batch, row.batch.ids_T.device
+        if batch.seed % self.config.guard_every:
+            return torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+        labels_T = torch.full_like(batch.ids_T, IGNORE)
+        rows = row.rows_W.to(device)
+        labels_T[rows] = batch.ids_T[rows + 1]
+        vanilla_T = indices.positions(batch.bounds).to(device)
+        sums = []
+        for pos_T in (row.pos_T, vanilla_T):
+            hidden_TE = self.target.packed(batch.ids_T, pos_T, batch.bounds).hidden_TE
+            assert hidden_TE is not None
+            sums.append(fused_linear_ce(hidden_TE, self.target.head_weight, labels_T))
+        return sums[0] - sums[1], torch.tensor(len(rows), device=device)

@@ -1,0 +1,68 @@
+"""What the rest of the toolkit knows of LongSpec."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods.longspec.config import Config
+from longtrain.methods.longspec.modules import LongSpecDraft
+from longtrain.methods.longspec.objective import LongSpecObjective
+from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.methods.longspec.warm_start import warm_start
+from longtrain.methods.spec import MethodSpec
+from longtrain.target.info import TargetInfo
+from longtrain.target.model import Target
+
+
+def _build(config: Config, info: TargetInfo | None) -> nn.Module:
+    """A draft with fresh weights."""
+    if info is None:
+        raise TargetMismatchError("a LongSpec draft is built for a target; pass target.path")
+    _check_layer(config, info)
+    return LongSpecDraft(config, info)
+
+
+def _objective(module: nn.Module, target: Target | None, config: Config) -> LongSpecObjective:
+    """The objective; a draft whose weights were not loaded from anywhere begins with the target's."""
+    if target is None or not isinstance(module, LongSpecDraft):
+        raise TargetMismatchError("LongSpec trains a LongSpec draft against a target; pass target.path")
+    _check_layer(config, target.info)
+    if config.warm_start and module.fresh:
+        warm_start(module, target, config)
+    return LongSpecObjective(module, target, config)
+
+
+def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
+    """The draft for an engine, in the target's dtype and on its device (a copy where they differ)."""
+    if not isinstance(module, LongSpecDraft):
+        raise TargetMismatchError(f"LongSpec runs a LongSpec draft, not {type(module).__name__}")
+    if keys:
+        raise ConfigError(f"LongSpec takes no inference keys; got: {', '.join(keys)}")
+    weight = module.input_layernorm.weight
+    if (weight.dtype, weight.device) != (target.dtype, target.device):
+        module = copy.deepcopy(module).to(target.device, target.dtype)
+    return Parts(draft=LongSpecRuntime(module, target, config), name="longspec")
+
+
+def _check_layer(config: Config, info: TargetInfo) -> None:
+    if not -info.n_layers <= config.kv_source_layer < info.n_layers:
+        raise ConfigError(
+            f"method.kv_source_layer={config.kv_source_layer}; target {info.name} allows "
+            f"{-info.n_layers}..{info.n_layers - 1}"
+        )
+
+
+SPEC = MethodSpec(
+    name="longspec",
+    config=Config,
+    paper="LongSpec: Long-Context Lossless Speculative Decoding with Efficient Drafting and Verification, "
+    "arXiv 2502.17421",
+    build=_build,
+    objective=_objective,
+    attach=_attach,
+)
