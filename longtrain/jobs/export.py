@@ -1,0 +1,145 @@
+"""Write the trained module of a run as an artifact, read it back, compare, and upload it if asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from longtrain import methods, provenance
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.jobs import load_target_from
+from longtrain.log import get_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from longtrain.artifact import Artifact
+    from longtrain.decoding.roles import Draft, Parts, TokenTree
+    from longtrain.methods.spec import MethodSpec
+    from longtrain.target.model import Target
+
+log = get_logger(__name__)
+
+COMPARED_TOKENS = 16
+
+
+def run(cfg: DictConfig) -> None:
+    """Export the last checkpoint of the run `cfg.name`.
+
+    Raises:
+        ConfigError: no method is chosen, or nothing was trained under this name.
+        ArtifactError: the checkpoint is damaged or of another module, the disk is full, or what was
+            written does not draft what the module in memory does.
+    """
+    from longtrain.artifact import Artifact
+    from longtrain.training import checkpoint
+
+    if cfg.method is None:
+        raise ConfigError("export needs the method that was trained; pass the run's recipe, or method=NAME")
+    spec = methods.get(str(cfg.method.name))
+    config = _config(spec, cfg)
+    trained = Path(cfg.run_dir) / "train"
+    path = checkpoint.find(trained / "checkpoints", "auto")
+    if path is None:
+        where = trained / "checkpoints"
+        raise ConfigError(f"nothing was trained under name={cfg.name}: no checkpoint in {where}; train first")
+    facts = _facts(trained, step=checkpoint.read(path).step)
+    tensors = checkpoint.trained_tensors(path)
+    folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
+    if spec.export is not None:
+        module = spec.build(config, None)
+        _load(module, tensors, path)
+        spec.export(module, config, folder, facts)
+        log.info("exported=%s", folder)
+        return
+    target = load_target_from(cfg)
+    module = spec.build(config, target.info)
+    _load(module, tensors, path)
+    module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
+    made.save(folder, pictures=_pictures(Path(cfg.run_dir)))
+    artifact = Artifact.load(folder)
+    _compare(spec, config, module, target=target, artifact=artifact)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    log.info("exported=%s parameters=%d bytes=%d step=%d", folder, artifact.parameters(), size, facts["step"])
+    if cfg.push:
+        log.info("pushed=%s", artifact.push(str(cfg.push)))
+
+
+def _pictures(run_dir: Path) -> dict[str, bytes]:
+    """Curves of training and, where it was evaluated before, of acceptance."""
+    files = {"training.png": "train/curves.png", "acceptance.png": "eval/acceptance.png"}
+    return {name: (run_dir / file).read_bytes() for name, file in files.items() if (run_dir / file).is_file()}
+
+
+def _config(spec: MethodSpec, cfg: DictConfig) -> Any:
+    values: Any = OmegaConf.to_container(cfg.method, resolve=True)
+    known = {field.name for field in dataclasses.fields(spec.config)}
+    return spec.config(**{key: value for key, value in values.items() if key in known})
+
+
+def _facts(trained: Path, *, step: int) -> dict[str, Any]:
+    """Provenance of the training run, and of this export."""
+    try:
+        facts = json.loads((trained / "provenance.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{trained / 'provenance.json'} cannot be read: {error}; train again") from None
+    return {**facts, "step": step, "export": provenance.gather()}
+
+
+def _load(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(
+            f"{path} holds another module than the configuration describes: {reason}; pass the run's settings"
+        ) from None
+
+
+def _compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target, artifact: Artifact) -> None:
+    """Greedy tokens and every drafted tree of the module in memory and of the one read back are the same."""
+    if spec.attach is None:
+        return
+    mine = _drafted(spec.attach(module, target, config, {}), target)
+    theirs = _drafted(artifact.attach(target), target)
+    if mine != theirs:
+        raise ArtifactError(
+            f"{artifact.folder} does not draft what the module in memory does over {COMPARED_TOKENS} greedy "
+            "tokens; do not use it, and report this with its config.yaml"
+        )
+
+
+def _drafted(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
+    """New tokens, and the token of every node drafted on the way."""
+    import torch
+
+    from longtrain.decoding.engine import Engine
+
+    if parts.draft is None:
+        return [], []
+    gen = torch.Generator().manual_seed(1)
+    prompt = torch.randint(target.info.vocab_size, (64,), generator=gen).tolist()
+    draft = _Recorder(parts.draft)
+    engine = Engine(target, dataclasses.replace(parts, draft=draft))
+    tokens = engine.generate([prompt], max_new_tokens=COMPARED_TOKENS, ignore_eos=True).tokens
+    return tokens, draft.trees
+
+
+class _Recorder:
+    """A draft that writes down what it proposes."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.want = draft, draft.want
+        self.start, self.observe, self.bytes = draft.start, draft.observe, draft.bytes
+        self.trees: list[Any] = []
+
+    def propose(self, *args: Any) -> TokenTree:
+        """Ask the draft."""
+        tree = self.draft.propose(*args)
+        self.trees.append(tree.tokens_BN.tolist())
+        return tree

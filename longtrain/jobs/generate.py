@@ -1,0 +1,148 @@
+"""Stream text from a target, with or without an artifact, and end with one line of statistics."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.jobs import load_target_from
+
+if TYPE_CHECKING:
+    from longtrain.decoding.roles import TreeShape
+    from longtrain.decoding.stats import Stats
+    from longtrain.target.model import Target
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+def run(cfg: DictConfig) -> None:
+    """Generate `cfg.decode.max_new_tokens` tokens after the prompt.
+
+    Raises:
+        ConfigError: no prompt, or settings that do not fit each other.
+        DataError: the prompt file cannot be read.
+    """
+    from longtrain.artifact import Artifact
+    from longtrain.decoding.engine import Engine
+    from longtrain.decoding.sampling import Sampling
+
+    prompt = _prompt(cfg)
+    if isinstance(cfg.artifact, str | None):
+        artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
+    else:
+        raise ConfigError(f"artifact={cfg.artifact}; generate takes one artifact")
+    target = load_target_from(cfg, path=artifact.target.name if artifact else None)
+    ids = _encode(target, prompt, chat=bool(cfg.chat))
+    parts = artifact.attach(target) if artifact else None
+    decode = cfg.decode
+    colour = bool(cfg.color) and sys.stdout.isatty()
+    stop = [str(text) for text in cfg.stop]
+    writer = _Writer(target, colour=colour, hold=max((len(text) for text in stop), default=0))
+    generation = Engine(target, parts).generate(
+        [ids],
+        max_new_tokens=int(decode.max_new_tokens),
+        sampling=Sampling(float(decode.temperature), float(decode.top_p), int(decode.top_k), int(cfg.seed)),
+        shape=_shape(cfg) if artifact else None,
+        stop=stop,
+        stream=writer,
+    )
+    writer.close(generation.texts[0] if generation.texts else "")
+    print(statistics(generation.stats))
+
+
+def statistics(stats: Stats) -> str:
+    """One line: tokens, speed, acceptance and memory."""
+    parts = [
+        f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
+        f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
+    ]
+    if stats.draft_bytes:
+        parts.append(f"acceptance length τ {stats.tau:.2f}, accepted {stats.acceptance_rate:.0%} of drafted")
+    parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB")
+    if stats.draft_bytes:
+        parts.append(f"draft {stats.draft_bytes / 1e6:.2f} MB")
+    return "[" + " | ".join(parts) + "]"
+
+
+def _prompt(cfg: DictConfig) -> str:
+    if (cfg.prompt is None) == (cfg.prompt_file is None):
+        raise ConfigError("generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE")
+    if cfg.prompt is not None:
+        return str(cfg.prompt)
+    try:
+        return Path(cfg.prompt_file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"prompt_file={cfg.prompt_file} cannot be read as UTF-8 text: {error}") from None
+
+
+def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
+    if not chat:
+        ids: Any = tokenizer(prompt).input_ids
+        return list(ids)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"target {target.info.name} has no chat template; pass chat=false")
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return list(ids)
+
+
+def _shape(cfg: DictConfig) -> TreeShape:
+    from longtrain.decoding.roles import Law, TreeShape
+
+    if str(cfg.decode.law) not in {law.value for law in Law}:
+        raise ConfigError(f"decode.law={cfg.decode.law}; allowed: {', '.join(law.value for law in Law)}")
+    widths: Any = OmegaConf.to_container(cfg.decode.shape)
+    return TreeShape(tuple(widths), Law(str(cfg.decode.law)))
+
+
+class _Writer:
+    """Prints tokens as they come: whole characters only, accepted draft tokens in green.
+
+    The last `hold` characters wait: they may turn out to begin a stop string.
+    """
+
+    def __init__(self, target: Target, *, colour: bool, hold: int = 0) -> None:
+        self.tokenizer: Any = target.tokenizer
+        self.colour, self.hold = colour, hold
+        self.ids: list[int] = []
+        self.start = self.read = 0
+        self.waiting: list[tuple[str, bool]] = []
+        self.length = 0
+
+    def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
+        """Take new tokens; a byte that does not end a character waits for the next token."""
+        for token, from_draft in zip(tokens, drafted, strict=True):
+            self.ids.append(token)
+            known, text = self._decode(self.ids[self.start : self.read]), self._decode(self.ids[self.start :])
+            if not text.endswith("�"):
+                self.waiting += [(char, from_draft) for char in text[len(known) :]]
+                self.start, self.read = self.read, len(self.ids)
+        self._print(len(self.waiting) - self.hold)
+
+    def close(self, text: str) -> None:
+        """Print what is left of the whole text, and end the line."""
+        rest = text[self.length :]
+        colours = [from_draft for _, from_draft in self.waiting]
+        colours += [False] * (len(rest) - len(colours))
+        self.waiting = list(zip(rest, colours, strict=False))
+        self._print(len(self.waiting))
+        print()
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _print(self, count: int) -> None:
+        shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]
+        self.length += len(shown)
+        for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
+            text = "".join(char for char, _ in run_of)
+            print(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text, end="", flush=True)
