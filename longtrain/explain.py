@@ -22,6 +22,8 @@ def explain(error: Exception) -> str:
         return text
     if isinstance(error, HydraException) and (line := _explain_override(text)):
         return line
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        text = f"{text}: {error.__cause__}"
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
     if isinstance(error, HydraException | OmegaConfBaseException):
         return line

@@ -12,9 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
 from longtrain.errors import ConfigError
+from longtrain.kernels.split_attention import split_attention, split_serves
 
 _SLACK = 64
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
+
+_MIN_PREFIX, _MAX_REST = 512, 1024
+"""Attention is split where all sequences share at least so long a prefix and differ by no more than so much."""
 
 
 class DenseCache(KVCache):
@@ -64,7 +68,7 @@ class DenseCache(KVCache):
         self._low = self._high = self._synced_high = 0
         self._tail = 0
         self._slots_BT: Tensor | None = None
-        self._visible: tuple[Mask, int, Tensor] | None = None
+        self._visible: tuple[Mask, int, int, int, Tensor] | None = None
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Store tail rows of a layer at slots `len_B[b]...`, over whatever tail was there.
@@ -84,7 +88,7 @@ class DenseCache(KVCache):
         self.v_LBGSD[layer][at] = v_BGTD.transpose(1, 2)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over prefix and tail; a row that sees nothing gives zeros. The lse is not computed."""
+        """Attention over prefix and tail; a row that sees nothing gives zeros. The lse is there on a GPU only."""
         B, H, T, D = q_BHTD.shape
         if isinstance(mask, Causal) and self._high == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
@@ -97,13 +101,16 @@ class DenseCache(KVCache):
         k, v = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
         # The query heads of a KV head become rows of one matrix, so K and V are read once and never repeated.
         G = k.shape[1]
-        visible_B1RS = self._visible_rows(mask, T, used, H // G)
         q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)
-        out = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=visible_B1RS, scale=scale)
+        split = self._low >= _MIN_PREFIX and 0 < used - self._low <= _MAX_REST and split_serves(q_BGRD)
+        start = self._low if split else 0
+        visible_B1RC = self._visible_rows(mask, T, start, used, H // G)
+        if split:
+            out, lse = split_attention(q_BGRD, k, v, start, visible_B1RC, scale=scale)
+            return out.view(B, H, T, D), lse.view(B, H, T)
+        out = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=visible_B1RC, scale=scale)
         if isinstance(mask, PrefixOnly):
-            out = torch.where(
-                self.len_B.view(B, 1, 1, 1) > 0, out, torch.zeros((), dtype=out.dtype, device=out.device)
-            )
+            out = torch.where(self.len_B.view(B, 1, 1, 1) > 0, out, 0.0)
         return out.view(B, H, T, D), None
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
@@ -144,24 +151,25 @@ class DenseCache(KVCache):
             self._slots_BT = self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
         return self._slots_BT
 
-    def _visible_rows(self, mask: Mask, T: int, used: int, g: int) -> Tensor:
-        """Mask [B, 1, g*T or 1, used]: which slots each packed row sees; made once a step for all layers."""
+    def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int) -> Tensor:
+        """Mask [B, 1, g*T or 1, used - start]: which slots each packed row sees; made once a step."""
         kept = self._visible
-        if kept is not None and kept[1] == T and kept[2].shape[-1] == used:
+        if kept is not None and kept[1:4] == (T, start, used):
             same = kept[0] is mask if isinstance(mask, Tree) else type(kept[0]) is type(mask)
             if same:
-                return kept[2]
-        slot_S = torch.arange(used, device=self.len_B.device)
+                return kept[4]
+        slot_C = torch.arange(start, used, device=self.len_B.device)
         if isinstance(mask, Causal):
-            visible_BTS = slot_S <= self._slots(T)[:, :, None]
+            visible_BTC = slot_C <= self._slots(T)[:, :, None]
         elif isinstance(mask, PrefixOnly):
-            visible_BTS = (slot_S < self.len_B[:, None])[:, None]
+            visible_BTC = (slot_C < self.len_B[:, None])[:, None]
         else:
-            visible_BTS = (slot_S < self.len_B[:, None])[:, None].repeat(1, T, 1)
-            visible_BTS.scatter_(2, self._slots(T)[:, None].expand(-1, T, -1), mask.visible_BNN)
-        B, rows, _ = visible_BTS.shape
+            visible_BTC = (slot_C < self.len_B[:, None])[:, None].repeat(1, T, 1)
+            tail_BTT = (self._slots(T) - start)[:, None].expand(-1, T, -1)
+            visible_BTC.scatter_(2, tail_BTT, mask.visible_BNN)
+        B, rows, _ = visible_BTC.shape
         if rows > 1:
-            visible_BTS = visible_BTS[:, None].expand(-1, g, -1, -1).reshape(B, g * rows, used)
-        result = visible_BTS[:, None]
-        self._visible = (mask, T, result)
+            visible_BTC = visible_BTC[:, None].expand(-1, g, -1, -1).reshape(B, g * rows, used - start)
+        result = visible_BTC[:, None]
+        self._visible = (mask, T, start, used, result)
         return result

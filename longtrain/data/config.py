@@ -115,12 +115,14 @@ class DataConfig:
         sources: where documents come from.
         max_doc_tokens: longest document; None: the target's context.
         min_doc_tokens: shorter documents, and shorter tails of split ones, are left out.
-        long_documents: what to do with a document above the limit: `split` when packing, `error`, `truncate`.
+        long_documents: what to do with a document above the limit: `error`, `truncate`, or `split` (then there is
+            no limit; stages cut it into pieces).
         val_fraction: share of documents held out, chosen by a hash of their names.
         seed: for the held-out choice.
         answers: `source` keeps recorded answers, `target` has the target write the last one anew.
         answer_tokens: longest answer the target writes.
-        mask: `template` reads the chat template's generation marks; `prefix` renders the turns one by one.
+        mask: labels of conversations: `template` reads the chat template's generation marks, `prefix` renders
+            the turns one by one, `all` makes every token a label.
         append_eos: end raw text with the end-of-sequence token.
         stages: how rows are packed over the run.
         val_rows: most packed rows of validation data.
@@ -159,7 +161,7 @@ class DataConfig:
         config = cls(sources=sources, stages=stages, **rest)
         _choice("data.long_documents", config.long_documents, ("split", "error", "truncate"))
         _choice("data.answers", config.answers, ("source", "target"))
-        _choice("data.mask", config.mask, ("template", "prefix"))
+        _choice("data.mask", config.mask, ("template", "prefix", "all"))
         if not sources:
             raise ConfigError(f"data.sources of {config.name!r} is empty; give at least one source")
         if config.min_doc_tokens < 2:

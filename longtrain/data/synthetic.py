@@ -141,7 +141,6 @@ class RetrievalWriter:
 
     Raises:
         ConfigError: no streams.
-        DataError: the tokenizer does not keep digits apart.
     """
 
     tasks = ("needles", "chains", "table", "quote", "copy")
@@ -165,9 +164,8 @@ class RetrievalWriter:
         self._edges = np.cumsum(weights / weights.sum())
         self._phrases: dict[str, Ids] = {}
         self.separator = separator
-        self.digits = np.array([self.phrase(d)[-1] for d in "0123456789"], dtype=np.int32)
-        if len(set(self.digits.tolist())) < 10 or len(self.phrase("1234567")) != 7:
-            raise DataError("the tokenizer does not keep digits apart; retrieval tasks need one token a digit")
+        digits = self.phrase("0123456789")
+        self.digits = digits if len(set(digits.tolist())) == len(digits) == 10 else None
         cut = {
             part
             for w in ADJECTIVES + NOUNS
@@ -202,7 +200,8 @@ class RetrievalWriter:
             single: ask for "the special magic number" instead of "all the special magic numbers".
         """
         keys = self._keys(n_keys, rng, self.keys_listed)
-        values = self._numbers(7, n_keys, rng)
+        numbers = self._draw(7, n_keys, rng)
+        values = self._spell(numbers, 7)
         asked = int(rng.integers(n_keys))
         tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
         doc = _Draft()
@@ -210,8 +209,7 @@ class RetrievalWriter:
             doc, NEEDLE_INTRO, self._needle_runs(keys, [[v] for v in values]), n_tokens - len(tail), rng
         )
         doc.add(Role.PROMPT, tail)
-        digit_of = {int(i): str(d) for d, i in enumerate(self.digits)}
-        return np.concatenate(doc.runs).tolist(), "".join(digit_of[int(i)] for i in values[asked])
+        return np.concatenate(doc.runs).tolist(), str(numbers[asked])
 
     def phrase(self, text: str) -> Ids:
         """The ids of a fixed piece of text, tokenised once."""
@@ -310,8 +308,9 @@ class RetrievalWriter:
         width = int(rng.integers(3, 8))
         sep, newline, look, dot = (self.phrase(text) for text in (": ", "\n", "Look up ", "."))
         intro = self.phrase(TABLE_INTRO)
-        line = 2 * width + len(sep) + len(newline)
-        turn = len(look) + 2 * width + 2 * len(dot) + len(self.user) + len(self.assistant) + len(self.end)
+        digits = max(len(number) for number in self._numbers(width, 1, rng))
+        line = 2 * digits + len(sep) + len(newline)
+        turn = len(look) + 2 * digits + 2 * len(dot) + len(self.user) + len(self.assistant) + len(self.end)
         room = n_tokens - len(intro) - turn
         n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
         keys, values = self._numbers(width, n_lines, rng), self._numbers(width, n_lines, rng)
@@ -428,8 +427,16 @@ class RetrievalWriter:
         doc.extend(body)
         return doc
 
-    def _numbers(self, width: int, n: int, rng: np.random.Generator) -> Ids:
-        """[n, width] digit tokens of n different numbers without leading zeros."""
+    def _draw(self, width: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """n different numbers of `width` digits without leading zeros."""
         low = 10 ** (width - 1)
-        numbers = low + rng.choice(9 * low, n, replace=False, shuffle=False)
-        return self.digits[(rng.permutation(numbers)[:, None] // 10 ** np.arange(width - 1, -1, -1)) % 10]
+        return rng.permutation(low + rng.choice(9 * low, n, replace=False, shuffle=False))
+
+    def _spell(self, numbers: NDArray[np.int64], width: int) -> list[Ids]:
+        """Tokens of numbers of `width` digits."""
+        if self.digits is None:
+            return [np.array(self.encode(str(number)), dtype=np.int32) for number in numbers]
+        return list(self.digits[(numbers[:, None] // 10 ** np.arange(width - 1, -1, -1)) % 10])
+
+    def _numbers(self, width: int, n: int, rng: np.random.Generator) -> list[Ids]:
+        return self._spell(self._draw(width, n, rng), width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
 
@@ -56,3 +56,11 @@ def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | 
             "longtrain train --help lists the names"
         )
     return load_target(str(where), dtype=str(cfg.target.dtype), device=device or device_of(cfg))
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A configuration, or a part of one, as plain containers with every interpolation resolved."""
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    return values

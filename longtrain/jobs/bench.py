@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from longtrain import provenance
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import documents_from_files, parse_tokens
-from longtrain.jobs import device_of, load_target_from
+from longtrain.jobs import device_of, load_target_from, plain
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -33,8 +33,8 @@ def run(cfg: DictConfig) -> None:
         raise ConfigError(f"bench has no suite '{name}'; known: {', '.join(SUITES)}")
     rows = _engine(cfg) if name == "engine" else _draft_memory(cfg)
     folder = Path(cfg.run_dir) / "bench"
-    path = report.write(folder, name, settings=_plain(cfg.suite), rows=rows)
-    provenance.write(folder, _plain(cfg))
+    path = report.write(folder, name, settings=plain(cfg.suite), rows=rows)
+    provenance.write(folder, plain(cfg))
     columns = engine.COLUMNS if name == "engine" else draft_memory.COLUMNS
     console = Console(soft_wrap=True, highlight=False)
     console.print(report.table(rows, columns), markup=False)
@@ -87,7 +87,7 @@ def _draft_memory(cfg: DictConfig) -> list[dict[str, Any]]:
 
     device, suite = device_of(cfg), cfg.suite
     cuda = device.startswith("cuda")
-    method = _plain(cfg.method) if cfg.method else {}
+    method = plain(cfg.method) if cfg.method else {}
     method.pop("name", None)
     settings = draft_memory.Settings(
         shape=("llama31_8b" if cuda else "llama_micro") if suite.shape == "auto" else suite.shape,
@@ -100,9 +100,3 @@ def _draft_memory(cfg: DictConfig) -> list[dict[str, Any]]:
         seed=int(cfg.seed),
     )
     return draft_memory.measure(settings)
-
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved values as plain containers."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    return plain

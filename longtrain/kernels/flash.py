@@ -21,11 +21,17 @@ BLOCK = 8192
 """Keys of one block of the frozen-memory backward."""
 
 
+@lru_cache(maxsize=16)
+def flash_device(device: torch.device) -> bool:
+    """Whether the device runs flash attention: CUDA of compute capability 8.0 or more."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
-    """Whether the flash kernel takes these tensors: half precision on CUDA, head size 8, 16 .. 256."""
+    """Whether the flash kernel takes these tensors: half precision, head size 8, 16 .. 256, on such a device."""
     D = q_THD.shape[2]
     half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SGD.dtype == q_THD.dtype
-    return q_THD.is_cuda and half and D % 8 == 0 and D <= 256
+    return half and flash_device(q_THD.device) and D % 8 == 0 and D <= 256
 
 
 def flash_segments(

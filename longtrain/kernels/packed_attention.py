@@ -17,7 +17,7 @@ from longtrain.errors import DataError
 from longtrain.kernels.flash import flash_segments, flash_serves
 from longtrain.kernels.segments import Segment, cut, segments, spread
 
-_ROWS = 256
+_ROWS = 128
 """Rows of one masked block: a block reads the keys it can see and no others, and its mask stays small."""
 
 

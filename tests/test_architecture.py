@@ -1,0 +1,159 @@
+"""The house rules that a machine can check: who imports whom, who may import which package, file length."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "longtrain"
+
+TIERS = [
+    {"errors", "log"},
+    {"assets", "provenance"},
+    {"kernels", "layers", "losses", "chunked", "data"},
+    {"cache"},
+    {"target"},
+    {"decoding"},
+    {"methods"},
+    {"artifact"},
+    {"training", "evaluation", "bench"},
+    {"jobs"},
+    {"explain"},
+    {"cli"},
+    {"__main__"},
+]
+"""Left (earlier) may not import right (later). A new part needs a place here."""
+
+SAME_TIER = {("layers", "kernels"), ("losses", "kernels")}
+"""(importer, imported) pairs of one tier that are allowed; the parts of a tier do not know each other."""
+
+FENCES = {
+    "triton": ("kernels",),
+    "flash_attn": ("kernels",),
+    "liger_kernel": ("losses", "kernels", "target"),
+    "lightning": ("training", "data/module.py"),
+    "deepspeed": ("training",),
+    "wandb": ("training",),
+    "hydra": ("cli", "jobs", "explain"),
+    "omegaconf": ("cli", "jobs", "explain"),
+    "rich": ("cli", "jobs", "training", "data"),
+    "matplotlib": ("evaluation", "training", "artifact"),
+    "datasets": ("data",),
+    "huggingface_hub": ("artifact", "target", "data"),
+}
+"""Third-party package -> the parts of longtrain that may import it."""
+
+TRANSFORMERS = {
+    "target": None,
+    "data": {"PreTrainedTokenizerBase", "AutoTokenizer"},
+    "decoding": {"PreTrainedTokenizerBase"},
+    "evaluation": {"PreTrainedTokenizerBase"},
+    "artifact": {"PreTrainedTokenizerBase"},
+    "jobs": {"PreTrainedTokenizerBase"},
+    "methods": {"PreTrainedTokenizerBase"},
+}
+"""Part -> the names of transformers it may use; None: any. Modelling stays in `target`."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+IDS = [str(file.relative_to(PACKAGE)) for file in FILES]
+
+
+def part_of(file: Path) -> str:
+    """The tier table's name of a file: `target` of target/model.py, `cli` of cli.py."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> list[tuple[str, str]]:
+    """(module, name) of every import in a file, wherever it stands; name is empty for `import module`."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import; write the whole name"
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
+
+
+def tier(part: str) -> int:
+    """Position of a part in the table."""
+    return next(i for i, parts in enumerate(TIERS) if part in parts)
+
+
+def forbidden(importer: str, imported: str) -> str:
+    """Why one part may not import another; empty if it may."""
+    if importer == imported or (importer, imported) in SAME_TIER:
+        return ""
+    if tier(imported) < tier(importer):
+        return ""
+    return f"{importer} imports {imported}, which stands {'beside' if tier(importer) == tier(imported) else 'right of'} it"
+
+
+def test_every_part_has_a_place() -> None:
+    parts = {part_of(file) for file in FILES} - {"__init__"}
+    assert parts == set().union(*TIERS) & parts
+    assert all(sum(part in tier_ for tier_ in TIERS) == 1 for part in parts)
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_imports_point_left(file: Path) -> None:
+    importer = part_of(file)
+    for module, name in imports(file):
+        if module.split(".")[0] != "longtrain":
+            continue
+        words = module.split(".")[1:] or [name]
+        if words in ([""], ["__version__"]):
+            continue  # the bare package: its version
+        assert importer != "__init__", (
+            f"longtrain/__init__.py imports {module}; importing it must cost nothing"
+        )
+        assert not (why := forbidden(importer, words[0])), f"{why} ({module})"
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_third_party_fences(file: Path) -> None:
+    where = str(file.relative_to(PACKAGE))
+    for module, name in imports(file):
+        package = module.split(".")[0]
+        allowed = FENCES.get(package)
+        if allowed is not None:
+            inside = part_of(file) in allowed or where in allowed
+            assert inside, f"{where} imports {package}; only {', '.join(allowed)} may"
+        if package == "transformers":
+            assert part_of(file) in TRANSFORMERS, f"{where} imports transformers"
+            names = TRANSFORMERS[part_of(file)]
+            assert names is None or name in names, f"{where} imports {module}.{name}: modelling is target's"
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_a_method_never_imports_another(file: Path) -> None:
+    parts = file.relative_to(PACKAGE).parts
+    if parts[0] != "methods" or len(parts) < 3:
+        pytest.skip("not in a method's folder")
+    for module, _ in imports(file):
+        words = module.split(".")
+        if words[:2] == ["longtrain", "methods"] and len(words) > 2:
+            assert words[2] in (parts[1], "spec"), f"{'/'.join(parts)} imports {module}"
+
+
+def test_config_modules_import_no_torch() -> None:
+    for file in PACKAGE.glob("methods/*/config.py"):
+        heavy = {module.split(".")[0] for module, _ in imports(file)} & {"torch", "transformers", "lightning"}
+        assert not heavy, f"{file} imports {heavy}: composing a config must stay light"
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_files_hold_one_idea(file: Path) -> None:
+    lines = len(file.read_text(encoding="utf-8").splitlines())
+    assert lines <= 400, f"{lines} lines: split it by its ideas"
+
+
+def test_the_checks_can_fail(tmp_path: Path) -> None:
+    assert "right of" in forbidden("cache", "target")
+    assert "beside" in forbidden("training", "evaluation")
+    assert not forbidden("jobs", "training")
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    import lightning.pytorch\n    from longtrain.jobs import JOBS\n")
+    assert imports(file) == [("lightning.pytorch", ""), ("longtrain.jobs", "JOBS")]
