@@ -1,0 +1,238 @@
+"""Row adapters: a corpus's row becomes documents. A closed table, named by manifests and configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longtrain.errors import ConfigError, DataError
+
+Row = Mapping[str, Any]
+Columns = Mapping[str, str]
+Message = dict[str, str]
+
+ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+PROMPTS = ("prompt", "instruction", "question", "problem", "query")
+ANSWERS = ("response", "answer", "output", "completion", "solution", "qwq")
+
+PERMISSIVE = {"mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0", "isc", "unlicense", "cc0-1.0"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a corpus: exactly one of text, messages and ids.
+
+    Args:
+        name: for error messages.
+        kind: text kind (book, code, chat, ...).
+        text: running text; every token is a label.
+        messages: turns with `role` (system, user, assistant) and `content`; the assistant's are labels.
+        ids_T: token ids.
+        mask_T: with `ids_T`; True where the token itself is a label.
+        val: held out; None: decided by `val_fraction`.
+    """
+
+    name: str
+    kind: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    ids_T: np.ndarray | None = None
+    mask_T: np.ndarray | None = None
+    val: bool | None = None
+
+
+def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> list[Document]:
+    """The documents of one row.
+
+    Args:
+        adapter: a key of `ADAPTERS`.
+        row: of the corpus.
+        columns: the corpus's column for each of the adapter's, where they differ.
+        name: of the row.
+        kind: text kind; empty: the adapter's own.
+
+    Raises:
+        ConfigError: no such adapter.
+        DataError: the row lacks a column, or a column holds something else.
+    """
+    if adapter not in ADAPTERS:
+        raise ConfigError(f"unknown row adapter '{adapter}'; known: {', '.join(sorted(ADAPTERS))}")
+    return [
+        Document(**{**vars(doc), "name": name if i == 0 else f"{name}/{i}", "kind": kind or doc.kind})
+        for i, doc in enumerate(ADAPTERS[adapter](row, columns, name))
+    ]
+
+
+def messages_of(turns: Any, name: str) -> tuple[Message, ...]:
+    """Turns of either common form, `role`/`content` or `from`/`value`, as messages.
+
+    Raises:
+        DataError: not a list of turns, or a role that is not known.
+    """
+    if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
+        raise DataError(
+            f"row {name}: the conversation is a {type(turns).__name__}; a list of turns is wanted"
+        )
+    messages = []
+    for turn in turns:
+        role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+        if role not in ROLES or not isinstance(content, str):
+            raise DataError(
+                f"row {name}: turn with role {role!r} and {type(content).__name__} content; "
+                f"allowed roles: {', '.join(ROLES)}; content must be text"
+            )
+        messages.append({"role": ROLES[role], "content": content})
+    return tuple(messages)
+
+
+def _column(row: Row, columns: Columns, key: str, name: str, *others: str) -> Any:
+    for column in (columns.get(key, key), *(() if key in columns else others)):
+        if row.get(column) is not None:
+            return row[column]
+    raise DataError(
+        f"row {name} has no column '{columns.get(key, key)}'; it has: {', '.join(row)}; "
+        f"set columns: {{{key}: NAME}} for this source"
+    )
+
+
+def _ask(prompt: str, answer: str, kind: str) -> list[Document]:
+    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+    return [Document("", kind, messages=messages)]
+
+
+def _text(row: Row, columns: Columns, name: str) -> list[Document]:
+    return [Document("", "text", text=str(_column(row, columns, "text", name, "content")))]
+
+
+def _permissive_code(row: Row, columns: Columns, name: str) -> list[Document]:
+    """Source files whose licence column names a permissive licence; others give no document."""
+    if str(_column(row, columns, "license", name)).lower() not in PERMISSIVE:
+        return []
+    return [Document("", "code", text=str(_column(row, columns, "text", name)))]
+
+
+def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
+    turns = _column(row, columns, "conversations", name, "messages", "conversation")
+    return [Document("", "chat", messages=messages_of(turns, name))]
+
+
+def _tokenised(row: Row, columns: Columns, name: str) -> list[Document]:
+    ids = np.asarray(_column(row, columns, "input_ids", name), np.int64)
+    column = row.get(columns.get("loss_mask", "loss_mask"))
+    mask = np.ones(len(ids), bool) if column is None else np.asarray(column).astype(bool)
+    if ids.ndim != 1 or mask.shape != ids.shape:
+        raise DataError(
+            f"row {name}: input_ids {ids.shape} and loss_mask {mask.shape}; one list each, equally long"
+        )
+    return [Document("", "tokens", ids_T=ids, mask_T=mask)]
+
+
+def _packed_tokens(row: Row, columns: Columns, name: str) -> list[Document]:
+    """Rows of several documents: `indices` holds (begin, end) of each."""
+    ids = np.asarray(_column(row, columns, "input_ids", name), np.int64)
+    spans = np.asarray(_column(row, columns, "indices", name), np.int64).reshape(-1, 2)
+    kind = str(row.get("domain") or "text")
+    return [
+        Document("", kind, ids_T=ids[begin:end], mask_T=np.ones(end - begin, bool))
+        for begin, end in spans.tolist()
+        if end - begin > 1
+    ]
+
+
+def _instruct(row: Row, columns: Columns, name: str) -> list[Document]:
+    prompt = str(_column(row, columns, "prompt", name, *PROMPTS))
+    answer = str(_column(row, columns, "response", name, *ANSWERS))
+    extra = str(row.get(columns.get("input", "input")) or "").strip()
+    return _ask(f"{prompt}\n\n{extra}" if extra else prompt, answer, "instruct")
+
+
+def _gov_report(row: Row, columns: Columns, name: str) -> list[Document]:
+    report, summary = (str(_column(row, columns, key, name)) for key in ("report", "summary"))
+    ask = "Write a one-page summary of the following report by a government agency."
+    return _ask(f"{ask}\n\nReport:\n{report}\n\n{ask}", summary, "summary")
+
+
+def _multi_news(row: Row, columns: Columns, name: str) -> list[Document]:
+    news, summary = (str(_column(row, columns, key, name)) for key in ("document", "summary"))
+    news = news.replace("NEWLINE_CHAR", "\n").replace("|||||", "\n\n")
+    ask = "Write a one-page summary of all of the following news."
+    return _ask(f"{ask}\n\nNews:\n{news.strip()}\n\n{ask}", summary.removeprefix("–").strip(), "summary")
+
+
+def _meetingbank(row: Row, columns: Columns, name: str) -> list[Document]:
+    transcript, summary = (str(_column(row, columns, key, name)) for key in ("transcript", "summary"))
+    ask = "Write a summary of the following meeting transcript."
+    return _ask(f"{ask}\n\nTranscript:\n{transcript}\n\n{ask}", summary, "summary")
+
+
+def _code_completion(row: Row, columns: Columns, name: str) -> list[Document]:
+    prefix, suffix = (
+        str(_column(row, columns, key, name, other))
+        for key, other in (("prefix", "context"), ("suffix", "gt"))
+    )
+    return _ask(
+        f"Complete the following code.\n\n{prefix}\n\nGo on from where the code ends.", suffix, "code"
+    )
+
+
+def _longspec_long(row: Row, columns: Columns, name: str) -> list[Document]:
+    """LongSpec's long stage: code and books as text, papers as question and abstract, instruction chats."""
+    source = str(_column(row, columns, "source", name))
+    if source in ("code", "book"):
+        return [Document("", source, text=str(_column(row, columns, "text", name)))]
+    if source == "arxiv":
+        articles, abstracts = (_list(_column(row, columns, key, name)) for key in ("article", "abstract"))
+        turns: list[Message] = []
+        for article, abstract in zip(articles, abstracts, strict=False):
+            turns.append({"role": "user", "content": f"Please summarize the following article: {article}"})
+            turns.append({"role": "assistant", "content": str(abstract)})
+        return [Document("", "paper", messages=tuple(turns))] if turns else []
+    if source == "tulu-v2":
+        return [Document("", "chat", messages=messages_of(_column(row, columns, "conversation", name), name))]
+    raise DataError(f"row {name}: source '{source}'; known: code, book, arxiv, tulu-v2")
+
+
+def _longspec_sft(row: Row, columns: Columns, name: str) -> list[Document]:
+    """LongSpec's fine-tuning stage: three kinds of summary and code completion in one file."""
+    source = str(_column(row, columns, "source", name))
+    parts = {
+        "gov-report": _gov_report,
+        "multi-news": _multi_news,
+        "meetingbank": _meetingbank,
+        "code": _code_completion,
+    }
+    if source not in parts:
+        raise DataError(f"row {name}: source '{source}'; known: {', '.join(parts)}")
+    return parts[source](row, columns, name)
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+ADAPTERS: dict[str, Callable[[Row, Columns, str], list[Document]]] = {
+    "text": _text,
+    "permissive_code": _permissive_code,
+    "conversation": _conversation,
+    "tokenised": _tokenised,
+    "packed_tokens": _packed_tokens,
+    "instruct": _instruct,
+    "gov_report": _gov_report,
+    "multi_news": _multi_news,
+    "meetingbank": _meetingbank,
+    "code_completion": _code_completion,
+    "longspec_long": _longspec_long,
+    "longspec_sft": _longspec_sft,
+}
+"""Adapter name -> (row, column map, row name) -> documents without names."""

@@ -1,0 +1,137 @@
+"""Turn manifests or your own files into tokenised data, checked and kept until an input changes."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from longtrain import provenance
+from longtrain.data.config import DataConfig
+from longtrain.data.prepare import prepare
+from longtrain.data.prepared import Prepared
+from longtrain.data.show import LABEL, READ, samples
+from longtrain.data.tokenizer import read_tokenizer
+from longtrain.errors import ConfigError
+from longtrain.jobs import load_target_from
+
+if TYPE_CHECKING:
+    from longtrain.data.respond import Generate
+    from longtrain.target.model import Target
+
+
+def run(cfg: DictConfig) -> None:
+    """Prepare `cfg.data` for the target's tokenizer, and show samples if `cfg.show` says how many.
+
+    Raises:
+        ConfigError: no data or target is chosen.
+        DataError: a source, row or mask is wrong, or the disk is full.
+    """
+    config = data_config(cfg)
+    if config.answers == "target":
+        target = load_target_from(cfg)
+        tokenizer = target.tokenizer
+        folder = ensure_prepared(cfg, tokenizer, context_tokens=target.info.max_positions, target=target)
+    else:
+        tokenizer, context_tokens = read_tokenizer(_target_path(cfg))
+        folder = ensure_prepared(cfg, tokenizer, context_tokens=context_tokens)
+    facts = {"folder": str(folder), "sha256": Prepared.open(folder).manifest["sha256"]}
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    provenance.write(Path(cfg.run_dir) / "prepare", plain, data=facts)
+    show(folder, tokenizer, count=int(cfg.get("show") or 0), seed=int(cfg.seed))
+
+
+def ensure_prepared(
+    cfg: DictConfig, tokenizer: Any, *, context_tokens: int | None = None, target: Target | None = None
+) -> Path:
+    """The prepared folder of `cfg.data`, made now if it is missing or out of date.
+
+    Args:
+        cfg: the resolved configuration.
+        tokenizer: the target's.
+        context_tokens: the target's context; documents beyond it are treated as `data.long_documents` says.
+        target: writes the answers where `data.answers=target`.
+
+    Raises:
+        ConfigError: no data is chosen, or the target has no tokenizer.
+        DataError: see `longtrain.data.prepare.prepare`.
+    """
+    config = data_config(cfg)
+    if tokenizer is None:
+        raise ConfigError(
+            "the target has no tokenizer, so text cannot be prepared; use a target folder that has one"
+        )
+    author = None
+    generate = None
+    if config.answers == "target" and target is not None:
+        author = {"target": target.info.name, "weights": target.info.weights_hash, **_sampling(cfg)}
+        generate = _writer(cfg, config, target)
+    return prepare(
+        config,
+        tokenizer,
+        home=Path(cfg.home),
+        context_tokens=context_tokens,
+        generate=generate,
+        author=author,
+        progress=not bool(cfg.get("quiet")),
+    )
+
+
+def data_config(cfg: DictConfig) -> DataConfig:
+    """`cfg.data`, checked.
+
+    Raises:
+        ConfigError: no data is chosen, or a key or value of it is wrong.
+    """
+    values = OmegaConf.to_container(cfg.data, resolve=True) if cfg.get("data") else None
+    if not isinstance(values, Mapping):
+        raise ConfigError("no data is chosen (data=null); pass data=NAME, e.g. data=text data.text=PATH")
+    return DataConfig.parse({str(key): value for key, value in values.items()})
+
+
+def show(folder: Path, tokenizer: Any, *, count: int, seed: int) -> None:
+    """Print samples with their labels coloured."""
+    if count < 1:
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"[{LABEL}]label, to be predicted[/], [{READ}]read only[/]")
+    for sample in samples(Prepared.open(folder), tokenizer, count, seed=seed):
+        console.rule()
+        console.print(sample)
+
+
+def _target_path(cfg: DictConfig) -> str:
+    if not cfg.target.path:
+        raise ConfigError(
+            "no target is chosen, and data is made for its tokenizer; pass target=NAME or target.path=FOLDER"
+        )
+    return str(cfg.target.path)
+
+
+def _sampling(cfg: DictConfig) -> dict[str, Any]:
+    keys = ("temperature", "top_p", "top_k")
+    return {**{key: cfg.decode[key] for key in keys}, "seed": int(cfg.seed)}
+
+
+def _writer(cfg: DictConfig, config: DataConfig, target: Target) -> Generate:
+    """The target's own answers, by the engine without a draft; the same whatever is asked beside them."""
+    from longtrain.decoding.engine import Engine
+    from longtrain.decoding.sampling import Sampling
+
+    engine = Engine(target)
+    sampling = Sampling(**_sampling(cfg))
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        ids = [zlib.crc32(json.dumps(prompt).encode()) for prompt in prompts]
+        made = engine.generate(
+            prompts, max_new_tokens=config.answer_tokens, sampling=sampling, sequence_ids=ids
+        )
+        return made.tokens
+
+    return generate
