@@ -15,8 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "LONGTRAIN_HOME", "HYDRA_FULL_ERROR"):
     os.environ.pop(name, None)
 
-import pytest
-import torch
+import pytest  # noqa: E402 (the environment comes first)
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,8 @@ def forbidden(importer: str, imported: str) -> str:
         return ""
     if tier(imported) < tier(importer):
         return ""
-    return f"{importer} imports {imported}, which stands {'beside' if tier(importer) == tier(imported) else 'right of'} it"
+    side = "beside" if tier(importer) == tier(imported) else "right of"
+    return f"{importer} imports {imported}, which stands {side} it"
 
 
 def test_every_part_has_a_place() -> None:

@@ -88,7 +88,7 @@ def test_version_and_recipes(tmp_path: Path) -> None:
         (["train", "traget=tiny"], ["unknown key 'traget'", "did you mean target?"], 1),
         (["eval", "target.pth=x"], ["unknown key 'target.pth'; did you mean target.path?"], 1),
         (["train", "+name=x"], ["key 'name' exists already"], 1),
-        (["train", "method=longspec", "method.window=wide"], ["method.window", "wide", "int"], 1),
+        (["train", "method=longspec", "method.window=wide"], ["method.window", "wide", "Integer"], 1),
         (["train", "method=longspec", "method.windw=3"], ["did you mean method.window?"], 1),
         (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),

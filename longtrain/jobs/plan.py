@@ -1,0 +1,148 @@
+"""`longtrain plan`: what a recipe will need, from shapes alone: no weights, no downloads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from longtrain import methods
+from longtrain.assets import asset_dir
+from longtrain.bench import estimate
+from longtrain.bench.report import GIB, table
+from longtrain.errors import ConfigError
+from longtrain.jobs import plain
+from longtrain.target.info import TargetInfo
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+
+
+def run(cfg: DictConfig) -> None:
+    """Print the estimates of each stage's rows.
+
+    Raises:
+        ConfigError: no method, no stages, or the target's shape is not at hand.
+    """
+    if not cfg.method or not cfg.data:
+        raise ConfigError("plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them)")
+    info, tied = _target(cfg)
+    values = {k: v for k, v in plain(cfg.method).items() if k != "name"}
+    spec = methods.get(cfg.method.name)
+    config = spec.config(**values)
+    with torch.device("meta"):
+        trained = sum(p.numel() for p in spec.build(config, info).parameters() if p.requires_grad)
+    console = Console(soft_wrap=True, highlight=False)
+    size = ITEMSIZE.get(str(cfg.target.dtype), 2)
+    parameters = estimate.target_parameters(info, tied=tied)
+    kv = estimate.kv_bytes_per_token(info, itemsize=size)
+    facts = [
+        ("target", f"{info.name}: {parameters / 1e9:.3g} B weights, {parameters * size / GIB:.3g} GiB"),
+        ("KV cache", f"{kv / 1024:.4g} KiB a token; {kv * info.max_positions / GIB:.3g} GiB at its "
+                     f"{info.max_positions} positions"),
+        ("trained", f"{trained / 1e6:.4g} M weights; {trained * estimate.STATE_BYTES / GIB:.3g} GiB with "
+                    "gradients and Adam"),
+    ]  # fmt: skip
+    console.print("\n".join(f"{name:<10}{text}" for name, text in facts), markup=False)
+    rows = [
+        _stage(cfg, info, stage, config, trained=trained, fixed=parameters * size)
+        for stage in cfg.data.stages
+    ]
+    if not rows:
+        raise ConfigError("data.stages is empty; a recipe says how its rows are packed")
+    columns = {
+        "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk", "inputs GiB": "inputs",
+        "target pass GiB": "target_pass", "draft chunk GiB": "draft_chunk", "peak GiB": "peak",
+        "PFLOP a row": "pflop", "tokens/s": "tokens_per_s", "s a step": "step_s", "steps": "steps",
+        "hours": "hours",
+    }  # fmt: skip
+    console.print(table(rows, columns), markup=False)
+    console.print(
+        f"Times assume {cfg.gpu_tflops:g} TFLOP/s on each of {cfg.devices} device(s). All figures are "
+        "estimates; measure with: longtrain bench suite=draft_memory",
+        markup=False,
+    )
+
+
+def _stage(
+    cfg: DictConfig, info: TargetInfo, stage: DictConfig, config: Any, *, trained: int, fixed: int
+) -> dict[str, Any]:
+    """One line of the table."""
+    size = ITEMSIZE.get(str(cfg.target.dtype), 2)
+    row = estimate.Row(stage.row_tokens, stage.doc_tokens, getattr(config, "chunk_tokens", 0))
+    hidden = getattr(config, "objective", "kl") == "kl"
+    inputs = estimate.input_bytes(info, row, itemsize=size, hidden=hidden)
+    target_pass = estimate.target_pass_bytes(info, row, itemsize=size)
+    chunk = estimate.draft_chunk_bytes(info, row, itemsize=size)
+    flops = estimate.target_flops(info, row)
+    flops += estimate.draft_flops(
+        info, row, trained=trained, window=getattr(config, "window", row.doc_tokens)
+    )
+    seconds = flops / (cfg.gpu_tflops * 1e12)
+    rows_per_step = int(cfg.trainer.accumulate_grad_batches)
+    steps = _steps(cfg, stage, rows_per_step * int(cfg.devices))
+    return {
+        "row_tokens": row.tokens,
+        "doc_tokens": row.doc_tokens,
+        "chunk": row.chunk,
+        "inputs": inputs / GIB,
+        "target_pass": target_pass / GIB,
+        "draft_chunk": chunk / GIB,
+        "peak": (fixed + trained * estimate.STATE_BYTES + inputs + max(target_pass, chunk)) / GIB,
+        "pflop": flops / 1e15,
+        "tokens_per_s": row.tokens / seconds * int(cfg.devices),
+        "step_s": seconds * rows_per_step,
+        "steps": steps,
+        "hours": None if steps is None else steps * seconds * rows_per_step / 3600,
+    }
+
+
+def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
+    """Optimizer steps of a stage; None where they depend on data that is not prepared yet."""
+    total = cfg.trainer.get("max_steps")
+    if stage.get("steps"):
+        return int(stage.steps)
+    if stage.get("fraction") and total:
+        return round(stage.fraction * total)
+    manifest = Path(cfg.home) / "data" / str(cfg.data.name) / "manifest.json"
+    if stage.get("epochs") and manifest.is_file():
+        tokens = json.loads(manifest.read_text(encoding="utf-8")).get("counts", {}).get("tokens")
+        return None if tokens is None else int(stage.epochs * tokens / (stage.row_tokens * rows))
+    return None
+
+
+def _target(cfg: DictConfig) -> tuple[TargetInfo, bool]:
+    """The target's shape, and whether its head is its embedding: from config.json, else from `target.shape`.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    where = str(cfg.target.path or "")
+    folder = asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
+    if where and (folder / "config.json").is_file():
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = raw["num_attention_heads"]
+        shape = {
+            "n_layers": raw["num_hidden_layers"],
+            "n_heads": heads,
+            "n_kv_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+            "hidden_size": raw["hidden_size"],
+            "intermediate_size": raw["intermediate_size"],
+            "vocab_size": raw["vocab_size"],
+            "max_positions": raw["max_position_embeddings"],
+            "tied": raw.get("tie_word_embeddings", False),
+        }
+    elif cfg.target.shape:
+        shape = plain(cfg.target.shape)
+    else:
+        raise ConfigError(
+            f"plan cannot know the shape of target.path={where or 'null'}: no config.json there and no "
+            "target.shape; pass target=NAME or a local folder"
+        )
+    tied = bool(shape.pop("tied", False))
+    shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
+    return TargetInfo(name=where, **shape), tied
