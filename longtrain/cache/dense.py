@@ -18,7 +18,7 @@ _SLACK = 64
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
 
 _MIN_PREFIX, _MAX_REST = 512, 1024
-"""Attention is split where all sequences share at least so long a prefix and differ by no more than so much."""
+"""Attention is split where all sequences share at least so long a prefix and differ by at most so much."""
 
 
 class DenseCache(KVCache):
@@ -88,7 +88,7 @@ class DenseCache(KVCache):
         self.v_LBGSD[layer][at] = v_BGTD.transpose(1, 2)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Attention over prefix and tail; a row that sees nothing gives zeros. The lse is there on a GPU only."""
+        """Attention over prefix and tail; a row that sees nothing gives zeros. On a CPU the lse is None."""
         B, H, T, D = q_BHTD.shape
         if isinstance(mask, Causal) and self._high == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
@@ -107,11 +107,11 @@ class DenseCache(KVCache):
         visible_B1RC = self._visible_rows(mask, T, start, used, H // G)
         if split:
             out, lse = split_attention(q_BGRD, k, v, start, visible_B1RC, scale=scale)
-            return out.view(B, H, T, D), lse.view(B, H, T)
+            return out.reshape(B, H, T, D), lse.reshape(B, H, T)
         out = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=visible_B1RC, scale=scale)
         if isinstance(mask, PrefixOnly):
             out = torch.where(self.len_B.view(B, 1, 1, 1) > 0, out, 0.0)
-        return out.view(B, H, T, D), None
+        return out.reshape(B, H, T, D), None
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows. Rows that are not accepted stay beyond the length and are written over.

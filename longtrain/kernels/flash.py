@@ -16,19 +16,43 @@ import torch
 from torch import Tensor
 
 from longtrain.kernels.segments import Segment, joined, spread
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
 
 BLOCK = 8192
 """Keys of one block of the frozen-memory backward."""
+_FLASH_ATTN = find_spec("flash_attn") is not None
+_NEEDED = {
+    "_flash_attention_forward": {"cum_seq_q", "cum_seq_k", "is_causal", "scale", "window_size_left"},
+    "_flash_attention_backward": {"out", "logsumexp", "is_causal", "scale", "window_size_left"},
+}
+
+
+def _operators_fit() -> bool:
+    """Whether this torch's private flash operators still take what is passed here."""
+    for name, needed in _NEEDED.items():
+        op = getattr(torch.ops.aten, name, None)
+        missing = needed if op is None else needed - {arg.name for arg in op.default._schema.arguments}
+        if missing:
+            log.warning(
+                "flash_attention=off reason='torch %s: %s lacks %s'", torch.__version__, name, missing
+            )
+            return False
+    return True
+
+
+_FITS = _operators_fit()
 
 
 @lru_cache(maxsize=16)
 def flash_device(device: torch.device) -> bool:
     """Whether the device runs flash attention: CUDA of compute capability 8.0 or more."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return _FITS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
-    """Whether the flash kernel takes these tensors: half precision, head size 8, 16 .. 256, on such a device."""
+    """Whether the flash kernel takes these tensors: half precision and head size 8, 16 .. 256 there."""
     D = q_THD.shape[2]
     half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SGD.dtype == q_THD.dtype
     return half and flash_device(q_THD.device) and D % 8 == 0 and D <= 256
@@ -69,7 +93,7 @@ def _run(
     n_q = tuple(p.q_stop - p.q_start for p in run)
     n_k = tuple(p.k_stop - p.k_start for p in run)
     cu_q, cu_k = _cumulative(n_q, q.device), _cumulative(n_k, q.device)
-    if find_spec("flash_attn") is not None:
+    if _FLASH_ATTN:
         return [_flash_attn(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)]
     return [_Varlen.apply(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)]
 

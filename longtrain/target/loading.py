@@ -20,7 +20,7 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.target.attention import NAME
 from longtrain.target.info import TargetInfo
-from longtrain.target.model import Target
+from longtrain.target.model import Target, rebuild_rotary
 from longtrain.target.shapes import shape_config
 from longtrain.target.support import check_supported
 from longtrain.target.weights import assign_weights, fingerprint, weight_files
@@ -64,7 +64,7 @@ def load_target(
     assign_weights(model, folder, dtype=dtype, device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    _rebuild_rotary(model, device)
+    rebuild_rotary(model, device)
     eos_ids = _eos_ids(config, folder)
     return Target(model, describe(model, tokenizer=tokenizer, name=str(where), eos_ids=eos_ids), tokenizer)
 
@@ -118,7 +118,7 @@ def random_target(
     model.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    _rebuild_rotary(model, device)
+    rebuild_rotary(model, device)
     coins = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for leaf, param in model.named_parameters():
@@ -233,11 +233,6 @@ def _eos_ids(config: Any, folder: Path | None) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-def _rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
-    """Rotary frequencies are computed, not stored: make them anew off the meta device."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -5,7 +5,7 @@ Shapes: B batch, T new tokens, E hidden dim, G KV heads, D head dim, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,13 @@ class Target(nn.Module):
     def train(self, mode: bool = True) -> Target:
         """Stays in eval mode, whatever a trainer asks of its submodules."""
         return super().train(False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Target:
+        """Moves and casts, but never rounds the rotary frequencies: they are made anew where that happened."""
+        super()._apply(fn, recurse)
+        if self.model.model.rotary_emb.inv_freq.dtype in (torch.bfloat16, torch.float16):
+            rebuild_rotary(self.model, self.device)
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -217,3 +224,9 @@ class Target(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the rotary frequencies from the config, in fp32: they are not among the weights on disk."""
+    body: Any = model.model
+    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(device)

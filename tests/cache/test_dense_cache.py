@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from longtrain.cache import dense
 from longtrain.cache.base import Causal, PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
 from longtrain.errors import ConfigError
@@ -8,6 +9,16 @@ from longtrain.kernels import reference
 
 B, H, G, D, LAYERS = 3, 4, 2, 8, 2
 SCALE = 0.3
+
+
+@pytest.fixture(params=["masked", "split"], autouse=True)
+def path(request, monkeypatch):
+    """Every test runs over both ways to attend; the split one is a GPU's, forced here from 2 keys on."""
+    if request.param == "split":
+        monkeypatch.setattr(dense, "split_serves", lambda q: True)
+        monkeypatch.setattr(dense, "_MIN_PREFIX", 2)
+        monkeypatch.setattr(dense, "_SLACK", 3)
+    return request.param
 
 
 def cache(max_tokens=300, max_nodes=8, batch=B):
@@ -90,7 +101,7 @@ def random_tree(N, coins):
 
 def prefilled():
     store, model = cache(), Model()
-    step(store, model, Causal(), 9, causal(9), arange(9), torch.tensor([9, 4, 1]), path_given=False)
+    step(store, model, Causal(), 9, causal(9), arange(9), torch.tensor([9, 4, 3]), path_given=False)
     return store, model
 
 
@@ -120,11 +131,27 @@ def test_a_tree_on_an_empty_cache():
     step(store, model, Tree(visible), 6, visible, path_BP, n_B)
 
 
+def test_the_split_path_runs_when_forced_and_gives_the_lse(path):
+    store, model = prefilled()
+    step(store, model, Causal(), 2, causal(2), arange(2), torch.tensor([2, 1, 2]))
+    q, kv = model.rows(2)
+    store.write(0, kv[0, 0], kv[0, 1])
+    _, lse = store.attend(0, q[0], mask=Causal(), scale=SCALE)
+    assert (lse is not None) == (path == "split")
+    if lse is not None:
+        keys = torch.cat([model.kept[0][1], kv[0, :, 1]], 2)
+        seen = torch.ones(1, 2, keys.shape[2], dtype=torch.bool)
+        seen[0, 0, -1] = False
+        one = slice(1, 2)
+        _, expected = reference.masked_attention(q[0][one], keys[:1], keys[1:], seen, scale=SCALE)
+        torch.testing.assert_close(lse[1], expected[0])
+
+
 def test_lengths_stay_right_when_the_host_bound_drifts():
     store, model = prefilled()
     for _ in range(40):  # the bound grows by 5 a step, the truth by 1 or 2
         step(store, model, Causal(), 5, causal(5), arange(5), torch.tensor([1, 2, 1]))
-    assert store._high - int(store.len_B.max()) <= 64 + 5
+    assert store._high - int(store.len_B.max()) <= dense._SLACK + 5
     assert store._low <= int(store.len_B.min())
 
 

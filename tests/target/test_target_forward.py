@@ -254,6 +254,16 @@ def test_rope_is_the_targets_own_with_its_scaling():
     assert scaled.info.rope["factor"] == 4.0
 
 
+def test_casting_a_target_does_not_round_its_rotary_angles():
+    """A trainer's bf16 plug-in casts every submodule; bf16 frequencies would be wrong by radians at 8K."""
+    target, pos_BT = random_target("llama_micro"), torch.tensor([[1, 700, 8000]])
+    before = target.rope(pos_BT)
+    torch.nn.ModuleDict({"target": target}).to(torch.bfloat16)
+    assert target.dtype == torch.bfloat16
+    for mine, theirs in zip(target.rope(pos_BT), before, strict=True):
+        assert torch.equal(mine, theirs.bfloat16())
+
+
 def test_layer_state_has_hugging_face_names():
     names = set(random_target("qwen3_micro").layer_state(1))
     assert {"self_attn.q_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"} <= names
