@@ -1,0 +1,147 @@
+"""When a run saves, and how it leaves: at a step boundary, when asked to, with everything on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from longtrain.errors import DataError
+from longtrain.log import get_logger
+from longtrain.training import checkpoint
+from longtrain.training.metrics import Metrics
+from longtrain.training.module import TrainModule
+
+log = get_logger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Stopped(Exception):
+    """A signal asked the run to leave; it is saved and can be resumed.
+
+    Args:
+        name: of the signal.
+        step: optimizer steps done and saved.
+        path: the checkpoint.
+    """
+
+    def __init__(self, name: str, step: int, path: Path) -> None:
+        super().__init__(
+            f"stopped by {name} after step {step}; saved {path}; run the same command again to resume"
+        )
+        self.name, self.step, self.path = name, step, path
+
+
+class Checkpoints(Callback):
+    """Saves every so many steps or minutes, at the end, and before leaving on a signal.
+
+    It acts at the start of a micro-batch that begins an optimizer step: by then all that belongs to the step before,
+    validation included, is done and written.
+
+    Args:
+        folder: of the checkpoints.
+        metrics: whose rows must be on disk first.
+        every_steps: optimizer steps between checkpoints; 0: none.
+        every_minutes: minutes between checkpoints; 0: none.
+    """
+
+    def __init__(
+        self, folder: Path, metrics: Metrics, *, every_steps: int = 0, every_minutes: float = 0.0
+    ) -> None:
+        self.folder, self.metrics = folder, metrics
+        self.every_steps, self.every_minutes = every_steps, every_minutes
+        self._saved_step = 0
+        self._saved_time = time.monotonic()
+        self._signal = 0
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """From here on signals wait for the end of the step."""
+        self._saved_step = trainer.global_step
+        self._saved_time = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Between two optimizer steps: save where it is due, leave where asked to."""
+        if batch_idx % trainer.accumulate_grad_batches or trainer.global_step == 0:
+            return
+        number, late = _most(trainer, self._signal, self._is_late())
+        due = self.every_steps and trainer.global_step % self.every_steps == 0
+        if number or ((due or late) and trainer.global_step != self._saved_step):
+            path = self.save(trainer, pl_module)
+            if number:
+                raise Stopped(signal.Signals(number).name, trainer.global_step, path)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The rows of a run are planned as one epoch; running out of them early is an error.
+
+        Raises:
+            DataError: the data ended before the last step.
+        """
+        early = trainer.should_stop or trainer.limit_train_batches != 1.0
+        if trainer.global_step < trainer.max_steps and not early:
+            raise DataError(
+                f"the data ended after step {trainer.global_step} of trainer.max_steps={trainer.max_steps}; "
+                f"lengthen data.stages or lower trainer.max_steps"
+            )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step; signals act as they did before the run."""
+        if trainer.global_step != self._saved_step:
+            self.save(trainer, pl_module)
+        self._give_back()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Signals act as they did before the run."""
+        self._give_back()
+
+    def save(self, trainer: Any, module: TrainModule) -> Path:
+        """Write the figures, then the checkpoint; every rank calls this."""
+        self.metrics.publish(trainer, module)
+        if trainer.is_global_zero:
+            self.metrics.sync()
+        path = self.folder / checkpoint.LAST
+        if trainer.global_step != self._saved_step:
+            started = time.monotonic()
+            checkpoint.save(trainer, self.folder)
+            log.info(
+                "saved step=%d path=%s seconds=%.1f", trainer.global_step, path, time.monotonic() - started
+            )
+            self.metrics.restart_clock()
+        self._saved_step, self._saved_time = trainer.global_step, time.monotonic()
+        return path
+
+    def _is_late(self) -> bool:
+        return bool(self.every_minutes) and time.monotonic() - self._saved_time >= 60 * self.every_minutes
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal; a second Ctrl-C leaves at once."""
+        if number == signal.SIGINT and self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number
+        again = "; press Ctrl-C again to leave at once without saving" if number == signal.SIGINT else ""
+        os.write(2, f"\n{signal.Signals(number).name}: saving at the end of this step{again}\n".encode())
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+def _most(trainer: Any, number: int, late: bool) -> tuple[int, bool]:
+    """The largest signal number and lateness over all ranks, so that they act at the same step."""
+    if trainer.world_size == 1:
+        return number, late
+    flags = torch.tensor([number, int(late)], device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    first, second = flags.tolist()
+    return int(first), bool(second)

@@ -1,0 +1,142 @@
+"""Figures of a run: kept on the device, pooled over micro-batches and ranks, read from time to time.
+
+Every optimizer step gives one record. Reading waits for the device, so it happens at the logging cadence and not
+at every step; a loss that is not finite is still found in the record of its own step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtrain.data.batch import Batch
+from longtrain.methods.spec import Loss
+
+Number = Tensor | float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One optimizer step (or one validation), pooled.
+
+    Args:
+        step: optimizer steps done, 1 after the first.
+        figures: name -> sum / count over all micro-batches and ranks; NaN where the count is 0.
+        tokens: labels that the loss summed over.
+        documents: documents seen.
+        rows: micro-batches.
+        row_tokens: tokens of all rows, labels or not.
+        suspects: names of the documents in micro-batches whose loss is not finite.
+    """
+
+    step: int
+    figures: dict[str, float]
+    tokens: int
+    documents: int
+    rows: int
+    row_tokens: int
+    suspects: tuple[str, ...] = ()
+
+
+@dataclass
+class _Micro:
+    """One micro-batch: sums and counts by name, and what the host knows of it."""
+
+    sums: dict[str, tuple[Number, Number]]
+    tokens: int
+    documents: int
+    row_tokens: int
+    names: tuple[str, ...]
+
+
+@dataclass
+class _Step:
+    step: int
+    micros: list[_Micro]
+    extra: dict[str, Number] = field(default_factory=dict)
+
+
+class Pool:
+    """Collects losses micro-batch by micro-batch and gives them back as one `Record` a step."""
+
+    def __init__(self) -> None:
+        self._open: list[_Micro] = []
+        self._closed: list[_Step] = []
+
+    def add(self, loss: Loss, batch: Batch) -> None:
+        """Take in one micro-batch; nothing is read from the device."""
+        sums: dict[str, tuple[Number, Number]] = {"loss": (loss.total.detach(), float(loss.tokens))}
+        sums.update({name: (total.detach(), count.detach()) for name, (total, count) in loss.figures.items()})
+        documents = len(batch.names) or len(batch.bounds) - 1
+        self._open.append(_Micro(sums, loss.tokens, documents, batch.ids_T.numel(), batch.names))
+
+    def close(self, step: int, extra: dict[str, Number] | None = None) -> None:
+        """End a step: what was added since the last call belongs to it. `extra` is the same on every rank."""
+        self._closed.append(_Step(step, self._open, extra or {}))
+        self._open = []
+
+    def read(self, gather: Callable[[Any], list[Any]]) -> list[Record]:
+        """The records of all closed steps, the same on every rank. Waits for the device once.
+
+        Args:
+            gather: an object of this rank -> the objects of all ranks, in rank order.
+        """
+        mine, self._closed = [_on_host(step) for step in self._closed], []
+        if not mine:
+            return []
+        return [_pooled(parts) for parts in zip(*gather(mine), strict=True)]
+
+
+def _on_host(step: _Step) -> dict[str, Any]:
+    """One rank's part of a step as plain numbers."""
+    pairs = [pair for micro in step.micros for pair in micro.sums.values()]
+    numbers = _read([number for pair in pairs for number in pair] + list(step.extra.values()))
+    sums: dict[str, list[float]] = {}
+    suspects: list[str] = []
+    for micro in step.micros:
+        for name in micro.sums:
+            total, count = next(numbers), next(numbers)
+            pooled = sums.setdefault(name, [0.0, 0.0])
+            pooled[0] += total
+            pooled[1] += count
+            if name == "loss" and not math.isfinite(total):
+                suspects.extend(micro.names)
+    return {
+        "step": step.step,
+        "sums": sums,
+        "extra": {name: next(numbers) for name in step.extra},
+        "tokens": sum(micro.tokens for micro in step.micros),
+        "documents": sum(micro.documents for micro in step.micros),
+        "rows": len(step.micros),
+        "row_tokens": sum(micro.row_tokens for micro in step.micros),
+        "suspects": suspects,
+    }
+
+
+def _read(numbers: list[Number]) -> Iterator[float]:
+    """Device scalars as Python floats, in one transfer."""
+    tensors = [number.reshape(()).double() for number in numbers if isinstance(number, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else [])
+    return iter([next(values) if isinstance(number, Tensor) else float(number) for number in numbers])
+
+
+def _pooled(parts: tuple[dict[str, Any], ...]) -> Record:
+    """The ranks' parts of one step, summed in rank order."""
+    sums: dict[str, list[float]] = {}
+    for part in parts:
+        for name, (total, count) in part["sums"].items():
+            pooled = sums.setdefault(name, [0.0, 0.0])
+            pooled[0] += total
+            pooled[1] += count
+    means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+    return Record(
+        step=parts[0]["step"],
+        figures={**means, **parts[0]["extra"]},
+        suspects=tuple(name for part in parts for name in part["suspects"]),
+        **{key: sum(part[key] for part in parts) for key in ("tokens", "documents", "rows", "row_tokens")},
+    )

@@ -1,0 +1,260 @@
+"""A run from its settings to its summary: build Lightning's Trainer, resume, fit, sum up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+
+from longtrain import provenance
+from longtrain.errors import ConfigError
+from longtrain.log import get_logger
+from longtrain.methods.spec import Objective
+from longtrain.training import checkpoint, curves, strategy
+from longtrain.training.callbacks import Checkpoints
+from longtrain.training.checkpoint import AtomicIO
+from longtrain.training.metrics import Metrics, peak_memory
+from longtrain.training.module import TrainModule
+from longtrain.training.optim import Optim
+from longtrain.training.progress import ProgressBar
+
+log = get_logger(__name__)
+
+OUTPUTS = ("checkpoints", "metrics.csv", "speed.csv", "curves.png", "summary.json")
+"""What a run leaves in its folder, beside `config.yaml` and `provenance.json`."""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Settings of the training loop (`conf/trainer`).
+
+    Args:
+        max_steps: optimizer steps; None: as many as the data's stages hold.
+        accumulate_grad_batches: packed rows of one rank in an optimizer step.
+        accelerator: cpu, cuda or auto.
+        devices: how many, or a list of them, or auto.
+        num_nodes: machines.
+        strategy: Lightning's strategy, by name or built.
+        precision: bf16-mixed keeps the trained weights in fp32.
+        gradient_clip_val: largest global gradient norm; None: do not clip.
+        val_every: optimizer steps between validations; 0: never.
+        log_every: optimizer steps between readings of the device.
+        checkpoint_every_steps: optimizer steps between checkpoints; 0: none but the last.
+        checkpoint_every_minutes: minutes between checkpoints; 0: none but the last.
+        matmul_precision: of fp32 products on CUDA: highest, high (TF32) or medium.
+        deterministic: true, false or warn: torch's deterministic algorithms.
+        lightning: further arguments of `lightning.pytorch.Trainer`.
+    """
+
+    max_steps: int | None = None
+    accumulate_grad_batches: int = 1
+    accelerator: str = "auto"
+    devices: Any = 1
+    num_nodes: int = 1
+    strategy: Any = "auto"
+    precision: str = "32-true"
+    gradient_clip_val: float | None = 1.0
+    val_every: int = 0
+    log_every: int = 10
+    checkpoint_every_steps: int = 0
+    checkpoint_every_minutes: float = 10.0
+    matmul_precision: str = "high"
+    deterministic: Any = False
+    lightning: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigError(f"trainer.max_steps={self.max_steps} must be at least 1, or null")
+        for key in ("accumulate_grad_batches", "log_every"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"trainer.{key}={getattr(self, key)} must be at least 1")
+
+
+def build_trainer(
+    loop: LoopConfig, folder: Path, *, callbacks: Sequence[Callback] = (), loggers: Sequence[Any] = ()
+) -> Trainer:
+    """Lightning's Trainer; nothing of its own writes to the disk or the screen.
+
+    Raises:
+        ConfigError: DeepSpeed is asked for and missing, or Lightning refuses the hardware or precision.
+    """
+    strategy.check_available(loop.strategy)
+    _quieten()
+    torch.set_float32_matmul_precision(loop.matmul_precision)
+    plugins: list[Any] = [AtomicIO()]
+    deepspeed = strategy.is_deepspeed(type(loop.strategy).__name__)
+    if deepspeed:
+        plugins = [strategy.RowPrecision(loop.precision)]
+    try:
+        return Trainer(
+            accelerator=loop.accelerator,
+            devices=loop.devices,
+            num_nodes=loop.num_nodes,
+            strategy=loop.strategy,
+            precision=None if deepspeed else loop.precision,  # type: ignore[arg-type]
+            max_steps=loop.max_steps or -1,
+            accumulate_grad_batches=loop.accumulate_grad_batches,
+            gradient_clip_val=loop.gradient_clip_val,
+            check_val_every_n_epoch=None,
+            log_every_n_steps=loop.log_every,
+            deterministic=loop.deterministic,
+            default_root_dir=folder,
+            callbacks=list(callbacks),
+            logger=list(loggers),
+            plugins=plugins,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,  # the data module knows its rank
+            **{"max_epochs": -1, **loop.lightning},
+        )
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"Lightning refuses the trainer settings: {' '.join(str(error).split())}"
+        ) from error
+
+
+def clean(folder: Path) -> None:
+    """Start anew: move what an earlier run left into `before_N`, so that nothing is lost or mixed up."""
+    left = [folder / name for name in OUTPUTS if (folder / name).exists()]
+    if not left:
+        return
+    number = 1 + len(list(folder.glob("before_*")))
+    (folder / f"before_{number}").mkdir()
+    for path in left:
+        path.rename(folder / f"before_{number}" / path.name)
+
+
+def fit(
+    objective: Objective,
+    data: LightningDataModule,
+    trainer: Trainer,
+    *,
+    optim: Optim,
+    loop: LoopConfig,
+    folder: Path,
+    max_steps: int,
+    facts: Mapping[str, Any] | None = None,
+    resume: str = "auto",
+    show_progress: bool = True,
+    draw_curves: bool = True,
+) -> dict[str, Any]:
+    """Train until `max_steps`, from the run's last checkpoint where there is one.
+
+    Args:
+        objective: what is trained.
+        data: yields `Batch`; takes up at its `start_batch`.
+        trainer: from `build_trainer`.
+        optim: optimizer and schedule.
+        loop: the loop's settings.
+        folder: of the run; checkpoints, figures and the summary go there.
+        max_steps: optimizer steps.
+        facts: settings that a checkpoint must share with the run that resumes from it.
+        resume: auto, never or a checkpoint's path.
+        show_progress: a bar, or lines where there is no terminal.
+        draw_curves: write `curves.png` at the end.
+
+    Returns:
+        The summary, also in `summary.json`.
+
+    Raises:
+        ConfigError: the checkpoint belongs to other settings.
+        ArtifactError: the checkpoint is damaged.
+        TrainingError: the loss is not finite, or the disk is full.
+        Stopped: a signal asked to leave; the run is saved.
+    """
+    checkpoints = folder / "checkpoints"
+    facts = {
+        **(facts or {}),
+        "trainer.max_steps": max_steps,
+        "trainer.rows_per_step": loop.accumulate_grad_batches * trainer.world_size,
+        "trainer.precision": loop.precision,
+        "trainer.gradient_clip_val": loop.gradient_clip_val,
+    }
+    if resume == "never" and trainer.is_global_zero:
+        clean(folder)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    start = checkpoint.find(checkpoints, resume)
+    first = 0
+    if start is not None:
+        saved = checkpoint.read(start)
+        checkpoint.check_facts(saved, facts)
+        first = saved.step
+        log.info("resumed step=%d path=%s", first, start)
+        if first >= max_steps and (folder / "summary.json").exists():
+            log.info("nothing to do: trained to step=%d already", first)
+            return json.loads((folder / "summary.json").read_text())
+    _set_steps(trainer, loop, max_steps)
+    module = TrainModule(objective, optim, facts=facts)
+    bar = ProgressBar(enabled=show_progress)
+    metrics = Metrics(folder, every=loop.log_every, listeners=[bar.show])
+    saving = Checkpoints(
+        checkpoints,
+        metrics,
+        every_steps=loop.checkpoint_every_steps,
+        every_minutes=loop.checkpoint_every_minutes,
+    )
+    trainer.callbacks.extend([metrics, saving, bar])  # type: ignore[attr-defined]
+    began = time.perf_counter()
+    trainer.fit(module, datamodule=data, ckpt_path=start)
+    summary = _summary(
+        module, metrics, first=first, step=trainer.global_step, seconds=time.perf_counter() - began
+    )
+    if trainer.is_global_zero:
+        provenance.replace_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if draw_curves:
+            curves.draw(folder / "metrics.csv", folder / "curves.png")
+    return summary
+
+
+def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:
+    """The run's length and validation cadence, known only once the data is planned."""
+    trainer.fit_loop.epoch_loop.max_steps = max_steps
+    if loop.val_every < 1:
+        trainer.limit_val_batches = 0
+        return
+    trainer.val_check_interval = min(loop.val_every, max_steps) * loop.accumulate_grad_batches
+
+
+def _summary(
+    module: TrainModule, metrics: Metrics, *, first: int, step: int, seconds: float
+) -> dict[str, Any]:
+    tokens = module.seen["row_tokens"]
+    newest = {key: value if math.isfinite(value) else None for key, value in metrics.newest.items()}
+    return {
+        "steps": step,
+        "steps_this_session": step - first,
+        "tokens": tokens,
+        "labels": module.seen["tokens"],
+        "documents": module.seen["documents"],
+        "final_loss": newest.get("train/loss"),
+        "final": {key: value for key, value in newest.items() if key.startswith(("train/", "val/"))},
+        "training_seconds": round(module.seen["seconds"], 3),
+        "wall_seconds_this_session": round(seconds, 3),
+        "tokens_per_s": round(tokens / max(module.seen["seconds"], 1e-9), 1),
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def _quieten() -> None:
+    """Lightning's own log lines would come twice, and its advice is for other data loaders."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+    warnings.filterwarnings("ignore", message=".*configure_gradient_clipping.*")
+    warnings.filterwarnings("ignore", message=".*overridden `transfer_batch_to_device`.*")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")

@@ -1,0 +1,188 @@
+"""Reads the run's figures at the logging cadence, writes them down, and stops a run whose loss is not finite.
+
+`metrics.csv` holds what is a function of data and weights alone, one row an optimizer step, so two equal runs have
+equal files; `speed.csv` holds what the clock says, one row a reading.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from longtrain.errors import TrainingError
+from longtrain.log import get_logger
+from longtrain.training import checkpoint
+from longtrain.training.figures import Record
+from longtrain.training.module import TrainModule, gather
+from longtrain.training.table import Table
+
+log = get_logger(__name__)
+
+Listener = Callable[[int, dict[str, float]], None]
+
+
+class Metrics(Callback):
+    """Owns `metrics.csv` and `speed.csv` of a run.
+
+    Args:
+        folder: the run's folder.
+        every: optimizer steps between two readings of the device.
+        listeners: called on rank 0 with (step, figures) at every reading, the newest step's figures and the speed.
+    """
+
+    def __init__(self, folder: Path, *, every: int, listeners: Sequence[Listener] = ()) -> None:
+        self.folder, self.every, self.listeners = folder, every, listeners
+        self.table, self.speed_table = Table(folder / "metrics.csv"), Table(folder / "speed.csv")
+        self.newest: dict[str, float] = {}
+        self._step = 0
+        self._mark = self._idle = time.perf_counter()
+        self._waited = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Forget rows beyond the checkpoint that the run starts from."""
+        self._step = trainer.global_step
+        if trainer.is_global_zero:
+            self.table.cut(self._step)
+            self.speed_table.cut(self._step)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.restart_clock()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The time since the last micro-batch went into waiting for this one."""
+        self._waited += time.perf_counter() - self._idle
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """At the end of an optimizer step, close its record; read at the cadence."""
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            pl_module.end_step()
+            if self._step % self.every == 0:
+                self.publish(trainer, pl_module)
+        self._idle = time.perf_counter()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Write down the training steps first, and keep validation out of the speed."""
+        self.publish(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """One row of held-out figures."""
+        pl_module.val_pool.close(trainer.global_step)
+        for record in pl_module.val_pool.read(lambda value: gather(trainer, value)):
+            figures = {f"val/{name}": value for name, value in record.figures.items()}
+            pl_module.log_dict(figures, logger=False, rank_zero_only=True)  # for callbacks that monitor
+            if trainer.is_global_zero:
+                self._write(trainer, [{"step": record.step, **figures}])
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Start the clock again."""
+        self.restart_clock()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Read what is left."""
+        self.publish(trainer, pl_module)
+
+    def publish(self, trainer: Any, module: TrainModule) -> None:
+        """Read the closed steps from the device, check them, write them, tell the listeners. All ranks call this.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite; the steps before it are written.
+        """
+        records = module.pool.read(lambda value: gather(trainer, value))
+        if not records:
+            return
+        seconds = time.perf_counter() - self._mark
+        rows = []
+        failed: Record | None = None
+        for record in records:
+            if not _finite(record, trainer):
+                failed = record
+                break
+            for key in ("tokens", "documents", "rows", "row_tokens"):
+                module.seen[key] += getattr(record, key)
+            figures = {f"train/{name}": value for name, value in record.figures.items()}
+            rows.append(
+                {
+                    "step": record.step,
+                    **figures,
+                    "seen/labels": module.seen["tokens"],
+                    "seen/tokens": module.seen["row_tokens"],
+                    "seen/documents": module.seen["documents"],
+                }
+            )
+        module.seen["seconds"] += seconds
+        if trainer.is_global_zero and rows:
+            self._write(trainer, rows)
+            self._tell_speed(trainer, records, seconds)
+        self.restart_clock()
+        if failed is not None:
+            raise TrainingError(_not_finite(failed, self.folder))
+
+    def sync(self) -> None:
+        """Put the rows on the disk: a checkpoint is about to count on them."""
+        self.table.sync()
+
+    def _write(self, trainer: Any, rows: list[dict[str, Any]]) -> None:
+        self.table.append(rows)
+        for row in rows:
+            self.newest.update({key: value for key, value in row.items() if key != "step"})
+            for logger in trainer.loggers:
+                logger.log_metrics(
+                    {key: value for key, value in row.items() if key != "step"}, step=row["step"]
+                )
+
+    def _tell_speed(self, trainer: Any, records: list[Record], seconds: float) -> None:
+        steps = len(records)
+        speed = {
+            "tokens_per_s": sum(record.row_tokens for record in records) / max(seconds, 1e-9),
+            "seconds_per_step": seconds / steps,
+            "data_wait_share": min(1.0, self._waited / max(seconds, 1e-9)),
+            "peak_memory_bytes": peak_memory(),
+        }
+        step = records[-1].step
+        self.speed_table.append([{"step": step, **speed}])
+        named = {f"speed/{key}": float(value) for key, value in speed.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=step)
+        self.newest.update(named)
+        for listener in self.listeners:
+            listener(step, dict(self.newest))
+
+    def restart_clock(self) -> None:
+        """Leave out what happened since the last reading: saving, validating."""
+        self._mark = self._idle = time.perf_counter()
+        self._waited = 0.0
+
+
+def peak_memory() -> int:
+    """Peak bytes so far: allocated on this rank's GPU, or resident in memory where there is none."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _finite(record: Record, trainer: Any) -> bool:
+    """A loss scaler skips steps whose gradients overflow, so under fp16 only the loss counts."""
+    watched = ["loss"] if str(trainer.precision) == "16-mixed" else ["loss", "grad_norm"]
+    return all(math.isfinite(record.figures.get(name, 0.0)) for name in watched)
+
+
+def _not_finite(record: Record, folder: Path) -> str:
+    loss = record.figures.get("loss", math.nan)
+    what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {record.figures['grad_norm']}"
+    names = list(dict.fromkeys(record.suspects))
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return (
+        f"{what} at step {record.step} (documents: {shown or 'not named'}); "
+        f"{checkpoint.describe(folder / 'checkpoints')}; try a lower optim.lr or trainer.precision=32-true"
+    )

@@ -1,0 +1,108 @@
+"""The optimizer and its schedule: AdamW with warmup, then cosine, linear or constant."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from longtrain.errors import ConfigError
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """Settings of AdamW and of the learning rate over the run (`conf/optim`).
+
+    Args:
+        lr: peak learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: of tensors with two or more dimensions; norms, biases and other vectors have none.
+        schedule: one of `SCHEDULES`, after the warmup.
+        warmup_ratio: share of the optimizer steps over which the rate rises linearly.
+        warmup_steps: the same in steps; over `warmup_ratio` when set.
+        min_lr_ratio: where cosine and linear end, as a share of `lr`.
+        lr_multipliers: pattern of parameter names (`*` matches anything) -> factor on `lr`; the first match counts.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    lr: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-6
+    weight_decay: float = 0.1
+    schedule: str = "cosine"
+    warmup_ratio: float = 0.1
+    warmup_steps: int | None = None
+    min_lr_ratio: float = 0.0
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"unknown optim.schedule={self.schedule}; known: {', '.join(SCHEDULES)}")
+        if not self.lr > 0:
+            raise ConfigError(f"optim.lr={self.lr} must be greater than 0")
+        for key in ("warmup_ratio", "min_lr_ratio"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"optim.{key}={getattr(self, key)} must be between 0 and 1")
+
+    def factor(self, step: int, *, max_steps: int) -> float:
+        """Share of the peak rate at an optimizer step (0-based); never 0 at the first one."""
+        warmup = self.warmup_steps if self.warmup_steps is not None else round(self.warmup_ratio * max_steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, max_steps - warmup))
+        shape = 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1 - done
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * shape
+
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], *, max_steps: int, fused: bool = False
+    ) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        """AdamW over the trainable parameters, and its schedule.
+
+        Args:
+            parameters: (name, parameter) pairs; those without `requires_grad` are left out.
+            max_steps: optimizer steps of the whole run.
+            fused: use torch's fused CUDA kernel.
+
+        Raises:
+            ConfigError: nothing is trainable, or a multiplier's pattern matches no name.
+        """
+        named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        if not named:
+            raise ConfigError("the module has no trainable parameters; there is nothing to optimize")
+        groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name, parameter in named:
+            key = (self._multiplier(name), parameter.ndim >= 2)
+            groups.setdefault(key, []).append(parameter)
+        self._check_patterns([name for name, _ in named])
+        rows = [
+            {"params": members, "lr": self.lr * times, "weight_decay": self.weight_decay if decays else 0.0}
+            for (times, decays), members in groups.items()
+        ]
+        optimizer = torch.optim.AdamW(rows, lr=self.lr, betas=tuple(self.betas), eps=self.eps, fused=fused)
+        rate: Callable[[int], float] = partial(self.factor, max_steps=max_steps)
+        return optimizer, LambdaLR(optimizer, rate)
+
+    def _multiplier(self, name: str) -> float:
+        matches = (times for pattern, times in self.lr_multipliers.items() if fnmatch.fnmatch(name, pattern))
+        return next(matches, 1.0)
+
+    def _check_patterns(self, names: list[str]) -> None:
+        for pattern in self.lr_multipliers:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(
+                    f"optim.lr_multipliers pattern '{pattern}' matches no trainable parameter; "
+                    f"there are: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
+                )

@@ -1,0 +1,61 @@
+import math
+
+import torch
+
+from longtrain.data.batch import Batch
+from longtrain.methods.spec import Loss
+from longtrain.training.figures import Pool
+
+
+def batch(name):
+    return Batch(
+        torch.zeros(7, dtype=torch.long), (0, 3, 7), torch.ones(7, dtype=torch.bool), 0, 1, (name, name + "2")
+    )
+
+
+def loss(total, tokens, right):
+    return Loss(torch.tensor(total), tokens, {"acc": (torch.tensor(right), torch.tensor(float(tokens)))})
+
+
+def test_micro_batches_are_pooled_by_count_not_averaged():
+    pool = Pool()
+    pool.add(loss(10.0, 2, 2.0), batch("a"))
+    pool.add(loss(1.0, 8, 0.0), batch("b"))
+    pool.close(1, {"lr": 0.5, "grad_norm": torch.tensor(3.0)})
+    pool.add(loss(4.0, 4, 1.0), batch("c"))
+    pool.close(2)
+    first, second = pool.read(lambda mine: [mine])
+    assert first.figures == {"loss": 1.1, "acc": 0.2, "lr": 0.5, "grad_norm": 3.0}
+    assert (first.step, first.tokens, first.documents, first.rows, first.row_tokens) == (1, 10, 4, 2, 14)
+    assert second.figures == {"loss": 1.0, "acc": 0.25}
+    assert pool.read(lambda mine: [mine]) == []
+
+
+def test_ranks_are_pooled_even_when_their_figures_differ():
+    ranks = []
+    for total, extra in ((3.0, {}), (5.0, {"only_here": (torch.tensor(2.0), torch.tensor(4.0))})):
+        pool = Pool()
+        pool.add(Loss(torch.tensor(total), 2, extra), batch("a"))
+        pool.close(1)
+        pool.read(lambda mine: ranks.append(mine) or [mine])
+    pool.add(Loss(torch.tensor(5.0), 2), batch("a"))
+    pool.close(1)
+    (record,) = pool.read(lambda mine: ranks)
+    assert record.figures == {"loss": 2.0, "only_here": 0.5} and record.rows == 2
+
+
+def test_a_bad_micro_batch_names_its_documents_only():
+    pool = Pool()
+    pool.add(loss(1.0, 1, 0.0), batch("good"))
+    pool.add(loss(float("nan"), 1, 0.0), batch("bad"))
+    pool.close(7)
+    (record,) = pool.read(lambda mine: [mine])
+    assert record.suspects == ("bad", "bad2") and math.isnan(record.figures["loss"])
+
+
+def test_a_figure_without_counts_is_nan():
+    pool = Pool()
+    pool.add(loss(0.0, 0, 0.0), batch("a"))
+    pool.close(1)
+    (record,) = pool.read(lambda mine: [mine])
+    assert math.isnan(record.figures["acc"])

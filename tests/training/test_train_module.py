@@ -1,0 +1,178 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+from longtrain.errors import ArtifactError, ConfigError, DataError, TrainingError
+from longtrain.training import table
+from longtrain.training.module import TrainModule
+from longtrain.training.optim import Optim
+
+from . import toy
+
+PLAIN = Optim(lr=0.1, warmup_steps=0, schedule="constant", weight_decay=0.0)
+
+
+def weights(objective):
+    return torch.cat([p.detach().flatten() for p in objective.module.parameters()])
+
+
+def test_accumulation_gives_the_gradient_of_the_mean_over_all_labels(tmp_path):
+    """Four rows with different label counts in one step: as if they were one big batch."""
+    draft = toy.Draft()
+    start = toy.Toy(toy.Draft())
+    total, labels = 0.0, 0
+    for index in range(4):
+        ids_T, mask_T = toy.row(index)
+        batch = toy.Batch(ids_T, (0, len(ids_T)), mask_T, seed=index, tokens_in_step=1)
+        loss = toy.Toy(draft)(batch)
+        total, labels = total + loss.total, labels + loss.tokens
+    (total / labels).backward()
+    norm = nn.utils.clip_grad_norm_(draft.parameters(), float("inf"))
+    _, trained = toy.train(
+        tmp_path, steps=1, objective=toy.Toy(toy.Draft()), gradient_clip_val=None, optim=PLAIN, val_every=0
+    )
+    row = table.read(tmp_path / "metrics.csv")[0]
+    assert float(row["train/loss"]) == pytest.approx(float((total / labels).detach()), rel=1e-6)
+    assert float(row["train/grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+    expected = torch.optim.AdamW(draft.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+    expected.step()
+    torch.testing.assert_close(
+        weights(trained), torch.cat([p.detach().flatten() for p in draft.parameters()])
+    )
+    assert not torch.equal(weights(trained), weights(start))
+
+
+def test_gradients_are_clipped_and_the_norm_before_is_logged(tmp_path):
+    toy.train(tmp_path / "a", steps=1, val_every=0, gradient_clip_val=None, optim=PLAIN)
+    toy.train(tmp_path / "b", steps=1, val_every=0, gradient_clip_val=1e-3, optim=PLAIN)
+    free, clipped = (table.read(tmp_path / name / "metrics.csv")[0]["train/grad_norm"] for name in "ab")
+    assert free == clipped
+
+
+def test_only_trained_tensors_are_saved_and_all_of_them_are_expected(tmp_path):
+    toy.train(tmp_path, steps=2)
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert set(saved) == {f"objective.module.{name}" for name, _ in toy.Draft().named_parameters()}
+    module = TrainModule(toy.Toy(toy.Draft(1), toy.Frozen()), PLAIN)
+    module.load_state_dict(saved)
+    torch.testing.assert_close(module.objective.module.embed.weight, saved["objective.module.embed.weight"])
+    with pytest.raises(ArtifactError, match=r"missing \['objective.module.embed.weight'\]"):
+        module.load_state_dict({k: v for k, v in saved.items() if "embed" not in k})
+    with pytest.raises(ArtifactError, match="unknown"):
+        module.load_state_dict({**saved, "objective.target.weight": torch.ones(1000)})
+
+
+def test_training_lowers_the_loss_and_leaves_the_target_alone(tmp_path):
+    summary, objective = toy.train(tmp_path, steps=60, optim=Optim(lr=0.05))
+    rows = [row for row in table.read(tmp_path / "metrics.csv") if row["val/loss"]]
+    assert float(rows[-1]["val/loss"]) < 0.85 * float(rows[0]["val/loss"])
+    assert torch.equal(objective.target.weight, torch.full((1000,), 0.5))
+    assert summary["steps"] == 60 and summary["documents"] == 240 and summary["peak_memory_bytes"] > 0
+
+
+def test_reading_the_device_rarely_changes_no_figure(tmp_path):
+    toy.train(tmp_path / "a", log_every=1)
+    toy.train(tmp_path / "b", log_every=100)
+    assert (tmp_path / "a/metrics.csv").read_bytes() == (tmp_path / "b/metrics.csv").read_bytes()
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_a_nan_loss_names_step_documents_and_last_good_checkpoint(tmp_path, log_every):
+    with pytest.raises(TrainingError) as error:
+        toy.train(
+            tmp_path,
+            steps=12,
+            log_every=log_every,
+            checkpoint_every_steps=4,
+            objective=toy.Toy(toy.Draft(), nan_at=26),  # row 26 of 4 a step: step 7
+        )
+    text = str(error.value)
+    assert "loss is nan at step 7" in text and "documents: doc26)" in text
+    assert f"last good checkpoint: {tmp_path}/checkpoints/last.ckpt (step 4)" in text
+    assert [row["step"] for row in table.read(tmp_path / "metrics.csv")][-1] == "6"
+
+
+def test_a_checkpoint_is_never_taken_of_poisoned_weights(tmp_path):
+    with pytest.raises(TrainingError, match=r"step 7 .*no checkpoint was saved before"):
+        toy.train(
+            tmp_path,
+            log_every=100,
+            checkpoint_every_steps=8,
+            val_every=0,
+            objective=toy.Toy(toy.Draft(), nan_at=26),
+        )
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_step_without_labels_and_data_that_ends_are_errors(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="ended after step 5 of trainer.max_steps=9"):
+        toy.train(tmp_path, steps=9, data_steps=5)
+    monkeypatch.setattr(toy, "row", lambda index: (torch.zeros(4, dtype=torch.long), torch.zeros(4).bool()))
+    with pytest.raises(DataError, match="step 1 has no supervised token.*doc0"):
+        toy.train(tmp_path / "b", steps=2)
+
+
+def test_settings_that_lightning_refuses_are_config_errors(tmp_path):
+    with pytest.raises(ConfigError, match="precision"):
+        toy.train(tmp_path, precision="bf17-mixed")
+    with pytest.raises(ConfigError, match="max_steps=0"):
+        toy.train(tmp_path, steps=0)
+
+
+def test_loggers_get_every_step_and_the_speed(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+
+    toy.train(tmp_path, steps=6, loggers=[CSVLogger(tmp_path, name="log", version="")])
+    rows = table.read(tmp_path / "log" / "metrics.csv")
+    assert {row["step"] for row in rows} == {str(step) for step in range(1, 7)}
+    assert any(row["speed/tokens_per_s"] for row in rows)
+
+
+def test_a_monitoring_callback_sees_held_out_figures(tmp_path):
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    summary, _ = toy.train(
+        tmp_path, steps=40, callbacks=[EarlyStopping("val/loss", patience=1, min_delta=100.0)]
+    )
+    assert summary["steps"] == 8
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """The same rows of a step over 1 x 4 and over 2 ranks x 2: the same losses, gradients and weights."""
+    env = {**os.environ, "PYTHONPATH": str(Path(toy.__file__).parents[2])}
+    command = [sys.executable, toy.__file__]
+    common = ["steps=6", "checkpoint_every_steps=3"]
+    subprocess.run([*command, str(tmp_path / "one"), *common, "noise=false"], env=env, check=True)
+    subprocess.run(
+        [
+            *command,
+            str(tmp_path / "two"),
+            *common,
+            "noise=false",
+            "accumulate=2",
+            "devices=2",
+            'strategy="ddp"',
+        ],
+        env=env,
+        check=True,
+    )
+    one, two = (table.read(tmp_path / name / "metrics.csv") for name in ("one", "two"))
+    assert len(one) == len(two) == 8
+    for left, right in zip(one, two, strict=True):
+        assert {k: float(v) for k, v in left.items() if v} == pytest.approx(
+            {k: float(v) for k, v in right.items() if v}, rel=1e-5
+        )
+
+
+def test_seeds_make_runs_equal(tmp_path):
+    toy.train(tmp_path / "a")
+    toy.train(tmp_path / "b")
+    assert (tmp_path / "a/metrics.csv").read_bytes() == (tmp_path / "b/metrics.csv").read_bytes()
+    lightning.seed_everything(1, verbose=False)
