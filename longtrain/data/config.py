@@ -115,8 +115,8 @@ class DataConfig:
         sources: where documents come from.
         max_doc_tokens: longest document; None: the target's context.
         min_doc_tokens: shorter documents, and shorter tails of split ones, are left out.
-        long_documents: what to do with a document above the limit: `error`, `truncate`, or `split` (kept whole;
-            stages cut it into pieces).
+        long_documents: what to do with a document above the limit: `error`, `truncate`, or `split` (kept
+            whole; stages cut it into pieces).
         val_fraction: share of documents held out, chosen by a hash of their names.
         seed: for the held-out choice.
         answers: `source` keeps recorded answers, `target` has the target write the last one anew.

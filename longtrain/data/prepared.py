@@ -132,7 +132,8 @@ class Writer:
         }
         with (self.folder / "docs.npz").open("wb") as file:
             np.savez(file, allow_pickle=False, **columns)
-        (self.folder / "names.txt").write_text("\n".join(self.names) + "\n", encoding="utf-8")
+        names = "".join(f"{name}\n" for name in self.names)
+        (self.folder / "names.txt").write_text(names, encoding="utf-8")
         val = columns["val"]
         counts = {
             "documents": len(self.starts),
