@@ -35,9 +35,7 @@ def _operators_fit() -> bool:
         op = getattr(torch.ops.aten, name, None)
         missing = needed if op is None else needed - {arg.name for arg in op.default._schema.arguments}
         if missing:
-            log.warning(
-                "flash_attention=off reason='torch %s: %s lacks %s'", torch.__version__, name, missing
-            )
+            log.warning("flash_attention=off torch=%s op=%s lacks=%s", torch.__version__, name, missing)
             return False
     return True
 
@@ -95,7 +93,7 @@ def _run(
     cu_q, cu_k = _cumulative(n_q, q.device), _cumulative(n_k, q.device)
     if _FLASH_ATTN:
         return [_flash_attn(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)]
-    return [_Varlen.apply(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)]
+    return [_Varlen.apply(q, k, v, cu_q, cu_k, _longest(n_q), max(n_k), scale, window)]
 
 
 @lru_cache(maxsize=64)
@@ -148,6 +146,11 @@ def _sides(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window, "window_size_right": 0}
 
 
+def _longest(sizes: tuple[int, ...]) -> int:
+    """At least 2: told that no segment has two queries, the kernel folds heads into rows, its lse too."""
+    return max(2, *sizes)
+
+
 def _rows(x: Tensor) -> Tensor:
     """The kernel wants the head dim contiguous and nothing else."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -183,7 +186,7 @@ class _FrozenMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         cu_q, cu_k = _cumulative((len(q),), q.device), _cumulative((len(k),), q.device)
-        out, lse, seed, offset = _forward(q, k, v, cu_q, cu_k, len(q), len(k), scale, None)
+        out, lse, seed, offset = _forward(q, k, v, cu_q, cu_k, _longest((len(q),)), len(k), scale, None)
         ctx.save_for_backward(q, k, v, out, lse, seed, offset)
         ctx.scale = scale
         return out
@@ -191,19 +194,19 @@ class _FrozenMemory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse, seed, offset = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        grad, n_q = grads[0].contiguous(), len(q)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        for low, high, causal in key_blocks(len(q), len(k)):
-            cu_q, cu_k = _cumulative((len(q),), q.device), _cumulative((high - low,), q.device)
+        for low, high, causal in key_blocks(n_q, len(k), BLOCK):
+            cu_q, cu_k = _cumulative((n_q,), q.device), _cumulative((high - low,), q.device)
             part, _, _ = torch.ops.aten._flash_attention_backward(
-                grad, *(_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k, len(q),
-                high - low, 0.0, causal, seed, offset, scale=ctx.scale,
+                grad, *(_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k,
+                _longest((n_q,)), high - low, 0.0, causal, seed, offset, scale=ctx.scale,
             )  # fmt: skip
             dq += part
         return dq.to(q.dtype), None, None, None
 
 
-def key_blocks(n_q: int, n_k: int, block: int = BLOCK) -> list[tuple[int, int, bool]]:
+def key_blocks(n_q: int, n_k: int, block: int) -> list[tuple[int, int, bool]]:
     """Blocks (low, high, causal) of a segment's keys: every row sees all of each but the last, causal one.
 
     The last one holds the n_q keys around the diagonal and so stays bottom-right aligned by itself.

@@ -52,7 +52,7 @@ class Target(nn.Module):
         return super().train(False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Target:
-        """Moves and casts, but never rounds the rotary frequencies: they are made anew where that happened."""
+        """Moves and casts, but never rounds the rotary frequencies: they are then made anew."""
         super()._apply(fn, recurse)
         if self.model.model.rotary_emb.inv_freq.dtype in (torch.bfloat16, torch.float16):
             rebuild_rotary(self.model, self.device)

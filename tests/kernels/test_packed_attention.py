@@ -16,6 +16,7 @@ CASES = {
     "empty queries": ((0, 3, 3, 9), (0, 3, 8, 14), None),
     "nothing at all": ((0, 3, 3), (0, 0, 4), None),
     "rows outside": ((2, 5, 7), (1, 4, 9), None),
+    "one query each": ((0, 1, 2, 3), (0, 5, 9, 10), None),
     "window": ((0, 11), (0, 11), 3),
     "window of none": ((0, 11), (0, 11), 0),
     "window and halo": ((0, 4, 10), (0, 9, 15), 4),
@@ -106,7 +107,7 @@ def test_spread_undoes_joined():
 @pytest.mark.parametrize(("n_q", "n_k"), [(3, 3), (3, 20), (4, 16), (1, 17), (8, 8), (5, 13)])
 def test_key_blocks_cover_every_visible_pair_once(n_q, n_k):
     seen = torch.zeros(n_q, n_k, dtype=torch.int)
-    for low, high, causal in flash.key_blocks(n_q, n_k, block=4):
+    for low, high, causal in flash.key_blocks(n_q, n_k, 4):
         tile = torch.ones(n_q, high - low, dtype=torch.int)
         seen[:, low:high] += tile.tril((high - low) - n_q) if causal else tile
     assert torch.equal(seen, torch.ones(n_q, n_k, dtype=torch.int).tril(n_k - n_q))
