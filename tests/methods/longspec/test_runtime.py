@@ -1,0 +1,272 @@
+"""The draft at work against the draft in training: same tokens, same logits, whatever the ring forgot."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from longtrain.cache.base import Tree
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
+from longtrain.methods.longspec import indices
+from longtrain.methods.longspec.config import Config
+from longtrain.methods.longspec.ring import Ring
+from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.methods.longspec.spec import SPEC
+from longtrain.target.step import Rows, TargetStep
+
+WINDOW = 6
+CONFIG = Config(window=WINDOW)
+WARM = Sampling(temperature=1.0)
+
+
+@torch.no_grad()
+def trained_law(draft, target, tokens, depth, window=WINDOW):
+    """What training makes of the last of these tokens, seen as a node at this depth: probabilities."""
+    ids, n = torch.tensor(tokens), len(tokens)
+    pos = indices.positions((0, n))
+    step = target.packed(ids, pos, (0, n), kv_layer=target.info.n_layers - 1)
+    chunk = indices.make_chunk((0, n), [depth + 1], n - 1, n, window=window)
+    part = slice(chunk.halo, n)
+    cos, sin = target.rope(pos[None, part])
+    hidden = draft(target.embed(ids[part]), (cos[0], sin[0]), (step.k_TGD, step.v_TGD), chunk)
+    return target.head(hidden)[0].softmax(-1)
+
+
+def path_tokens(tree, row, node):
+    """Tokens from the root to a node."""
+    tokens = []
+    while node >= 0:
+        tokens.append(int(tree.tokens_BN[row, node]))
+        node = int(tree.parents_BN[row, node])
+    return tokens[::-1]
+
+
+def prefilled(target, prompts):
+    """Padded prompts, their lengths, and a cache that holds them."""
+    n = torch.tensor([len(p) for p in prompts])
+    longest = int(n.max())
+    ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
+    cache = target.new_cache(len(prompts), longest + 60, 40)
+    pos = torch.arange(longest).expand_as(ids)
+    step = target.forward(Rows(pos, ids, n_B=n), cache)
+    cache.commit(None, n)
+    return ids, n, cache, step
+
+
+def accept(target, cache, runtime, tree, paths):
+    """Commit these paths (lists of nodes, root first; empty: the row is over) and tell the draft."""
+    longest = 1 + int(tree.depth_N.max())
+    path_BP = torch.tensor([[*p, *[0] * (longest - len(p))] for p in paths])
+    n_B = torch.tensor([len(p) for p in paths])
+    k = tree.tokens_BN.shape[1]
+    sees = torch.eye(k, dtype=torch.bool).repeat(len(paths), 1, 1)
+    for b, i in itertools.product(range(len(paths)), range(k)):
+        parent = int(tree.parents_BN[b, i])
+        if parent >= 0:
+            sees[b, i] |= sees[b, parent]
+    target.forward(Rows(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(sees)), cache)
+    cache.commit(path_BP, n_B)
+    runtime.observe(tree, Verdict(path_BP, n_B, torch.zeros_like(n_B)), TargetStep())
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 4, 3), (3, 1, 5)])
+def test_every_node_has_the_law_training_gives_its_path(target, make_draft, widths):
+    draft = make_draft(target, CONFIG)
+    runtime = LongSpecRuntime(draft, target, CONFIG)
+    gen = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2, 97, (n,), generator=gen).tolist() for n in (29, 3, 14)]
+    ids, n_B, cache, step = prefilled(target, texts)
+    runtime.start(ids, n_B, step, cache)
+    shape, coins = TreeShape(widths, Law.IID), HashCoins(1, torch.arange(3))
+    roots = torch.tensor([5, 6, 7])
+    inner = 1 + sum(widths[:-1])
+    for cycle in range(5):  # far more tokens than the ring holds
+        tree = runtime.propose(roots, shape, WARM, coins)
+        assert tree.q_BNV[:, inner:].abs().max() == 0
+        for row, node in itertools.product(range(3), range(inner)):
+            tokens = texts[row] + path_tokens(tree, row, node)
+            law = trained_law(draft, target, tokens, int(tree.depth_N[node]))
+            torch.testing.assert_close(tree.q_BNV[row, node], law, rtol=1e-9, atol=1e-12)
+        leaf = inner + cycle % widths[-1]
+        paths = []
+        for row in range(3):
+            path, node = [], leaf
+            while node >= 0:
+                path.append(node)
+                node = int(tree.parents_BN[row, node])
+            paths.append(path[::-1][: len(widths) + 1 - (row + cycle) % 3])
+        if cycle == 3:
+            paths[1] = []  # over: nothing committed, the draft must not move
+        accept(target, cache, runtime, tree, paths)
+        for row, path in enumerate(paths):
+            texts[row] += [int(tree.tokens_BN[row, i]) for i in path]
+        roots = (roots * 7 + 1) % 97
+        if cycle == 3:
+            roots[1] = tree.tokens_BN[1, 0]
+        assert cache.len_B.tolist() == [len(t) for t in texts]
+
+
+def test_anchor_offset_moves_nothing_but_positions(llama, make_draft):
+    """Attention is relative: with anchors=0 an offset changes no logit, with anchors it does."""
+    draft = make_draft(llama, CONFIG)
+    ids = torch.arange(2, 32)
+
+    def hidden(pos):
+        step = llama.packed(ids, pos, (0, 30), kv_layer=1)
+        cos, sin = llama.rope(pos[None])
+        chunk = indices.make_chunk((0, 30), [2], 0, 30, window=WINDOW)
+        return draft(llama.embed(ids), (cos[0], sin[0]), (step.k_TGD, step.v_TGD), chunk)
+
+    vanilla = hidden(indices.positions((0, 30)))
+    moved = hidden(indices.positions((0, 30), offsets=[50], anchors=0))
+    anchored = hidden(indices.positions((0, 30), offsets=[50], anchors=4))
+    torch.testing.assert_close(moved, vanilla, rtol=1e-4, atol=1e-5)  # rotary angles are computed in fp32
+    assert (anchored - vanilla)[10:].abs().max() > 1e-3
+
+
+def test_beam_is_the_joint_top_k(llama, make_draft):
+    draft = make_draft(llama, CONFIG)
+    runtime = LongSpecRuntime(draft, llama, CONFIG)
+    text = list(range(10, 30))
+    ids, n_B, cache, step = prefilled(llama, [text])
+    runtime.start(ids, n_B, step, cache)
+    tree = runtime.propose(torch.tensor([3]), TreeShape((4, 6, 5)), Sampling(), HashCoins(0, torch.zeros(1)))
+    assert tree.law is Law.POINT
+    assert tree.q_BNV is None
+    level = {(): 0.0}
+    nodes = [()]
+    first = 1
+    for depth, width in enumerate((4, 6, 5)):
+        scores = {}
+        for path in level:
+            law = trained_law(draft, llama, [*text, 3, *path], depth).log()
+            scores |= {(*path, t): level[path] + float(law[t]) for t in range(97)}
+        best = sorted(scores, key=lambda p: -scores[p])[:width]
+        level = {p: scores[p] for p in best}
+        got = [tuple(path_tokens(tree, 0, i)[1:]) for i in range(first, first + width)]
+        assert got == best
+        nodes += best
+        first += width
+    assert tree.depth_N.tolist() == [len(p) for p in nodes]
+
+
+def test_sampled_chain_follows_its_own_law(llama, make_draft):
+    runtime = LongSpecRuntime(make_draft(llama, CONFIG), llama, CONFIG)
+    B = 400
+    ids, n_B, cache, step = prefilled(llama, [list(range(5, 20))] * B)
+    runtime.start(ids, n_B, step, cache)
+    sampling = Sampling(temperature=0.7, top_k=5)
+    tree = runtime.propose(
+        torch.full((B,), 3), TreeShape((1, 1), Law.IID), sampling, HashCoins(0, torch.arange(B))
+    )
+    law = tree.q_BNV[0, 0]
+    assert int((law > 0).sum()) == 5
+    seen = torch.bincount(tree.tokens_BN[:, 1], minlength=97) / B
+    assert (seen - law).abs().max() < 4 * (0.25 / B) ** 0.5
+
+
+def test_ring_equals_full_history():
+    gen = torch.Generator().manual_seed(0)
+    B, W, G, H, D = 3, 5, 2, 4, 8
+    ring = Ring(B, W, torch.zeros(G, D, dtype=torch.float64))
+    ring.reserve(4)
+    draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
+    history = [[] for _ in range(B)]
+    length = torch.zeros(B, dtype=torch.int64)
+    for _ in range(12):
+        n = torch.randint(0, W + 1, (B,), generator=gen)
+        k, v = draw(B, W, G, D), draw(B, W, G, D)
+        pos = length[:, None] + torch.arange(W)
+        ring.put(pos, torch.arange(W) < n[:, None], k, v)
+        for b in range(B):
+            history[b] += [(k[b, i], v[b, i]) for i in range(int(n[b]))]
+        length += n
+        nodes_k, nodes_v = draw(B, 4, G, D), draw(B, 4, G, D)
+        ring.put_nodes(0, nodes_k, nodes_v)
+        q, ahead = draw(B, 1, H, D), int(torch.randint(0, 3, (1,), generator=gen))
+        sees = torch.tensor([[[True, False, True, True]]]).expand(B, 1, 4)
+        got = ring.attend(q, (length + ahead)[:, None], sees, scale=0.3)
+        for b in range(B):
+            past = history[b][max(0, len(history[b]) + ahead - W) :] if ahead < W else []
+            keys = torch.stack([x[0] for x in past] + [nodes_k[b, i] for i in (0, 2, 3)])
+            values = torch.stack([x[1] for x in past] + [nodes_v[b, i] for i in (0, 2, 3)])
+            for h in range(H):
+                weight = (keys[:, h // 2] @ q[b, 0, h] * 0.3).softmax(0)
+                torch.testing.assert_close(got[b, 0, h], weight @ values[:, h // 2])
+
+
+def test_draft_memory_does_not_grow_with_the_context(llama, make_draft):
+    held = set()
+    for n in (4, 40, 400, 1500):
+        engine = Engine(llama, SPEC.attach(make_draft(llama, CONFIG), llama, CONFIG, {}))
+        out = engine.generate([[2 + i % 90 for i in range(n)]], max_new_tokens=12, ignore_eos=True)
+        held.add(out.stats.draft_bytes)
+    info = llama.info
+    rows = WINDOW + 1 + 5
+    assert held == {2 * rows * info.n_kv_heads * info.head_dim * 8 + 8 * (WINDOW + 1)}
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (4, 6, 6), (1,) * 5])
+def test_greedy_output_is_the_targets_own(target, make_draft, widths):
+    draft = make_draft(target, CONFIG)
+    gen = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, 97, (n,), generator=gen).tolist() for n in (1, 5, 33)]
+    plain = Engine(target).generate(prompts, max_new_tokens=40, ignore_eos=True)
+    engine = Engine(target, SPEC.attach(draft, target, CONFIG, {}))
+    drafted = engine.generate(prompts, max_new_tokens=40, ignore_eos=True, shape=TreeShape(widths))
+    assert drafted.tokens == plain.tokens
+    again = engine.generate(prompts[::-1], max_new_tokens=40, ignore_eos=True, shape=TreeShape(widths))
+    assert again.tokens == plain.tokens[::-1]
+
+
+def test_sampled_point_output_is_the_targets_own(llama, make_draft):
+    """A deterministic draft under temperature emits the very tokens that plain sampling draws."""
+    engine = Engine(llama, SPEC.attach(make_draft(llama, CONFIG), llama, CONFIG, {}))
+    prompts = [[5, 6, 7], [9] * 20]
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)
+    plain = Engine(llama).generate(prompts, max_new_tokens=40, sampling=sampling, ignore_eos=True)
+    tree = engine.generate(
+        prompts, max_new_tokens=40, sampling=sampling, ignore_eos=True, shape=TreeShape((3, 4))
+    )
+    assert tree.tokens == plain.tokens
+
+
+def test_refusals(llama, make_draft):
+    draft = make_draft(llama, CONFIG)
+    runtime = LongSpecRuntime(draft, llama, CONFIG)
+    coins, root = HashCoins(0, torch.zeros(1)), torch.tensor([3])
+    with pytest.raises(ConflictError, match="before start"):
+        runtime.propose(root, TreeShape((1,)), Sampling(), coins)
+    ids, n_B, cache, step = prefilled(llama, [[4, 5, 6]])
+    runtime.start(ids, n_B, step, cache)
+    with pytest.raises(ConfigError, match="no_replace"):
+        runtime.propose(root, TreeShape((2,), Law.NO_REPLACE), Sampling(), coins)
+    with pytest.raises(ConfigError, match="depth 6"):
+        runtime.propose(root, TreeShape((1,) * 6), Sampling(), coins)
+    with pytest.raises(ConfigError, match="98 nodes"):
+        runtime.propose(root, TreeShape((98,)), Sampling(), coins)
+    with pytest.raises(ConfigError, match="budget_tokens"):
+        SPEC.attach(draft, llama, CONFIG, {"budget_tokens": 3})
+    with pytest.raises(TargetMismatchError):
+        SPEC.attach(torch.nn.Linear(1, 1), llama, CONFIG, {})
+    with pytest.raises(ConflictError, match="before start"):
+        LongSpecRuntime(draft, llama, CONFIG).observe(
+            TokenTree(*[torch.zeros(1, 1)] * 2, torch.zeros(1)),
+            Verdict(*[torch.zeros(1, 1)] * 3),
+            TargetStep(),
+        )
+
+
+def test_attach_casts_a_copy(llama, make_draft):
+    draft = make_draft(llama, CONFIG, torch.float32)
+    runtime = SPEC.attach(draft, llama, CONFIG, {}).draft
+    assert runtime.draft is not draft
+    assert draft.input_layernorm.weight.dtype == torch.float32
+    assert runtime.draft.input_layernorm.weight.dtype == torch.float64
+    same = make_draft(llama, CONFIG)
+    assert SPEC.attach(same, llama, CONFIG, {}).draft.draft is same
