@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _summary(artifact: Artifact) -> str:
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
         f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
         f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {methods.get(artifact.method).paper}. "
-        "Trained with [longtrain](https://pypi.org/project/longtrain/)."
+        "Trained with longtrain."
     )
 
 
@@ -75,7 +76,8 @@ longtrain eval suite=acceptance artifact={name} target.path={target} lengths=[1k
 
 ```python
 from longtrain.artifact import Artifact
-from longtrain.decoding.engine import Engine, Limits
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import TreeShape
 from longtrain.target.loading import load_target
 
@@ -92,10 +94,8 @@ Nothing in this folder is code, and loading it runs none."""
 
 def _training(provenance: Mapping[str, Any]) -> str:
     lines = ["## Training"]
-    command = provenance.get("command") or provenance.get("argv")
-    if command:
-        text = command if isinstance(command, str) else " ".join(str(word) for word in command)
-        lines.append(f"Command:\n\n```sh\n{text}\n```")
+    if provenance.get("argv"):
+        lines.append(f"Command:\n\n```sh\n{_command(provenance['argv'])}\n```")
     facts = {key: provenance[key] for key in ("step", "tokens", "git", "versions") if provenance.get(key)}
     if facts:
         lines.append("\n".join(f"- {key}: {_plain(value)}" for key, value in facts.items()))
@@ -111,6 +111,15 @@ def _training(provenance: Mapping[str, Any]) -> str:
         lines.append("Data: not recorded.")
     lines.append("The licences of the target model and of the training data apply beside any stated above.")
     return "\n\n".join(lines)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The words as they were typed: the command line turns a job word into an option of Hydra's."""
+    program, *words = [str(word) for word in argv]
+    program = "python -m longtrain" if program.endswith("__main__.py") else "longtrain"
+    if words:
+        words[0] = words[0].removeprefix("--config-name=")
+    return " ".join([program, *(shlex.quote(word) for word in words)])
 
 
 def _curves(pictures: Iterable[str]) -> str:

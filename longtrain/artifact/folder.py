@@ -143,7 +143,7 @@ class Artifact:
             )
         try:
             return kind(**self.config)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ConfigError) as error:
             raise ArtifactError(
                 f"artifact's configuration is wrong for method {self.method}: {error}"
             ) from None
@@ -237,8 +237,14 @@ class Artifact:
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     def _empty_module(self) -> nn.Module:
-        with torch.device("meta"):
-            return methods.get(self.method).build(self.typed_config(), self.target)
+        config = self.typed_config()
+        try:
+            with torch.device("meta"):
+                return methods.get(self.method).build(config, self.target)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+            raise ArtifactError(
+                f"artifact describes no {self.method} module: {error}; export it again"
+            ) from None
 
 
 def _attach(spec: MethodSpec, module: nn.Module, target: Target, config: Any, keys: dict[str, Any]) -> Parts:

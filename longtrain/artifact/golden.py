@@ -2,8 +2,8 @@
 
 The same route serves every draft: prefill, one proposal, two drafted tokens accepted, another proposal. All
 tokens are forced, so that no tie can lead the two sides apart, and the draft's whole laws are compared. A
-position that is off by one, another rotary base, a lost window or a changed tensor moves them by far more than
-rounding does.
+position that is off by one, another rotary base, a lost window or a changed tensor moves them by far more
+than rounding does.
 
 Shapes: T prompt tokens, C cycles, D drafted tokens a cycle, V vocabulary, B batch (1), N nodes, P path.
 """
@@ -37,7 +37,7 @@ FLOOR = -25.0
 
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 2e-2, "bfloat16": 8e-2}
 """Largest relative distance of centred log-probabilities, by the coarser of the two dtypes. In float32
-different kernels and devices stay below 1e-4; in bfloat16 the target's hidden states differ by 1 to 4 percent."""
+different kernels and devices stay below 1e-4; in bfloat16 the target's hidden states do by some percent."""
 
 Attach = Callable[[], Parts]
 """Makes fresh parts for the module and target at hand."""
@@ -101,7 +101,7 @@ class Golden:
             raise ArtifactError(
                 f"golden outputs are not reproduced: relative error {worst:.2g} at cycle {cycle}, "
                 f"depth {depth}, allowed {allowed:g} ({dtypes[0]} recorded, {dtypes[1]} now); the module "
-                "does not compute what was exported (position, window, rotary base or weights); export it again"
+                "does not compute what was exported (position, window, rotary base, weights); export again"
             )
         return worst
 

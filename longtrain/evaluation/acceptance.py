@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from longtrain.decoding.engine import Engine, Limits
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longtrain.decoding.engine import Engine, Limits
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.stats import Stats
 from longtrain.evaluation.acceptance import PLAIN, Advance, Protocol, Variant
 

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import resource
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longtrain.artifact import Artifact
+from longtrain.decoding.engine import Engine
+from longtrain.errors import ArtifactError, TargetMismatchError
+from longtrain.target.loading import random_target
+
+
+def edit(folder, **changes):
+    path = folder / "longtrain.json"
+    manifest = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(manifest))
+
+
+def reseal(folder, name="model.safetensors"):
+    """Make the checksum fit a changed file again."""
+    files = json.loads((folder / "longtrain.json").read_text())["files"]
+    edit(folder, files=files | {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()})
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    reseal(folder)
+
+
+def test_round_trip_is_bit_equal(made, folder, module, target, config):
+    back = Artifact.load(folder)
+    assert back.method == "longspec" and back.typed_config() == config and back.target == target.info
+    assert back.provenance == made.provenance and back.folder == folder
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(back.tensors[name], tensor)
+    built = back.build(target).state_dict()
+    assert all(torch.equal(built[name], tensor) for name, tensor in module.state_dict().items())
+    for name in back.golden.TENSORS:
+        assert torch.equal(getattr(back.golden, name), getattr(made.golden, name))
+
+
+def test_loads_by_name_and_drafts(folder, target):
+    parts = Artifact.load("draft", home=folder.parent.parent).attach(target)
+    prompt = [[5, 6, 7, 8] * 10]
+    drafted = Engine(target, parts).generate(prompt, max_new_tokens=12, ignore_eos=True)
+    plain = Engine(target).generate(prompt, max_new_tokens=12, ignore_eos=True)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.draft_bytes > 0
+
+
+def test_two_saves_write_the_same_bytes(made, tmp_path):
+    one, two = made.save(tmp_path / "a" / "draft"), made.save(tmp_path / "b" / "draft")
+    assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}
+
+
+def test_card_tells_what_people_need(made, target, tmp_path):
+    named = dataclasses.replace(made, target=dataclasses.replace(target.info, name="org/model"))
+    card = (named.save(tmp_path / "d", pictures={"training.png": b"x"}) / "README.md").read_text()
+    front, body = card.split("---\n", 2)[1:]
+    assert "base_model: org/model" in front and "datasets: [org/books]" in front
+    assert "python -m longtrain train +recipe=x 'prompt=a b'" in body
+    assert "| org/books | abc | book | cc0-1.0 |" in body
+    assert "![training](training.png)" in body
+    assert 'Artifact.load("d")' in body and "`window` | `16`" in body
+
+
+def test_half_precision_target_gets_a_half_precision_module(folder):
+    half = random_target("llama_micro", seed=0, dtype=torch.bfloat16)
+    artifact = Artifact.load(folder)
+    info = dataclasses.replace(artifact.target, weights_hash="")
+    module = dataclasses.replace(artifact, target=info).build(half)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+
+
+def test_refuses_another_target(folder):
+    with pytest.raises(TargetMismatchError, match="trained for llama_micro"):
+        Artifact.load(folder).build(random_target("qwen3_micro"))
+
+
+def test_missing_artifact_names_what_there_is(folder):
+    with pytest.raises(ArtifactError, match=r"no artifact 'other'.*there: draft.*longtrain export"):
+        Artifact.load("other", home=folder.parent.parent)
+
+
+def test_folder_that_is_no_artifact(tmp_path):
+    with pytest.raises(ArtifactError, match=r"holds no longtrain\.json"):
+        Artifact.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "golden.safetensors"])
+def test_truncated_and_missing_files(folder, name):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ArtifactError, match=f"{name} is damaged or cut short"):
+        Artifact.load(folder)
+    (folder / name).unlink()
+    with pytest.raises(ArtifactError, match=f"{name} cannot be read: No such file"):
+        Artifact.load(folder)
+
+
+def test_changed_byte_is_caught(folder):
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ArtifactError, match="sha256 differs"):
+        Artifact.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 99}, "has schema 99; this longtrain reads 1"),
+        ({"method": "os.system"}, r"names the method 'os.system'; known: .*longspec"),
+        ({"config": {"window": 16, "run": "rm"}}, "does not know: run"),
+        ({"config": {"window": -1}}, r"window=-1; allowed"),
+        ({"config": None}, "lacks or misspells config"),
+        ({"golden": {"dtype": 3}}, "lacks or misspells golden"),
+        ({"target": {"name": "x"}}, "describes its target wrongly"),
+        ({"target": {**random_target("llama_micro").info.to_json(), "head_dim": "x"}}, "no longspec module"),
+    ],
+)
+def test_manifest_that_says_something_else(folder, changes, message):
+    edit(folder, **changes)
+    with pytest.raises(ArtifactError, match=message):
+        Artifact.load(folder)
+
+
+def test_manifest_that_is_not_json(folder):
+    (folder / "longtrain.json").write_text("{")
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        Artifact.load(folder)
+
+
+def test_tensors_missing_unexpected_and_of_another_shape(folder):
+    def change(tensors):
+        tensors["mlp.extra"] = tensors.pop("mlp.up_proj.weight")
+        tensors["input_layernorm.weight"] = torch.ones(3)
+
+    change_tensors(folder, change)
+    with pytest.raises(ArtifactError, match="tensors") as caught:
+        Artifact.load(folder)
+    text = str(caught.value)
+    assert "missing mlp.up_proj.weight (80, 48)" in text and "unexpected mlp.extra" in text
+    assert "input_layernorm.weight is (3,), not (48,)" in text
+
+
+def test_pickles_are_never_read(folder):
+    torch.save({"x": torch.zeros(1)}, folder / "model.safetensors")
+    reseal(folder)
+    with pytest.raises(ArtifactError, match="damaged"):
+        Artifact.load(folder)
+
+
+def test_altered_tensor_with_a_fitting_checksum_is_caught_by_the_golden_outputs(folder, target):
+    change_tensors(folder, lambda tensors: tensors["cross_attn.q_proj.weight"][:8].mul_(1.1))
+    with pytest.raises(ArtifactError, match="golden outputs are not reproduced"):
+        Artifact.load(folder).build(target)
+    assert Artifact.load(folder).build(target, verify=False) is not None
+
+
+def test_disk_full_leaves_the_old_artifact(made, folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(ArtifactError, match=r"cannot write .*what was there is unchanged"):
+            made.save(folder)
+        with pytest.raises(ArtifactError, match="cannot write"):
+            made.save(folder.parent / "fresh")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["draft"]
+
+
+def test_save_replaces_an_artifact_and_nothing_else(made, folder, tmp_path):
+    (folder / "stale.txt").write_text("old")
+    made.save(folder)
+    assert not (folder / "stale.txt").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(ArtifactError, match="is no artifact"):
+        made.save(tmp_path / "mine")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
