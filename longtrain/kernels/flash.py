@@ -102,7 +102,7 @@ def _cumulative(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     for size in sizes:
         total += size
         bounds.append(total)
-    return torch.tensor(bounds, dtype=torch.int32, device=device)
+    return torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)  # no wait for the device
 
 
 def _flash_attn(
