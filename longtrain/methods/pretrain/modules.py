@@ -35,7 +35,9 @@ class Pretrained(nn.Module):
 
     def forward(self, ids_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
         """Final normed hidden states [T, E] of a row of documents, each seeing itself only, positions from 0."""
-        starts = torch.tensor(bounds[:-1], dtype=torch.int64)
-        sizes = torch.tensor(bounds[1:], dtype=torch.int64) - starts
-        pos_T = torch.arange(bounds[-1]) - torch.repeat_interleave(starts, sizes)
-        return packed_hidden(self.llama, ids_T, pos_T.to(ids_T.device, non_blocking=True), bounds)
+        device = ids_T.device
+        starts = torch.tensor(bounds[:-1], dtype=torch.int64).to(device, non_blocking=True)
+        sizes = torch.tensor(bounds[1:], dtype=torch.int64).to(device, non_blocking=True) - starts
+        pos_T = torch.arange(bounds[-1], device=device)
+        pos_T = pos_T - torch.repeat_interleave(starts, sizes, output_size=bounds[-1])
+        return packed_hidden(self.llama, ids_T, pos_T, bounds)
