@@ -177,6 +177,22 @@ def test_the_first_token_can_be_the_last():
     assert out.tokens == [[first]] and out.stats.rows == [[]] and out.stats.target_forwards == 1
 
 
+def test_nothing_is_committed_in_a_row_that_is_over():
+    class Watching(OracleDraft):
+        def observe(self, tree, verdict, step):
+            committed.append(verdict.n_B.tolist())
+
+    target, committed = ToyTarget(12), []
+    free = Engine(target).generate(PROMPTS, max_new_tokens=40).tokens
+    stop_ids = [free[0][0]]  # ends row 0 at once and others later
+    drafter = Engine(target, Parts(draft=Watching(target)))
+    out = drafter.generate(PROMPTS, max_new_tokens=40, stop_ids=stop_ids)
+    assert out.stats.rows[0] == [] and len({len(row) for row in out.stats.rows}) > 2
+    for row, cycles in enumerate(out.stats.rows):
+        own = [n[row] for n in committed]
+        assert all(own[: len(cycles)]) and not any(own[len(cycles) :])
+
+
 def test_counts_and_bytes():
     target = ToyTarget(12)
     out = engine(target).generate(PROMPTS, max_new_tokens=30)
