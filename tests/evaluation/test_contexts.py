@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from longtrain.data.prepared import Prepared, Writer
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.contexts import (
+    Document,
+    choose_points,
+    documents_from_files,
+    documents_from_prepared,
+    parse_tokens,
+    prefix_of,
+)
+
+
+class Bytes:
+    """A tokenizer of bytes that may begin every text with token 256."""
+
+    def __init__(self, begin=False):
+        self.begin = begin
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        ids = list(text.encode())
+        return type("Encoding", (), {"input_ids": [256, *ids] if self.begin and add_special_tokens else ids})
+
+
+def documents(*lengths, kind="book"):
+    return [Document(f"{kind}{i}", kind, np.arange(n) % 251) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(("text", "count"), [("512", 512), (300, 300), ("1.5K", 1536), ("1m", 1 << 20)])
+def test_lengths_are_parsed(text, count):
+    assert parse_tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["k", "-1", "0", "1.3", "lots", ""])
+def test_lengths_that_are_none(text):
+    with pytest.raises(ConfigError, match="is no token count; allowed: 512, 1k"):
+        parse_tokens(text)
+
+
+def test_every_length_ends_at_the_same_point():
+    point = choose_points(documents(1000), longest=400, count=1).points[0]
+    long, short = point.prompt(400), point.prompt(50)
+    assert len(long) == 400 and long[-50:] == short
+    assert short[-1] == (point.end - 1) % 251
+
+
+def test_a_prefix_takes_the_place_of_the_first_tokens():
+    point = choose_points(documents(500), longest=100, count=1).points[0]
+    assert point.prompt(100, [7])[0] == 7
+    assert point.prompt(100, [7])[1:] == point.prompt(100)[1:]
+    assert prefix_of(Bytes(begin=True)) == [256] and prefix_of(Bytes()) == []
+
+
+def test_points_leave_room_on_both_sides_and_are_apart():
+    found = choose_points(documents(700, 3000), longest=400, count=30, margin=100, seed=5)
+    for point in found.points:
+        assert 400 <= point.end <= len(point.document.ids_T) - 100
+    ends = sorted(point.end for point in found.points if point.document.name == "book1")
+    assert len(ends) == len(set(ends))
+    assert min(ends) < 700 and max(ends) > 2500
+
+
+def test_points_are_spread_over_kinds_and_documents():
+    texts = documents(5000, 5000, 5000) + documents(5000, kind="code")
+    found = choose_points(texts, longest=100, count=24)
+    assert Counter(point.document.kind for point in found.points) == {"book": 12, "code": 12}
+    assert set(Counter(point.document.name for point in found.points).values()) == {4, 12}
+
+
+def test_points_are_the_same_for_one_seed_only():
+    def ends(seed):
+        return [point.end for point in choose_points(documents(9000), longest=100, count=5, seed=seed).points]
+
+    assert ends(1) == ends(1) != ends(2)
+
+
+def test_what_cannot_be_had_is_counted():
+    found = choose_points(documents(300, 1000, 1100), longest=900, count=50, margin=64)
+    assert found.dropped["documents shorter than 964 tokens"] == 1
+    assert found.dropped["prompts beyond what the held-out text gives"] == 50 - len(found.points) > 0
+    with pytest.raises(DataError, match=r"longest has 1100; pass shorter"):
+        choose_points(documents(300, 1100), longest=2000, count=1)
+
+
+def test_files_become_documents_with_kinds(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "emma.txt").write_text("abc")
+    (tmp_path / "code_sorting.txt").write_text("def")
+    (tmp_path / "tool.py").write_text("x = 1")
+    found = documents_from_files(tmp_path, Bytes())
+    assert [(doc.name, doc.kind) for doc in found] == [
+        ("emma", "book"),
+        ("code_sorting", "code"),
+        ("tool", "code"),
+    ]
+    assert found[0].ids_T.tolist() == [97, 98, 99]
+    assert [doc.name for doc in documents_from_files(tmp_path, Bytes(), kinds=["book"])] == ["emma"]
+    assert documents_from_files(tmp_path / "tool.py", Bytes())[0].kind == "code"
+
+
+def test_files_that_are_missing_or_not_text(tmp_path):
+    with pytest.raises(DataError, match="no held-out text at"):
+        documents_from_files(tmp_path / "none", Bytes())
+    with pytest.raises(DataError, match="no held-out text at"):
+        documents_from_files(tmp_path, Bytes())
+    (tmp_path / "book_a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+        documents_from_files(tmp_path, Bytes())
+    with pytest.raises(DataError, match=r"kinds there: book"):
+        documents_from_files(tmp_path, Bytes(), kinds=["chat"])
+
+
+def test_prepared_data_gives_its_held_out_documents(tmp_path):
+    writer = Writer(tmp_path, 300)
+    for name, kind, val in (("a", "book", False), ("b", "book", True), ("c", "code", True)):
+        writer.add(np.full(9, ord(name)), np.ones(9), name=name, kind=kind, val=val)
+    writer.close({"sources": []})
+    data = Prepared.open(tmp_path)
+    assert [(doc.name, doc.kind) for doc in documents_from_prepared(data)] == [("b", "book"), ("c", "code")]
+    assert documents_from_prepared(data, kinds=["code"])[0].ids_T.tolist() == [ord("c")] * 9
+    with pytest.raises(DataError, match="kinds: book, code"):
+        documents_from_prepared(data, kinds=["chat"])
