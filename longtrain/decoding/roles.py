@@ -118,7 +118,14 @@ class Evictor(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a method brings to an engine. Two parts that claim one role raise ConflictError."""
+    """What a method brings to an engine. Two parts that claim one role raise ConflictError.
+
+    Args:
+        draft: proposes trees.
+        evictor: chooses what of the cache stays after prefill.
+        cache: makes the cache, called as `Target.new_cache` is: (batch, max_tokens, max_nodes).
+        name: for messages.
+    """
 
     draft: Draft | None = None
     evictor: Evictor | None = None
