@@ -96,7 +96,7 @@ def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
     return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
 
 
-def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, name: str) -> None:
+def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, name: str) -> str:
     """Check that the labels decode to exactly the assistant's words, each followed by its end marker alone.
 
     Args:
@@ -104,6 +104,9 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
         rendered: the conversation's tokens and mask.
         messages: what they were made from.
         name: for error messages.
+
+    Returns:
+        The end marker behind the last answer, among the labels; empty if there is none.
 
     Raises:
         DataError: a span is missing, cut, or shifted against the assistant's words.
@@ -119,6 +122,7 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
             f"conversation {name}: {len(found)} stretches of labels for {len(wanted)} answers; the chat "
             f"template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
         )
+    marker = ""
     for (begin, end), content in zip(found, wanted, strict=True):
         text = tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
         rest = _after(text, content)
@@ -128,6 +132,8 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
                 f"answer is {_cut(content)}; each label must be the assistant's own token (mask[t] is about "
                 f"token t), then its end marker; check the template's generation marks"
             )
+        marker = rest.strip()
+    return marker
 
 
 def check_share(labels: int, tokens: int, documents: int, what: str) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -215,7 +216,7 @@ class Prepared:
             with np.load(folder / "docs.npz") as columns:
                 docs = {key: columns[key] for key in ("start", "length", "labels", "kind", "source", "val")}
             names = (folder / "names.txt").read_text(encoding="utf-8").split("\n")[:-1]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise DataError(
                 f"prepared data at {folder} is damaged ({error}); delete the folder and prepare again"
             ) from error

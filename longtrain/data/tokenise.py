@@ -20,6 +20,9 @@ from longtrain.data.prepared import Writer
 from longtrain.data.respond import Answers, Generate, respond
 from longtrain.data.sources import Inputs, documents
 from longtrain.errors import ConfigError, DataError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
 
 BATCH_CHARS = 4_000_000
 BATCH_DOCUMENTS = 512
@@ -175,12 +178,20 @@ class Tokenise:
             rendered, messages = self._fitted(messages, document.name)
             count = self.counts["conversations"] = self.counts["conversations"] + 1
             if self._to_audit(rendered, count):
-                masks.audit(self.tokenizer, rendered, messages, name=document.name)
+                self._note_end(masks.audit(self.tokenizer, rendered, messages, name=document.name))
             self.counts["chat tokens"] += len(rendered.ids_T)
             self.counts["chat labels"] += int(rendered.mask_T.sum())
             if count == AUDIT_FIRST:
                 self._check_share()
             yield rendered.ids_T, rendered.mask_T
+
+    def _note_end(self, marker: str) -> None:
+        if not marker and not self.counts["endless"]:
+            log.warning(
+                "answers end without an end marker among the labels, so when to stop is not learned; put it "
+                "inside the chat template's generation marks"
+            )
+        self.counts["endless"] += not marker
 
     def _to_audit(self, rendered: masks.Rendered, count: int) -> bool:
         """The first conversations and a sample of the rest; those all or none are first left to the share."""

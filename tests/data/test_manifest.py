@@ -1,0 +1,41 @@
+import pytest
+
+from longtrain.data.manifest import Manifest, Part, resolve
+from longtrain.errors import ConfigError, DataError
+
+
+def test_parts_share_what_stands_above_them():
+    manifest = Manifest.load("prolong64k")
+    assert [part.kind for part in manifest.parts] == ["book", "code", "paper", "chat"]
+    assert {part.hub for part in manifest.parts} == {"princeton-nlp/prolong-data-64K"}
+
+
+def test_an_unknown_manifest_lists_the_known():
+    with pytest.raises(ConfigError, match=r"known: .*slimpajama"):
+        Manifest.load("slimpyjama")
+
+
+@pytest.mark.parametrize(
+    "text,word",
+    [
+        ("hub: a/b\nadapter: text\n", "licence"),
+        ("hub: a/b\nlicence: x\nadapter: csv\n", "csv"),
+        ("hub: a/b\nlicence: x\nadapter: text\ncolour: red\n", "colour"),
+        ("hub: a/b\nlicence: x\nadapter: text\nformat: mds\n", "files"),
+    ],
+)
+def test_mistakes_in_a_manifest_are_named(tmp_path, text, word):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        Manifest.load(str(path))
+
+
+def test_a_commit_is_taken_as_it_is_and_a_branch_needs_the_hub(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert resolve(Part("a/b", "x", "text", revision=commit)) == commit
+    part = Part("nobody/nothing-here", "x", "text")
+    with pytest.raises(DataError, match=r"nobody/nothing-here.*data\.text=PATH"):
+        resolve(part)
+    assert resolve(part, known=commit) == commit

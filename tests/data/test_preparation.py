@@ -1,0 +1,364 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longtrain.data.config import DataConfig
+from longtrain.data.mask import spans
+from longtrain.data.prepare import prepare, tokenizer_hash
+from longtrain.data.prepared import Prepared
+from longtrain.errors import ConfigError, DataError
+
+from .conftest import TEMPLATE, UNMARKED
+
+STAGES = [{"steps": 1, "row_tokens": 64, "doc_tokens": 64}]
+
+
+def config(*sources, **values):
+    return DataConfig.parse({"name": "mine", "sources": list(sources), "stages": STAGES, **values})
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"t{i}.txt").write_text(f"Text number {i}. " * (i + 1))
+    return folder
+
+
+def chats(tmp_path, n=6, **row):
+    path = tmp_path / "chats.jsonl"
+    rows = [
+        row
+        or {
+            "messages": [
+                {"role": "user", "content": f"ask {i}"},
+                {"role": "assistant", "content": f"say {i}"},
+            ]
+        }
+        for i in range(n)
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def left_in(tmp_path):
+    """What preparing left behind, but for its lock."""
+    return [path.name for path in (tmp_path / "home" / "data").iterdir() if path.suffix != ".lock"]
+
+
+def run(made, tokenizer, tmp_path, **options):
+    return Prepared.open(
+        prepare(made, tokenizer, home=tmp_path / "home", progress=False, **options), verify=True
+    )
+
+
+def test_text_becomes_tokens_that_read_the_same(tokenizer, texts, tmp_path):
+    data = run(config({"text": str(texts), "kind": "prose"}), tokenizer, tmp_path)
+    assert data.kinds == ["prose"] and data.names == [f"t{i}" for i in range(10)]
+    for i in range(10):
+        ids = data.ids[data.start[i] : data.start[i] + data.length[i]]
+        assert tokenizer.decode(ids.tolist()) == f"Text number {i}. " * (i + 1)
+    assert data.mask.all() and data.manifest["counts"]["tokens"] == data.length.sum()
+    files = data.manifest["sources"][0]["inputs"]["files"]
+    assert len(files) == 10 and all(len(item["sha256"]) == 64 for item in files)
+    assert data.folder.name == f"mine-{tokenizer_hash(tokenizer)[:8]}"
+
+
+def test_equal_inputs_do_nothing_and_changed_ones_are_done_anew(tokenizer, texts, tmp_path, caplog):
+    made = config({"text": str(texts)})
+    manifest = run(made, tokenizer, tmp_path).folder / "manifest.json"
+    before = manifest.stat().st_mtime_ns
+    with caplog.at_level("INFO"):
+        run(made, tokenizer, tmp_path)
+    assert manifest.stat().st_mtime_ns == before and "nothing to do" in caplog.text
+    os.utime(texts / "t0.txt")  # touched, not changed
+    run(config({"text": str(texts)}, val_rows=3, stages=STAGES * 2), tokenizer, tmp_path)
+    assert manifest.stat().st_mtime_ns == before
+    (texts / "t0.txt").write_text("Changed in place, once.")
+    data = run(made, tokenizer, tmp_path)
+    assert manifest.stat().st_mtime_ns != before
+    assert tokenizer.decode(data.ids[: data.length[0]].tolist()) == "Changed in place, once."
+
+
+@pytest.mark.parametrize(
+    "values", [{"append_eos": True}, {"min_doc_tokens": 40}, {"val_fraction": 0.5}, {"seed": 1}]
+)
+def test_changed_options_are_done_anew(tokenizer, texts, tmp_path, values):
+    first = run(config({"text": str(texts)}), tokenizer, tmp_path).manifest["fingerprint"]
+    assert run(config({"text": str(texts)}, **values), tokenizer, tmp_path).manifest["fingerprint"] != first
+
+
+def test_another_tokenizer_has_its_own_folder(tokenizer, texts, tmp_path):
+    one = run(config({"text": str(texts)}), tokenizer, tmp_path).folder
+    tokenizer.chat_template = UNMARKED
+    assert run(config({"text": str(texts)}), tokenizer, tmp_path).folder != one and one.is_dir()
+
+
+def test_calling_a_tokenizer_does_not_change_its_hash(tokenizer):
+    before = tokenizer_hash(tokenizer)
+    tokenizer("text", truncation=True, max_length=2)
+    assert tokenizer_hash(tokenizer) == before
+
+
+def test_append_eos_ends_every_text(tokenizer, texts, tmp_path):
+    data = run(config({"text": str(texts)}, append_eos=True), tokenizer, tmp_path)
+    assert (data.ids[data.start + data.length - 1] == tokenizer.eos_token_id).all()
+
+
+def test_a_failure_leaves_the_old_data_and_nothing_else(tokenizer, texts, tmp_path):
+    folder = run(config({"text": str(texts)}), tokenizer, tmp_path).folder
+    (texts / "t5.txt").write_bytes(b"\xff\xff")
+    with pytest.raises(DataError, match="t5"):
+        run(config({"text": str(texts)}), tokenizer, tmp_path)
+    assert len(Prepared.open(folder, verify=True).names) == 10
+    assert left_in(tmp_path) == [folder.name]
+
+
+def test_conversations_are_labelled_by_the_marks(tokenizer, tmp_path):
+    data = run(config({"conversations": chats(tmp_path)}), tokenizer, tmp_path)
+    for i in range(6):
+        ids = np.asarray(data.ids[data.start[i] : data.start[i] + data.length[i]])
+        mask = np.asarray(data.mask[data.start[i] : data.start[i] + data.length[i]])
+        assert [tokenizer.decode(ids[a:b].tolist()) for a, b in spans(mask)] == [f"say {i}<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "template,word",
+    [
+        (UNMARKED, "generation %}"),
+        (
+            TEMPLATE.replace(
+                "{% generation %}{{ m['content'] }}<|end|>", "{{ m['content'] }}<|end|>{% generation %}"
+            ),
+            "0%",
+        ),
+        ("{% generation %}" + UNMARKED + "{% endgeneration %}", "100%"),
+        (TEMPLATE.replace("<|assistant|>{% generation %}", "{% generation %}<|user|>Assistant "), "line up"),
+    ],
+)
+def test_templates_that_mask_wrongly_stop_the_run(tokenizer, tmp_path, template, word):
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=word):
+        run(config({"conversations": chats(tmp_path)}), tokenizer, tmp_path)
+    assert not left_in(tmp_path)
+
+
+def test_a_wrong_mask_is_found_before_the_whole_corpus_is_read(tokenizer, tmp_path):
+    tokenizer.chat_template = "{% generation %}" + UNMARKED + "{% endgeneration %}"
+    with pytest.raises(DataError, match="in 200 conversations"):
+        run(config({"conversations": chats(tmp_path, n=450)}), tokenizer, tmp_path)
+
+
+def test_mask_all_labels_prompts_too_when_asked(tokenizer, tmp_path):
+    tokenizer.chat_template = UNMARKED
+    assert run(config({"conversations": chats(tmp_path)}, mask="all"), tokenizer, tmp_path).mask.all()
+
+
+def test_conversations_without_a_last_answer_are_counted(tokenizer, tmp_path):
+    path = chats(tmp_path)
+    with Path(path).open("a") as file:
+        file.write(json.dumps({"messages": [{"role": "user", "content": "left open"}]}) + "\n")
+    data = run(config({"conversations": path}), tokenizer, tmp_path)
+    assert len(data.names) == 6 and data.manifest["read"]["unanswered"] == 1
+
+
+def test_pre_tokenised_rows_keep_ids_and_mask(tokenizer, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"input_ids": [9, 8, 7, 6], "loss_mask": [0, 0, 1, 1]}) + "\n")
+    data = run(config({"tokenised": str(path)}), tokenizer, tmp_path)
+    assert data.ids.tolist() == [9, 8, 7, 6] and data.mask.tolist() == [0, 0, 1, 1]
+    path.write_text(json.dumps({"input_ids": [9, 8000]}) + "\n")
+    with pytest.raises(DataError, match="8000"):
+        run(config({"tokenised": str(path)}), tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["error", "split", "truncate"])
+def test_a_document_longer_than_the_context(tokenizer, texts, tmp_path, how):
+    (texts / "t3.txt").write_text("a" * 700)
+    made = config({"text": str(texts)}, long_documents=how)
+    if how == "error":
+        with pytest.raises(
+            DataError, match=r"document t3 has 700 tokens, the limit is 512.*long_documents=split"
+        ):
+            run(made, tokenizer, tmp_path, context_tokens=512)
+        return
+    data = run(made, tokenizer, tmp_path, context_tokens=512)
+    assert data.length[3] == (700 if how == "split" else 512)
+    assert data.manifest["read"].get("truncated", 0) == (how == "truncate")
+
+
+def test_a_long_conversation_loses_the_middle_of_its_prompt(tokenizer, tmp_path):
+    ask = "Sum up: " + "x" * 400 + " Now sum up."
+    row = {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": "Many x."}]}
+    made = config(
+        {"conversations": chats(tmp_path, n=3, **row)}, long_documents="truncate", max_doc_tokens=100
+    )
+    data = run(made, tokenizer, tmp_path)
+    text = tokenizer.decode(data.ids[: data.length[0]].tolist())
+    assert (
+        data.length.max() <= 100
+        and text.startswith("<|user|>Sum up: x")
+        and " Now sum up.<|assistant|>Many x.<|end|>" in text
+    )
+    assert data.labels.tolist() == [len("Many x.") + 1] * 3 and data.manifest["read"]["truncated"] == 3
+
+
+def test_a_conversation_whose_answer_does_not_fit_is_left_out(tokenizer, tmp_path):
+    path = chats(tmp_path)
+    with Path(path).open("a") as file:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "y" * 300}]
+        file.write(json.dumps({"messages": turns}) + "\n")
+    data = run(
+        config({"conversations": path}, long_documents="truncate", max_doc_tokens=100), tokenizer, tmp_path
+    )
+    assert len(data.names) == 6 and data.manifest["read"]["long"] == 1
+
+
+@pytest.mark.parametrize("content", ["", "x", "\n"])
+def test_empty_data_is_an_error(tokenizer, tmp_path, content):
+    path = tmp_path / "empty.txt"
+    path.write_text(content)
+    with pytest.raises(DataError, match="gave no document"):
+        run(config({"text": str(path)}), tokenizer, tmp_path)
+
+
+def test_paths_that_are_not_set(tokenizer, texts, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.text=PATH"):
+        run(config({"text": None}), tokenizer, tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.text=PATH"):
+        run(config({"text": None, "optional": True}), tokenizer, tmp_path)
+    data = run(config({"text": None, "optional": True}, {"text": str(texts)}), tokenizer, tmp_path)
+    assert len(data.names) == 10
+
+
+def test_held_out_documents_do_not_depend_on_the_others(tokenizer, texts, tmp_path):
+    before = run(config({"text": str(texts)}, val_fraction=0.4), tokenizer, tmp_path)
+    held = {name for name, val in zip(before.names, before.val, strict=True) if val}
+    (texts / "a_new_one.txt").write_text("One more text comes first.")
+    after = run(config({"text": str(texts)}, val_fraction=0.4), tokenizer, tmp_path)
+    now = {name for name, val in zip(after.names, after.val, strict=True) if val}
+    assert 0 < len(held) < 10 and now - {"a_new_one"} == held
+
+
+def test_a_small_corpus_still_holds_one_document_out(tokenizer, texts, tmp_path):
+    assert run(config({"text": str(texts)}, val_fraction=0.0001), tokenizer, tmp_path).val.sum() == 1
+
+
+def test_a_source_can_be_the_held_out_one(tokenizer, texts, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("Held out on purpose.")
+    made = config(
+        {"text": str(texts), "split": "train"}, {"text": str(other), "split": "val"}, val_fraction=0.9
+    )
+    assert run(made, tokenizer, tmp_path).val.tolist() == [False] * 10 + [True]
+    with pytest.raises(DataError, match="no document to train on"):
+        run(config({"text": str(other), "split": "val"}), tokenizer, tmp_path)
+
+
+def test_rows_and_columns_of_a_source(tokenizer, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps({"body": f"row {i}"}) + "\n" for i in range(9)))
+    source = {"jsonl": str(path), "columns": {"text": "body"}, "rows": 4, "kind": "web"}
+    data = run(config(source), tokenizer, tmp_path)
+    assert data.names == [f"r.jsonl:{i}" for i in range(1, 5)] and data.kinds == ["web"]
+
+
+def test_the_target_writes_the_last_answer(tokenizer, tmp_path):
+    calls = []
+
+    def generate(prompts):
+        calls.append(prompts)
+        return [[*tokenizer("new")["input_ids"], tokenizer.eos_token_id] for _ in prompts]
+
+    tokenizer.chat_template = UNMARKED
+    made = config({"conversations": chats(tmp_path)}, answers="target", answer_tokens=8)
+    data = run(made, tokenizer, tmp_path, generate=generate, author={"target": "t"})
+    text = tokenizer.decode(data.ids[: data.length[0]].tolist())
+    assert text == "<|user|>ask 0<|assistant|>new<|end|>" and data.labels.tolist() == [4] * 6
+    assert len(calls) == 1
+    run(made, tokenizer, tmp_path, generate=generate, author={"target": "t"})
+    run(
+        config({"conversations": chats(tmp_path)}, answers="target", answer_tokens=8, min_doc_tokens=3),
+        tokenizer,
+        tmp_path,
+        generate=generate,
+        author={"target": "t"},
+    )
+    assert len(calls) == 1  # prepared anew from the answers there are
+    with pytest.raises(DataError, match="longtrain prepare"):
+        run(made, tokenizer, tmp_path, author={"target": "another"})
+
+
+@pytest.mark.parametrize(
+    "values,word",
+    [
+        ({"colour": 1}, "colour"),
+        ({"mask": "guess"}, "template, prefix, all"),
+        ({"min_doc_tokens": 1}, "2 or more"),
+        ({"val_fraction": 1.0}, "val_fraction"),
+        ({"sources": []}, "at least one source"),
+        ({"sources": [{"text": "x", "jsonl": "y"}]}, "2 readers"),
+        ({"sources": [{"text": "x", "wieght": 2}]}, "wieght"),
+        ({"sources": [{"text": "x", "weight": 0}]}, "above 0"),
+        ({"stages": [{"steps": 1, "row_tokens": 8, "doc_tokens": 9}]}, "doc_tokens <= row_tokens"),
+        ({"stages": [{"row_tokens": 8, "doc_tokens": 8}]}, "exactly one"),
+    ],
+)
+def test_mistakes_in_a_config_are_named(values, word):
+    with pytest.raises(ConfigError, match=word):
+        DataConfig.parse({"name": "mine", "sources": [{"text": "x"}], "stages": STAGES, **values})
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from longtrain.data.config import DataConfig
+from longtrain.data.prepare import prepare
+from longtrain.errors import DataError
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    config = DataConfig.parse({"name": "mine", "sources": [{"text": sys.argv[2]}]})
+    prepare(config, tokenizer, home=Path(sys.argv[3]))
+except DataError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_file_that_cannot_grow_is_one_clear_error_and_leaves_nothing(tokenizer_folder, tmp_path):
+    path = tmp_path / "big.txt"
+    path.write_text("b" * 200_000)
+    made = subprocess.run(
+        [sys.executable, "-c", FULL, tokenizer_folder, path, tmp_path / "home"],
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 1 and "nothing was kept" in made.stderr.splitlines()[-1]
+    assert not left_in(tmp_path)
+
+
+TWO = """
+import sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from longtrain.data.config import DataConfig
+from longtrain.data.prepare import prepare
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+config = DataConfig.parse({"name": "mine", "sources": [{"text": sys.argv[2]}]})
+print(prepare(config, tokenizer, home=Path(sys.argv[3])))
+"""
+
+
+def test_ranks_that_prepare_at_once_do_it_once(tokenizer_folder, texts, tmp_path):
+    command = [sys.executable, "-c", TWO, str(tokenizer_folder), str(texts), str(tmp_path / "home")]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
+    assert len(folders) == 1 and all(rank.returncode == 0 for rank in ranks)
+    assert len(Prepared.open(tmp_path / folders.pop(), verify=True).names) == 10

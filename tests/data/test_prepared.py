@@ -1,0 +1,96 @@
+import errno
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longtrain.data.prepared import Prepared, Writer, replacing
+from longtrain.errors import DataError
+
+
+def inside(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+def test_what_is_written_is_read(make_prepared):
+    data = make_prepared([3, 5], masks=[[0, 1, 1], [1, 1, 0, 0, 1]], val=[1], kinds=["book", "code"])
+    assert data.ids.tolist() == list(range(8)) and data.ids.dtype == np.uint32
+    assert data.mask.tolist() == [0, 1, 1, 1, 1, 0, 0, 1]
+    assert data.start.tolist() == [0, 3] and data.length.tolist() == [3, 5] and data.labels.tolist() == [2, 2]
+    assert (
+        data.val.tolist() == [False, True]
+        and data.names == ["doc0", "doc1"]
+        and data.kinds == ["book", "code"]
+    )
+    assert data.manifest["counts"]["val_tokens"] == 5
+    assert Prepared.open(data.folder, verify=True).labels.tolist() == [2, 2]
+    assert pickle.loads(pickle.dumps(data)).ids.tolist() == data.ids.tolist()
+
+
+def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
+    writer = Writer(tmp_path, 65536)
+    writer.add(np.array([65535, 0]), np.array([1, 1]), name="a\nb", kind="x")
+    writer.close({})
+    assert np.load(tmp_path / "ids.npy").dtype == np.uint16
+    assert (tmp_path / "names.txt").read_text() == "a b\n"
+
+
+@pytest.mark.parametrize("ids", [[5, 10], [-1, 2]])
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, ids):
+    with pytest.raises(DataError, match=f"document d: token id {max(ids) if ids[0] > 0 else -1} .* 10"):
+        Writer(tmp_path, 10).add(np.array(ids), np.array([1, 1]), name="d", kind="x")
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "mask.npy", "docs.npz", "names.txt"])
+def test_damage_is_found(make_prepared, name):
+    folder = make_prepared([400, 300]).folder
+    path = folder / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="prepare again"):
+        Prepared.open(folder)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match="prepare again"):
+        Prepared.open(folder, verify=True)
+    path.unlink()
+    with pytest.raises(DataError, match="prepare again"):
+        Prepared.open(folder)
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"format": 0}'])
+def test_a_folder_without_a_whole_manifest_is_not_prepared(make_prepared, manifest):
+    folder = make_prepared([10]).folder
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(DataError, match="longtrain prepare"):
+        Prepared.open(folder)
+
+
+def test_a_block_that_fails_leaves_what_was_there(tmp_path):
+    folder = tmp_path / "data"
+    with replacing(folder) as temporary:
+        (temporary / "x").write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(folder) as temporary:
+        (temporary / "x").write_text("new")
+        raise ZeroDivisionError
+    assert (folder / "x").read_text() == "old" and inside(tmp_path) == ["data"]
+    with replacing(folder) as temporary:
+        (temporary / "y").write_text("new")
+    assert inside(folder) == ["y"] and inside(tmp_path) == ["data"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "data"
+    with pytest.raises(DataError, match=r"no room for .*data.*No space left.*home=DIR"):
+        with replacing(folder) as temporary:
+            (temporary / "mask.npy").symlink_to("/dev/full")
+            writer = Writer(temporary, 100)
+            writer.add(np.zeros(10**6, np.int64), np.ones(10**6, np.uint8), name="d", kind="x")
+            writer.close({})
+    assert inside(tmp_path) == []
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(PermissionError), replacing(tmp_path / "data"):
+        raise PermissionError(errno.EACCES, "no")

@@ -1,0 +1,161 @@
+"""Retrieval tasks: exact lengths, right answers, determinism, and rows of a mixture."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from longtrain.data.config import Stage
+from longtrain.data.mixture import Mixture, MixtureRows
+from longtrain.data.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
+from longtrain.errors import ConfigError, DataError
+
+MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
+VOCABULARY = [chr(i) for i in range(256)] + list(MARKS.values())
+WORDS = np.random.default_rng(9).choice(["sea", "boat", "calm", "men", "home", "rope", "wind", "shore"], (400, 3)).tolist()
+TEXT = "".join(f"The {a} was {b}. A {c} came in\nand the men went home. " for a, b, c in WORDS)
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode("latin-1"))
+
+
+def decode(ids: np.ndarray) -> str:
+    return "".join(VOCABULARY[i] for i in ids.tolist())
+
+
+@pytest.fixture(scope="module")
+def writer() -> RetrievalWriter:
+    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
+    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
+
+
+@pytest.mark.parametrize("task", RetrievalWriter.tasks)
+def test_documents_have_exactly_the_length_asked_for(writer: RetrievalWriter, task: str) -> None:
+    rng = np.random.default_rng(0)
+    for n in (1200, 1337, 2500, 4096):
+        document = writer.write(task, n, rng)
+        assert len(document.ids_T) == len(document.roles_T) == n
+
+
+@pytest.mark.parametrize("task", RetrievalWriter.tasks)
+def test_a_document_is_a_function_of_its_generator(writer: RetrievalWriter, task: str) -> None:
+    first, again, other = (writer.write(task, 2000, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    assert (first.ids_T == again.ids_T).all() and (first.roles_T == again.roles_T).all()
+    assert not np.array_equal(first.ids_T, other.ids_T)
+
+
+def turns(document: Document) -> list[tuple[str, str]]:
+    """(question with what is before it, answer) of each turn."""
+    found = re.findall(r"<user>(.*?)<assistant>(.*?)<end>", decode(document.ids_T), flags=re.DOTALL)
+    assert found
+    return found
+
+
+def test_needle_answers_are_the_values_hidden_for_the_key(writer: RetrievalWriter) -> None:
+    for seed in range(20):
+        document = writer.write("needles", 6000, np.random.default_rng(seed))
+        text = decode(document.ids_T)
+        for question, answer in turns(document):
+            key = re.findall(r"numbers? for (\S+) mentioned", question)[-1]
+            hidden = re.findall(rf"One of the special magic numbers for {key} is: (\d{{7}})\.", text)
+            assert hidden and sorted(re.findall(r"\d+", answer)) == sorted(hidden)
+        values = decode(document.ids_T[document.roles_T == Role.VALUE])
+        assert re.fullmatch(r"\d+", values) and len(values) % 7 == 0
+
+
+def test_table_answers_stand_in_the_table(writer: RetrievalWriter) -> None:
+    for seed in range(20):
+        document = writer.write("table", 1500, np.random.default_rng(seed))
+        table = dict(re.findall(r"^(\d+): (\d+)$", decode(document.ids_T), flags=re.MULTILINE))
+        for question, answer in turns(document):
+            assert answer == table[re.findall(r"Look up (\d+)\.", question)[-1]] + "."
+
+
+def test_chain_answers_follow_the_assignments(writer: RetrievalWriter) -> None:
+    for seed in range(20):
+        document = writer.write("chains", 3000, np.random.default_rng(seed))
+        if document.kind != "chains":
+            continue
+        text = decode(document.ids_T)
+        for question, answer in turns(document):
+            value = re.findall(r"the value (\d{5}) in", question)[-1]
+            names = re.findall(r"[A-Z]{5}", answer)
+            assert f"VAR {names[0]} = {value}." in text
+            for before, after in zip(names, names[1:], strict=False):
+                assert f"VAR {after} = VAR {before}." in text
+
+
+def test_quotes_and_copies_stand_in_the_text(writer: RetrievalWriter) -> None:
+    for seed in range(10):
+        for question, answer in turns(writer.write("quote", 2000, np.random.default_rng(seed))):
+            assert question[-12:] + answer in TEXT * 2
+        (question, answer), *_ = turns(writer.write("copy", 800, np.random.default_rng(seed)))
+        assert question.endswith(answer)
+
+
+def test_a_needle_prompt_hides_one_value_a_key_and_asks_for_one(writer: RetrievalWriter) -> None:
+    ids, value = writer.needle_prompt(3000, 8, np.random.default_rng(0))
+    text = decode(np.array(ids))
+    hidden = re.findall(r"numbers for (\S+) is: (\d{7})\.", text)
+    asked = re.search(r"What are all the special magic numbers for (\S+) mentioned in the provided text\?<assistant>$", text)
+    assert len(ids) == 3000 and len(hidden) == 8 and len(dict(hidden)) == 8
+    assert asked and dict(hidden)[asked[1]] == value
+
+
+def test_hidden_sentences_leave_the_text_around_them_as_it_is(writer: RetrievalWriter) -> None:
+    ids, _ = writer.needle_prompt(2000, 4, np.random.default_rng(1))
+    body = decode(np.array(ids)).split("afterwards.\n")[1].split("\nWhat are all")[0]
+    rest = re.sub(r" One of the special magic numbers for \S+ is: \d{7}\.|One of[^\n]*: \d{7}\.\n", "", body)
+    assert rest in TEXT * 2
+
+
+def test_what_cannot_be_written_is_refused(writer: RetrievalWriter) -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ConfigError, match="known: needles"):
+        writer.write("riddles", 1000, rng)
+    with pytest.raises(ConfigError, match="too short"):
+        writer.write("needles", 100, rng)
+    with pytest.raises(ConfigError, match="too few"):
+        writer.needle_prompt(300, 16, rng)
+    with pytest.raises(DataError, match="at least 64"):
+        TextStream(np.zeros(8, np.uint16), VOCABULARY, "book")
+
+
+def mixture(writer: RetrievalWriter, **changes: object) -> Mixture:
+    chat = Document(np.array([256, 65, 257, 66, 258], np.int32), np.array([1, 0, 1, 2, 2], np.uint8), "chat")
+    values: dict = dict(shares={"needles": 1, "text": 1, "chat": 1}, stream_weights=[1.0], min_doc_tokens=300)
+    return Mixture(writer, writer.streams, [chat], **{**values, **changes})
+
+
+def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
+    batch = mixture(writer).batch(0, Stage(row_tokens=8000, doc_tokens=2000, steps=1), seed=0)
+    assert batch.weights_T is not None
+    starts = list(batch.bounds[:-1])
+    assert batch.bounds[0] == 0 and batch.bounds[-1] == len(batch.ids_T) == 8000
+    assert max(np.diff(batch.bounds)) <= 2000 and len(set(batch.kinds)) > 1
+    assert not batch.loss_mask_T[starts].any()
+    assert batch.tokens_in_step == int(batch.loss_mask_T.sum())
+    assert set(batch.weights_T.unique().tolist()) <= {0.0, 1.0, 4.0}
+
+
+def test_any_rank_and_any_start_gives_the_same_rows(writer: RetrievalWriter) -> None:
+    stages = [Stage(row_tokens=2000, doc_tokens=600, fraction=0.5), Stage(row_tokens=2000, doc_tokens=1500, fraction=0.5)]
+    make: Callable[..., MixtureRows] = lambda **keys: MixtureRows(
+        mixture(writer), stages, total_steps=3, rows_per_step=2, seed=1, **keys
+    )
+    whole, late = list(make()), list(make(start=4))
+    ranks = [list(make(world=2, rank=rank)) for rank in (0, 1)]
+    assert [len(whole), len(late), len(ranks[0])] == [6, 2, 3]
+    for i, batch in enumerate(whole):
+        assert batch.ids_T.equal(ranks[i % 2][i // 2].ids_T)
+        assert batch.tokens_in_step == sum(int(b.loss_mask_T.sum()) for b in whole[i // 2 * 2 : i // 2 * 2 + 2])
+    assert late[0].ids_T.equal(whole[4].ids_T)
+
+
+def test_wrong_shares_are_refused(writer: RetrievalWriter) -> None:
+    with pytest.raises(ConfigError, match="unknown share 'poems'"):
+        mixture(writer, shares={"poems": 1})
+    with pytest.raises(ConfigError, match="epochs"):
+        MixtureRows(mixture(writer), [Stage(row_tokens=64, doc_tokens=64, epochs=1)], total_steps=1)

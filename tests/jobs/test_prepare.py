@@ -1,0 +1,118 @@
+import json
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from longtrain.data.prepared import Prepared
+from longtrain.errors import ConfigError, DataError
+from longtrain.jobs.prepare import ensure_prepared, run
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}A:{% generation %}{{ m['content'] }}"
+    "{% endgeneration %}{% else %}U:{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def target(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path / "target"
+    folder.mkdir()
+    vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    return folder
+
+
+@pytest.fixture
+def cfg(tmp_path, target):
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    data = {
+        "name": "mine",
+        "conversations": str(chats),
+        "sources": [{"conversations": "${data.conversations}", "kind": "chat"}],
+        "long_documents": "error",
+        "stages": [{"fraction": 1.0, "row_tokens": 32, "doc_tokens": 32}],
+    }
+    home = str(tmp_path / "home")
+    return OmegaConf.create(
+        {
+            "data": data,
+            "target": {"path": str(target)},
+            "home": home,
+            "run_dir": f"{home}/runs/r",
+            "seed": 0,
+            "show": 0,
+        }
+    )
+
+
+def test_prepares_and_says_what_it_did(cfg, tmp_path):
+    run(cfg)
+    (folder,) = [path for path in (tmp_path / "home" / "data").iterdir() if path.is_dir()]
+    data = Prepared.open(folder, verify=True)
+    facts = json.loads((tmp_path / "home/runs/r/prepare/provenance.json").read_text())
+    assert (
+        facts["data"]["sha256"] == data.manifest["sha256"]
+        and (tmp_path / "home/runs/r/prepare/config.yaml").is_file()
+    )
+    assert data.labels.tolist() == [len("because")]
+
+
+def test_training_finds_what_was_prepared(cfg, target):
+    from transformers import AutoTokenizer
+
+    run(cfg)
+    folder = ensure_prepared(cfg, AutoTokenizer.from_pretrained(target), context_tokens=64)
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    assert ensure_prepared(cfg, AutoTokenizer.from_pretrained(target), context_tokens=64) == folder
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_show_prints_a_sample_with_its_labels_in_colour(cfg, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    cfg.show = 1
+    run(cfg)
+    out = capsys.readouterr().out
+    green = [part.split("\x1b[0m")[0] for part in out.split("\x1b[1;32m")[1:]]
+    assert "because" in "".join(green[1:]) and "why" not in "".join(green)
+
+
+def test_a_conversation_longer_than_the_targets_context(cfg, tmp_path):
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * 100}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError, match="the limit is 64"):
+        run(cfg)
+
+
+@pytest.mark.parametrize(
+    "change,word", [({"data": None}, "data=NAME"), ({"target": {"path": None}}, "target=NAME")]
+)
+def test_what_is_missing_is_named(cfg, change, word):
+    with pytest.raises(ConfigError, match=word):
+        run(
+            OmegaConf.merge(cfg, change) if change.get("data", 1) else OmegaConf.create({**cfg, "data": None})
+        )
+
+
+def test_a_target_without_a_tokenizer_is_named(cfg, tmp_path):
+    (tmp_path / "target" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"target\.path="):
+        run(cfg)
+
+
+def test_importing_the_job_does_not_import_transformers():
+    import subprocess
+
+    code = "import sys, longtrain.jobs.prepare; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
