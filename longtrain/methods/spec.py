@@ -5,8 +5,9 @@ Shapes: T tokens of one packed row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from longtrain.data.batch import Batch
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from longtrain.decoding.roles import Parts
     from longtrain.target.info import TargetInfo
     from longtrain.target.model import Target
@@ -44,6 +43,29 @@ class Objective(nn.Module):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class DataRun:
+    """What a data module must know of the run it serves.
+
+    Args:
+        home: folder that holds `data/`.
+        max_steps: optimizer steps; None: as many as the data's stages hold.
+        accumulate: micro-batches of one rank in an optimizer step.
+        world: ranks.
+        rank: this rank.
+        seed: of the run.
+        pin_memory: batches are copied to a CUDA device.
+    """
+
+    home: Path
+    max_steps: int | None
+    accumulate: int
+    world: int = 1
+    rank: int = 0
+    seed: int = 0
+    pin_memory: bool = False
+
+
 def _past_window(config: Any) -> int:
     """Two windows of a draft that has one (a field `window`), else a short prompt."""
     return 2 * int(getattr(config, "window", 64))
@@ -62,6 +84,8 @@ class MethodSpec:
         attach: (module, target, config, inference keys) -> Parts for the engine.
         export: (module, config, folder, provenance) -> None where the result is not an Artifact (the
             reference target).
+        data: (config, keys of `data`, DataRun) -> data module, for a method that makes its own rows; None:
+            documents prepared with the target's tokenizer.
         golden_tokens: config -> prompt length at which every part of the module matters (past its window);
             the golden outputs of an artifact are recorded on a prompt of this length.
     """
@@ -73,4 +97,5 @@ class MethodSpec:
     objective: Callable[[nn.Module, Target | None, Any], Objective] | None = None
     attach: Callable[[nn.Module, Target, Any, dict[str, Any]], Parts] | None = None
     export: Callable[[nn.Module, Any, Path, dict[str, Any]], None] | None = None
+    data: Callable[[Any, Mapping[str, Any], DataRun], Any] | None = None
     golden_tokens: Callable[[Any], int] = _past_window

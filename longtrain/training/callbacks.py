@@ -24,7 +24,7 @@ log = get_logger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - not a failure
     """A signal asked the run to leave; it is saved and can be resumed.
 
     Args:
@@ -43,8 +43,8 @@ class Stopped(Exception):
 class Checkpoints(Callback):
     """Saves every so many steps or minutes, at the end, and before leaving on a signal.
 
-    It acts at the start of a micro-batch that begins an optimizer step: by then all that belongs to the step before,
-    validation included, is done and written.
+    It acts at the start of a micro-batch that begins an optimizer step: by then all that belongs to the step
+    before, validation included, is done and written.
 
     Args:
         folder: of the checkpoints.

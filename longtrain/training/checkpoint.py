@@ -1,8 +1,8 @@
 """Checkpoints on disk: written whole or not at all, checked before use, the one before always kept.
 
-A run's folder holds `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then renamed, so a
-kill at any moment leaves at least one that is whole. A checkpoint is torch's zip file (a folder under DeepSpeed),
-whose records carry a CRC that is verified before anything is loaded from it.
+A run's folder holds `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then
+renamed, so a kill at any moment leaves at least one that is whole. A checkpoint is torch's zip file (a folder
+under DeepSpeed), whose records carry a CRC that is verified before anything is loaded from it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Sink:
 
 
 class AtomicIO(CheckpointIO):
-    """Lightning's way to the disk. A failed write is kept in `error`, so that every rank can stop together."""
+    """Lightning's way to the disk. A failed write is kept in `error`: every rank can stop together."""
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -70,7 +70,7 @@ class AtomicIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write to a temporary name, sync, rename. On an error nothing is left behind and `error` says why."""
+        """Write to a temporary name, sync, rename. On an error nothing is left, and `error` says why."""
         path, self.error = Path(path), None
         temporary = path.with_name(f".{path.name}.tmp")
         written = 0
@@ -124,8 +124,8 @@ def save(trainer: Any, folder: Path) -> Path:
         if trainer.is_global_zero:
             remove(incoming)
         raise TrainingError(
-            f"cannot save a checkpoint at step {trainer.global_step} in {folder}: {failed}; {describe(folder)}; "
-            f"make room or set home=FOLDER, then run the same command again to resume"
+            f"cannot save a checkpoint at step {trainer.global_step} in {folder}: {failed}; "
+            f"{describe(folder)}; make room or set home=FOLDER, then run the same command again to resume"
         )
     return folder / LAST
 
@@ -225,8 +225,8 @@ def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
         shown = ", ".join(f"{key}: {saved.facts.get(key)} -> {facts.get(key)}" for key in keys[:12])
         more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
         raise ConfigError(
-            f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({shown}{more}); put them "
-            f"back, choose another name=NAME, or pass resume=never to start anew"
+            f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({shown}{more}); "
+            f"put them back, choose another name=NAME, or pass resume=never to start anew"
         )
 
 

@@ -1,7 +1,7 @@
 """Figures of a run: kept on the device, pooled over micro-batches and ranks, read from time to time.
 
-Every optimizer step gives one record. Reading waits for the device, so it happens at the logging cadence and not
-at every step; a loss that is not finite is still found in the record of its own step.
+Every optimizer step gives one record. Reading waits for the device, so it happens at the logging cadence and
+not at every step; a loss that is not finite is still found in the record of its own step.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,16 @@ from longtrain.training.progress import ProgressBar
 
 log = get_logger(__name__)
 
-OUTPUTS = ("checkpoints", "metrics.csv", "speed.csv", "curves.png", "summary.json")
-"""What a run leaves in its folder, beside `config.yaml` and `provenance.json`."""
+OUTPUTS = (
+    "checkpoints",
+    "metrics.csv",
+    "speed.csv",
+    "curves.png",
+    "summary.json",
+    "config.yaml",
+    "provenance.json",
+)
+"""What a run leaves in its folder."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class LoopConfig:
         devices: how many, or a list of them, or auto.
         num_nodes: machines.
         strategy: Lightning's strategy, by name or built.
-        precision: bf16-mixed keeps the trained weights in fp32.
+        precision: bf16-mixed keeps the trained weights in fp32; auto: bf16-mixed on CUDA, else 32-true.
         gradient_clip_val: largest global gradient norm; None: do not clip.
         val_every: optimizer steps between validations; 0: never.
         log_every: optimizer steps between readings of the device.
@@ -62,7 +70,7 @@ class LoopConfig:
     devices: Any = 1
     num_nodes: int = 1
     strategy: Any = "auto"
-    precision: str = "32-true"
+    precision: str = "auto"
     gradient_clip_val: float | None = 1.0
     val_every: int = 0
     log_every: int = 10
@@ -79,6 +87,15 @@ class LoopConfig:
             if getattr(self, key) < 1:
                 raise ConfigError(f"trainer.{key}={getattr(self, key)} must be at least 1")
 
+    def settled(self) -> LoopConfig:
+        """The same with accelerator and precision chosen for this machine where they are `auto`."""
+        accelerator, precision = self.accelerator, self.precision
+        if accelerator == "auto":
+            accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+        if precision == "auto":
+            precision = "bf16-mixed" if accelerator in ("cuda", "gpu") else "32-true"
+        return replace(self, accelerator=accelerator, precision=precision)
+
 
 def build_trainer(
     loop: LoopConfig, folder: Path, *, callbacks: Sequence[Callback] = (), loggers: Sequence[Any] = ()
@@ -94,7 +111,7 @@ def build_trainer(
     plugins: list[Any] = [AtomicIO()]
     deepspeed = strategy.is_deepspeed(type(loop.strategy).__name__)
     if deepspeed:
-        plugins = [strategy.RowPrecision(loop.precision)]
+        plugins = [strategy.RowPrecision(loop.precision)]  # type: ignore[arg-type]
     try:
         return Trainer(
             accelerator=loop.accelerator,
@@ -182,8 +199,6 @@ def fit(
         "trainer.precision": loop.precision,
         "trainer.gradient_clip_val": loop.gradient_clip_val,
     }
-    if resume == "never" and trainer.is_global_zero:
-        clean(folder)
     checkpoints.mkdir(parents=True, exist_ok=True)
     start = checkpoint.find(checkpoints, resume)
     first = 0

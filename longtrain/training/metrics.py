@@ -1,7 +1,7 @@
 """Reads the run's figures at the logging cadence, writes them down, and stops a run whose loss is not finite.
 
-`metrics.csv` holds what is a function of data and weights alone, one row an optimizer step, so two equal runs have
-equal files; `speed.csv` holds what the clock says, one row a reading.
+`metrics.csv` holds what is a function of data and weights alone, one row an optimizer step, so two equal runs
+have equal files; `speed.csv` holds what the clock says, one row a reading.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Metrics(Callback):
     Args:
         folder: the run's folder.
         every: optimizer steps between two readings of the device.
-        listeners: called on rank 0 with (step, figures) at every reading, the newest step's figures and the speed.
+        listeners: called on rank 0 with (step, figures) at every reading: the newest step's, and the speed.
     """
 
     def __init__(self, folder: Path, *, every: int, listeners: Sequence[Listener] = ()) -> None:
@@ -93,7 +93,7 @@ class Metrics(Callback):
         self.publish(trainer, pl_module)
 
     def publish(self, trainer: Any, module: TrainModule) -> None:
-        """Read the closed steps from the device, check them, write them, tell the listeners. All ranks call this.
+        """Read the closed steps from the device, check and write them, tell the listeners. All ranks call it.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the steps before it are written.

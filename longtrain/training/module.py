@@ -5,7 +5,6 @@ Shapes: T tokens of one packed row.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -26,8 +25,8 @@ class TrainModule(LightningModule):
     """Trains what an objective holds.
 
     An objective returns the *sum* of its loss over a micro-batch's labels. Lightning divides a loss by the
-    accumulated micro-batches and averages gradients over ranks; the factor `accumulate * ranks / tokens_in_step`
-    turns that into the gradient of the mean over all labels of the optimizer step, however they are spread.
+    accumulated micro-batches and averages gradients over ranks; `accumulate * ranks / tokens_in_step` makes
+    of that the gradient of the mean over all labels of the optimizer step, however they are spread.
 
     Args:
         objective: maps a batch to a loss; its `target`, if any, is frozen and never saved.
@@ -70,7 +69,7 @@ class TrainModule(LightningModule):
         """Pool the figures of one held-out micro-batch."""
         self.val_pool.add(self.objective(batch), batch)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """AdamW and its schedule from `optim`; parameter names are those of the trained module."""
         prefix = "module."
         named = [(name.removeprefix(prefix), value) for name, value in self.objective.named_parameters()]
@@ -108,15 +107,10 @@ class TrainModule(LightningModule):
         """Move a `Batch` (a frozen dataclass, which Lightning does not move by itself) without waiting."""
         if not isinstance(batch, Batch):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        moved = {
-            item.name: value.to(device, non_blocking=True)
-            for item in dataclasses.fields(batch)
-            if isinstance(value := getattr(batch, item.name), Tensor)
-        }
-        return dataclasses.replace(batch, **moved)
+        return batch.to(device, non_blocking=True)
 
     def trained_names(self) -> set[str]:
-        """Names of what is trained: parameters with a gradient, and saved buffers outside the frozen target."""
+        """Parameters with a gradient, and saved buffers outside the frozen target, by name."""
         names = {name for name, value in self.named_parameters(remove_duplicate=False) if value.requires_grad}
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         saved = set(super().state_dict())
@@ -162,8 +156,8 @@ class TrainModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take up the run at the start of the next optimizer step, at the data position that belongs to it.
 
-        Lightning's own loop state is not used: a checkpoint is always taken between two steps, so the step count
-        says all there is, also when the same rows are now spread over other ranks.
+        Lightning's own loop state is not used: a checkpoint is always taken between two steps, so the step
+        count says all there is, also when the same rows are now spread over other ranks.
         """
         saved = checkpoint["longtrain"]
         step = int(saved["step"])
@@ -172,7 +166,7 @@ class TrainModule(LightningModule):
         epoch.automatic_optimization.optim_progress.optimizer.step.total.completed = step
         epoch._batches_that_stepped = step
         rows = step * self.trainer.accumulate_grad_batches
-        total = epoch.batch_progress.total
+        total: Any = epoch.batch_progress.total
         total.ready = total.started = total.processed = total.completed = rows
         data = getattr(self.trainer, "datamodule", None)
         if data is not None:

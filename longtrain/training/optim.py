@@ -30,7 +30,8 @@ class Optim:
         warmup_ratio: share of the optimizer steps over which the rate rises linearly.
         warmup_steps: the same in steps; over `warmup_ratio` when set.
         min_lr_ratio: where cosine and linear end, as a share of `lr`.
-        lr_multipliers: pattern of parameter names (`*` matches anything) -> factor on `lr`; the first match counts.
+        lr_multipliers: pattern of parameter names (`*` matches anything) -> factor on `lr`; the first match
+            counts.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -91,7 +92,9 @@ class Optim:
             {"params": members, "lr": self.lr * times, "weight_decay": self.weight_decay if decays else 0.0}
             for (times, decays), members in groups.items()
         ]
-        optimizer = torch.optim.AdamW(rows, lr=self.lr, betas=tuple(self.betas), eps=self.eps, fused=fused)
+        optimizer = torch.optim.AdamW(
+            rows, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=fused
+        )
         rate: Callable[[int], float] = partial(self.factor, max_steps=max_steps)
         return optimizer, LambdaLR(optimizer, rate)
 

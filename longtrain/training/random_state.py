@@ -11,7 +11,8 @@ import torch
 
 def get() -> dict[str, Any]:
     """The state of Python's, numpy's and torch's generators, loadable without running pickled code."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, gauss = state
     return {
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],

@@ -14,7 +14,7 @@ from longtrain.errors import ConfigError
 
 
 class RowPrecision(DeepSpeedPrecision):
-    """DeepSpeed's precision, leaving the batch alone: token ids and masks have no floating point to convert."""
+    """DeepSpeed's precision, leaving the batch alone: token ids and masks have nothing to convert."""
 
     def convert_input(self, data: Any) -> Any:
         """The batch as it is."""
@@ -35,8 +35,8 @@ def check_available(strategy: Any) -> None:
     """
     if is_deepspeed(strategy) and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
-            "trainer.strategy needs DeepSpeed, which is not installed; run: pip install 'longtrain[deepspeed]', or "
-            "choose trainer=one_gpu or trainer=ddp"
+            "trainer.strategy needs DeepSpeed, which is not installed; run: pip install "
+            "'longtrain[deepspeed]', or choose trainer=one_gpu or trainer=ddp"
         )
 
 

@@ -1,4 +1,4 @@
-"""A CSV file of figures that survives kills: rows are appended whole, new columns rewrite the file atomically."""
+"""A CSV file of figures that survives kills: rows are appended whole, new columns rewrite it atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longtrain.errors import TrainingError
 
 
 class Table:
-    """Rows by step. Columns appear in the order in which their names first come up; a missing figure is empty.
+    """Rows by step. Columns stand in the order in which names first come up; a missing figure is empty.
 
     Args:
         path: the file; what it holds already is kept until `cut`.
@@ -68,8 +68,8 @@ class Table:
 
     def _failed(self, error: OSError) -> TrainingError:
         return TrainingError(
-            f"cannot write figures to {self.path}: {error.strerror or error}; make room or set home=FOLDER, then "
-            f"run the same command again to resume"
+            f"cannot write figures to {self.path}: {error.strerror or error}; make room or set home=FOLDER, "
+            f"then run the same command again to resume"
         )
 
 

@@ -20,7 +20,7 @@ def test_vectors_do_not_decay_and_matrices_do():
 
 
 def test_multipliers_scale_the_rate_by_name():
-    optimizer, schedule = Optim(lr=1.0, warmup_ratio=0.0, lr_multipliers={"proj.*": 0.1}).build(
+    optimizer, _ = Optim(lr=1.0, warmup_ratio=0.0, lr_multipliers={"proj.*": 0.1}).build(
         params(), max_steps=10
     )
     rates = {(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups}

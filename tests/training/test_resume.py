@@ -87,7 +87,7 @@ def test_handlers_are_given_back(tmp_path, monkeypatch):
 
 
 def test_kill_at_random_moments_and_resume_gives_the_same_file(tmp_path):
-    """A real process, killed again and again; `metrics.csv` and the last checkpoint equal an unbroken run's."""
+    """A real process, killed again and again: `metrics.csv` and the weights equal an unbroken run's."""
     settings = ["steps=40", "checkpoint_every_steps=5", "val_every=7", "sleep=0.004"]
     whole = start(tmp_path / "whole", *settings)
     whole.join()
@@ -213,7 +213,7 @@ def test_no_flipped_byte_goes_unnoticed(tmp_path):
 def test_a_checkpoint_that_is_none_of_ours_is_refused(tmp_path):
     path = tmp_path / "weights.ckpt"
     torch.save({"state_dict": {}}, path)
-    with pytest.raises(ArtifactError, match="not a training checkpoint of longtrain.*init=ARTIFACT"):
+    with pytest.raises(ArtifactError, match=r"not a training checkpoint of longtrain.*init=ARTIFACT"):
         toy.train(tmp_path / "run", steps=2, resume=str(path))
     with pytest.raises(ConfigError, match="no checkpoint at resume="):
         toy.train(tmp_path / "run", steps=2, resume=str(tmp_path / "absent.ckpt"))

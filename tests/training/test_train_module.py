@@ -111,10 +111,10 @@ def test_a_checkpoint_is_never_taken_of_poisoned_weights(tmp_path):
 
 
 def test_a_step_without_labels_and_data_that_ends_are_errors(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="ended after step 5 of trainer.max_steps=9"):
+    with pytest.raises(DataError, match=r"ended after step 5 of trainer.max_steps=9"):
         toy.train(tmp_path, steps=9, data_steps=5)
     monkeypatch.setattr(toy, "row", lambda index: (torch.zeros(4, dtype=torch.long), torch.zeros(4).bool()))
-    with pytest.raises(DataError, match="step 1 has no supervised token.*doc0"):
+    with pytest.raises(DataError, match=r"step 1 has no supervised token.*doc0"):
         toy.train(tmp_path / "b", steps=2)
 
 

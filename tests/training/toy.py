@@ -17,7 +17,7 @@ from longtrain.data.batch import Batch
 from longtrain.errors import LongtrainError
 from longtrain.methods.spec import Loss, Objective
 from longtrain.training.callbacks import Stopped
-from longtrain.training.loop import LoopConfig, build_trainer, fit
+from longtrain.training.loop import LoopConfig, build_trainer, clean, fit
 from longtrain.training.optim import Optim
 
 VOCAB, HIDDEN = 19, 8
@@ -147,6 +147,7 @@ def train(
             "accelerator": "cpu",
             "devices": devices,
             "strategy": strategy,
+            "precision": "32-true",
             "val_every": 4,
             "log_every": 3,
             "checkpoint_every_minutes": 0.0,
@@ -155,6 +156,8 @@ def train(
     )
     objective = objective or Toy(Draft(), Frozen(), noise=True)
     lightning.seed_everything(0, verbose=False)
+    if resume == "never":
+        clean(Path(folder))
     trainer = build_trainer(loop, Path(folder), callbacks=callbacks, loggers=loggers)
     summary = fit(
         objective,

@@ -1,0 +1,296 @@
+"""Train a module against a frozen target: data, module, objective, trainer, fit; resumes by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import DictConfig
+
+from longtrain import methods, provenance
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.jobs import load_target_from, plain
+from longtrain.log import get_logger
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, Trainer
+    from torch import nn
+
+    from longtrain.methods.spec import DataRun, MethodSpec
+    from longtrain.target.info import TargetInfo
+    from longtrain.target.model import Target
+    from longtrain.training.loop import LoopConfig
+
+log = get_logger(__name__)
+
+
+def run(cfg: DictConfig) -> None:
+    """Train `cfg.method` until its last step, or go on where an earlier run of the same name was.
+
+    Raises:
+        ConfigError: a setting is wrong, or differs from those of the run to resume.
+        ArtifactError: a checkpoint or the artifact of `init` is damaged.
+        TrainingError: the loss is not finite, or the disk is full.
+        SystemExit: with code 0, when a signal asked the run to leave and it was saved.
+    """
+    from lightning.pytorch import seed_everything
+
+    from longtrain.training import loop as training
+    from longtrain.training.callbacks import Stopped
+    from longtrain.training.optim import Optim
+
+    spec = _spec(cfg)
+    config = _typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    optim = _typed(Optim, plain(cfg.optim), "optim")
+    settings = _loop(cfg)
+    folder = Path(cfg.run_dir) / "train"
+    resume = str(cfg.get("resume", "auto"))
+    trainer = training.build_trainer(
+        settings,
+        folder,
+        callbacks=_instances(cfg.callbacks.get("extra")),
+        loggers=_instances(cfg.get("logger")),
+    )
+    seed_everything(int(cfg.seed), workers=True, verbose=False)
+    _join(trainer)
+    target = (
+        None if spec.export is not None else load_target_from(cfg, device=str(trainer.strategy.root_device))
+    )
+    data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
+    module = spec.build(config, target.info if target is not None else None)
+    start_from = _load_init(cfg, spec, module, target)
+    objective = spec.objective(module, target, config) if spec.objective is not None else None
+    if objective is None:
+        raise ConfigError(f"method={spec.name} has nothing to train; choose another one for this job")
+    facts = {**_facts(cfg, target.info if target is not None else None, data), **start_from}
+    if trainer.is_global_zero:
+        if resume == "never":
+            training.clean(folder)
+        provenance.write(folder, plain(cfg), data=facts["data"], target=facts["target"], init=facts["init"])
+        _tell_loggers(trainer, plain(cfg))
+    try:
+        summary = training.fit(
+            objective,
+            data,
+            trainer,
+            optim=optim,
+            loop=settings,
+            folder=folder,
+            max_steps=_max_steps(settings, data),
+            facts=_flat(facts),
+            resume=resume,
+            show_progress=bool(cfg.callbacks.progress),
+            draw_curves=bool(cfg.callbacks.curves),
+        )
+    except Stopped as stopped:
+        log.info("%s", stopped)
+        raise SystemExit(0) from None
+    log.info(
+        "trained steps=%d tokens=%d loss=%s tokens_per_s=%s folder=%s",
+        summary["steps"],
+        summary["tokens"],
+        summary["final_loss"],
+        summary["tokens_per_s"],
+        folder,
+    )
+
+
+def _spec(cfg: DictConfig) -> MethodSpec:
+    if cfg.method is None:
+        raise ConfigError(
+            "no method is chosen (method=null); pass +recipe=NAME, or method=NAME with one of: "
+            f"{', '.join(methods.names())}"
+        )
+    return methods.get(str(cfg.method.name))
+
+
+def _loop(cfg: DictConfig) -> LoopConfig:
+    """`cfg.trainer`, its strategy and further Lightning arguments built from their `_target_`."""
+    from hydra.utils import instantiate
+
+    from longtrain.training import strategy
+    from longtrain.training.loop import LoopConfig
+
+    values = plain(cfg.trainer)
+    strategy.check_available(values.get("strategy"))
+    for key in ("strategy", "lightning"):
+        if isinstance(values.get(key), Mapping):
+            values[key] = instantiate(values[key], _convert_="all")
+    return _typed(LoopConfig, values, "trainer").settled()
+
+
+def _join(trainer: Trainer) -> None:
+    """Where the ranks were started from outside, meet first, so that rank 0 can prepare data for all."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and environment is not None and environment.creates_processes_externally:
+        trainer.strategy.setup_environment()
+
+
+def _data(
+    cfg: DictConfig,
+    spec: MethodSpec,
+    config: Any,
+    *,
+    trainer: Trainer,
+    settings: LoopConfig,
+    target: Target | None,
+) -> LightningDataModule:
+    """The method's own rows, or documents prepared now if they are missing or out of date."""
+    from longtrain.methods.spec import DataRun
+
+    about = DataRun(
+        home=Path(cfg.home),
+        max_steps=settings.max_steps,
+        accumulate=settings.accumulate_grad_batches,
+        world=trainer.world_size,
+        rank=trainer.global_rank,
+        seed=int(cfg.seed),
+        pin_memory=trainer.strategy.root_device.type == "cuda",
+    )
+    if about.rank > 0:
+        _wait(trainer)  # rank 0 prepares
+    if spec.data is not None:
+        made = spec.data(config, plain(cfg.data) if cfg.data else {}, about)
+    else:
+        made = _documents(cfg, about, target)
+    if about.rank == 0:
+        _wait(trainer)
+    return made
+
+
+def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> LightningDataModule:
+    from longtrain.data.module import DataModule
+    from longtrain.jobs.prepare import data_config, ensure_prepared
+
+    tokenizer = target.tokenizer if target is not None else None
+    context = target.info.max_positions if target is not None else None
+    return DataModule(
+        ensure_prepared(cfg, tokenizer, context_tokens=context, target=target),
+        data_config(cfg),
+        accumulate=about.accumulate,
+        seed=about.seed,
+        total_steps=about.max_steps,
+        context_tokens=context,
+        pin_memory=about.pin_memory,
+        world=about.world,
+        rank=about.rank,
+    )
+
+
+def _wait(trainer: Trainer) -> None:
+    """Meet the other ranks, if they are there already: Lightning starts its own only when training begins."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        trainer.strategy.barrier("prepare")
+
+
+def _max_steps(settings: LoopConfig, data: LightningDataModule) -> int:
+    """`trainer.max_steps`, or the length of the data's plan; the plan must be long enough."""
+    plan = getattr(data, "plan", None)
+    if settings.max_steps is None and plan is None:
+        raise ConfigError("trainer.max_steps=null, and the data does not say how long the run is; set it")
+    if plan is None or (settings.max_steps is not None and settings.max_steps <= plan.n_steps):
+        return int(settings.max_steps or 0)
+    if settings.max_steps is not None:
+        raise ConfigError(
+            f"data.stages hold {plan.n_steps} optimizer steps, trainer.max_steps={settings.max_steps} asks "
+            f"for more; lengthen data.stages or lower trainer.max_steps"
+        )
+    return int(plan.n_steps)
+
+
+def _load_init(cfg: DictConfig, spec: MethodSpec, module: nn.Module, target: Target | None) -> dict[str, Any]:
+    """Start from the weights of `cfg.init`, if it names an artifact; what it was, as a fact of the run."""
+    if not cfg.init:
+        return {"init": None}
+    from longtrain.artifact import Artifact
+
+    artifact = Artifact.load(str(cfg.init), home=str(cfg.home))
+    if artifact.method != spec.name:
+        raise ConfigError(
+            f"init={cfg.init} was trained by method={artifact.method}, this run is method={spec.name}"
+        )
+    if target is not None:
+        artifact.target.check(target.info)
+    try:
+        module.load_state_dict(artifact.tensors)
+    except RuntimeError as error:
+        raise ArtifactError(
+            f"init={cfg.init} does not fit the module: {' '.join(str(error).split())}; use the settings it "
+            f"was trained with: {artifact.config}"
+        ) from None
+    log.info("init=%s", cfg.init)
+    return {"init": {"artifact": str(cfg.init), "step": artifact.provenance.get("step")}}
+
+
+def _facts(cfg: DictConfig, info: TargetInfo | None, data: Any) -> dict[str, Any]:
+    """What a resumed run must share with the run before: who was trained on what, in which order."""
+    manifest = getattr(getattr(data, "data", None), "manifest", {})
+    who = (
+        {}
+        if info is None
+        else {
+            "name": info.name,
+            "shape": [info.n_layers, info.hidden_size, info.vocab_size],
+            "weights": info.weights_hash,
+            "tokenizer": info.tokenizer_hash,
+        }
+    )
+    stages = plain(cfg.data).get("stages") if cfg.data else None
+    return {
+        "seed": int(cfg.seed),
+        "method": plain(cfg.method),
+        "optim": plain(cfg.optim),
+        "data": {
+            "name": cfg.data.name if cfg.data else None,
+            "sha256": manifest.get("sha256"),
+            "stages": stages,
+        },
+        "target": who,
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _typed(kind: type, values: Mapping[str, Any], group: str, ignore: Iterable[str] = ()) -> Any:
+    """A settings dataclass from a group's values.
+
+    Raises:
+        ConfigError: a key that the dataclass does not have.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]
+    given = {key: value for key, value in values.items() if key in known or key not in ignore}
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
+    return kind(**given)
+
+
+def _instances(values: DictConfig | None) -> list[Any]:
+    """Third-party objects of a group: name -> mapping with `_target_`."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return [instantiate(value) for value in (values or {}).values() if value is not None]
+    except InstantiationException as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(
+            f"cannot build a logger or callback: {reason}; is its package installed?"
+        ) from error
+
+
+def _tell_loggers(trainer: Trainer, values: dict[str, Any]) -> None:
+    for logger in trainer.loggers:
+        logger.log_hyperparams(provenance.redact(values))
