@@ -36,7 +36,16 @@ longtrain JOB --help lists groups, options and keys; HYDRA_FULL_ERROR=1 shows th
 FREE_TEXT = ("prompt",)
 """Keys whose value is taken as it is typed: it need not follow Hydra's grammar."""
 
-VALUE_FLAGS: tuple[str, ...] = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-path", "-cp")
+VALUE_FLAGS: tuple[str, ...] = (
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-dir",
+    "-cd",
+    "--config-path",
+    "-cp",
+)
 VALUE_FLAGS += ("--config-name", "-cn", "--info", "-i", "--shell-completion", "-sc", "--experimental-rerun")
 """Hydra's flags that take the next word as their value."""
 
@@ -54,8 +63,7 @@ def main() -> None:
     else:
         if word in JOBS:
             sys.argv[1] = f"--config-name={word}"  # stays when Lightning starts the other ranks with our argv
-        _check_words()
-        sys.argv[1:] = [_quoted(arg) for arg in sys.argv[1:]]
+        sys.argv[1:] = _ordered(sys.argv[1:])
         _run_hydra()
 
 
@@ -176,11 +184,17 @@ def _run_hydra() -> None:
         sys.exit(1)
 
 
-def _check_words() -> None:
-    """Exit 2 at the first word that is neither a flag nor an override."""
-    for before, word in zip(sys.argv, sys.argv[1:], strict=False):
-        if word[:1] not in ("-", "+", "~") and "=" not in word and before not in VALUE_FLAGS:
+def _ordered(words: list[str]) -> list[str]:
+    """Flags with their values before overrides, as argparse needs them; exit 2 at any other word."""
+    flags, overrides = [], []
+    for before, word in zip(["", *words], words, strict=False):
+        if word[:1] == "-" or before in VALUE_FLAGS:
+            flags.append(word)
+        elif word[:1] in ("+", "~") or "=" in word:
+            overrides.append(_quoted(word))
+        else:
             _unknown_word(word)
+    return [*flags, *overrides]
 
 
 def _unknown_word(word: str) -> NoReturn:

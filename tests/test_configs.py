@@ -1,0 +1,154 @@
+"""Every recipe composes for every job and names things that exist; every key says what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from longtrain import cli, methods
+from longtrain.assets import asset_dir
+from longtrain.data.config import DataConfig
+from longtrain.decoding.roles import Law, TreeShape
+from longtrain.evaluation.contexts import parse_tokens
+from longtrain.jobs import JOBS
+
+RECIPES = tuple(cli.recipes())
+CONF = asset_dir("conf")
+YAMLS = sorted([*CONF.rglob("*.yaml"), *asset_dir("recipes").glob("*.yaml")])
+TARGETS = ("llama8b", "vicuna7b", "vicuna13b", "longchat7b", "longchat13b", "qwq32b", "qwen3_8b")
+STAGES = ("anchor", "long", "sft")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hydra() -> Iterator[None]:
+    GlobalHydra.instance().clear()
+    cli.mount()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def composed(job: str, *overrides: str) -> DictConfig:
+    return compose(job, overrides=list(overrides))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_recipe_composes_for_every_job(job: str) -> None:
+    for recipe in RECIPES:
+        cfg = composed(job, f"+recipe={recipe}")
+        OmegaConf.to_container(cfg, resolve=True)  # every interpolation leads somewhere
+        assert cfg.name == recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_values_are_accepted_by_what_they_configure(recipe: str) -> None:
+    cfg: Any = OmegaConf.to_container(composed("train", f"+recipe={recipe}"), resolve=True)
+    method = dict(cfg["method"])
+    kind = methods.config_class(method.pop("name"))
+    kind(**method)
+    assert {field.name for field in fields(kind)} == set(method)
+    if cfg["data"] is not None:
+        DataConfig.parse(cfg["data"])
+    TreeShape(tuple(cfg["decode"]["shape"]), Law(cfg["decode"]["law"]))
+    assert all(parse_tokens(length) > 0 for length in cfg["lengths"])
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_group_option_composes(job: str) -> None:
+    groups = [path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "debug")]
+    for group in groups:
+        for option in sorted(group.glob("*.yaml")):
+            OmegaConf.to_container(composed(job, f"{group.name}={option.stem}"), resolve=True)
+
+
+def test_debug_options_compose_with_a_recipe() -> None:
+    options = [path.stem for path in (CONF / "debug").glob("*.yaml")]
+    assert "smoke" in options
+    for option in options:
+        composed("train", "+recipe=quickstart", f"+debug={option}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_seven_targets_share_one_base(stage: str) -> None:
+    base = composed("train", f"+recipe=longspec_llama8b_{stage}")
+    for target in TARGETS:
+        cfg = composed("train", f"+recipe=longspec_{target}_{stage}")
+        for key in ("optim", "decode"):
+            assert cfg[key] == base[key]
+        own = ("offset_max_tokens",)
+        assert {k: v for k, v in cfg.method.items() if k not in own} == {
+            k: v for k, v in base.method.items() if k not in own
+        }
+        assert len({composed("train", f"+recipe=longspec_{t}_{stage}").target.path for t in TARGETS}) == 7
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_stages_follow_each_other(target: str) -> None:
+    anchor, long, sft = (composed("train", f"+recipe=longspec_{target}_{stage}") for stage in STAGES)
+    assert anchor.init is None
+    assert long.init == anchor.artifact == f"./checkpoints/longspec_{target}_anchor"
+    assert sft.init == long.artifact
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_paper_values(target: str) -> None:
+    """LongSpec Section 4.1 and Appendix B, and what the authors' code adds."""
+    anchor, long, sft = (composed("train", f"+recipe=longspec_{target}_{stage}") for stage in STAGES)
+    assert [cfg.optim.lr for cfg in (anchor, long, sft)] == [5e-4, 5e-6, 5e-6]
+    for cfg, sequences in ((anchor, 2048), (long, 256), (sft, 256)):
+        (stage,) = cfg.data.stages
+        assert stage.row_tokens // stage.doc_tokens * cfg.trainer.accumulate_grad_batches == sequences
+        assert stage.epochs == 1
+        assert list(cfg.optim.betas) == [0.9, 0.95]
+        assert (cfg.optim.weight_decay, cfg.optim.eps, cfg.optim.schedule) == (0.1, 1e-6, "cosine")
+        assert cfg.trainer.gradient_clip_val == 1.0
+        assert cfg.method.window == 512 and cfg.method.anchors == 4 and cfg.method.objective == "ce"
+        assert list(cfg.decode.shape) == [4, 16, 16, 16, 16]
+    assert [cfg.method.anchor_offset for cfg in (anchor, long, sft)] == [True, False, False]
+    reach = anchor.method.offset_max_tokens
+    assert reach == (16384 if target in ("vicuna7b", "vicuna13b", "longchat7b", "longchat13b") else 31744)
+    assert reach <= anchor.target.shape.max_positions
+    for cfg in (long, sft):
+        assert cfg.data.stages[0].doc_tokens <= cfg.target.shape.max_positions
+
+
+def test_command_line_beats_the_recipe() -> None:
+    cfg = composed("eval", "+recipe=longspec_llama8b_sft", "decode=autoregressive", "lengths=[3k]")
+    assert list(cfg.decode.shape) == [] and list(cfg.suite.lengths) == ["3k"]
+    assert composed("train", "+recipe=quickstart", "method.window=64").method.window == 64
+
+
+def test_ablations_are_one_key_each() -> None:
+    for key in ("cross_attention", "anchor_offset", "flash_noisy"):
+        cfg = composed("train", "+recipe=longspec_small", f"method.{key}=false")
+        assert cfg.method[key] is False
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=[str(file.relative_to(file.parent.parent)) for file in YAMLS])
+def test_files_begin_with_what_they_are(file: Path) -> None:
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
+    assert lines[0].startswith("# ") and len(lines[0]) > 20, "the first line says what choosing this gives"
+
+
+OWN_KEYS = [
+    file for file in YAMLS if "hydra" not in file.parts and file.parent.name not in ("recipes", "debug")
+]
+
+
+@pytest.mark.parametrize("file", OWN_KEYS, ids=[str(file.relative_to(CONF)) for file in OWN_KEYS])
+def test_every_key_in_conf_has_a_comment(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    if "defaults" in yaml.safe_load(text) and file.parent != CONF:
+        pytest.skip("changes values of an option that documents them")
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        leaf = bool(colon) and key.strip().isidentifier() and bool(value.split("#")[0].strip())
+        if leaf and key.strip() not in ("name", "job", "_target_"):
+            assert "#" in line, f"{file.name}: {line.strip()} has no comment"
