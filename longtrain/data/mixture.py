@@ -1,4 +1,4 @@
-"""Training rows of real text, chats and retrieval tasks, written on the fly: row i is a function of (seed, i).
+"""Training rows of text, chats and retrieval tasks, written on the fly: row i is a function of (seed, i).
 
 Shapes: T tokens of one packed row.
 """
@@ -6,7 +6,7 @@ Shapes: T tokens of one packed row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,7 +51,9 @@ class Mixture:
         if sum(self.shares.values()) <= 0 or min(self.shares.values()) < 0:
             raise ConfigError(f"shares {dict(self.shares)} must be 0 or more, and not all 0")
         if self.shares.get("chat") and not self.chats:
-            raise ConfigError("shares ask for chats, but no conversations were given; set data.instruct or chat: 0")
+            raise ConfigError(
+                "shares ask for chats, but no conversations were given; set data.instruct or chat: 0"
+            )
 
     def document(self, n_most: int, doc_tokens: int, rng: np.random.Generator) -> Document:
         """One document of at most `n_most` tokens (at least 2)."""
@@ -88,7 +90,9 @@ class Mixture:
         weights_T = np.zeros(stage.row_tokens, dtype=np.float32)
         ids = np.concatenate([d.ids_T for d in documents])
         ids_T[: len(ids)] = ids
-        weights_T[: len(ids)] = np.array(self.role_weights, dtype=np.float32)[np.concatenate([d.roles_T for d in documents])]
+        weights_T[: len(ids)] = np.array(self.role_weights, dtype=np.float32)[
+            np.concatenate([d.roles_T for d in documents])
+        ]
         bounds = np.concatenate([[0], np.cumsum([len(d.ids_T) for d in documents])])
         weights_T[bounds[:-1]] = 0.0
         if bounds[-1] < stage.row_tokens:
@@ -110,7 +114,7 @@ class Mixture:
 
 
 class MixtureRows(Dataset[Batch]):
-    """A rank's rows of a run: item i is global micro-batch `i * world + rank`; any position can be reached at once.
+    """A rank's rows of a run, item i being global micro-batch `i * world + rank`; any can be reached at once.
 
     Args:
         mixture: what is drawn.
@@ -121,6 +125,9 @@ class MixtureRows(Dataset[Batch]):
         rank: this process.
         world: processes.
         start: items to leave out at the front.
+
+    Raises:
+        ConfigError: no stages, or one counted in epochs (a mixture has none).
     """
 
     def __init__(
@@ -138,6 +145,8 @@ class MixtureRows(Dataset[Batch]):
         self.mixture, self.stages, self.seed = mixture, tuple(stages), seed
         self.total_steps, self.rows_per_step = total_steps, rows_per_step
         self.rank, self.world, self.start = rank, world, start
+        if not stages or any(s.epochs is not None for s in stages):
+            raise ConfigError("data.stages of a mixture need steps or fraction each, and at least one stage")
         steps = [s.steps if s.steps is not None else (s.fraction or 0.0) * total_steps for s in stages]
         self.ends = np.cumsum(steps)
 
@@ -152,7 +161,16 @@ class MixtureRows(Dataset[Batch]):
         if not 0 <= item < len(self):
             raise IndexError(item)
         index = (self.start + item) * self.world + self.rank
-        return self.mixture.batch(index, self.stage(index // self.rows_per_step), seed=self.seed)
+        step = index // self.rows_per_step
+        batch = self.mixture.batch(index, self.stage(step), seed=self.seed)
+        others = [i for i in range(step * self.rows_per_step, (step + 1) * self.rows_per_step) if i != index]
+        return replace(batch, tokens_in_step=batch.tokens_in_step + sum(self._labels(i) for i in others))
+
+    def _labels(self, index: int) -> int:
+        """Labels of another row of the step; it is written again to count them."""
+        return self.mixture.batch(
+            index, self.stage(index // self.rows_per_step), seed=self.seed
+        ).tokens_in_step
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[item] for item in range(len(self)))

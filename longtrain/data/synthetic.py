@@ -1,7 +1,8 @@
 """Retrieval tasks written into real text: needles, variable chains, tables, quoting and copying.
 
-Every document is a chat over one context with many questions, so that one forward supervises many retrievals. All work
-is on token ids (text and phrases are tokenised once); a document is a pure function of its generator.
+Every document is a chat over one context with many questions, so that one forward supervises many
+retrievals. All work is on token ids (text and phrases are tokenised once); a document is a pure function of
+its generator.
 
 Shapes: T tokens of one document.
 """
@@ -9,8 +10,6 @@ Shapes: T tokens of one document.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -18,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtrain.data.wordlist import ADJECTIVES, NOUNS
-from longtrain.errors import ConfigError, DataError
+from longtrain.data.written import ChatIds, Document, Draft, Ids, Role, TextStream
+from longtrain.errors import ConfigError
 
-Ids: TypeAlias = NDArray[np.int32]
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
 NEEDLE_INTRO = (
@@ -31,102 +30,8 @@ CHAIN_INTRO = "Memorize and track the chain(s) of variable assignment hidden in 
 TABLE_INTRO = "Here is a table.\n"
 QUOTE_INTRO = "Read the text, then quote from it.\n"
 COPY_INTRO = "Repeat the following text.\n"
-
-
-class Role(IntEnum):
-    """What a token is to the loss."""
-
-    TEXT = 0
-    """Running text of the context, or of a plain document."""
-    PROMPT = 1
-    """Questions, and what was hidden in the context: nothing to be learned from predicting it."""
-    ANSWER = 2
-    """The assistant's words."""
-    VALUE = 3
-    """The tokens of an answer that can only come from the context."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A written document: `ids_T` and, for each token, its `Role` in `roles_T` (uint8)."""
-
-    ids_T: Ids
-    roles_T: NDArray[np.uint8]
-    kind: str
-
-
-@dataclass(frozen=True)
-class ChatIds:
-    """Ids of the tokens around a turn: before the user's, before the assistant's, after the assistant's."""
-
-    user: tuple[int, ...]
-    assistant: tuple[int, ...]
-    end: tuple[int, ...]
-
-
-class TextStream:
-    """Tokenised documents end to end, cut anywhere; sentences may be written in at its breaks.
-
-    Token t is a break if the token before it ends a sentence and t starts with a space and a letter, or the token before
-    it ends a line and t starts with a letter: what is written there leaves the tokens around it as they are.
-
-    Args:
-        ids_T: all documents' ids in one array (a memory map will do).
-        token_text: text of each vocabulary entry, by id.
-        kind: text kind (book, code).
-    """
-
-    def __init__(self, ids_T: NDArray[np.integer], token_text: Sequence[str], kind: str) -> None:
-        if len(ids_T) < 64:
-            raise DataError(f"text of kind '{kind}' has {len(ids_T)} tokens; at least 64 are needed")
-        self.ids_T, self.kind = ids_T, kind
-        ends = np.array([text[-1:] in (".", "!", "?") for text in token_text])
-        line = np.array([text[-1:] == "\n" for text in token_text])
-        letter = np.array([text[:1].isalpha() for text in token_text])
-        self.spaced_V = np.array([text[:1] == " " and text[1:2].isalpha() for text in token_text])
-        before, after = ids_T[:-1], ids_T[1:]
-        self.break_at = 1 + np.flatnonzero(
-            (ends[before] & self.spaced_V[after]) | (line[before] & letter[after])
-        )
-
-    def cut(self, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
-        """A slice of n tokens that starts at a break if it can, and the breaks inside it (offsets, maybe none)."""
-        total = len(self.ids_T)
-        start = int(rng.integers(total))
-        at = int(np.searchsorted(self.break_at, start))
-        if at < len(self.break_at):
-            start = int(self.break_at[at])
-        start = max(0, min(start, total - n))
-        piece = np.array(self.ids_T[start : start + n], dtype=np.int32)
-        if len(piece) < n:
-            piece = np.resize(piece, n)
-        low, high = np.searchsorted(self.break_at, [start + 1, min(start + n, total)])
-        return piece, self.break_at[low:high] - start
-
-
-class _Draft:
-    """A document being written: runs of ids of one role each."""
-
-    def __init__(self) -> None:
-        self.runs: list[Ids] = []
-        self.roles: list[int] = []
-        self.n = 0
-
-    def add(self, role: Role, *runs: Ids) -> None:
-        for run in runs:
-            self.runs.append(run)
-            self.roles.append(int(role))
-            self.n += len(run)
-
-    def extend(self, other: _Draft) -> None:
-        self.runs += other.runs
-        self.roles += other.roles
-        self.n += other.n
-
-    def document(self, kind: str) -> Document:
-        ids_T = np.concatenate(self.runs)
-        roles_T = np.repeat(np.array(self.roles, dtype=np.uint8), [len(run) for run in self.runs])
-        return Document(ids_T, roles_T, kind)
+MARGIN = 32
+"""Least tokens of text that sentences are hidden in."""
 
 
 class RetrievalWriter:
@@ -191,7 +96,7 @@ class RetrievalWriter:
     def needle_prompt(
         self, n_tokens: int, n_keys: int, rng: np.random.Generator, *, single: bool = False
     ) -> tuple[list[int], str]:
-        """A prompt of exactly `n_tokens` tokens, with one value a key and one key asked, and the value expected.
+        """A prompt of exactly `n_tokens` tokens, one value a key and one key asked, and the value expected.
 
         Args:
             n_tokens: prompt length, chat marks included.
@@ -204,7 +109,7 @@ class RetrievalWriter:
         values = self._spell(numbers, 7)
         asked = int(rng.integers(n_keys))
         tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
-        doc = _Draft()
+        doc = Draft()
         self._context(
             doc, NEEDLE_INTRO, self._needle_runs(keys, [[v] for v in values]), n_tokens - len(tail), rng
         )
@@ -227,19 +132,20 @@ class RetrievalWriter:
         numbers = iter(self._numbers(7, int(n_values.sum()), rng))
         values = [[next(numbers) for _ in range(n)] for n in n_values]
         singular = rng.random() < 0.3
-        turns = _Draft()
+        turns = Draft()
         for at in rng.permutation(n_keys):
             single, opening = singular and len(values[at]) == 1, turns.n == 0
-            turn = _Draft()
+            turn = Draft()
             self._ask(turn, self._question(keys[at], single=single, opening=opening), opening=opening)
             self._answer(turn, keys[at], values[at], single=single)
             if not opening and turns.n + turn.n > 0.45 * n_tokens:
                 break
             turns.extend(turn)
         needles = self._needle_runs(keys, values)
-        if turns.n + sum(len(line) for _, line in needles) + 96 > n_tokens:
-            return self._needles(n_tokens, rng)
-        doc = _Draft()
+        fixed = len(self.user) + len(self.phrase(NEEDLE_INTRO)) + turns.n
+        if fixed + sum(max(len(spaced), len(line)) for spaced, line in needles) + MARGIN > n_tokens:
+            return self._needles(n_tokens, rng) if len(needles) > 1 else self._copy(n_tokens, rng)
+        doc = Draft()
         self._context(doc, NEEDLE_INTRO, needles, n_tokens - turns.n, rng)
         doc.extend(turns)
         return doc.document("needles")
@@ -259,7 +165,7 @@ class RetrievalWriter:
         start = "\n" + start if opening else start
         return np.concatenate([self.phrase(start), key, self.phrase(" mentioned in the provided text?")])
 
-    def _answer(self, doc: _Draft, key: Ids, values: list[Ids], *, single: bool) -> None:
+    def _answer(self, doc: Draft, key: Ids, values: list[Ids], *, single: bool) -> None:
         number, verb = ("number", "is") if single else ("numbers", "are")
         doc.add(Role.ANSWER, self.phrase(f"The special magic {number} for"), key)
         doc.add(Role.ANSWER, self.phrase(f" mentioned in the provided text {verb} "))
@@ -278,14 +184,14 @@ class RetrievalWriter:
 
     def _chains(self, n_tokens: int, rng: np.random.Generator) -> Document:
         lines: list[tuple[Ids, Ids]] = []
-        turns = _Draft()
+        turns = Draft()
         for value in self._numbers(5, int(rng.integers(1, max(2, min(7, n_tokens // 200)))), rng):
             names = [self._name(rng) for _ in range(int(rng.integers(2, 5)))]
             chain = [self._hidden("VAR", [names[0], self.phrase(" = "), value, self.phrase(".")])]
             for a, b in pairwise(names):
                 chain.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
             opening = turns.n == 0
-            turn = _Draft()
+            turn = Draft()
             ask = self.phrase(("\n" if opening else "") + "Find all variables that are assigned the value ")
             self._ask(turn, np.concatenate([ask, value, self.phrase(" in the text above.")]), opening=opening)
             turn.add(Role.ANSWER, self.phrase("The variables are:"))
@@ -297,9 +203,10 @@ class RetrievalWriter:
                 break
             lines += chain
             turns.extend(turn)
-        if turns.n + sum(len(line) for _, line in lines) + 64 > n_tokens:
+        fixed = len(self.user) + len(self.phrase(CHAIN_INTRO)) + turns.n
+        if fixed + sum(max(len(spaced), len(line)) for spaced, line in lines) + MARGIN > n_tokens:
             return self._table(n_tokens, rng)
-        doc = _Draft()
+        doc = Draft()
         self._context(doc, CHAIN_INTRO, lines, n_tokens - turns.n, rng, in_order=True)
         doc.extend(turns)
         return doc.document("chains")
@@ -314,7 +221,7 @@ class RetrievalWriter:
         room = n_tokens - len(intro) - turn
         n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
         keys, values = self._numbers(width, n_lines, rng), self._numbers(width, n_lines, rng)
-        body = _Draft()
+        body = Draft()
         body.add(Role.PROMPT, intro)
         for key, value in zip(keys, values, strict=True):
             body.add(Role.PROMPT, key, sep, value, newline)
@@ -338,7 +245,7 @@ class RetrievalWriter:
         text, breaks = self._text(self._stream(rng), n_text, rng)
         last = n_text - cue - length
         starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
-        doc = _Draft()
+        doc = Draft()
         doc.add(Role.PROMPT, self.user, intro)
         doc.add(Role.TEXT, text)
         for i, at in enumerate(rng.choice(starts, n_turns)):
@@ -353,7 +260,7 @@ class RetrievalWriter:
         text, _ = self._text(self._stream(rng), n, rng)
         if rng.random() < 0.5:
             text = rng.permutation(text)
-        body = _Draft()
+        body = Draft()
         body.add(Role.PROMPT, intro, text, self.assistant)
         body.add(Role.ANSWER, text, self.end)
         return self._filled(body, n_tokens, rng).document("copy")
@@ -371,7 +278,9 @@ class RetrievalWriter:
 
     def _name(self, rng: np.random.Generator) -> Ids:
         """A variable's name: five capitals, tokenised as a word."""
-        return np.array(self.encode(" " + "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5))), dtype=np.int32)
+        return np.array(
+            self.encode(" " + "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), 5))), dtype=np.int32
+        )
 
     def _hidden(self, start: str, rest: list[Ids]) -> tuple[Ids, Ids]:
         """A sentence in its two forms: inside a line (a space before it), and as a line of its own."""
@@ -380,13 +289,13 @@ class RetrievalWriter:
             np.concatenate([self.phrase(start), *rest, self.phrase("\n")]),
         )
 
-    def _ask(self, doc: _Draft, question: Ids, *, opening: bool) -> None:
+    def _ask(self, doc: Draft, question: Ids, *, opening: bool) -> None:
         """A question; the opening one ends the user's turn that began with the context."""
         doc.add(Role.PROMPT, *([] if opening else [self.user]), question, self.assistant)
 
     def _context(
         self,
-        doc: _Draft,
+        doc: Draft,
         intro: str,
         hidden: list[tuple[Ids, Ids]],
         n_tokens: int,
@@ -394,7 +303,7 @@ class RetrievalWriter:
         *,
         in_order: bool = False,
     ) -> None:
-        """The opening of the first turn: intro, then text with sentences hidden at its breaks; `n_tokens` in all."""
+        """The first turn's opening, `n_tokens` in all: intro, then text with sentences hidden at breaks."""
         doc.add(Role.PROMPT, self.user, self.phrase(intro))
         room = n_tokens - doc.n
         certain = room - sum(max(len(spaced), len(line)) for spaced, line in hidden)
@@ -414,9 +323,9 @@ class RetrievalWriter:
             last = place
         doc.add(Role.TEXT, text[last : last + n_tokens - doc.n])
 
-    def _filled(self, body: _Draft, n_tokens: int, rng: np.random.Generator) -> _Draft:
+    def _filled(self, body: Draft, n_tokens: int, rng: np.random.Generator) -> Draft:
         """The body as a chat of exactly `n_tokens`, text put before it."""
-        doc = _Draft()
+        doc = Draft()
         doc.add(Role.PROMPT, self.user)
         newline = self.phrase("\n")
         n_text = n_tokens - body.n - len(self.user)
@@ -428,7 +337,7 @@ class RetrievalWriter:
         return doc
 
     def _draw(self, width: int, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """n different numbers of `width` digits without leading zeros."""
+        """N different numbers of `width` digits without leading zeros."""
         low = 10 ** (width - 1)
         return rng.permutation(low + rng.choice(9 * low, n, replace=False, shuffle=False))
 

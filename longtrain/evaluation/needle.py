@@ -55,12 +55,14 @@ class Protocol:
     def __post_init__(self) -> None:
         counts = [*self.lengths, *self.needles, self.prompts, self.max_new_tokens, self.batch]
         if not self.lengths or not self.needles or min(counts) < 1:
-            raise ConfigError(f"needle suite {self} has an empty or non-positive setting; allowed: counts of 1 or more")
+            raise ConfigError(
+                f"needle suite {self} has an empty or non-positive setting; allowed: counts of 1 or more"
+            )
 
 
 @dataclass
 class Cell:
-    """One length and number of needles: prompts right, prompts run, what was dropped by reason, some wrong answers."""
+    """One length and number of needles: prompts right, run and dropped (by reason), some wrong answers."""
 
     length: int
     needles: int
@@ -118,14 +120,18 @@ def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
     if tokenizer is None:
         raise ConfigError(f"target {target.info.name} has no tokenizer; the needle suite needs one")
     if not any(texts.values()):
-        raise DataError("the needle suite got no text to hide needles in; pass suite.texts=FOLDER or the bundled text")
+        raise DataError(
+            "the needle suite got no text to hide needles in; pass suite.texts=FOLDER or the bundled text"
+        )
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
     vocabulary = [tokenizer.decode([i]) for i in range(target.info.vocab_size)]
     ids_T = np.concatenate([np.array(encode(text), dtype=np.int64) for text in texts.values() if text])
-    return RetrievalWriter(encode, chat_ids(tokenizer), [TextStream(ids_T, vocabulary, "held-out")], separator=-1)
+    return RetrievalWriter(
+        encode, chat_ids(tokenizer), [TextStream(ids_T, vocabulary, "held-out")], separator=-1
+    )
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase) -> ChatIds:
@@ -139,7 +145,9 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase) -> ChatIds:
         )
         before, found, after = str(rendered).partition(mark)
         if not found:
-            raise DataError("the chat template does not render the user's message; the needle suite cannot use it")
+            raise DataError(
+                "the chat template does not render the user's message; the needle suite cannot use it"
+            )
     user, assistant = (tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after))
     return ChatIds(user, assistant, ())
 
@@ -174,7 +182,12 @@ def _run_cell(target: Target, writer: RetrievalWriter, cell: Cell, protocol: Pro
 
 @torch.no_grad()
 def bits_per_byte(
-    target: Target, texts: Sequence[str], *, window: int = 4096, max_tokens: int = 200_000, row_tokens: int = 65536
+    target: Target,
+    texts: Sequence[str],
+    *,
+    window: int = 4096,
+    max_tokens: int = 200_000,
+    row_tokens: int = 65536,
 ) -> dict[str, float | int]:
     """Bits a byte of text, each token predicted from at least half a window of its document before it.
 

@@ -1,4 +1,4 @@
-"""The reference target: a small Llama built from its shape, its training forward, and its folder with int8 rows.
+"""The reference target: a small Llama from its shape, its training forward, its folder with int8 rows.
 
 Shapes: T tokens of one packed row, E hidden dim, H query heads, G KV heads, D head dim.
 """
@@ -54,7 +54,7 @@ class LlamaShape:
 
 
 def build_llama(shape: LlamaShape, *, seed: int = 0) -> LlamaForCausalLM:
-    """A trainable Llama in fp32: normal init, the projections that write to the residual stream scaled by depth.
+    """A trainable Llama in fp32: normal init, projections that write to the residual stream scaled by depth.
 
     Raises:
         ConfigError: sizes that do not fit each other.
@@ -63,7 +63,8 @@ def build_llama(shape: LlamaShape, *, seed: int = 0) -> LlamaForCausalLM:
 
     if shape.n_heads % shape.n_kv_heads or shape.head_dim % 2:
         raise ConfigError(
-            f"n_heads={shape.n_heads} must be a multiple of n_kv_heads={shape.n_kv_heads}, head_dim={shape.head_dim} even"
+            f"n_heads={shape.n_heads} must be a multiple of n_kv_heads={shape.n_kv_heads}, "
+            f"and head_dim={shape.head_dim} even"
         )
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -116,7 +117,10 @@ def packed_hidden(model: LlamaForCausalLM, ids_T: Tensor, pos_T: Tensor, bounds:
     """
     capture = _TrainCapture(bounds, kv_layer=None, device=ids_T.device)
     out = model.model(
-        input_ids=ids_T[None], position_ids=pos_T[None], use_cache=False, longtrain_pass=Pass(capture, Causal(), None)
+        input_ids=ids_T[None],
+        position_ids=pos_T[None],
+        use_cache=False,
+        longtrain_pass=Pass(capture, Causal(), None),
     )
     return out.last_hidden_state[0]
 
@@ -141,7 +145,9 @@ def quantise_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def expand_rows(packed: dict[str, Tensor]) -> dict[str, Tensor]:
     """The reference weights, bf16: int8 rows times their scales."""
     return {
-        name: (tensor.float() * packed[f"{name}.scale"]).to(torch.bfloat16) if f"{name}.scale" in packed else tensor
+        name: (tensor.float() * packed[f"{name}.scale"]).to(torch.bfloat16)
+        if f"{name}.scale" in packed
+        else tensor
         for name, tensor in packed.items()
         if not name.endswith(".scale")
     }
@@ -165,7 +171,9 @@ def save_bundle(model: LlamaForCausalLM, tokenizer: Path, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if not (tokenizer / name).is_file():
-            raise ArtifactError(f"{tokenizer} has no {name}; train the tokenizer first: longtrain prepare +recipe=target_tiny")
+            raise ArtifactError(
+                f"{tokenizer} has no {name}; train the tokenizer first: longtrain prepare +recipe=target_tiny"
+            )
         shutil.copyfile(tokenizer / name, folder / name)
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save_file(quantise_rows(state), folder / INT8_FILE, metadata={"format": "pt"})
@@ -179,11 +187,33 @@ def _config(model: LlamaForCausalLM) -> dict[str, Any]:
     """The config as any transformers reads it, without what belongs to this process."""
     values = json.loads(model.config.to_json_string(use_diff=False))
     keep = (
-        "architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim max_position_embeddings rope_parameters rms_norm_eps tie_word_embeddings hidden_act "
-        "attention_bias mlp_bias attention_dropout bos_token_id eos_token_id pad_token_id initializer_range"
-    ).split()
-    return {**{key: values[key] for key in keep if key in values}, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rope_parameters",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "hidden_act",
+        "attention_bias",
+        "mlp_bias",
+        "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+    )
+    return {
+        **{key: values[key] for key in keep if key in values},
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+    }
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer, trained from scratch: digits apart, four special tokens, a chat template with marks."""
+"""A small byte-level BPE tokenizer from scratch: digits apart, special tokens, a chat template with marks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE and write it as a Hugging Face tokenizer folder.
 
-    Every digit is its own token, so a number of seven digits is seven tokens; every byte is in the alphabet, so no
-    text is unknown and decoding gives back the input.
+    Every digit is its own token, so a number of seven digits is seven tokens; every byte is in the alphabet,
+    so no text is unknown and decoding gives back the input.
 
     Args:
         texts: documents to learn merges from; a few MB are enough for a few thousand entries.

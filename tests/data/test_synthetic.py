@@ -1,7 +1,7 @@
 """Retrieval tasks: exact lengths, right answers, determinism, and rows of a mixture."""
 
 import re
-from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +13,11 @@ from longtrain.errors import ConfigError, DataError
 
 MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
 VOCABULARY = [chr(i) for i in range(256)] + list(MARKS.values())
-WORDS = np.random.default_rng(9).choice(["sea", "boat", "calm", "men", "home", "rope", "wind", "shore"], (400, 3)).tolist()
+WORDS = (
+    np.random.default_rng(9)
+    .choice(["sea", "boat", "calm", "men", "home", "rope", "wind", "shore"], (400, 3))
+    .tolist()
+)
 TEXT = "".join(f"The {a} was {b}. A {c} came in\nand the men went home. " for a, b, c in WORDS)
 
 
@@ -83,7 +87,7 @@ def test_chain_answers_follow_the_assignments(writer: RetrievalWriter) -> None:
             value = re.findall(r"the value (\d{5}) in", question)[-1]
             names = re.findall(r"[A-Z]{5}", answer)
             assert f"VAR {names[0]} = {value}." in text
-            for before, after in zip(names, names[1:], strict=False):
+            for before, after in pairwise(names):
                 assert f"VAR {after} = VAR {before}." in text
 
 
@@ -99,7 +103,9 @@ def test_a_needle_prompt_hides_one_value_a_key_and_asks_for_one(writer: Retrieva
     ids, value = writer.needle_prompt(3000, 8, np.random.default_rng(0))
     text = decode(np.array(ids))
     hidden = re.findall(r"numbers for (\S+) is: (\d{7})\.", text)
-    asked = re.search(r"What are all the special magic numbers for (\S+) mentioned in the provided text\?<assistant>$", text)
+    asked = re.search(
+        r"What are all the special magic numbers for (\S+) mentioned in the provided text\?<assistant>$", text
+    )
     assert len(ids) == 3000 and len(hidden) == 8 and len(dict(hidden)) == 8
     assert asked and dict(hidden)[asked[1]] == value
 
@@ -141,21 +147,27 @@ def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
 
 
 def test_any_rank_and_any_start_gives_the_same_rows(writer: RetrievalWriter) -> None:
-    stages = [Stage(row_tokens=2000, doc_tokens=600, fraction=0.5), Stage(row_tokens=2000, doc_tokens=1500, fraction=0.5)]
-    make: Callable[..., MixtureRows] = lambda **keys: MixtureRows(
-        mixture(writer), stages, total_steps=3, rows_per_step=2, seed=1, **keys
-    )
+    stages = [
+        Stage(row_tokens=2000, doc_tokens=600, fraction=0.5),
+        Stage(row_tokens=2000, doc_tokens=1500, fraction=0.5),
+    ]
+
+    def make(**keys: int) -> MixtureRows:
+        return MixtureRows(mixture(writer), stages, total_steps=3, rows_per_step=2, seed=1, **keys)
+
     whole, late = list(make()), list(make(start=4))
     ranks = [list(make(world=2, rank=rank)) for rank in (0, 1)]
     assert [len(whole), len(late), len(ranks[0])] == [6, 2, 3]
     for i, batch in enumerate(whole):
         assert batch.ids_T.equal(ranks[i % 2][i // 2].ids_T)
-        assert batch.tokens_in_step == sum(int(b.loss_mask_T.sum()) for b in whole[i // 2 * 2 : i // 2 * 2 + 2])
+        assert batch.tokens_in_step == sum(
+            int(b.loss_mask_T.sum()) for b in whole[i // 2 * 2 : i // 2 * 2 + 2]
+        )
     assert late[0].ids_T.equal(whole[4].ids_T)
 
 
 def test_wrong_shares_are_refused(writer: RetrievalWriter) -> None:
     with pytest.raises(ConfigError, match="unknown share 'poems'"):
         mixture(writer, shares={"poems": 1})
-    with pytest.raises(ConfigError, match="epochs"):
+    with pytest.raises(ConfigError, match="steps or fraction"):
         MixtureRows(mixture(writer), [Stage(row_tokens=64, doc_tokens=64, epochs=1)], total_steps=1)

@@ -1,6 +1,7 @@
 """What the reference target learns from: tokenizer and token streams, made once, and the mixture over them.
 
-Folder: `tokenizer/`, one `<kind>.npy` of ids (uint16) for each kind of running text, `chat.npz`, and `corpus.json`.
+Folder: `tokenizer/`, one `<kind>.npy` of ids (uint16) for each kind of running text, `chat.npz`, and
+    `corpus.json`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,26 @@ CHUNK_CHARS = 50_000
 LONGEST_FILE_CHARS = 60_000
 _CALCULATION = re.compile(r"<<[^>]*>>")
 _PHRASES = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize them. I will quiz you about "
-    "them afterwards.\nOne of the special magic numbers for {0} is: 1.\nWhat are all the special magic numbers for {0} "
-    "mentioned in the provided text? The special magic numbers for {0} mentioned in the provided text are 1. "
+    "Some special magic numbers are hidden within the following text. Make sure to memorize them. I will "
+    "quiz you about them afterwards.\nOne of the special magic numbers for {0} is: 1.\nWhat are all the special "
+    "magic numbers for {0} mentioned in the provided text? The special magic numbers for {0} mentioned in "
+    "the provided text are 1. "
     "What is the special magic number for {0}? The special magic number for {0}.\n"
-    "Look up 1. Quote the passage that continues after: Find all variables that are assigned the value 1 in the text above.\n"
+    "Look up 1. Quote the passage that continues after: Find all variables that are assigned the value 1 in "
+    "the text above.\n"
 )
 
 
 def build_corpus(
-    folder: Path, config: Config, *, books: str, code: str | None, instruct: str | None, held_out: Sequence[str]
+    folder: Path,
+    config: Config,
+    *,
+    books: str,
+    code: str | None,
+    instruct: str | None,
+    held_out: Sequence[str],
 ) -> None:
-    """Train the tokenizer and tokenise everything that is not held out. Does nothing if `folder` has all of it.
+    """Train the tokenizer and tokenise what is not held out. Does nothing if `folder` has all of it.
 
     Args:
         folder: where it goes; written whole or not at all.
@@ -53,8 +62,14 @@ def build_corpus(
     Raises:
         DataError: nothing left to train on, or a held-out name that matches no file.
     """
-    facts = {"vocab_size": config.vocab_size, "held_out": sorted(held_out), "sources": _sources(books, code, instruct)}
-    if (folder / "corpus.json").is_file() and json.loads((folder / "corpus.json").read_text())["facts"] == facts:
+    facts = {
+        "vocab_size": config.vocab_size,
+        "held_out": sorted(held_out),
+        "sources": _sources(books, code, instruct),
+    }
+    if (folder / "corpus.json").is_file() and json.loads((folder / "corpus.json").read_text())[
+        "facts"
+    ] == facts:
         return
     texts = {"book": list(_texts(books, held_out))}
     if code:
@@ -63,9 +78,17 @@ def build_corpus(
     seen = {name for names in facts["sources"].values() for name in names}
     for name in held_out:
         if not any(stem(Path(file)).startswith(name) for file in seen):
-            raise DataError(f"held_out names '{name}', which matches no file of the sources; known: {', '.join(sorted(seen)[:6])} ...")
+            raise DataError(
+                f"held_out names '{name}', which matches no file of the sources; known: "
+                f"{', '.join(sorted(seen)[:6])} ..."
+            )
     with replacing(folder) as new:
-        train_tokenizer(_sample(texts, chats), new / "tokenizer", size=config.vocab_size, max_positions=config.max_positions)
+        train_tokenizer(
+            _sample(texts, chats),
+            new / "tokenizer",
+            size=config.vocab_size,
+            max_positions=config.max_positions,
+        )
         encode = _bulk_encoder(new / "tokenizer")
         counts = {}
         for kind, documents in texts.items():
@@ -80,7 +103,12 @@ def build_corpus(
 
 
 def load_mixture(
-    folder: Path, config: Config, *, shares: Mapping[str, float], stream_weights: Mapping[str, float], min_doc_tokens: int = 256
+    folder: Path,
+    config: Config,
+    *,
+    shares: Mapping[str, float],
+    stream_weights: Mapping[str, float],
+    min_doc_tokens: int = 256,
 ) -> Mixture:
     """The training mixture over a corpus.
 
@@ -95,13 +123,17 @@ def load_mixture(
         DataError: no corpus there.
     """
     if not (folder / "corpus.json").is_file():
-        raise DataError(f"no corpus at {folder}; run: longtrain prepare +recipe=target_tiny data.books=FOLDER")
+        raise DataError(
+            f"no corpus at {folder}; run: longtrain prepare +recipe=target_tiny data.books=FOLDER"
+        )
     tokenizer = _tokenizer(folder / "tokenizer")
     token_text = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())]
     kinds = [kind for kind in stream_weights if (folder / f"{kind}.npy").is_file()]
     streams = [TextStream(np.load(folder / f"{kind}.npy", mmap_mode="r"), token_text, kind) for kind in kinds]
     weights = [stream_weights[kind] for kind in kinds]
-    writer = RetrievalWriter(encoder(folder / "tokenizer"), ChatIds((1,), (2,), (3,)), streams, stream_weights=weights)
+    writer = RetrievalWriter(
+        encoder(folder / "tokenizer"), ChatIds((1,), (2,), (3,)), streams, stream_weights=weights
+    )
     with np.load(folder / "chat.npz") as arrays:
         edges = arrays["edges"]
         pairs = [(a, b) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
@@ -109,7 +141,9 @@ def load_mixture(
         chats = [Document(ids_T[a:b], roles_T[a:b], "chat") for a, b in pairs]
     shares = {kind: share for kind, share in shares.items() if kind != "chat" or chats}
     role_weights = (config.text_weight, 0.0, config.answer_weight, config.value_weight)
-    return Mixture(writer, streams, chats, shares, weights, min_doc_tokens=min_doc_tokens, role_weights=role_weights)
+    return Mixture(
+        writer, streams, chats, shares, weights, min_doc_tokens=min_doc_tokens, role_weights=role_weights
+    )
 
 
 def encoder(folder: Path) -> Any:
@@ -128,7 +162,9 @@ def _bulk_encoder(folder: Path) -> Any:
     tokenizer = _tokenizer(folder)
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        return [np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [
+            np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(texts, add_special_tokens=False)
+        ]
 
     return encode
 
@@ -149,7 +185,7 @@ def _texts(where: str, held_out: Sequence[str], *, limit: int | None = None) -> 
         if ".jsonl" in file.name:
             for _, row in read_jsonl(file):
                 text = str(row.get("text", ""))
-                if 200 <= len(text) and (limit is None or len(text) <= limit):
+                if len(text) >= 200 and (limit is None or len(text) <= limit):
                     yield text
         else:
             yield read_text(file)
@@ -162,13 +198,16 @@ def _chats(where: str) -> Iterator[tuple[str, str]]:
             question = row.get("question") or row.get("instruction")
             answer = row.get("answer") or row.get("output") or row.get("response")
             if not question or not answer:
-                raise DataError(f"{name}: no question and answer; known columns: question, instruction, answer, output, response")
+                raise DataError(
+                    f"{name}: no question and answer; known columns: question, instruction, answer, output, "
+                    "response"
+                )
             extra = row.get("input")
             yield (f"{question}\n{extra}" if extra else str(question)), _CALCULATION.sub("", str(answer))
 
 
 def _sample(texts: Mapping[str, list[str]], chats: list[tuple[str, str]]) -> Iterator[str]:
-    """What the tokenizer's merges are learned from: a stretch of every document, conversations, the tasks' words."""
+    """What merges are learned from: a stretch of every document, conversations, the tasks' words."""
     for kind, documents in texts.items():
         most = max(2000, {"book": 10_000_000, "code": 4_000_000}.get(kind, 2_000_000) // len(documents))
         for text in documents:
@@ -193,7 +232,10 @@ def _stream(documents: list[str], encode: Any) -> np.ndarray:
     parts: list[np.ndarray] = []
     for i in range(0, len(chunks), 1024):
         encoded = encode(chunks[i : i + 1024])
-        parts += [ids if chunk else np.zeros(1, np.uint16) for ids, chunk in zip(encoded, chunks[i : i + 1024], strict=True)]
+        parts += [
+            ids if chunk else np.zeros(1, np.uint16)
+            for ids, chunk in zip(encoded, chunks[i : i + 1024], strict=True)
+        ]
     return np.concatenate(parts)
 
 

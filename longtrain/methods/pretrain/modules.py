@@ -18,9 +18,7 @@ class Pretrained(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        shape = LlamaShape(
-            **{key: getattr(config, key) for key in LlamaShape.__dataclass_fields__}
-        )
+        shape = LlamaShape(**{key: getattr(config, key) for key in LlamaShape.__dataclass_fields__})
         self.llama = build_llama(shape, seed=config.init_seed)
         if config.compile:
             for layer in self.llama.model.layers:
@@ -34,7 +32,7 @@ class Pretrained(nn.Module):
         return self.llama.lm_head.weight
 
     def forward(self, ids_T: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """Final normed hidden states [T, E] of a row of documents, each seeing itself only, positions from 0."""
+        """Final normed hidden states [T, E] of a row of documents, each seeing itself, positions from 0."""
         device = ids_T.device
         starts = torch.tensor(bounds[:-1], dtype=torch.int64).to(device, non_blocking=True)
         sizes = torch.tensor(bounds[1:], dtype=torch.int64).to(device, non_blocking=True) - starts

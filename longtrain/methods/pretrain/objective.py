@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, linear
 
 from longtrain.data.batch import Batch
 from longtrain.methods.pretrain.config import Config
@@ -19,7 +19,8 @@ from longtrain.methods.spec import Loss, Objective
 class PretrainObjective(Objective):
     """Weighted cross-entropy of every label, given the tokens before it in its own document.
 
-    Figures: `text_bits` (bits a token of running text), `value_loss` (nats) and `value_accuracy` over the labels that can
+    Figures: `text_bits` (bits a token of running text), `value_loss` (nats) and `value_accuracy` over the
+        labels that can
     only come from the context. The two kinds are told apart by their weights.
 
     Args:
@@ -37,10 +38,12 @@ class PretrainObjective(Objective):
     def forward(self, batch: Batch) -> Loss:
         """Sum of weighted losses of one packed row."""
         hidden_TE = self.module(batch.ids_T, batch.bounds)
-        weights_T = batch.loss_mask_T.float() if batch.weights_T is None else batch.weights_T * batch.loss_mask_T
+        weights_T = (
+            batch.loss_mask_T.float() if batch.weights_T is None else batch.weights_T * batch.loss_mask_T
+        )
         labels_T, weights_T = batch.ids_T[1:], weights_T[1:]
-        logits_TV = F.linear(hidden_TE[:-1], self.module.head_weight)
-        nll_T = F.cross_entropy(logits_TV.float(), labels_T, reduction="none")
+        logits_TV = linear(hidden_TE[:-1], self.module.head_weight)
+        nll_T = cross_entropy(logits_TV.float(), labels_T, reduction="none")
         total = (nll_T * weights_T).sum()
         with torch.no_grad():
             value_T = (weights_T == self.value_weight).float()

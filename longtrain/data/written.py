@@ -1,0 +1,118 @@
+"""Documents made of runs of tokens with roles, and the real text they are written into.
+
+Shapes: T tokens of one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtrain.errors import DataError
+
+Ids: TypeAlias = NDArray[np.int32]
+
+
+class Role(IntEnum):
+    """What a token is to the loss."""
+
+    TEXT = 0
+    """Running text of the context, or of a plain document."""
+    PROMPT = 1
+    """Questions, and what was hidden in the context: nothing to be learned from predicting it."""
+    ANSWER = 2
+    """The assistant's words."""
+    VALUE = 3
+    """The tokens of an answer that can only come from the context."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A written document: `ids_T` and, for each token, its `Role` in `roles_T` (uint8)."""
+
+    ids_T: Ids
+    roles_T: NDArray[np.uint8]
+    kind: str
+
+
+@dataclass(frozen=True)
+class ChatIds:
+    """Ids of the tokens around a turn: before the user's, before the assistant's, after the assistant's."""
+
+    user: tuple[int, ...]
+    assistant: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+class TextStream:
+    """Tokenised documents end to end, cut anywhere; sentences may be written in at its breaks.
+
+    Token t is a break if the token before it ends a sentence and t starts with a space and a letter, or the
+    token before it ends a line and t starts with a letter: what is written there leaves the tokens around it
+    as they are.
+
+    Args:
+        ids_T: all documents' ids in one array (a memory map will do).
+        token_text: text of each vocabulary entry, by id.
+        kind: text kind (book, code).
+    """
+
+    def __init__(self, ids_T: NDArray[np.integer], token_text: Sequence[str], kind: str) -> None:
+        if len(ids_T) < 64:
+            raise DataError(f"text of kind '{kind}' has {len(ids_T)} tokens; at least 64 are needed")
+        self.ids_T, self.kind = ids_T, kind
+        ends = np.array([text[-1:] in (".", "!", "?") for text in token_text])
+        line = np.array([text[-1:] == "\n" for text in token_text])
+        letter = np.array([text[:1].isalpha() for text in token_text])
+        self.spaced_V = np.array([text[:1] == " " and text[1:2].isalpha() for text in token_text])
+        before, after = ids_T[:-1], ids_T[1:]
+        self.break_at = 1 + np.flatnonzero(
+            (ends[before] & self.spaced_V[after]) | (line[before] & letter[after])
+        )
+
+    def cut(self, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
+        """A slice of n tokens, from a break on if it can, and the breaks inside it (offsets, maybe none)."""
+        total = len(self.ids_T)
+        start = int(rng.integers(total))
+        at = int(np.searchsorted(self.break_at, start))
+        if at < len(self.break_at):
+            start = int(self.break_at[at])
+        start = max(0, min(start, total - n))
+        piece = np.array(self.ids_T[start : start + n], dtype=np.int32)
+        if len(piece) < n:
+            piece = np.resize(piece, n)
+        low, high = np.searchsorted(self.break_at, [start + 1, min(start + n, total)])
+        return piece, self.break_at[low:high] - start
+
+
+class Draft:
+    """A document being written: runs of ids of one role each."""
+
+    def __init__(self) -> None:
+        self.runs: list[Ids] = []
+        self.roles: list[int] = []
+        self.n = 0
+
+    def add(self, role: Role, *runs: Ids) -> None:
+        """Append runs of one role."""
+        for run in runs:
+            self.runs.append(run)
+            self.roles.append(int(role))
+            self.n += len(run)
+
+    def extend(self, other: Draft) -> None:
+        """Append another draft."""
+        self.runs += other.runs
+        self.roles += other.roles
+        self.n += other.n
+
+    def document(self, kind: str) -> Document:
+        """The finished document."""
+        ids_T = np.concatenate(self.runs)
+        roles_T = np.repeat(np.array(self.roles, dtype=np.uint8), [len(run) for run in self.runs])
+        return Document(ids_T, roles_T, kind)

@@ -1,0 +1,107 @@
+"""What the rest of the toolkit knows of pretraining the reference target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from longtrain.data.mixture import Mixture
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.methods.pretrain.card import card
+from longtrain.methods.pretrain.config import Config
+from longtrain.methods.pretrain.corpus import build_corpus, load_mixture
+from longtrain.methods.pretrain.modules import Pretrained
+from longtrain.methods.pretrain.objective import PretrainObjective
+from longtrain.methods.spec import MethodSpec
+from longtrain.target.bundle import save_bundle
+from longtrain.target.info import TargetInfo
+from longtrain.target.model import Target
+
+KEYS = (
+    "name",
+    "books",
+    "code",
+    "instruct",
+    "held_out",
+    "shares",
+    "stream_weights",
+    "min_doc_tokens",
+    "stages",
+)
+"""Keys of `data` that this method reads."""
+LARGEST_BYTES = 10 * 2**20
+
+
+def mixture(config: Config, data: Mapping[str, Any], home: Path) -> Mixture:
+    """The training rows: the corpus is made if it is missing or its sources changed.
+
+    Args:
+        config: the method's settings.
+        data: the resolved `data` group, with the keys `KEYS`.
+        home: the corpus is `home/data/<data.name>`.
+
+    Raises:
+        ConfigError: an unknown key, or no books.
+    """
+    unknown = sorted(set(data) - set(KEYS))
+    if unknown:
+        raise ConfigError(f"unknown key data.{unknown[0]} for method=pretrain; known: {', '.join(KEYS)}")
+    if not data.get("books"):
+        raise ConfigError(
+            "data.books is not set; pass data.books=FOLDER of plain-text books (.txt, .txt.xz or .txt.gz)"
+        )
+    folder = corpus_folder(data, home)
+    sources = {key: data.get(key) or None for key in ("code", "instruct")}
+    build_corpus(
+        folder, config, books=str(data["books"]), held_out=list(data.get("held_out") or ()), **sources
+    )
+    return load_mixture(
+        folder,
+        config,
+        shares=data["shares"],
+        stream_weights=data["stream_weights"],
+        min_doc_tokens=int(data["min_doc_tokens"]),
+    )
+
+
+def corpus_folder(data: Mapping[str, Any], home: Path) -> Path:
+    """Where the corpus of a data group is; its tokenizer is in `tokenizer/`."""
+    return home / "data" / str(data["name"])
+
+
+def _build(config: Config, info: TargetInfo | None) -> nn.Module:
+    return Pretrained(config)
+
+
+def _objective(module: nn.Module, target: Target | None, config: Config) -> PretrainObjective:
+    if not isinstance(module, Pretrained):
+        raise ConfigError(f"method=pretrain trains its own model, not {type(module).__name__}")
+    return PretrainObjective(module, config)
+
+
+def _export(module: nn.Module, config: Config, folder: Path, facts: dict[str, Any]) -> None:
+    """Write the target folder: int8 rows, tokenizer, config, and a card without figures."""
+    if not isinstance(module, Pretrained):
+        raise ConfigError(f"method=pretrain exports its own model, not {type(module).__name__}")
+    if not config.tokenizer:
+        raise ConfigError(
+            "method.tokenizer is not set; pass the tokenizer folder beside the corpus: data/NAME/tokenizer"
+        )
+    size = save_bundle(module.llama, Path(config.tokenizer), folder)
+    (folder / "README.md").write_text(card(config, facts, scores=None), encoding="utf-8")
+    if size > LARGEST_BYTES and config == Config(tokenizer=config.tokenizer):
+        raise ArtifactError(f"{folder} has {size} bytes; the bundled target may have {LARGEST_BYTES}")
+
+
+SPEC = MethodSpec(
+    name="pretrain",
+    config=Config,
+    paper="none: next-token prediction over real text with retrieval tasks written into it",
+    build=_build,
+    objective=_objective,
+    export=_export,
+    data=mixture,
+)
