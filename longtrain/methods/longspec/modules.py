@@ -76,7 +76,7 @@ class LongSpecDraft(nn.Module):
         Args:
             embed_RE: the target's embeddings of rows `chunk.halo..chunk.stop`.
             rope_RD: the target's cos and sin at those rows' positions.
-            target_kv: K (post-RoPE) and V of the whole packed row, each [S, G, D]; None where nothing reads it.
+            target_kv: K (post-RoPE) and V of the whole packed row, each [S, G, D]; None if nothing reads it.
             chunk: which keys each row sees.
 
         Returns: hidden_QE of rows `chunk.start..chunk.stop`.

@@ -65,7 +65,7 @@ class LongSpecRuntime:
         """Draft level by level below the root.
 
         POINT: the best `width` children by cumulative log-probability over all nodes of the level above,
-        whoever their parents are. IID: children are dealt to the parents evenly, before their values are known.
+        whoever their parents are. IID: children are dealt to the parents evenly, before they are drawn.
 
         Raises:
             ConfigError: a tree deeper than the window, or a law this draft does not have.
