@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from longtrain import methods, provenance
+from longtrain.data.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import load_target_from
+from longtrain.jobs import load_target_from, plain
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -31,23 +33,22 @@ def run(cfg: DictConfig) -> None:
     """Export the last checkpoint of the run `cfg.name`.
 
     Raises:
-        ConfigError: no method is chosen, or nothing was trained under this name.
+        ConfigError: nothing was trained under this name, or with another method.
         ArtifactError: the checkpoint is damaged or of another module, the disk is full, or what was
             written does not draft what the module in memory does.
     """
     from longtrain.artifact import Artifact
     from longtrain.training import checkpoint
 
-    if cfg.method is None:
-        raise ConfigError("export needs the method that was trained; pass the run's recipe, or method=NAME")
-    spec = methods.get(str(cfg.method.name))
-    config = _config(spec, cfg)
     trained = Path(cfg.run_dir) / "train"
     path = checkpoint.find(trained / "checkpoints", "auto")
     if path is None:
         where = trained / "checkpoints"
         raise ConfigError(f"nothing was trained under name={cfg.name}: no checkpoint in {where}; train first")
-    facts = _facts(trained, step=checkpoint.read(path).step)
+    settings = _settings(trained, cfg)
+    spec = methods.get(str(settings["method"]["name"]))
+    config = _config(spec, settings["method"])
+    facts = _facts(trained, settings, home=Path(cfg.home), step=checkpoint.read(path).step)
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:
@@ -56,7 +57,7 @@ def run(cfg: DictConfig) -> None:
         spec.export(module, config, folder, facts)
         log.info("exported=%s", folder)
         return
-    target = load_target_from(cfg)
+    target = load_target_from(cfg, path=settings["target"]["path"])
     module = spec.build(config, target.info)
     _load(module, tensors, path)
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
@@ -76,19 +77,62 @@ def _pictures(run_dir: Path) -> dict[str, bytes]:
     return {name: (run_dir / file).read_bytes() for name, file in files.items() if (run_dir / file).is_file()}
 
 
-def _config(spec: MethodSpec, cfg: DictConfig) -> Any:
-    values: Any = OmegaConf.to_container(cfg.method, resolve=True)
-    known = {field.name for field in dataclasses.fields(spec.config)}
-    return spec.config(**{key: value for key, value in values.items() if key in known})
+def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
+    """The configuration of the training run: what was trained is exported, whatever the command says now."""
+    try:
+        settings = plain(OmegaConf.load(trained / "config.yaml"))  # type: ignore[arg-type]
+        name = str(settings["method"]["name"])
+    except (OSError, KeyError, TypeError, YAMLError) as error:
+        raise ArtifactError(
+            f"{trained / 'config.yaml'} is missing or damaged: {error}; train again"
+        ) from None
+    if cfg.method is not None and str(cfg.method.name) != name:
+        raise ConfigError(
+            f"{trained} was trained with method={name}, not {cfg.method.name}; leave method out"
+        )
+    return settings
 
 
-def _facts(trained: Path, *, step: int) -> dict[str, Any]:
-    """Provenance of the training run, and of this export."""
+def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
+    """The method's own fields of a saved `method` group."""
+    unknown = sorted({*values} - {"name"} - {field.name for field in dataclasses.fields(spec.config)})
+    if unknown:
+        raise ArtifactError(
+            f"the run was trained by another longtrain: method {spec.name} has no {unknown[0]}"
+        )
+    return spec.config(**{key: value for key, value in values.items() if key != "name"})
+
+
+def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) -> dict[str, Any]:
+    """Provenance of the training run with its data's sources, and of this export."""
     try:
         facts = json.loads((trained / "provenance.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{trained / 'provenance.json'} cannot be read: {error}; train again") from None
-    return {**facts, "step": step, "export": provenance.gather()}
+    data = {**(facts.get("data") or {}), "sources": _sources(home, facts.get("data") or {})}
+    return {**facts, "data": data, "step": step, "export": provenance.gather()}
+
+
+def _sources(home: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where the training text is from and under which licences, as its manifest says; none if it is gone."""
+    for manifest in map(read_manifest, sorted((home / "data").glob(f"{data.get('name')}-*"))):
+        if manifest is not None and manifest["sha256"] == data.get("sha256"):
+            return [entry for item in manifest["sources"] for entry in _entries(item)]
+    return []
+
+
+def _entries(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """A source of prepared data as lines of the model card."""
+    source, inputs = item["source"], item["inputs"]
+    kind = source.get("kind")
+    if "parts" in inputs:
+        return [
+            {"id": p["hub"], "revision": p["commit"], "kind": p["kind"] or kind, "license": p["licence"]}
+            for p in inputs["parts"]
+        ]
+    files = inputs.get("files") or ()
+    name = f"{source['reader']} {source['where']}" if files == () else str(source["where"])
+    return [{"name": name, "kind": kind, "revision": f"{len(files)} files" if files else None}]
 
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

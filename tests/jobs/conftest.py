@@ -1,0 +1,81 @@
+"""A micro target with a byte tokenizer, a run that was trained on it, and composed configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from longtrain import cli, methods, provenance
+from longtrain.assets import asset_dir
+from longtrain.methods.longspec.config import Config
+from longtrain.target.loading import load_target
+from longtrain.target.shapes import SHAPES
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
+
+
+def byte_tokenizer():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT)
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**SHAPES["llama_micro"], "vocab_size": 256, "eos_token_id": None})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def composed(tmp_path, target_folder):
+    """`composed(job, *overrides)`: the configuration the command line would make, at home in `tmp_path`."""
+    GlobalHydra.instance().clear()
+    cli.mount()
+    with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+
+        def make(job, *overrides):
+            common = [f"target.path={target_folder}", "target.device=cpu", f"home={tmp_path}", "name=one"]
+            return compose(job, overrides=[*common, *overrides])
+
+        yield make
+
+
+@pytest.fixture
+def trained(tmp_path, target_folder):
+    """What a training run leaves behind, with a draft of known weights; gives the module."""
+    target = load_target(target_folder)
+    config = Config(window=16)
+    torch.manual_seed(1)
+    module = methods.get("longspec").build(config, target.info)
+    folder = tmp_path / "runs" / "one" / "train"
+    (folder / "checkpoints").mkdir(parents=True)
+    state = {f"objective.module.{name}": tensor for name, tensor in module.state_dict().items()}
+    about = {"step": 7, "facts": {}}
+    torch.save({"state_dict": state, "longtrain": about}, folder / "checkpoints" / "last.ckpt")
+    settings = {"method": {"name": "longspec", **vars(config)}, "target": {"path": str(target_folder)}}
+    provenance.write(folder, OmegaConf.to_container(OmegaConf.create(settings)), data={"name": "none"})
+    (folder / "curves.png").write_bytes(b"a picture")
+    return module
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "book_one.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 20)
+    (folder / "tool.py").write_text("def f(x):\n    return x + 1\n\n" * 40)
+    return folder

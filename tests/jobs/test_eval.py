@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from longtrain.artifact import Artifact
+from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
+from longtrain.jobs import eval as evaluation
+from longtrain.methods.longspec.config import Config
+from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.target.loading import load_target, random_target
+
+SMALL = (
+    "suite=smoke",
+    "lengths=[64,128]",
+    "suite.prompts=4",
+    "suite.max_new_tokens=12",
+    "suite.bootstrap=50",
+)
+
+
+@pytest.fixture
+def artifact(tmp_path, target_folder, trained):
+    target = load_target(target_folder)
+    made = Artifact.from_module("longspec", Config(window=16), module=trained, target=target)
+    return made.save(tmp_path / "checkpoints" / "draft")
+
+
+@pytest.fixture
+def run(composed, artifact, text):
+    def go(*overrides):
+        evaluation.run(composed("eval", *SMALL, "artifact=draft", f"suite.text={text}", *overrides))
+
+    return go
+
+
+def test_acceptance_leaves_scores_table_picture_and_provenance(run, tmp_path):
+    run()
+    folder = tmp_path / "runs" / "one" / "eval"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "scores.json",
+        "timings.json",
+        "table.md",
+        "acceptance.png",
+        "config.yaml",
+        "provenance.json",
+    }
+    scores = json.loads((folder / "scores.json").read_text())
+    cells = scores["variants"][0]["lengths"]
+    assert [cell["length"] for cell in cells] == [64, 128]
+    assert all(cell["exactness"]["different"] == 0 and cell["prompts"] == 4 for cell in cells)
+    assert scores["kinds"] == {"book": 2, "code": 2} and scores["variants"][0]["name"] == "draft"
+    timings = json.loads((folder / "timings.json").read_text())
+    assert timings["speed"][0]["figures"]["draft"]["ratio"] > 0
+    assert "| draft | 64 | 4 |" in (folder / "table.md").read_text()
+    assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scores_do_not_change_on_a_rerun(run, tmp_path):
+    path = tmp_path / "runs" / "one" / "eval" / "scores.json"
+    run("suite.speed_prompts=0")
+    before = path.read_bytes()
+    run("suite.speed_prompts=0")
+    assert path.read_bytes() == before
+
+
+def test_several_artifacts_and_shapes_side_by_side(run, artifact, tmp_path):
+    other = Artifact.load(artifact)
+    other.save(tmp_path / "checkpoints" / "twin")
+    run("artifact=[draft,twin]", "suite.shapes=[[1,1,1],[2,2,2]]", "suite.attention_mass=true")
+    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
+    names = [variant["name"] for variant in scores["variants"]]
+    assert names == ["draft chain 3", "draft tree 2-2-2", "twin chain 3", "twin tree 2-2-2"]
+    by_second = {(d["second"], d["length"]): d["tau"]["value"] for d in scores["differences"]}
+    assert by_second[("twin chain 3", 64)] == 0.0 and len(by_second) == 6
+    assert [mass["window"] for mass in scores["attention_mass"]] == [16, 16]
+
+
+def test_sampling_is_measured_too(run, tmp_path):
+    run("decode.temperature=1.0", "decode.law=iid", "suite.speed_prompts=0")
+    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
+    assert scores["temperature"] == 1.0 and scores["variants"][0]["law"] == "iid"
+    assert scores["variants"][0]["lengths"][0]["exactness"] is None
+
+
+def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypatch):
+    """A draft that damages the target's cache is the fault that the comparison is there for."""
+    observe = LongSpecRuntime.observe
+
+    def damage(self, tree, verdict, step):
+        observe(self, tree, verdict, step)
+        if len(verdict.n_B) > 1:  # the golden outputs, asked one prompt at a time, would notice it first
+            for tensor in (self.cache.k_LBGSD, self.cache.v_LBGSD):
+                tensor.mul_(-1)
+
+    monkeypatch.setattr(LongSpecRuntime, "observe", damage)
+    with pytest.raises(LongtrainError, match=r"differs from plain decoding in \d of 4 prompts"):
+        run()
+    assert (tmp_path / "runs" / "one" / "eval" / "scores.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("artifact=none", ArtifactError, "no artifact 'none'"),
+        ("artifact=null", ConfigError, "eval needs an artifact"),
+        ("target.path=/no/where", ConfigError, "/no/where is not a folder"),
+        ("lengths=[4k]", DataError, "pass shorter lengths or longer text"),
+        ("lengths=[]", ConfigError, r"lengths=\[\] measures nothing"),
+        ("lengths=[two]", ConfigError, "length 'two' is no token count"),
+        ("suite.prompts=0", ConfigError, r"suite.prompts=0; allowed: 1 or more"),
+        ("suite.shapes=[[0,1]]", ConfigError, r"shape \[0, 1\] drafts nothing"),
+        ("decode.law=luck", ConfigError, "decode.law=luck; allowed: point, iid"),
+        ("suite.text=/no/text", DataError, "no held-out text at /no/text"),
+        ("suite.text=data", ConfigError, "suite.text=data needs data=NAME"),
+        ("suite.kinds=[chat]", DataError, "kinds there: book, code"),
+        ("suite.name=speed", ConfigError, "no suite 'speed'; known: acceptance, needle"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_writes_nothing(run, tmp_path, override, error, message):
+    with pytest.raises(error, match=message):
+        run(override)
+    assert not (tmp_path / "runs" / "one" / "eval").exists()
+
+
+def test_artifact_for_another_target(run, tmp_path):
+    other = random_target("qwen3_micro")
+    from longtrain import methods
+
+    module = methods.get("longspec").build(Config(window=16), other.info)
+    made = Artifact.from_module("longspec", Config(window=16), module=module, target=other)
+    made.save(tmp_path / "checkpoints" / "stranger")
+    with pytest.raises(TargetMismatchError, match="artifact was trained for qwen3_micro"):
+        run("artifact=stranger")
+
+
+def test_needle_suite(composed, text, tmp_path):
+    evaluation.run(
+        composed(
+            "eval",
+            "suite=needle",
+            "lengths=[512]",
+            "suite.needles=[1,2]",
+            "suite.prompts=2",
+            "suite.max_new_tokens=8",
+            f"suite.text={text}",
+        )
+    )
+    found = json.loads((tmp_path / "runs" / "one" / "eval" / "needle.json").read_text())
+    cells = [(cell["length"], cell["needles"], cell["ran"]) for cell in found["cells"]]
+    assert cells == [(512, 1, 2), (512, 2, 2)]
+    assert "| 512 | 2 | 2 |" in (tmp_path / "runs" / "one" / "eval" / "needle.md").read_text()
+
+
+def test_suite_keys_are_all_read(composed):
+    """A key in the suite's file that the job does not know would be a promise it does not keep."""
+    from pathlib import Path
+
+    source = Path(evaluation.__file__).read_text()
+    for suite in ("acceptance", "needle"):
+        for key in OmegaConf.to_container(composed("eval", f"suite={suite}").suite):
+            assert f"suite.{key}" in source or f'"{key}"' in source, key

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from longtrain.artifact import Artifact
+from longtrain.data.prepared import Writer
+from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.jobs import export
+from longtrain.target.loading import load_target
+
+
+def test_export_writes_what_was_trained(composed, trained, tmp_path, target_folder):
+    export.run(composed("export"))
+    folder = tmp_path / "checkpoints" / "one"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"longtrain.json", "model.safetensors", "golden.safetensors", "README.md", "training.png"}
+    artifact = Artifact.load("one", home=tmp_path)
+    assert artifact.config["window"] == 16 and artifact.provenance["step"] == 7
+    assert all(torch.equal(artifact.tensors[name], tensor) for name, tensor in trained.state_dict().items())
+    artifact.attach(load_target(target_folder))
+
+
+def test_export_stores_the_target_s_precision(composed, trained, tmp_path):
+    export.run(composed("export", "target.dtype=bfloat16"))
+    artifact = Artifact.load("one", home=tmp_path)
+    assert {tensor.dtype for tensor in artifact.tensors.values()} == {torch.bfloat16}
+    assert artifact.golden.dtype == "bfloat16"
+
+
+def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
+    data = tmp_path / "data" / "mix-0123"
+    data.mkdir(parents=True)
+    part = {"hub": "org/corpus", "commit": "c0ffee", "kind": "book", "licence": "cc0-1.0"}
+    writer = Writer(data, 256)
+    writer.add(torch.zeros(9).numpy(), torch.ones(9).numpy(), name="a", kind="book")
+    sources = [
+        {"source": {"reader": "manifest", "where": "corpus", "kind": ""}, "inputs": {"parts": [part]}},
+        {"source": {"reader": "text", "where": "my/books", "kind": "book"}, "inputs": {"files": [{}, {}]}},
+    ]
+    writer.close({"sources": sources})
+    sha256 = json.loads((data / "manifest.json").read_text())["sha256"]
+    about = tmp_path / "runs" / "one" / "train" / "provenance.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "data": {"name": "mix", "sha256": sha256}}))
+    export.run(composed("export"))
+    card = (tmp_path / "checkpoints" / "one" / "README.md").read_text()
+    assert "datasets: [org/corpus]" in card and "| org/corpus | c0ffee | book | cc0-1.0 |" in card
+    assert "| my/books | 2 files | book | not stated |" in card
+
+
+def test_nothing_trained_under_this_name(composed):
+    with pytest.raises(ConfigError, match=r"nothing was trained under name=one: .*; train first"):
+        export.run(composed("export"))
+
+
+def test_another_method_than_was_trained(composed, trained):
+    with pytest.raises(ConfigError, match="was trained with method=longspec, not pretrain"):
+        export.run(composed("export", "method=pretrain"))
+
+
+def test_corrupt_checkpoint(composed, trained, tmp_path):
+    path = tmp_path / "runs" / "one" / "train" / "checkpoints" / "last.ckpt"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ArtifactError, match="damaged"):
+        export.run(composed("export"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_checkpoint_of_another_module(composed, trained, tmp_path, target_folder):
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises((ArtifactError, TargetMismatchError)):
+        export.run(composed("export", f"target.path={other}"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_run_folder_without_its_configuration(composed, trained, tmp_path):
+    (tmp_path / "runs" / "one" / "train" / "config.yaml").unlink()
+    with pytest.raises(ArtifactError, match=r"config\.yaml is missing or damaged"):
+        export.run(composed("export"))
+
+
+def test_push_without_login_is_one_clear_error(composed, trained, tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="cannot push to org/one"):
+        export.run(composed("export", "push=org/one"))
+    assert (tmp_path / "checkpoints" / "one" / "longtrain.json").is_file()

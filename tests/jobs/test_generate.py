@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from longtrain.artifact import Artifact
+from longtrain.decoding.engine import Engine
+from longtrain.errors import ArtifactError, ConfigError, DataError
+from longtrain.jobs import generate
+from longtrain.methods.longspec.config import Config
+from longtrain.target.loading import load_target
+
+NEW = ("decode.max_new_tokens=20",)
+
+
+@pytest.fixture
+def artifact(tmp_path, target_folder, trained):
+    target = load_target(target_folder)
+    made = Artifact.from_module("longspec", Config(window=16), module=trained, target=target)
+    return made.save(tmp_path / "checkpoints" / "draft")
+
+
+@pytest.fixture
+def plain_text(target_folder):
+    """What plain decoding says."""
+    target = load_target(target_folder)
+
+    def text(prompt, n=20):
+        ids = target.tokenizer(prompt).input_ids
+        return Engine(target).generate([ids], max_new_tokens=n).texts[0]
+
+    return text
+
+
+def test_text_then_one_line_of_statistics(composed, plain_text, capsys):
+    generate.run(composed("generate", *NEW, "prompt=hello there"))
+    out = capsys.readouterr().out
+    text, _, statistics = out.removesuffix("\n").rpartition("\n")
+    assert text == plain_text("hello there")
+    assert statistics.startswith("[20 tokens after 11 | ") and "tokens/s" in statistics
+    assert "τ" not in statistics and "cache" in statistics and statistics.endswith(" MB]")
+
+
+def test_a_draft_changes_the_statistics_only(composed, artifact, plain_text, capsys):
+    generate.run(composed("generate", *NEW, "prompt=hello there", "artifact=draft"))
+    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    assert text == plain_text("hello there")
+    assert "acceptance length τ 1." in statistics and "draft 0." in statistics
+
+
+def test_prompt_file_and_chat_template(composed, tmp_path, plain_text, capsys):
+    (tmp_path / "p.txt").write_text("hé")
+    generate.run(composed("generate", *NEW, f"prompt_file={tmp_path / 'p.txt'}", "chat=true"))
+    assert capsys.readouterr().out.startswith(plain_text("<user>hé<bot>"))
+
+
+def test_stop_strings_are_not_printed(composed, plain_text, capsys):
+    whole = plain_text("abc")
+    stop = whole[4:6]
+    generate.run(
+        composed("generate", *NEW, "prompt=abc", f"stop=['{stop}']" if "'" not in stop else "stop=[]")
+    )
+    text = capsys.readouterr().out.removesuffix("\n").rpartition("\n")[0]
+    assert text == whole[: whole.find(stop)]
+
+
+class Terminal(list):
+    """A tokenizer of one character a token, with a two-token character."""
+
+    parts = {1: "a", 2: "b", 3: "\ufffd", 4: "c"}
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(self.parts[i] for i in ids).replace("\ufffd\ufffd", "é")
+
+
+def test_whole_characters_in_colours(capsys):
+    target = type("T", (), {"tokenizer": Terminal()})
+    writer = generate._Writer(target, colour=True)
+    writer(0, [1, 2], [True, False])
+    assert capsys.readouterr().out == "\x1b[32ma\x1b[0mb"
+    writer(0, [3], [True])
+    assert capsys.readouterr().out == ""
+    writer(0, [3, 4, 4], [True, True, False])
+    assert capsys.readouterr().out == "\x1b[32méc\x1b[0mc"
+    writer.close("abécc")
+    assert capsys.readouterr().out == "\n"
+
+
+def test_what_may_be_a_stop_string_waits(capsys):
+    target = type("T", (), {"tokenizer": Terminal()})
+    writer = generate._Writer(target, colour=False, hold=2)
+    writer(0, [1, 2, 4, 1], [False] * 4)
+    assert capsys.readouterr().out == "ab"
+    writer.close("abc")
+    assert capsys.readouterr().out == "c\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ((), ConfigError, "pass either prompt=TEXT or prompt_file=FILE"),
+        (("prompt=a", "prompt_file=b"), ConfigError, "pass either"),
+        (("prompt_file=/no/file",), DataError, "prompt_file=/no/file cannot be read"),
+        (("prompt=a", "artifact=none"), ArtifactError, "no artifact 'none'"),
+        (("prompt=a", "artifact=[x,y]"), ConfigError, "generate takes one artifact"),
+        (("prompt=a", "decode.max_new_tokens=9999"), ConfigError, "exceed"),
+        (("prompt=a", "target.path=/no/where"), ConfigError, "/no/where is not a folder"),
+    ],
+)
+def test_bad_input_is_one_clear_error(composed, overrides, error, message):
+    with pytest.raises(error, match=message):
+        generate.run(composed("generate", *overrides))
