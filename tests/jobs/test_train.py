@@ -1,0 +1,256 @@
+"""The train job on a random micro target and a real LongSpec draft: the same code as the command line runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.jobs import train
+from longtrain.training import checkpoint, table
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "clever",
+    "owls",
+    "watch",
+    "from",
+    "an",
+    "old",
+    "oak",
+    "tree",
+]
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    from longtrain.target.loading import random_target
+    from longtrain.target.shapes import SHAPES
+    from longtrain.target.tokenizer import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("target")
+    model = random_target({**SHAPES["llama_micro"], "vocab_size": 300}, seed=0)
+    model.model.save_pretrained(folder)
+    train_tokenizer(_texts(200), folder, size=300, max_positions=model.info.max_positions)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number, text in enumerate(_texts(12)):
+        (folder / f"story{number}.txt").write_text(text)
+    return folder
+
+
+def _texts(count):
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        picks = torch.randint(len(WORDS), (150,), generator=generator).tolist()
+        yield " ".join(WORDS[pick] for pick in picks) + f" {number}."
+
+
+@pytest.fixture
+def compose(tmp_path, target_folder, text_folder):
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    from longtrain.assets import asset_dir
+    from longtrain.cli import mount
+
+    def make(*overrides, name="toy"):
+        GlobalHydra.instance().clear()
+        mount()
+        with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+            return compose(
+                "train",
+                overrides=[
+                    f"name={name}",
+                    f"home={tmp_path}",
+                    "quiet=true",
+                    f"target.path={target_folder}",
+                    "method=longspec",
+                    "method.window=8",
+                    "data=text",
+                    f"data.text={text_folder}",
+                    "data.stages=[{fraction: 1.0, row_tokens: 96, doc_tokens: 64}]",
+                    "data.min_doc_tokens=8",
+                    "data.val_fraction=0.2",
+                    "data.val_rows=2",
+                    "trainer=cpu",
+                    "trainer.max_steps=4",
+                    "trainer.accumulate_grad_batches=2",
+                    "trainer.val_every=2",
+                    "callbacks.progress=false",
+                    *overrides,
+                ],
+            )
+
+    return make
+
+
+def test_a_run_leaves_all_that_it_should(compose, tmp_path):
+    train.run(compose())
+    folder = tmp_path / "runs" / "toy" / "train"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "curves.png",
+        "metrics.csv",
+        "provenance.json",
+        "speed.csv",
+        "summary.json",
+    ]
+    rows = table.read(folder / "metrics.csv")
+    assert [row["step"] for row in rows] == ["1", "2", "2", "3", "4", "4"]
+    assert all(float(row["train/loss"]) > 0 for row in rows if row["train/loss"]) and rows[-1]["val/loss"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["method"]["window"] == 8
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["data"]["sha256"] and facts["target"]["weights"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["tokens"] == 4 * 2 * 96 and summary["final_loss"] > 0
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    names = checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt")
+    assert "cross_attn.q_proj.weight" in names and not [name for name in names if "target" in name]
+
+
+def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
+    import os
+    import signal
+
+    from longtrain.methods.longspec.objective import LongSpecObjective
+
+    train.run(compose(name="whole"))
+    original, calls = LongSpecObjective.forward, []
+
+    def forward(self, batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batch)
+
+    LongSpecObjective.forward = forward
+    try:
+        with pytest.raises(SystemExit) as left:
+            train.run(compose(name="cut"))
+    finally:
+        LongSpecObjective.forward = original
+    assert left.value.code == 0
+    folders = [tmp_path / "runs" / name / "train" for name in ("whole", "cut")]
+    assert checkpoint.read(folders[1] / "checkpoints" / "last.ckpt").step == 2
+    train.run(compose(name="cut"))
+    assert folders[0].joinpath("metrics.csv").read_bytes() == folders[1].joinpath("metrics.csv").read_bytes()
+    whole, cut = (checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt") for folder in folders)
+    assert all(torch.equal(whole[key], cut[key]) for key in whole) and set(whole) == set(cut)
+
+
+def test_changed_settings_are_not_resumed_but_harmless_ones_are(compose):
+    train.run(compose())
+    with pytest.raises(ConfigError, match=r"optim.lr: 0.0005 -> 0.001"):
+        train.run(compose("optim.lr=1e-3"))
+    with pytest.raises(ConfigError, match=r"method.window: 8 -> 16"):
+        train.run(compose("method.window=16"))
+    train.run(compose("trainer.log_every=1", "callbacks.curves=false"))
+    train.run(compose("optim.lr=1e-3", "resume=never"))
+
+
+def test_training_may_start_from_an_artifact(compose, tmp_path):
+    from longtrain.artifact import Artifact
+    from longtrain.jobs import load_target_from
+    from longtrain.methods.longspec.config import Config
+
+    cfg = compose()
+    train.run(cfg)
+    target = load_target_from(cfg)
+    from longtrain import methods
+
+    config = Config(window=8)
+    module = methods.get("longspec").build(config, target.info)
+    module.load_state_dict(checkpoint.trained_tensors(tmp_path / "runs/toy/train/checkpoints/last.ckpt"))
+    Artifact.from_module("longspec", config, module=module, target=target).save(
+        tmp_path / "checkpoints" / "one"
+    )
+    train.run(compose("init=one", "trainer.max_steps=1", "optim.lr=1e-12", "trainer.val_every=0", name="two"))
+    after = checkpoint.trained_tensors(tmp_path / "runs/two/train/checkpoints/last.ckpt")
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-9)
+    with pytest.raises((ArtifactError, ConfigError), match="no artifact"):
+        train.run(compose("init=absent", name="three"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.accumulate_grad_batches=0", "accumulate_grad_batches=0"),
+        ("+trainer.max_step=3", r"unknown key 'trainer.max_step'; known: max_steps"),
+        ("+optim.learning_rate=3", r"unknown key 'optim.learning_rate'"),
+        ("optim.schedule=cosin", r"optim.schedule=cosin; known: cosine, linear, constant"),
+        (
+            "data.stages=[{steps: 2, row_tokens: 96, doc_tokens: 64}]",
+            r"stages hold 2 optimizer steps.*=4 asks",
+        ),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(compose, override, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        train.run(compose(override))
+    assert "\n" not in str(error.value)
+
+
+def test_the_length_may_come_from_the_data(compose, tmp_path):
+    train.run(compose("trainer.max_steps=null", "data.stages=[{steps: 3, row_tokens: 96, doc_tokens: 64}]"))
+    assert json.loads((tmp_path / "runs/toy/train/summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize("debug", ["smoke", "overfit", "profile"])
+def test_debug_groups_run(compose, tmp_path, debug):
+    extra = {"overfit": ["trainer.max_steps=40", "optim.lr=0.02"], "profile": ["trainer.max_steps=5"]}
+    train.run(compose(f"+debug={debug}", *extra.get(debug, [])))
+    train.run(compose(f"+debug={debug}", *extra.get(debug, [])))
+    rows = table.read(tmp_path / "runs" / "toy" / "train" / "metrics.csv")
+    if debug == "overfit":
+        assert float(rows[-1]["train/loss"]) < 0.6 * float(rows[0]["train/loss"])
+    if debug == "profile":
+        assert list((tmp_path / "runs" / "toy" / "train").glob("profile*.json"))
+
+
+def test_loggers_by_config(compose, tmp_path):
+    train.run(compose("logger=tensorboard"))
+    assert list((tmp_path / "runs/toy/train/tensorboard").glob("events.out.*"))
+    train.run(compose("logger=wandb", "logger.wandb.offline=true", name="w"))
+    assert list((tmp_path / "runs/w/train/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_names_its_extra(compose, stage):
+    if __import__("importlib").util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is installed here")
+    with pytest.raises(ConfigError, match=r"pip install 'longtrain\[deepspeed\]'"):
+        train.run(compose(f"trainer=deepspeed_zero{stage}"))
+
+
+def test_every_trainer_option_gives_known_keys():
+    from dataclasses import fields
+
+    from longtrain.assets import asset_dir
+    from longtrain.training.loop import LoopConfig
+    from longtrain.training.optim import Optim
+
+    for group, kind in (("trainer", LoopConfig), ("optim", Optim)):
+        for file in Path(asset_dir("conf"), group).glob("*.yaml"):
+            keys = set(yaml.safe_load(file.read_text())) - {"defaults"}
+            assert keys <= {field.name for field in fields(kind)}, file
+    full = set(yaml.safe_load(Path(asset_dir("conf"), "trainer", "auto.yaml").read_text()))
+    assert full == {field.name for field in fields(LoopConfig)}
