@@ -1,4 +1,4 @@
-"""The train job on a random micro target and a real LongSpec draft: the same code as the command line runs."""
+"""The train job on a random micro target and a real LongSpec draft."""
 
 import json
 from pathlib import Path
@@ -11,27 +11,7 @@ from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import train
 from longtrain.training import checkpoint, table
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "clever",
-    "owls",
-    "watch",
-    "from",
-    "an",
-    "old",
-    "oak",
-    "tree",
-]
+WORDS = "the quick brown fox jumps over a lazy dog while seven clever owls watch from an old oak".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="session")
@@ -219,11 +199,11 @@ def test_debug_groups_run(compose, tmp_path, debug):
     extra = {"overfit": ["trainer.max_steps=40", "optim.lr=0.02"], "profile": ["trainer.max_steps=5"]}
     train.run(compose(f"+debug={debug}", *extra.get(debug, [])))
     train.run(compose(f"+debug={debug}", *extra.get(debug, [])))
-    rows = table.read(tmp_path / "runs" / "toy" / "train" / "metrics.csv")
+    rows = [row for row in table.read(tmp_path / "runs/toy/train/metrics.csv") if row["train/loss"]]
     if debug == "overfit":
         assert float(rows[-1]["train/loss"]) < 0.6 * float(rows[0]["train/loss"])
     if debug == "profile":
-        assert list((tmp_path / "runs" / "toy" / "train").glob("profile*.json"))
+        assert list((tmp_path / "runs" / "toy" / "train" / "profile").glob("*.json"))
 
 
 def test_loggers_by_config(compose, tmp_path):
