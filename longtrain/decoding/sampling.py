@@ -114,8 +114,8 @@ class HashCoins:
         Weights below 2^-40 of the row's largest count as zero; a row without any weight gives index V-1.
         """
         total_BV = _counts(weight_BV).cumsum(-1)
-        sum_B = total_BV[:, -1]
-        point_B = (self.uniform(pos_B, role) * sum_B.double()).long().minimum(sum_B - 1)
+        # A coin below 1 times the rounded total stays below the total: one ulp down against half an ulp up.
+        point_B = (self.uniform(pos_B, role) * total_BV[:, -1].double()).long()
         index_B = torch.searchsorted(total_BV, point_B[:, None], right=True)[:, 0]
         return index_B.clamp_(max=weight_BV.shape[-1] - 1)
 

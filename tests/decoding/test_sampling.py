@@ -105,12 +105,13 @@ def test_the_ends_of_the_coin_never_reach_a_zero_weight():
 
     coins = Edge(0, torch.zeros(1).long())
     pos = torch.zeros(1).long()
-    for weight in ([0, 0, 1, 2, 0], [0, 1e-20, 0], [1, 0, 0], [0, 0, 1], [1 / 3] * 3 + [0]):
+    many = torch.rand(100_000, generator=torch.Generator().manual_seed(0)).tolist()  # totals beyond 2^53
+    for weight in ([0, 0, 1, 2, 0], [0, 1e-20, 0], [1, 0, 0], [0, 0, 1], [1 / 3] * 3 + [0], [*many, 0]):
         law = torch.tensor([weight], dtype=torch.float32)
         for at in (0.0, 0.5, 1 - 2**-53):
             coins.at = at
             assert law[0, coins.draw(law, pos, "x")] > 0
-    coins.at = 1 - 2**-53
+    assert coins.draw(torch.zeros(1, 5), pos, "x") == 4
     assert coins.below(torch.tensor([1.0]), pos, "x") and not coins.below(torch.tensor([0.999]), pos, "x")
     coins.at = 0.0
     assert not coins.below(torch.tensor([0.0]), pos, "x")
