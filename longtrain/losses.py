@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import log_softmax
 
 from longtrain.errors import ConfigError
 
@@ -132,7 +132,7 @@ class _LinearCE(torch.autograd.Function):
                 part = slice(a, a + rows)
                 h_RE, y_R = hidden_TE[part], labels_T[part].clamp(min=0)[:, None]
                 w_R1 = (weights_T[part] * (labels_T[part] != IGNORE))[:, None].to(wide)
-                logp_RV = F.log_softmax(h_RE @ head_VE.t(), dim=-1, dtype=wide)
+                logp_RV = log_softmax(h_RE @ head_VE.t(), dim=-1, dtype=wide)
                 total -= (logp_RV.gather(-1, y_R) * w_R1).sum()
                 if not (need_hidden or need_head):
                     continue
@@ -168,8 +168,8 @@ class _LinearKL(torch.autograd.Function):
                 w_R = weights_T[part].to(wide)
                 student_RV, teacher_RV = hidden_TE[part] @ head_VE.t(), teacher_TE[part] @ head_VE.t()
                 hit_T[part] = (student_RV.argmax(-1) == teacher_RV.argmax(-1)) & (w_R > 0)
-                logq_RV = F.log_softmax(student_RV, dim=-1, dtype=wide)
-                logp_RV = F.log_softmax(teacher_RV, dim=-1, dtype=wide)
+                logq_RV = log_softmax(student_RV, dim=-1, dtype=wide)
+                logp_RV = log_softmax(teacher_RV, dim=-1, dtype=wide)
                 del student_RV, teacher_RV
                 p_RV = logp_RV.exp()
                 total += (torch.linalg.vecdot(p_RV, logp_RV.sub_(logq_RV)) * w_R).sum()

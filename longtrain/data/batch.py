@@ -28,6 +28,8 @@ class Batch:
         names: one name a document, for error messages.
         kinds: one text kind a document (book, code, chat, ...).
         weights_T: optional fp32 weight of each label; None: all 1.
+        host_mask_T: `loss_mask_T` on the host, kept by `to`, so that nobody waits for a device to learn which
+            rows count; None: `loss_mask_T` never left the host.
     """
 
     ids_T: Tensor
@@ -38,11 +40,14 @@ class Batch:
     names: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     weights_T: Tensor | None = None
+    host_mask_T: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch with its tensors on `device`; bounds and names stay on the host."""
+        """The batch with its tensors on `device`; bounds, names and a copy of the mask stay on the host."""
+        on_host = self.host_mask_T is None and self.loss_mask_T.device.type == "cpu"
         return replace(
             self,
+            host_mask_T=self.loss_mask_T if on_host else self.host_mask_T,
             ids_T=self.ids_T.to(device, non_blocking=non_blocking),
             loss_mask_T=self.loss_mask_T.to(device, non_blocking=non_blocking),
             weights_T=None

@@ -52,7 +52,7 @@ def draw_offsets(lengths: Sequence[int], *, usable: int, max_doc_tokens: int = 0
 
 
 def positions(bounds: Sequence[int], *, offsets: Sequence[int] | None = None, anchors: int = 0) -> Tensor:
-    """Rotary positions of a packed row, int64_T on the host: documents start at 0, offset past the anchors."""
+    """Rotary positions of a packed row, int64_T on the host: documents start at 0, offset past anchors."""
     parts = []
     for d, (a, b) in enumerate(pairwise(bounds)):
         pos = torch.arange(b - a)

@@ -80,9 +80,9 @@ class LongSpecObjective(Objective):
             total = chunked_sum(chunk_loss, len(row.chunks), self.module.parameters())
         else:
             total = sum((chunk_loss(i) for i in range(len(row.chunks))), start=torch.zeros((), device=device))
-        count_J = torch.bincount(row.depth_T[row.rows_W], minlength=depths).to(device)
+        count_J = torch.bincount(row.depth_T[row.rows_W], minlength=depths).to(device, non_blocking=True)
         tokens = len(row.rows_W)
-        count = torch.tensor(tokens, device=device)
+        count = torch.full((), tokens, device=device)
         figures = {"loss": (total.detach(), count), "accuracy": (hits_J.sum(), count)}
         figures |= {f"acc/depth_{j}": (hits_J[j], count_J[j]) for j in range(depths)}
         if self.config.anchor_offset and self.config.guard_every:
@@ -108,7 +108,8 @@ class LongSpecObjective(Objective):
         pos_T = indices.positions(batch.bounds, offsets=offsets, anchors=c.anchors).to(
             device, non_blocking=True
         )
-        rows_W = batch.loss_mask_T.nonzero()[:, 0].cpu() - 1
+        mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+        rows_W = mask_T.nonzero()[:, 0] - 1
         depth_T = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths)) - 1
         ranges = indices.cut(rows_W, c.chunk_tokens)
         return _Row(batch, pos_T, shifts, depth_T, rows_W, ranges, self._target(batch, pos_T))
@@ -161,4 +162,4 @@ class LongSpecObjective(Objective):
             hidden_TE = self.target.packed(batch.ids_T, pos_T, batch.bounds).hidden_TE
             assert hidden_TE is not None
             sums.append(fused_linear_ce(hidden_TE, self.target.head_weight, labels_T))
-        return sums[0] - sums[1], torch.tensor(len(rows), device=device)
+        return sums[0] - sums[1], torch.full((), len(rows), device=device)

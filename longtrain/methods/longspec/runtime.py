@@ -177,7 +177,8 @@ def _best(
 
 def _sampled(q_BMV: Tensor, width: int, pos_B: Tensor, coins: Coins) -> tuple[Tensor, Tensor]:
     """`width` independent draws, dealt evenly to the parents; each has a coin of its own."""
-    parents = [child * q_BMV.shape[1] // width for child in range(width)]
+    above = q_BMV.shape[1]
+    parents = [child * above // width for child in range(width)]
     drawn = [coins.draw(q_BMV[:, m], pos_B, f"draft{i}" if i else "draft") for i, m in enumerate(parents)]
     tokens_BK = torch.stack(drawn, dim=1)
-    return tokens_BK, torch.tensor(parents, device=tokens_BK.device).expand_as(tokens_BK)
+    return tokens_BK, (torch.arange(width, device=pos_B.device) * above // width).expand_as(tokens_BK)
