@@ -1,6 +1,6 @@
 import pytest
 
-from longtrain.data.manifest import Manifest, Part, resolve
+from longtrain.data.manifest import Manifest, Part, resolve, rows
 from longtrain.errors import ConfigError, DataError
 
 
@@ -39,3 +39,11 @@ def test_a_commit_is_taken_as_it_is_and_a_branch_needs_the_hub(monkeypatch):
     with pytest.raises(DataError, match=r"nobody/nothing-here.*data\.text=PATH"):
         resolve(part)
     assert resolve(part, known=commit) == commit
+
+
+def test_rows_of_a_dataset_are_streamed(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
+    part = Part(str(tmp_path), "x", "text", files=(str(tmp_path / "train.jsonl"),))
+    assert [row["text"] for _, row in rows(part, "main", 2)] == ["a", "b"]
+    with pytest.raises(DataError, match="test"):
+        list(rows(Part(str(tmp_path), "x", "text", split="test"), "main", 2))

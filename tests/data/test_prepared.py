@@ -94,3 +94,14 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
     with pytest.raises(PermissionError), replacing(tmp_path / "data"):
         raise PermissionError(errno.EACCES, "no")
+
+
+def test_what_a_killed_run_left_is_cleared(tmp_path):
+    folder = tmp_path / "data"
+    for left in (".data.tmp", ".data.old"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "ids.npy").write_text("half")
+    with replacing(folder) as temporary:
+        assert inside(temporary) == []
+        (temporary / "x").write_text("whole")
+    assert inside(tmp_path) == ["data"] and inside(folder) == ["x"]
