@@ -6,7 +6,8 @@ Shapes: T tokens of one packed row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class Mixture:
         stream_weights: as the writer's.
         min_doc_tokens: shortest document; lengths are log-uniform from here to the stage's `doc_tokens`.
         role_weights: loss weight of each `Role`, by its number; 0 takes it out of the labels.
+        manifest: what the corpus is made of, with hashes.
     """
 
     writer: RetrievalWriter
@@ -42,6 +44,7 @@ class Mixture:
     stream_weights: Sequence[float]
     min_doc_tokens: int = 256
     role_weights: tuple[float, float, float, float] = (1.0, 0.0, 1.0, 4.0)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = {*self.writer.tasks, "text", "chat"}

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from longtrain.data.batch import Batch
 from longtrain.data.collate import batch_at
 from longtrain.data.config import DataConfig, Stage
+from longtrain.data.mixture import Mixture, MixtureRows
 from longtrain.data.pack import Plan, plan_run, plan_val
 from longtrain.data.prepared import Prepared
 from longtrain.errors import ConfigError
@@ -172,6 +173,67 @@ class DataModule(lightning.LightningDataModule):
             shuffle=False,
             num_workers=self.config.workers,
             prefetch_factor=4 if self.config.workers else None,
+            pin_memory=self.pin_memory,
+        )
+
+
+class MixtureModule(lightning.LightningDataModule):
+    """Rows of a mixture, written on the fly by loading processes.
+
+    Args:
+        mixture: what is drawn.
+        stages: lengths over the run, each with `steps` or `fraction`.
+        total_steps: optimizer steps of the run.
+        accumulate: micro-batches of a rank in an optimizer step.
+        seed: of the run.
+        workers: writing processes; the order does not depend on it.
+        pin_memory: for a CUDA device.
+        world: ranks.
+        rank: this rank.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        stages: Sequence[Stage],
+        *,
+        total_steps: int,
+        accumulate: int = 1,
+        seed: int = 0,
+        workers: int = 0,
+        pin_memory: bool = False,
+        world: int = 1,
+        rank: int = 0,
+    ) -> None:
+        super().__init__()
+        self.data = mixture
+        self.stages, self.total_steps, self.accumulate, self.seed = (
+            tuple(stages),
+            total_steps,
+            accumulate,
+            seed,
+        )
+        self.workers, self.pin_memory, self.world, self.rank = workers, pin_memory, world, rank
+        self.start_batch = 0
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """This rank's rows from `start_batch` on."""
+        rows = MixtureRows(
+            self.data,
+            self.stages,
+            total_steps=self.total_steps,
+            rows_per_step=self.accumulate * self.world,
+            seed=self.seed,
+            rank=self.rank,
+            world=self.world,
+            start=self.start_batch,
+        )
+        return DataLoader(
+            rows,
+            batch_size=None,
+            shuffle=False,
+            num_workers=self.workers,
+            prefetch_factor=4 if self.workers else None,
             pin_memory=self.pin_memory,
         )
 

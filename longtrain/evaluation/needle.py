@@ -127,7 +127,7 @@ def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    vocabulary = [tokenizer.decode([i]) for i in range(target.info.vocab_size)]
+    vocabulary = [str(tokenizer.decode([i])) for i in range(target.info.vocab_size)]
     ids_T = np.concatenate([np.array(encode(text), dtype=np.int64) for text in texts.values() if text])
     return RetrievalWriter(
         encode, chat_ids(tokenizer), [TextStream(ids_T, vocabulary, "held-out")], separator=-1
@@ -235,7 +235,7 @@ def _nats(target: Target, row: list[tuple[list[int], int]]) -> float:
     bounds = [0, *np.cumsum([len(ids) for ids, _ in row]).tolist()]
     ids_T = torch.tensor([i for ids, _ in row for i in ids], device=target.device)
     pos_T = torch.cat([torch.arange(len(ids)) for ids, _ in row]).to(target.device)
-    hidden_TE = target.packed(ids_T, pos_T, tuple(bounds)).hidden_TE
+    hidden_TE: Any = target.packed(ids_T, pos_T, tuple(bounds)).hidden_TE
     total = 0.0
     for (ids, first), start in zip(row, bounds[:-1], strict=True):
         span = slice(start + first - 1, start + len(ids) - 1)

@@ -81,9 +81,9 @@ def build_llama(shape: LlamaShape, *, seed: int = 0) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=3,
         pad_token_id=0,
-        attn_implementation=NAME,
     )
     model = LlamaForCausalLM(config).float()
+    model.set_attn_implementation(NAME)
     coins = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -177,6 +177,7 @@ def save_bundle(model: LlamaForCausalLM, tokenizer: Path, folder: Path) -> int:
         shutil.copyfile(tokenizer / name, folder / name)
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save_file(quantise_rows(state), folder / INT8_FILE, metadata={"format": "pt"})
+    (folder / INT8_FILE).chmod(0o644)
     ends = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "config.json", _config(model))
     _write_json(folder / "generation_config.json", ends)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 class Config:
     """A small Llama trained from scratch. There is no paper: the values are those of the bundled target."""
 
-    name: str = "pretrain"
     vocab_size: int = 4096  # entries of the tokenizer, special tokens and bytes included
     hidden_size: int = 384  # width of the residual stream
     n_layers: int = 6  # decoder layers

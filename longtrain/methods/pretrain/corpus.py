@@ -30,13 +30,13 @@ CHUNK_CHARS = 50_000
 LONGEST_FILE_CHARS = 60_000
 _CALCULATION = re.compile(r"<<[^>]*>>")
 _PHRASES = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize them. I will "
-    "quiz you about them afterwards.\nOne of the special magic numbers for {0} is: 1.\nWhat are all the special "
-    "magic numbers for {0} mentioned in the provided text? The special magic numbers for {0} mentioned in "
-    "the provided text are 1. "
+    "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
+    "I will quiz you about them afterwards.\nOne of the special magic numbers for {0} is: 1.\n"
+    "What are all the special magic numbers for {0} mentioned in the provided text? "
+    "The special magic numbers for {0} mentioned in the provided text are 1. "
     "What is the special magic number for {0}? The special magic number for {0}.\n"
-    "Look up 1. Quote the passage that continues after: Find all variables that are assigned the value 1 in "
-    "the text above.\n"
+    "Look up 1. Quote the passage that continues after: "
+    "Find all variables that are assigned the value 1 in the text above.\n"
 )
 
 
@@ -62,7 +62,7 @@ def build_corpus(
     Raises:
         DataError: nothing left to train on, or a held-out name that matches no file.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "held_out": sorted(held_out),
         "sources": _sources(books, code, instruct),
@@ -95,7 +95,8 @@ def build_corpus(
             ids_T = _stream(documents, encode)
             np.save(new / f"{kind}.npy", ids_T)
             counts[kind] = len(ids_T)
-        np.savez(new / "chat.npz", **_pack_chats(chats, encode))
+        ids_T, roles_T, edges = _pack_chats(chats, encode)
+        np.savez(new / "chat.npz", ids=ids_T, roles=roles_T, edges=edges)
         hashes = {file.name: sha256_file(file) for file in sorted(new.glob("*.np?"))}
         body = {"facts": facts, "tokens": counts, "chats": len(chats), "sha256": hashes}
         (new / "corpus.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -140,9 +141,17 @@ def load_mixture(
         ids_T, roles_T = arrays["ids"].astype(np.int32), arrays["roles"]
         chats = [Document(ids_T[a:b], roles_T[a:b], "chat") for a, b in pairs]
     shares = {kind: share for kind, share in shares.items() if kind != "chat" or chats}
+    manifest = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     role_weights = (config.text_weight, 0.0, config.answer_weight, config.value_weight)
     return Mixture(
-        writer, streams, chats, shares, weights, min_doc_tokens=min_doc_tokens, role_weights=role_weights
+        writer,
+        streams,
+        chats,
+        shares,
+        weights,
+        min_doc_tokens=min_doc_tokens,
+        role_weights=role_weights,
+        manifest=manifest,
     )
 
 
@@ -248,7 +257,7 @@ def _line_end(text: str, start: int) -> int:
     return len(text)
 
 
-def _pack_chats(chats: list[tuple[str, str]], encode: Any) -> dict[str, np.ndarray]:
+def _pack_chats(chats: list[tuple[str, str]], encode: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids, roles, edges = [np.zeros(0, np.uint16)], [np.zeros(0, np.uint8)], [0]
     questions, answers = encode([q for q, _ in chats]), encode([a for _, a in chats])
     for question, answer in zip(questions, answers, strict=True):
@@ -258,4 +267,4 @@ def _pack_chats(chats: list[tuple[str, str]], encode: Any) -> dict[str, np.ndarr
         role[len(question) + 2 :] = Role.ANSWER
         roles.append(role)
         edges.append(edges[-1] + len(role))
-    return {"ids": np.concatenate(ids), "roles": np.concatenate(roles), "edges": np.array(edges, np.int64)}
+    return np.concatenate(ids), np.concatenate(roles), np.array(edges, np.int64)

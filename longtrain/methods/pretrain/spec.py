@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from longtrain.data.mixture import Mixture
+from longtrain.data.config import Stage
+from longtrain.data.module import MixtureModule, check_context
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.pretrain.corpus import build_corpus, load_mixture
 from longtrain.methods.pretrain.modules import Pretrained
 from longtrain.methods.pretrain.objective import PretrainObjective
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import DataRun, MethodSpec
 from longtrain.target.bundle import save_bundle
 from longtrain.target.info import TargetInfo
 from longtrain.target.model import Target
@@ -30,21 +32,22 @@ KEYS = (
     "stream_weights",
     "min_doc_tokens",
     "stages",
+    "workers",
 )
 """Keys of `data` that this method reads."""
 LARGEST_BYTES = 10 * 2**20
 
 
-def mixture(config: Config, data: Mapping[str, Any], home: Path) -> Mixture:
+def rows(config: Config, data: Mapping[str, Any], about: DataRun) -> MixtureModule:
     """The training rows: the corpus is made if it is missing or its sources changed.
 
     Args:
         config: the method's settings.
         data: the resolved `data` group, with the keys `KEYS`.
-        home: the corpus is `home/data/<data.name>`.
+        about: the run; the corpus is `home/data/<data.name>`.
 
     Raises:
-        ConfigError: an unknown key, or no books.
+        ConfigError: an unknown key, no books, or no `trainer.max_steps`.
     """
     unknown = sorted(set(data) - set(KEYS))
     if unknown:
@@ -53,23 +56,35 @@ def mixture(config: Config, data: Mapping[str, Any], home: Path) -> Mixture:
         raise ConfigError(
             "data.books is not set; pass data.books=FOLDER of plain-text books (.txt, .txt.xz or .txt.gz)"
         )
-    folder = corpus_folder(data, home)
+    if about.max_steps is None:
+        raise ConfigError(
+            "method=pretrain needs trainer.max_steps: its rows are written on the fly and never end"
+        )
+    folder = about.home / "data" / str(data["name"])
     sources = {key: data.get(key) or None for key in ("code", "instruct")}
     build_corpus(
         folder, config, books=str(data["books"]), held_out=list(data.get("held_out") or ()), **sources
     )
-    return load_mixture(
+    mixture = load_mixture(
         folder,
         config,
         shares=data["shares"],
         stream_weights=data["stream_weights"],
         min_doc_tokens=int(data["min_doc_tokens"]),
     )
-
-
-def corpus_folder(data: Mapping[str, Any], home: Path) -> Path:
-    """Where the corpus of a data group is; its tokenizer is in `tokenizer/`."""
-    return home / "data" / str(data["name"])
+    stages = [Stage(**values) for values in data["stages"]]
+    check_context(stages, config.max_positions)
+    return MixtureModule(
+        mixture,
+        stages,
+        total_steps=about.max_steps,
+        accumulate=about.accumulate,
+        seed=about.seed,
+        workers=min(int(data.get("workers") or 0), max(1, (os.cpu_count() or 1) - 1)),
+        pin_memory=about.pin_memory,
+        world=about.world,
+        rank=about.rank,
+    )
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
@@ -103,5 +118,5 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     export=_export,
-    data=mixture,
+    data=rows,
 )
