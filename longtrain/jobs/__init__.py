@@ -30,7 +30,7 @@ def device_of(cfg: DictConfig) -> str:
     """`target.device`, with `auto` settled: CUDA where there is one, else the CPU."""
     import torch
 
-    device = str(cfg.target.device)
+    device = str(cfg.target.device) if cfg.target else "auto"
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,13 +49,14 @@ def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | 
     """
     from longtrain.target.loading import load_target
 
-    where = cfg.target.path or path
+    where = (cfg.target and cfg.target.path) or path
     if not where:
         raise ConfigError(
             "no target model is chosen (target.path=null); pass target=NAME or target.path=FOLDER; "
             "longtrain train --help lists the names"
         )
-    return load_target(str(where), dtype=str(cfg.target.dtype), device=device or device_of(cfg))
+    dtype = str(cfg.target.dtype) if cfg.target else "auto"
+    return load_target(str(where), dtype=dtype, device=device or device_of(cfg))
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
