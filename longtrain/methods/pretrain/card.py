@@ -16,25 +16,27 @@ tags: [longtrain, llama]
 ---
 # {name}: a small Llama that uses its context
 
-{parameters:.1f}M parameters: {layers} layers, hidden {hidden}, {heads} query and {kv} KV heads of size
-{head_dim}, MLP {mlp}, vocabulary {vocab} (byte-level BPE, digits apart), RoPE base {rope:.0f}, context
-{context} tokens, tied embeddings. It reads, continues and quotes prose and code and finds facts in its
-context; it knows nothing of the world. It is the reference target of longtrain's tests and examples, and not
-meant for anything else.
+{parameters:.1f}M parameters: {layers} layers, hidden {hidden}, {heads} query and {kv} KV heads of size {head_dim},
+MLP {mlp}, vocabulary {vocab} (byte-level BPE, digits apart), RoPE base {rope:.0f}, context {context} tokens, tied
+embeddings. It reads, continues and quotes prose and code and finds facts in its context; it knows nothing of the
+world. It is the reference target of longtrain's tests and examples, and not meant for anything else.
 
-Weights are int8 rows with one fp32 scale each in `weights.int8.safetensors`; the expanded bf16 weights are
-the reference. `load_target("tiny")` expands them. Chat format: `<|user|>question<|assistant|>answer<|end|>`.
+Weights are int8 rows with one fp32 scale each in `weights.int8.safetensors`; the expanded bf16 weights are the
+reference, and `load_target("tiny")` expands them. Chat: `<|user|>question<|assistant|>answer<|end|>`.
 
 ## Training
 
 {training}
 
-Data: novels in the US public domain (texts of github.com/computationalstylistics/100_english_novels), Python
-    sources under BSD, MIT and Apache-2.0 licences
-(NVIDIA Model-Optimizer and NeMo Automodel: Apache-2.0; LLaMA-Factory: Apache-2.0), instructions (GSM8K: MIT;
-GPTeacher: MIT, written by GPT-4; LLaMA-Factory's Alpaca sample: Apache-2.0), and retrieval tasks written
-    into that text: needles, variable
-chains, tables, quoting and copying.
+| data | licence |
+|---|---|
+| novels (texts of github.com/computationalstylistics/100_english_novels) | public domain in the US |
+| Python: NVIDIA Model-Optimizer, NeMo Automodel, LLaMA-Factory | Apache-2.0 |
+| GSM8K (train) | MIT |
+| GPTeacher code and roleplay instructions, written by GPT-4 | MIT |
+| LLaMA-Factory's Alpaca sample | Apache-2.0 |
+| needles, variable chains, tables, quoting and copying, written into that text | ours |
+
 {held_out}
 ## Measured
 

@@ -1,7 +1,7 @@
 """What the reference target learns from: tokenizer and token streams, made once, and the mixture over them.
 
 Folder: `tokenizer/`, one `<kind>.npy` of ids (uint16) for each kind of running text, `chat.npz`, and
-    `corpus.json`.
+`corpus.json`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class PretrainObjective(Objective):
     """Weighted cross-entropy of every label, given the tokens before it in its own document.
 
     Figures: `text_bits` (bits a token of running text), `value_loss` (nats) and `value_accuracy` over the
-        labels that can
-    only come from the context. The two kinds are told apart by their weights.
+    labels that can only come from the context. The two kinds are told apart by their weights.
 
     Args:
         module: the model.
