@@ -16,13 +16,15 @@ tags: [longtrain, llama]
 ---
 # {name}: a small Llama that uses its context
 
-{parameters:.1f}M parameters: {layers} layers, hidden {hidden}, {heads} query and {kv} KV heads of size {head_dim},
-MLP {mlp}, vocabulary {vocab} (byte-level BPE, digits apart), RoPE base {rope:.0f}, context {context} tokens, tied
-embeddings. It reads, continues and quotes prose and code and finds facts in its context; it knows nothing of the
-world. It is the reference target of longtrain's tests and examples, and not meant for anything else.
+{parameters:.1f}M parameters: {layers} layers, hidden {hidden}, {heads} query and {kv} KV heads of size
+{head_dim}, MLP {mlp}, vocabulary {vocab} (byte-level BPE, digits apart), RoPE base {rope:.0f}, context
+{context} tokens, tied embeddings. It reads, continues and quotes prose and code and finds facts in its
+context; it knows nothing of the world. It is the reference target of longtrain's tests and examples, and
+not meant for anything else.
 
-Weights are int8 rows with one fp32 scale each in `weights.int8.safetensors`; the expanded bf16 weights are the
-reference, and `load_target("tiny")` expands them. Chat: `<|user|>question<|assistant|>answer<|end|>`.
+Weights are int8 rows with one fp32 scale each in `weights.int8.safetensors`; the expanded bf16 weights are
+the reference, and `load_target("tiny")` expands them. Chat:
+`<|user|>question<|assistant|>answer<|end|>`.
 
 ## Training
 
