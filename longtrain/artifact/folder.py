@@ -78,19 +78,18 @@ class Artifact:
         Args:
             method: the method's name.
             config: its `Config`.
-            module: the trained module, of the target's dtype and on its device.
+            module: the trained module.
             target: the target it was trained for.
             provenance: see `Artifact`.
         """
         spec = methods.get(method)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
-        golden = None
-        if spec.attach is not None and _attach(spec, module, target, config, {}).draft is not None:
-            golden = Golden.record(
-                lambda: _attach(spec, module, target, config, {}), target, tokens=spec.golden_tokens(config)
-            )
         values = dataclasses.asdict(config)
-        return cls(method, values, target.info, tensors, golden, dict(provenance or {}))
+        made = cls(method, values, target.info, tensors, provenance=dict(provenance or {}))
+        if spec.attach is None or made._parts(target).draft is None:
+            return made
+        golden = Golden.record(made._parts, target, tokens=spec.golden_tokens(config))
+        return dataclasses.replace(made, golden=golden)
 
     @classmethod
     def load(cls, where: str | Path, *, home: str | Path = ".") -> Artifact:
@@ -160,13 +159,9 @@ class Artifact:
             ArtifactError: the golden outputs are not reproduced.
         """
         self.target.check(target.info)
-        module = self._empty_module().to_empty(device=target.device)
-        module.load_state_dict(self.tensors)
-        module = module.to(dtype=target.dtype).eval().requires_grad_(False)
         if verify and self.golden is not None:
-            spec, config = methods.get(self.method), self.typed_config()
-            self.golden.verify(lambda: _attach(spec, module, target, config, {}), target)
-        return module
+            self.golden.verify(self._parts, target)
+        return self._module(target)
 
     def attach(self, target: Target, *, verify: bool = True, **keys: Any) -> Parts:
         """The parts for an engine.
@@ -235,6 +230,15 @@ class Artifact:
     def parameters(self) -> int:
         """Numbers in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def _module(self, view: Any) -> nn.Module:
+        """The module in the dtype and on the device of a target or a view of one."""
+        module = self._empty_module().to_empty(device=view.device)
+        module.load_state_dict(self.tensors)
+        return module.to(dtype=view.dtype).eval().requires_grad_(False)
+
+    def _parts(self, view: Any) -> Parts:
+        return _attach(methods.get(self.method), self._module(view), view, self.typed_config(), {})
 
     def _empty_module(self) -> nn.Module:
         config = self.typed_config()

@@ -81,9 +81,10 @@ class Target(nn.Module):
         """Logits [..., V] of final normed hidden states [..., E]."""
         return linear(hidden, self.head_weight)
 
-    def rope(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's own rotary cos and sin [B, T, D] (its scaling included), in the target's dtype."""
-        return self.model.model.rotary_emb(self.head_weight, position_ids=pos_BT)
+    def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The target's own rotary cos and sin [B, T, D] (its scaling included), in its dtype or `dtype`."""
+        like = self.head_weight if dtype is None else self.head_weight.new_empty(0, dtype=dtype)
+        return self.model.model.rotary_emb(like, position_ids=pos_BT)
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """Weights of a decoder layer under their Hugging Face names (`self_attn.q_proj.weight`, ...)."""
