@@ -91,9 +91,27 @@ def acceptance_picture(scores: Json) -> bytes:
     _label(by_depth, "depth of the drafted token", "accepted, given that its parent was")
     _label(by_position, "place in the generated text, tokens", "acceptance length τ")
     by_depth.set_ylim(0, 1)
+    by_depth.xaxis.get_major_locator().set_params(integer=True)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
     return picture.getvalue()
+
+
+def summary(variant: Json, cell: Json, figures: Json | None) -> list[str]:
+    """One line of a short table: draft, context, τ, accepted, repeated, output, tokens/s and their ratio."""
+    speed = "-"
+    if figures is not None:
+        own = figures[variant["name"]]
+        speed = f"{own['tokens_per_s']:.1f} ({own['ratio']:.2f}×)"
+    return [
+        variant["name"],
+        tokens(cell["length"]),
+        interval(cell["tau"]),
+        _percent(cell["acceptance_rate"]["value"]),
+        _percent(cell["repeated_share"]),
+        _exactness(cell["exactness"]),
+        speed,
+    ]
 
 
 def needle_table(found: Json) -> str:

@@ -73,12 +73,15 @@ def _acceptance(cfg: DictConfig) -> None:
         "table.md": table.encode(),
         "acceptance.png": report.acceptance_picture(found),
     }
-    _write(cfg, files, artifacts={name: str(one.folder) for name, one in artifacts.items()})
-    _show(table)
+    folder = _write(cfg, files, artifacts={name: str(one.folder) for name, one in artifacts.items()})
+    _show(found, timings, folder / "table.md")
     _check_exactness(found)
 
 
 def _needle(cfg: DictConfig) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
     from longtrain.assets import asset_dir
     from longtrain.evaluation import needle
     from longtrain.evaluation.contexts import read_texts
@@ -99,7 +102,7 @@ def _needle(cfg: DictConfig) -> None:
         found = needle.run(target, texts, protocol, advance=bar.advance)
     table = report.needle_table(found)
     _write(cfg, {"needle.json": report.as_json(found), "needle.md": table.encode()})
-    _show(table)
+    Console(highlight=False).print(Markdown(table))
 
 
 def _artifacts(cfg: DictConfig) -> dict[str, Artifact]:
@@ -261,22 +264,33 @@ def _check_exactness(found: dict[str, Any]) -> None:
                 log.warning(message)
 
 
-def _write(cfg: DictConfig, files: dict[str, bytes], **facts: Any) -> None:
+def _write(cfg: DictConfig, files: dict[str, bytes], **facts: Any) -> Path:
     folder = Path(cfg.run_dir) / "eval"
     report.write_files(folder, files)
     provenance.write(folder, _plain(cfg), **facts)
-    log.info("wrote=%s", folder)
+    return folder
 
 
 def _plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
-def _show(table: str) -> None:
+def _show(found: dict[str, Any], timings: dict[str, Any], table: Path) -> None:
+    """The main figures on the terminal; the table on disk has the rest."""
     from rich.console import Console
-    from rich.markdown import Markdown
+    from rich.table import Table
 
-    Console().print(Markdown(table))
+    speed = {row["length"]: row["figures"] for row in timings.get("speed", [])}
+    shown = Table(box=None, header_style="bold")
+    for column in ("draft", "context", "τ", "accepted", "repeated", "output", "tokens/s"):
+        shown.add_column(column, no_wrap=column != "output")
+    for variant in found["variants"]:
+        for cell in variant["lengths"]:
+            row = report.summary(variant, cell, speed.get(cell["length"]))
+            shown.add_row(*row)
+    console = Console(highlight=False)
+    console.print(shown)
+    console.print(f"all figures: {table}", soft_wrap=True)
 
 
 class _Bar:
