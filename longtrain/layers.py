@@ -25,6 +25,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of `x`."""
+        if x.dtype == self.weight.dtype:  # the operator itself computes in fp32 or wider
+            with torch.autocast(x.device.type, enabled=False):
+                return rms_norm(x, self.weight.shape, self.weight, self.eps)
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             return rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)

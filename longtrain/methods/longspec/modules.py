@@ -84,10 +84,11 @@ class LongSpecDraft(nn.Module):
         if not torch.is_autocast_enabled(embed_RE.device.type):
             embed_RE = embed_RE.to(self.input_layernorm.weight.dtype)
         halo = chunk.start - chunk.halo
-        k_RGD, v_RGD = self.own_keys_values(embed_RE, rope_RD)
+        normed_RE = self.input_layernorm(embed_RE)
+        k_RGD, v_RGD = self.self_attn.keys_values(normed_RE, rope_RD)
         embed_QE, rope_QD = embed_RE[halo:], (rope_RD[0][halo:], rope_RD[1][halo:])
         mixed_QHD = packed_attention(
-            self.own_query(embed_QE, rope_QD),
+            self.self_attn.query(normed_RE[halo:], rope_QD),
             k_RGD,
             v_RGD,
             chunk.queries,
@@ -101,14 +102,6 @@ class LongSpecDraft(nn.Module):
             return packed_attention(q_QHD, k_SGD, v_SGD, chunk.queries, chunk.cross_k, scale=self.scale)
 
         return self.after_own(embed_QE, mixed_QHD, rope_QD, read)
-
-    def own_query(self, embed: Tensor, rope: Rope) -> Tensor:
-        """Queries [..., H, D] of the self-attention, of embeddings [..., E]."""
-        return self.self_attn.query(self.input_layernorm(embed), rope)
-
-    def own_keys_values(self, embed: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., G, D] of the self-attention: functions of single tokens and positions."""
-        return self.self_attn.keys_values(self.input_layernorm(embed), rope)
 
     def after_own(self, embed: Tensor, mixed: Tensor, rope: Rope, read: Callable[[Tensor], Tensor]) -> Tensor:
         """The layer from the self-attention's result on.

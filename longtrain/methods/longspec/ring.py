@@ -63,12 +63,12 @@ class Ring:
         self.k_BGSD[:, :, rows] = k_BPGD.transpose(1, 2)
         self.v_BGSD[:, :, rows] = v_BPGD.transpose(1, 2)
 
-    def attend(self, q_BPHD: Tensor, pos_BP: Tensor, nodes_BPN: Tensor, *, scale: float) -> Tensor:
+    def attend(self, q_BPHD: Tensor, pos_B1: Tensor, nodes_BPN: Tensor, *, scale: float) -> Tensor:
         """Attention of tree nodes over the ring (the last W positions before each) and over the tree.
 
         Args:
             q_BPHD: rotated queries.
-            pos_BP: their positions.
+            pos_B1: their position; all are of one level.
             nodes_BPN: bool; which of the tree's first N nodes each sees, itself among them.
             scale: of the logits.
 
@@ -76,8 +76,8 @@ class Ring:
         """
         B, P, H, D = q_BPHD.shape
         G, used = self.k_BGSD.shape[1], self.window + 1 + nodes_BPN.shape[-1]
-        ring_BPS = self.pos_BS[:, None] >= pos_BP[..., None] - self.window
-        seen_BPS = torch.cat((ring_BPS, nodes_BPN), dim=-1)
+        ring_BS = self.pos_BS >= pos_B1 - self.window
+        seen_BPS = torch.cat((ring_BS[:, None].expand(-1, P, -1), nodes_BPN), dim=-1)
         # The query heads of a KV head become rows of one matrix, so keys are read once and never repeated.
         q_BGRD = q_BPHD.transpose(1, 2).reshape(B, G, -1, D)
         seen_BGRS = seen_BPS[:, None, None].expand(-1, 1, H // G, -1, -1).reshape(B, 1, -1, used)

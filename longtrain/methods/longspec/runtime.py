@@ -1,7 +1,7 @@
 """The draft at work: no prefill, constant memory, trees by dynamic beam or by sampling.
 
-Shapes: B batch, S prompt tokens, W window, M nodes of one level, N nodes so far, P path, E hidden dim,
-H query heads, G KV heads, D head dim, V vocabulary.
+Shapes: B batch, S prompt tokens, W window, J levels, M nodes of one level, N nodes so far, P path,
+E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import depths
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.layers import Rope
 from longtrain.methods.longspec.ring import Ring
 from longtrain.target.step import TargetStep, Want
 
@@ -81,11 +82,13 @@ class LongSpecRuntime:
         score_BM = torch.zeros(B, 1, device=root_B.device)
         laws: list[Tensor] = []
         first, last = 0, 1
+        pos_BJ = cache.len_B[:, None] + torch.arange(shape.depth, device=root_B.device)
+        cos_BJD, sin_BJD = self.target.rope(pos_BJ)
         for depth, width in enumerate(shape.widths):
-            level = slice(first, last)
-            pos_BM = (cache.len_B + depth)[:, None].expand(B, last - first)
+            level, at = slice(first, last), slice(depth, depth + 1)
+            rope = cos_BJD[:, at], sin_BJD[:, at]
             logits_BMV = self._level(
-                ring, cache, tokens_BN[:, level], pos_BM, first, sees_BNN[:, level, :last]
+                ring, cache, tokens_BN[:, level], pos_BJ[:, at], rope, sees_BNN[:, level, :last]
             )
             child = slice(last, last + width)
             if shape.law is Law.POINT:
@@ -137,15 +140,19 @@ class LongSpecRuntime:
         """Compute and store keys and values of tokens; no attention is run for them."""
         assert self.ring is not None
         rope = self.target.rope(pos_BP.clamp(min=0))
-        self.ring.put(pos_BP, valid_BP, *self.draft.own_keys_values(self.target.embed(tokens_BP), rope))
+        normed_BPE = self.draft.input_layernorm(self.target.embed(tokens_BP))
+        self.ring.put(pos_BP, valid_BP, *self.draft.self_attn.keys_values(normed_BPE, rope))
 
     def _level(
-        self, ring: Ring, cache: KVCache, tokens_BM: Tensor, pos_BM: Tensor, first: int, sees_BMN: Tensor
+        self, ring: Ring, cache: KVCache, tokens_BM: Tensor, pos_B1: Tensor, rope: Rope, sees_BMN: Tensor
     ) -> Tensor:
-        """Logits_BMV of one level's nodes, whose keys and values join the tree's."""
-        draft, rope, embed_BME = self.draft, self.target.rope(pos_BM), self.target.embed(tokens_BM)
-        ring.put_nodes(first, *draft.own_keys_values(embed_BME, rope))
-        mixed_BMHD = ring.attend(draft.own_query(embed_BME, rope), pos_BM, sees_BMN, scale=draft.scale)
+        """Logits_BMV of one level's nodes, the last of N so far; their keys and values join the tree's."""
+        draft, embed_BME = self.draft, self.target.embed(tokens_BM)
+        normed_BME = draft.input_layernorm(embed_BME)
+        first = sees_BMN.shape[-1] - sees_BMN.shape[1]
+        ring.put_nodes(first, *draft.self_attn.keys_values(normed_BME, rope))
+        query_BMHD = draft.self_attn.query(normed_BME, rope)
+        mixed_BMHD = ring.attend(query_BMHD, pos_B1, sees_BMN, scale=draft.scale)
 
         def read(q_BMHD: Tensor) -> Tensor:
             out, _ = cache.attend(self.kv_layer, q_BMHD.transpose(1, 2), mask=PrefixOnly(), scale=draft.scale)
