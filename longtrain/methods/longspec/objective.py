@@ -76,7 +76,7 @@ class LongSpecObjective(Objective):
             hits_J.index_add_(0, row.depth_T[rows_W].to(device, non_blocking=True), hit_W.float())
             return loss
 
-        if self.config.chunk_tokens:
+        if self.config.chunk_tokens or not row.chunks:
             total = chunked_sum(chunk_loss, len(row.chunks), self.module.parameters())
         else:
             total = sum((chunk_loss(i) for i in range(len(row.chunks))), start=torch.zeros((), device=device))
