@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import DictConfig
 
 from longtrain import methods, provenance
@@ -36,8 +35,6 @@ def run(cfg: DictConfig) -> None:
         TrainingError: the loss is not finite, or the disk is full.
         SystemExit: with code 0, when a signal asked the run to leave and it was saved.
     """
-    from lightning.pytorch import seed_everything
-
     from longtrain.training import loop as training
     from longtrain.training.callbacks import Stopped
     from longtrain.training.optim import Optim
@@ -53,9 +50,8 @@ def run(cfg: DictConfig) -> None:
         folder,
         callbacks=_instances(cfg.callbacks.get("extra")),
         loggers=_instances(cfg.get("logger")),
+        seed=int(cfg.seed),
     )
-    seed_everything(int(cfg.seed), workers=True, verbose=False)
-    _join(trainer)
     target = (
         None if spec.export is not None else load_target_from(cfg, device=str(trainer.strategy.root_device))
     )
@@ -122,13 +118,6 @@ def _loop(cfg: DictConfig) -> LoopConfig:
     return _typed(LoopConfig, values, "trainer").settled()
 
 
-def _join(trainer: Trainer) -> None:
-    """Where the ranks were started from outside, meet first, so that rank 0 can prepare data for all."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    if trainer.world_size > 1 and environment is not None and environment.creates_processes_externally:
-        trainer.strategy.setup_environment()
-
-
 def _data(
     cfg: DictConfig,
     spec: MethodSpec,
@@ -140,6 +129,7 @@ def _data(
 ) -> LightningDataModule:
     """The method's own rows, or documents prepared now if they are missing or out of date."""
     from longtrain.methods.spec import DataRun
+    from longtrain.training.loop import meet
 
     about = DataRun(
         home=Path(cfg.home),
@@ -151,13 +141,13 @@ def _data(
         pin_memory=trainer.strategy.root_device.type == "cuda",
     )
     if about.rank > 0:
-        _wait(trainer)  # rank 0 prepares
+        meet(trainer)  # rank 0 prepares
     if spec.data is not None:
         made = spec.data(config, plain(cfg.data) if cfg.data else {}, about)
     else:
         made = _documents(cfg, about, target)
     if about.rank == 0:
-        _wait(trainer)
+        meet(trainer)
     return made
 
 
@@ -178,12 +168,6 @@ def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Lightn
         world=about.world,
         rank=about.rank,
     )
-
-
-def _wait(trainer: Trainer) -> None:
-    """Meet the other ranks, if they are there already: Lightning starts its own only when training begins."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        trainer.strategy.barrier("prepare")
 
 
 def _max_steps(settings: LoopConfig, data: LightningDataModule) -> int:

@@ -38,7 +38,7 @@ def draw(metrics: Path, picture: Path) -> bool:
     for place, (title, members) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(lines, columns, place)
         for name in members:
-            points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+            points = [(int(row["step"]), float(row[name])) for row in rows if row[name] not in ("", "nan")]
             steps, values = [step for step, _ in points], [value for _, value in points]
             if name.startswith("train/"):
                 values = _running_mean(values, max(1, int(SMOOTH * len(values))))

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 from longtrain import provenance
@@ -98,9 +99,14 @@ class LoopConfig:
 
 
 def build_trainer(
-    loop: LoopConfig, folder: Path, *, callbacks: Sequence[Callback] = (), loggers: Sequence[Any] = ()
+    loop: LoopConfig,
+    folder: Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    loggers: Sequence[Any] = (),
+    seed: int = 0,
 ) -> Trainer:
-    """Lightning's Trainer; nothing of its own writes to the disk or the screen.
+    """Lightning's Trainer, of which nothing writes to the disk or the screen by itself; seeds all generators.
 
     Raises:
         ConfigError: DeepSpeed is asked for and missing, or Lightning refuses the hardware or precision.
@@ -112,6 +118,7 @@ def build_trainer(
     deepspeed = strategy.is_deepspeed(type(loop.strategy).__name__)
     if deepspeed:
         plugins = [strategy.RowPrecision(loop.precision)]  # type: ignore[arg-type]
+    seed_everything(seed, workers=True, verbose=False)
     try:
         return Trainer(
             accelerator=loop.accelerator,
@@ -140,6 +147,14 @@ def build_trainer(
         raise ConfigError(
             f"Lightning refuses the trainer settings: {' '.join(str(error).split())}"
         ) from error
+
+
+def meet(trainer: Trainer) -> None:
+    """Wait for the other ranks, if torchrun or Slurm started them; Lightning starts its own only to train."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.world_size > 1 and not isinstance(environment, LightningEnvironment):
+        trainer.strategy.setup_environment()
+        trainer.strategy.barrier("meet")
 
 
 def clean(folder: Path) -> None:

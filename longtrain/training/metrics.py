@@ -35,7 +35,7 @@ class Metrics(Callback):
     Args:
         folder: the run's folder.
         every: optimizer steps between two readings of the device.
-        listeners: called on rank 0 with (step, figures) at every reading: the newest step's, and the speed.
+        listeners: called on rank 0 with (step, figures) at a reading: means since the last one, and speed.
     """
 
     def __init__(self, folder: Path, *, every: int, listeners: Sequence[Listener] = ()) -> None:
@@ -134,8 +134,8 @@ class Metrics(Callback):
 
     def _write(self, trainer: Any, rows: list[dict[str, Any]]) -> None:
         self.table.append(rows)
+        self.newest.update(_means(rows))
         for row in rows:
-            self.newest.update({key: value for key, value in row.items() if key != "step"})
             for logger in trainer.loggers:
                 logger.log_metrics(
                     {key: value for key, value in row.items() if key != "step"}, step=row["step"]
@@ -162,6 +162,16 @@ class Metrics(Callback):
         """Leave out what happened since the last reading: saving, validating."""
         self._mark = self._idle = time.perf_counter()
         self._waited = 0.0
+
+
+def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean of each figure over the rows where it is a number; absent where it never is."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key != "step" and not math.isnan(value):
+                found.setdefault(key, []).append(float(value))
+    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 def peak_memory() -> int:

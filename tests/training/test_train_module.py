@@ -1,6 +1,8 @@
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from longtrain.errors import ArtifactError, ConfigError, DataError, TrainingError
-from longtrain.training import table
+from longtrain.training import checkpoint, table
 from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
 
@@ -143,32 +145,48 @@ def test_a_monitoring_callback_sees_held_out_figures(tmp_path):
     assert summary["steps"] == 8
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
-    """The same rows of a step over 1 x 4 and over 2 ranks x 2: the same losses, gradients and weights."""
+TWO = ["accumulate=2", "devices=2", 'strategy="ddp"']
+
+
+def program(folder, *settings):
     env = {**os.environ, "PYTHONPATH": str(Path(toy.__file__).parents[2])}
-    command = [sys.executable, toy.__file__]
+    return subprocess.Popen([sys.executable, toy.__file__, str(folder), "noise=false", *settings], env=env)
+
+
+def figures(folder):
+    return [
+        {key: pytest.approx(float(value), rel=1e-5) for key, value in row.items() if value}
+        for row in table.read(folder / "metrics.csv")
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_and_take_over_from_one(tmp_path):
+    """Rows of a step over 1 x 4 and over 2 ranks x 2: the same figures, also when that changes on resume."""
     common = ["steps=6", "checkpoint_every_steps=3"]
-    subprocess.run([*command, str(tmp_path / "one"), *common, "noise=false"], env=env, check=True)
-    subprocess.run(
-        [
-            *command,
-            str(tmp_path / "two"),
-            *common,
-            "noise=false",
-            "accumulate=2",
-            "devices=2",
-            'strategy="ddp"',
-        ],
-        env=env,
-        check=True,
-    )
-    one, two = (table.read(tmp_path / name / "metrics.csv") for name in ("one", "two"))
-    assert len(one) == len(two) == 8
-    for left, right in zip(one, two, strict=True):
-        assert {k: float(v) for k, v in left.items() if v} == pytest.approx(
-            {k: float(v) for k, v in right.items() if v}, rel=1e-5
-        )
+    assert program(tmp_path / "one", *common).wait() == 0
+    assert program(tmp_path / "two", *common, *TWO).wait() == 0
+    shutil.copytree(tmp_path / "one", tmp_path / "mixed")
+    last = tmp_path / "mixed/checkpoints/previous.ckpt"
+    assert checkpoint.read(last).step == 3
+    assert program(tmp_path / "mixed", *common, *TWO, f'resume="{last}"').wait() == 0
+    one, two, mixed = (table.read(tmp_path / name / "metrics.csv") for name in ("one", "two", "mixed"))
+    assert len(one) == 7
+    numbers = [{key: float(value) for key, value in row.items() if value} for row in one]
+    assert numbers == figures(tmp_path / "two") == figures(tmp_path / "mixed")
+    assert two[-1].keys() == mixed[-1].keys()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_processes_stops_both(tmp_path):
+    process = program(tmp_path, "steps=100000", "log_every=1", *TWO)
+    while not (tmp_path / "metrics.csv").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 0
+    step = checkpoint.read(tmp_path / "checkpoints/last.ckpt").step
+    assert table.read(tmp_path / "metrics.csv")[-1]["step"] == str(step)
 
 
 def test_seeds_make_runs_equal(tmp_path):

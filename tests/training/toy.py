@@ -155,7 +155,6 @@ def train(
         }
     )
     objective = objective or Toy(Draft(), Frozen(), noise=True)
-    lightning.seed_everything(0, verbose=False)
     if resume == "never":
         clean(Path(folder))
     trainer = build_trainer(loop, Path(folder), callbacks=callbacks, loggers=loggers)
