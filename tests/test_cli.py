@@ -85,7 +85,7 @@ def test_version_and_recipes(tmp_path: Path) -> None:
         (["+recipe=quickstrat"], ["unknown recipe 'quickstrat'; did you mean quickstart?"], 1),
         (["recipe=quickstart"], ["write +recipe=NAME"], 1),
         (["train", "target=tinny"], ["unknown target 'tinny'; did you mean tiny?", "llama31_8b"], 1),
-        (["train", "traget=tiny"], ["unknown key 'traget'", "did you mean target?"], 1),
+        (["train", "trget=tiny"], ["unknown key 'trget'", "did you mean target?"], 1),
         (["eval", "target.pth=x"], ["unknown key 'target.pth'; did you mean target.path?"], 1),
         (["train", "+name=x"], ["key 'name' exists already"], 1),
         (["train", "method=longspec", "method.window=wide"], ["method.window", "wide", "Integer"], 1),

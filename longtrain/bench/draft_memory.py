@@ -69,6 +69,11 @@ class Settings:
     repeats: int = 3
     seed: int = 0
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Of LongSpec's Config; there is nothing to warm-start from in a random target."""
+        return {**self.method, "warm_start": False}
+
 
 class Replay:
     """A target whose packed pass is recorded; everything else is the real one's."""
@@ -92,7 +97,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         settings.shape, seed=settings.seed, dtype=settings.dtype, device=torch.device(settings.device)
     )
     spec = methods.get("longspec")
-    config = spec.config(**settings.method)
+    config = spec.config(**settings.keys)
     module = spec.build(config, target.info).to(target.device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6, fused=target.device.type == "cuda")
     for parameter in module.parameters():
@@ -120,7 +125,7 @@ def _measure_row(
     spec = methods.get("longspec")
     if spec.objective is None:
         raise RuntimeError("longspec has no objective")
-    config, device = spec.config(**settings.method), target.device
+    config, device = spec.config(**settings.keys), target.device
     batch = _row(length, target.info.vocab_size, settings.seed).to(device)
     pos_T = torch.arange(length, device=device)
     layer = config.kv_source_layer % target.info.n_layers

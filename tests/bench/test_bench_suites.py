@@ -1,0 +1,96 @@
+"""The benchmarks on shapes of a few thousand weights, and the report that they write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from longtrain.bench import draft_memory, engine, report
+from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.methods import get
+from longtrain.target.loading import random_target
+
+
+def settings(**changes: object) -> draft_memory.Settings:
+    values = {"shape": "llama_micro", "dtype": "float32", "device": "cpu", "lengths": (32, 96)}
+    return draft_memory.Settings(**{**values, "method": {"chunk_tokens": 16}, "repeats": 2, **changes})
+
+
+@pytest.mark.parametrize("objective", ["kl", "ce"])
+def test_draft_memory_counts_the_inputs(objective: str) -> None:
+    rows = draft_memory.measure(settings(method={"chunk_tokens": 16, "objective": objective}))
+    info = random_target("llama_micro").info
+    for row in rows:
+        kv = row["row_tokens"] * info.n_kv_heads * info.head_dim * 4
+        hidden = row["row_tokens"] * info.hidden_size * 4 if objective == "kl" else 0
+        assert (row["inputs"]["k_bytes"], row["inputs"]["v_bytes"]) == (kv, kv)
+        assert row["inputs"]["hidden_bytes"] == hidden
+        for part in ("target", "draft", "step"):
+            assert row[part]["tokens_per_s"] > 0
+            assert row[part]["peak_bytes"] is None  # a CPU has no counter
+
+
+def test_growth_is_of_peak_over_inputs() -> None:
+    def row(peak: int, inputs: int) -> dict[str, dict[str, int]]:
+        return {"draft": {"peak_bytes": peak}, "inputs": {"total_bytes": inputs}}
+
+    first, second = row(1000, 100), row(1330, 400)
+    draft_memory._add_growth([{"failed": {}}, first], second)
+    assert second["growth"] == pytest.approx(1.1)
+
+
+def test_a_length_that_does_not_fit_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = draft_memory._measure_row
+
+    def fails(*args: object) -> object:
+        if args[-1] == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draft_memory, "_measure_row", fails)
+    first, second = draft_memory.measure(settings(repeats=1))
+    assert "out of memory" in first["failed"] and "step" in second
+
+
+def test_the_replayed_pass_gives_the_loss_of_the_real_one() -> None:
+    """Otherwise the draft's step would be measured on something else."""
+    target, spec = random_target("qwen3_micro"), get("longspec")
+    config = spec.config(chunk_tokens=16, warm_start=False)
+    module = spec.build(config, target.info)
+    batch = draft_memory._row(48, target.info.vocab_size, seed=3)
+    assert spec.objective is not None
+    whole = spec.objective(module, target, config)(batch)
+    step = target.packed(batch.ids_T, torch.arange(48), batch.bounds, kv_layer=target.info.n_layers - 1)
+    replay = spec.objective(module, draft_memory.Replay(target, step), config)(batch)  # type: ignore[arg-type]
+    torch.testing.assert_close(replay.total, whole.total, rtol=0, atol=0)
+
+
+def test_engine_suite_measures_plain_and_drafted() -> None:
+    target, spec = random_target("llama_micro"), get("longspec")
+    config = spec.config(window=8)
+    assert spec.attach is not None
+    parts = spec.attach(spec.build(config, target.info).eval(), target, config, {})
+    how = engine.Settings(max_new_tokens=6, sampling=Sampling(), shape=TreeShape((1, 1)), repeats=2)
+    row = engine.measure(target, parts, [[3, 4, 5, 6], [7, 8, 9, 10]], how)
+    assert row["same"] == 1.0
+    assert 1.0 <= row["draft"]["tau"] <= 3.0
+    assert row["ratio"] > 0 and row["plain"]["target_forwards"] == 6
+
+
+def test_report_keeps_the_environment(tmp_path: Path) -> None:
+    path = report.write(tmp_path / "new", "suite", settings={"a": 1}, rows=[{"b": 2.5}])
+    found = json.loads(path.read_text())
+    assert found["rows"] == [{"b": 2.5}] and found["settings"] == {"a": 1}
+    assert found["versions"]["torch"] and "argv" in found and "gpus" in found["machine"]
+
+
+def test_table_and_spread() -> None:
+    rows = [{"n": 12345.6, "in": {"x": 0.12345}}, {"n": 2}]
+    table = report.table(rows, {"count": "n", "inner": "in.x"})
+    assert table.splitlines()[2:] == ["| 12,346 | 0.123 |", "| 2 | - |"]
+    assert report.spread([4.0]) == {"median": 4.0, "p10": 4.0, "p90": 4.0}
+    assert report.spread([float(i) for i in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}

@@ -1,0 +1,62 @@
+"""The arithmetic of `longtrain plan` against models that are built."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longtrain.bench import estimate
+from longtrain.target.loading import random_target
+
+
+@pytest.mark.parametrize("shape", ["llama_micro", "qwen3_micro"])
+def test_parameters_are_those_of_the_model(shape: str) -> None:
+    target = random_target(shape)
+    matrices = sum(p.numel() for p in target.parameters() if p.dim() == 2)
+    assert estimate.target_parameters(target.info, tied=False) == matrices
+
+
+def test_cache_bytes_are_those_of_the_cache() -> None:
+    target = random_target("llama_micro")
+    cache = target.new_cache(1, 64, 8)
+    k_and_v = estimate.kv_bytes_per_token(target.info, itemsize=4) * (64 + 8)
+    assert k_and_v <= cache.bytes() <= 1.05 * k_and_v
+
+
+def test_memory_grows_by_the_inputs_and_flops_with_the_documents() -> None:
+    info = random_target("llama_micro").info
+    short, long = (estimate.Row(n, n, chunk_tokens=32) for n in (64, 128))
+    assert estimate.draft_chunk_bytes(info, short, itemsize=2) == estimate.draft_chunk_bytes(
+        info, long, itemsize=2
+    )
+    assert estimate.input_bytes(info, long, itemsize=2, hidden=True) == 2 * estimate.input_bytes(
+        info, short, itemsize=2, hidden=True
+    )
+    assert estimate.target_flops(info, long) > 2 * estimate.target_flops(info, short)
+
+
+def plan(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "longtrain", "plan", *args, "quiet=true"]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_plan_needs_no_weights_and_no_network(tmp_path: Path) -> None:
+    done = plan("+recipe=longspec_llama8b_long", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    weights = re.search(r"([\d.]+) B weights", done.stdout)
+    trained = re.search(r"([\d.]+) M weights", done.stdout)
+    assert weights is not None and float(weights[1]) == pytest.approx(8.03, abs=0.01)
+    assert trained is not None and float(trained[1]) == pytest.approx(251.7, abs=0.1)  # LongSpec's draft
+    assert "| 32768 | 32768 |" in done.stdout
+
+
+def test_plan_without_a_recipe_says_what_to_do(tmp_path: Path) -> None:
+    done = plan(cwd=tmp_path)
+    assert done.returncode == 1 and "pass +recipe=NAME" in done.stderr
+    done = plan("+recipe=longspec_small", cwd=tmp_path)
+    assert done.returncode == 1 and "cannot know the shape of target.path=null" in done.stderr
