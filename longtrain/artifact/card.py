@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def _summary(artifact: Artifact) -> str:
     from longtrain import methods
 
     target = artifact.target
+    shown = (Path(target.name).name if _is_path(target.name) else target.name) or "unnamed"
     return (
         f"A `{artifact.method}` module ({artifact.parameters():,} parameters) for the frozen target "
-        f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
+        f"**{shown}** ({target.family}, {target.n_layers} layers, "
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
         f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
         f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {methods.get(artifact.method).paper}. "
@@ -66,7 +68,8 @@ def _summary(artifact: Artifact) -> str:
 
 
 def _how_to_load(artifact: Artifact, name: str) -> str:
-    target = artifact.target.name or "PATH_OF_THE_TARGET"
+    target = artifact.target.name
+    target = "TARGET_FOLDER" if not target or _is_path(target) else target
     return f"""## How to load
 
 ```sh
@@ -152,7 +155,11 @@ def _sources(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and " " not in name
+    return name.count("/") == 1 and not _is_path(name) and " " not in name
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()
 
 
 def _plain(value: Any) -> str:

@@ -28,13 +28,12 @@ SPACING_TOKENS = 64
 """Least distance of two continuation points of one document."""
 
 SUFFIXES = {
-    ".txt": "book",
-    ".md": "book",
+    ".txt": "text",
+    ".md": "text",
     ".py": "code",
     ".c": "code",
     ".h": "code",
     ".js": "code",
-    ".json": "code",
 }
 """File name ending -> text kind, where the name itself does not begin with a kind."""
 
@@ -89,27 +88,35 @@ def parse_tokens(value: int | str) -> int:
 
 
 def documents_from_files(
-    where: str | Path, tokenizer: PreTrainedTokenizerBase, *, kinds: Sequence[str] = ()
+    where: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kinds: Sequence[str] = (),
+    prose: str = "text",
 ) -> list[Document]:
     """Text files as documents: one file, or every file of a folder (UTF-8), each under its kind.
 
-    The kind is the first word of the file's or folder's name if that is one of `KINDS`, else the ending's.
+    The kind is the first word of the file's or folder's name if that is one of `KINDS`, else the ending's:
+    code, or `prose`.
 
     Args:
         where: a file or folder.
         tokenizer: the target's.
         kinds: kinds to keep; empty: all.
+        prose: what to call files whose name says nothing else.
 
     Raises:
         DataError: nothing is there, or a file is not text.
     """
     return [
         Document(name, kind, np.asarray(_encode(tokenizer, text), dtype=np.int64))
-        for name, kind, text in read_texts(where, kinds=kinds)
+        for name, kind, text in read_texts(where, kinds=kinds, prose=prose)
     ]
 
 
-def read_texts(where: str | Path, *, kinds: Sequence[str] = ()) -> list[tuple[str, str, str]]:
+def read_texts(
+    where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text"
+) -> list[tuple[str, str, str]]:
     """Name, kind and content of text files; see `documents_from_files`.
 
     Raises:
@@ -123,7 +130,7 @@ def read_texts(where: str | Path, *, kinds: Sequence[str] = ()) -> list[tuple[st
         )
     texts = []
     for file in files:
-        kind = _kind(file, root)
+        kind = _kind(file, root, prose)
         if kinds and kind not in kinds:
             continue
         try:
@@ -132,7 +139,7 @@ def read_texts(where: str | Path, *, kinds: Sequence[str] = ()) -> list[tuple[st
             raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
         texts.append((file.stem, kind, text))
     if not texts:
-        have = sorted({_kind(file, root) for file in files})
+        have = sorted({_kind(file, root, prose) for file in files})
         raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
     return texts
 
@@ -243,10 +250,11 @@ def _shares(documents: list[Document], order: list[int], most_in: list[int], cou
     return taken
 
 
-def _kind(file: Path, root: Path) -> str:
+def _kind(file: Path, root: Path, prose: str) -> str:
     named = [file.stem, *file.relative_to(root).parts[:-1]] if root.is_dir() else [file.stem]
     for word in named:
         first = word.replace("-", "_").split("_")[0].lower().removesuffix("s")
         if first in KINDS:
             return first
-    return SUFFIXES.get(file.suffix, "text")
+    kind = SUFFIXES.get(file.suffix, "text")
+    return prose if kind == "text" else kind

@@ -97,7 +97,8 @@ def _needle(cfg: DictConfig) -> None:
     )
     target = load_target_from(cfg)
     where = suite.text or asset_dir("bundled") / "text" / "heldout"
-    texts = {name: text for name, _, text in read_texts(where, kinds=_plain(suite.kinds) or [])}
+    kinds = _plain(suite.kinds) or []
+    texts = {name: text for name, _, text in read_texts(where, kinds=kinds, prose="book")}
     with _Bar() as bar:
         found = needle.run(target, texts, protocol, advance=bar.advance)
     table = report.needle_table(found)
@@ -224,10 +225,11 @@ def _held_out(cfg: DictConfig, target: Target) -> list[Document]:
         if where == "data" or (manifest is not None and manifest["counts"]["val_documents"]):
             log.info("text=%s (held-out documents)", folder)
             return documents_from_prepared(Prepared.open(folder), kinds=kinds)
-    if where in (None, "bundled"):
-        where = asset_dir("bundled") / "text" / "heldout"
-    log.info("text=%s", where)
-    return documents_from_files(where, target.tokenizer, kinds=kinds)
+    bundled = where in (None, "bundled")
+    path = asset_dir("bundled") / "text" / "heldout" if bundled else Path(where)
+    log.info("text=%s", path)
+    prose = "book" if bundled else "text"  # the excerpt that ships is from novels
+    return documents_from_files(path, target.tokenizer, kinds=kinds, prose=prose)
 
 
 def _attention_mass(

@@ -131,8 +131,11 @@ def _entries(item: dict[str, Any]) -> list[dict[str, Any]]:
             for p in inputs["parts"]
         ]
     files = inputs.get("files") or ()
-    name = f"{source['reader']} {source['where']}" if files == () else str(source["where"])
-    return [{"name": name, "kind": kind, "revision": f"{len(files)} files" if files else None}]
+    name = str(source["where"]) if files else f"{source['reader']} {source['where']}"
+    licence = "public domain, see bundled/text/README.md" if name.startswith("bundled:") else None
+    return [
+        {"name": name, "kind": kind, "revision": f"{len(files)} files" if files else None, "license": licence}
+    ]
 
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

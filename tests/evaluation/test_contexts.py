@@ -100,6 +100,9 @@ def test_files_become_documents_with_kinds(tmp_path):
         ("tool", "code"),
     ]
     assert found[0].ids_T.tolist() == [97, 98, 99]
+    (tmp_path / "notes.txt").write_text("n")
+    assert documents_from_files(tmp_path / "notes.txt", Bytes())[0].kind == "text"
+    assert documents_from_files(tmp_path / "notes.txt", Bytes(), prose="book")[0].kind == "book"
     assert [doc.name for doc in documents_from_files(tmp_path, Bytes(), kinds=["book"])] == ["emma"]
     assert documents_from_files(tmp_path / "tool.py", Bytes())[0].kind == "code"
 
