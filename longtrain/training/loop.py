@@ -7,7 +7,8 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,6 @@ def build_trainer(
     """
     strategy.check_available(loop.strategy)
     _quieten()
-    torch.set_float32_matmul_precision(loop.matmul_precision)
     plugins: list[Any] = [AtomicIO()]
     deepspeed = strategy.is_deepspeed(type(loop.strategy).__name__)
     if deepspeed:
@@ -237,7 +237,8 @@ def fit(
     )
     trainer.callbacks.extend([metrics, saving, bar])  # type: ignore[attr-defined]
     began = time.perf_counter()
-    trainer.fit(module, datamodule=data, ckpt_path=start)
+    with _matmul_precision(loop):
+        trainer.fit(module, datamodule=data, ckpt_path=start)
     summary = _summary(
         module, metrics, first=first, step=trainer.global_step, seconds=time.perf_counter() - began
     )
@@ -255,6 +256,17 @@ def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:
         trainer.limit_val_batches = 0
         return
     trainer.val_check_interval = min(loop.val_every, max_steps) * loop.accumulate_grad_batches
+
+
+@contextmanager
+def _matmul_precision(loop: LoopConfig) -> Iterator[None]:
+    """TF32 while training on CUDA, and not in a job that follows in this process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before if loop.accelerator == "cpu" else loop.matmul_precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _summary(

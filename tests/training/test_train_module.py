@@ -189,6 +189,20 @@ def test_a_signal_to_one_of_two_processes_stops_both(tmp_path):
     assert table.read(tmp_path / "metrics.csv")[-1]["step"] == str(step)
 
 
+def test_ddp_is_told_to_leave_the_frozen_target_alone(tmp_path):
+    module = TrainModule(toy.Toy(toy.Draft(), toy.Frozen()), PLAIN)
+    module.setup("fit")
+    assert module._ddp_params_and_buffers_to_ignore == ["objective.target.weight", "objective.target.table"]
+
+
+def test_fp32_products_are_as_exact_after_training_as_before(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", seen.append)
+    before = torch.get_float32_matmul_precision()
+    toy.train(tmp_path, steps=1)
+    assert seen[-1] == before
+
+
 def test_seeds_make_runs_equal(tmp_path):
     toy.train(tmp_path / "a")
     toy.train(tmp_path / "b")
