@@ -52,6 +52,8 @@ def run(cfg: DictConfig) -> None:
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:
+        if cfg.push:
+            raise ConfigError(f"push={cfg.push}: method {spec.name} makes no artifact; leave push out")
         module = spec.build(config, None)
         _load(module, tensors, path)
         spec.export(module, config, folder, facts)

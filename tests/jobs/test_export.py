@@ -86,6 +86,13 @@ def test_run_folder_without_its_configuration(composed, trained, tmp_path):
         export.run(composed("export"))
 
 
+def test_what_is_no_artifact_cannot_be_pushed(composed, trained, tmp_path):
+    settings = tmp_path / "runs" / "one" / "train" / "config.yaml"
+    settings.write_text("method: {name: pretrain}\ntarget: {path: null}\n")
+    with pytest.raises(ConfigError, match="push=org/one: method pretrain makes no artifact"):
+        export.run(composed("export", "push=org/one"))
+
+
 def test_push_without_login_is_one_clear_error(composed, trained, tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
