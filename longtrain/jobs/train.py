@@ -15,7 +15,6 @@ from longtrain.jobs import load_target_from, plain
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, Trainer
     from torch import nn
 
     from longtrain.methods.spec import DataRun, MethodSpec
@@ -123,10 +122,10 @@ def _data(
     spec: MethodSpec,
     config: Any,
     *,
-    trainer: Trainer,
+    trainer: Any,
     settings: LoopConfig,
     target: Target | None,
-) -> LightningDataModule:
+) -> Any:
     """The method's own rows, or documents prepared now if they are missing or out of date."""
     from longtrain.methods.spec import DataRun
     from longtrain.training.loop import meet
@@ -151,7 +150,7 @@ def _data(
     return made
 
 
-def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> LightningDataModule:
+def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Any:
     from longtrain.data.module import DataModule
     from longtrain.jobs.prepare import data_config, ensure_prepared
 
@@ -170,7 +169,7 @@ def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Lightn
     )
 
 
-def _max_steps(settings: LoopConfig, data: LightningDataModule) -> int:
+def _max_steps(settings: LoopConfig, data: Any) -> int:
     """`trainer.max_steps`, or the length of the data's plan; the plan must be long enough."""
     plan = getattr(data, "plan", None)
     if settings.max_steps is None and plan is None:
@@ -275,6 +274,6 @@ def _instances(values: DictConfig | None) -> list[Any]:
         ) from error
 
 
-def _tell_loggers(trainer: Trainer, values: dict[str, Any]) -> None:
+def _tell_loggers(trainer: Any, values: dict[str, Any]) -> None:
     for logger in trainer.loggers:
         logger.log_hyperparams(provenance.redact(values))
