@@ -73,6 +73,11 @@ class Target(nn.Module):
         """The LM head's weight [V, E]; it has no bias."""
         return self.model.lm_head.weight
 
+    @property
+    def final_norm_weight(self) -> Tensor:
+        """Weight [E] of the RMSNorm before the LM head."""
+        return self.model.model.norm.weight
+
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., E] of token ids [...]."""
         return self.model.model.embed_tokens(ids)

@@ -5,27 +5,36 @@ Shapes: T tokens, E hidden dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from longtrain.methods.longspec.indices import make_chunk, positions
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
     from longtrain.target.model import Target
 
 CROSS_SHARE = 0.3
-"""The cross-attention begins at this share of its weight in the target: what it adds belongs to the target's
-last layer and meets the residual stream of its first."""
+"""Size of what the cross-attention adds at the start, relative to the residual stream it joins (rms): it
+belongs to the target's last layer, where the stream is much louder, and must not drown out the first."""
 
 LOUDNESS = 0.8
 """Size of the draft's output at the start, relative to the target's (rms): a little less sure of itself."""
 
 PROBE_TOKENS = 256
+
+
+class _Sizes(NamedTuple):
+    """Root mean squares: stream before cross-attention, what that adds, both inputs of the LM head."""
+
+    stream: float
+    cross: float
+    draft: float
+    target: float
 
 
 @torch.no_grad()
@@ -34,16 +43,17 @@ def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
 
     Self-attention, MLP and their norms come from layer 0, whose input is the draft's input: up to the window
     they compute what the target computes. Query, output and norm of the cross-attention come from the layer
-    whose keys and values it reads. Without a norm before the LM head, outputs are then scaled so that logits
-    have the size the head expects; random tokens serve to measure it.
+    whose keys and values it reads, turned down to the size of the stream. Without a norm before the LM head,
+    all outputs are then scaled so that logits have the size the head expects. Sizes are measured on random
+    tokens.
 
     Args:
         draft: changed in place; it may be on another device and in another dtype than the target.
         target: gives the weights.
         config: the draft's.
 
-    Note: this project's. On a 28M target, after 30k tokens of training, KL to it was 1.76 nats; it was
-        1.97 with the MLP of the last layer, 2.47 with its self-attention too, 2.87 from zero outputs, and 3.2
+    Note: this project's. On a 28M target, after 30k tokens of training, KL to it was 1.76 nats; it was 1.97
+        with the MLP of the last layer, 2.47 with its self-attention too, 2.87 from zero outputs, and 3.2 even
         after 120k tokens where the last layer's MLP and cross-attention were copied unscaled.
     """
     first = target.layer_state(0)
@@ -56,18 +66,21 @@ def warm_start(draft: LongSpecDraft, target: Target, config: Config) -> None:
     if draft.cross_attn is not None:
         _copy(draft.cross_attn, source, "self_attn.")
         _copy(draft.post_self_attention_layernorm, source, "input_layernorm.")
-        draft.cross_attn.o_proj.weight.mul_(CROSS_SHARE)
+        sizes = _sizes(draft, target, config)
+        draft.cross_attn.o_proj.weight.mul_(CROSS_SHARE * sizes.stream / sizes.cross)
         outputs.append(draft.cross_attn.o_proj)
-    if draft.norm is None:
-        for _ in range(2):  # once would do if embeddings were not added unscaled
-            factor = _loudness(draft, target, config)
-            for output in outputs:
-                output.weight.mul_(factor)
+    if draft.norm is not None:
+        draft.norm.weight.copy_(target.final_norm_weight)
+        return
+    for _ in range(2):  # once would do if embeddings were not added unscaled
+        sizes = _sizes(draft, target, config)
+        for output in outputs:
+            output.weight.mul_(LOUDNESS * sizes.target / sizes.draft)
 
 
 @torch.no_grad()
-def _loudness(draft: LongSpecDraft, target: Target, config: Config) -> float:
-    """What the draft's output must be multiplied by to have `LOUDNESS` times the target's rms."""
+def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
+    """Run both over one row of random tokens, the same every time."""
     bounds = (0, min(PROBE_TOKENS, target.info.max_positions))
     gen = torch.Generator().manual_seed(0)
     ids_T = torch.randint(target.info.vocab_size, (bounds[1],), generator=gen).to(target.device)
@@ -76,14 +89,34 @@ def _loudness(draft: LongSpecDraft, target: Target, config: Config) -> float:
     assert step.hidden_TE is not None and step.k_TGD is not None and step.v_TGD is not None
     here = draft.input_layernorm.weight
     cos_BTD, sin_BTD = target.rope(pos_T[None])
-    hidden_TE = draft(
-        target.embed(ids_T).to(here),
-        (cos_BTD[0].to(here), sin_BTD[0].to(here)),
-        (step.k_TGD.to(here), step.v_TGD.to(here)),
-        make_chunk(bounds, [1], *bounds, window=config.window),
-    )
-    mine, theirs = (x_TE.float().pow(2).mean().sqrt() for x_TE in (hidden_TE, step.hidden_TE))
-    return float(LOUDNESS * theirs.to(mine) / mine)
+    stream = cross = torch.ones(())
+    handles = []
+    if draft.cross_attn is not None and draft.post_self_attention_layernorm is not None:
+
+        def keep_stream(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            nonlocal stream
+            stream = inputs[0]
+
+        def keep_cross(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            nonlocal cross
+            cross = output
+
+        handles = [
+            draft.post_self_attention_layernorm.register_forward_pre_hook(keep_stream),
+            draft.cross_attn.o_proj.register_forward_hook(keep_cross),
+        ]
+    try:
+        hidden_TE = draft(
+            target.embed(ids_T).to(here),
+            (cos_BTD[0].to(here), sin_BTD[0].to(here)),
+            (step.k_TGD.to(here), step.v_TGD.to(here)),
+            make_chunk(bounds, [1], *bounds, window=config.window),
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    parts = (stream, cross, hidden_TE, step.hidden_TE)
+    return _Sizes(*(float(part.float().pow(2).mean().sqrt()) for part in parts))
 
 
 def _copy(module: nn.Module | None, state: dict[str, torch.Tensor], prefix: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.spec import SPEC
-from longtrain.methods.longspec.warm_start import LOUDNESS, _loudness
+from longtrain.methods.longspec.warm_start import CROSS_SHARE, LOUDNESS, _sizes
 
 CONFIG = Config(window=300)
 
@@ -35,8 +35,9 @@ def test_norms_and_inputs_come_from_the_target(target):
     mine = dict(draft.named_parameters())
     for name, tensor in same.items():
         torch.testing.assert_close(mine[name].double(), tensor.double(), rtol=1e-6, atol=1e-7)
-    assert _loudness(draft.double(), target, CONFIG) == pytest.approx(1, abs=0.05)  # has been applied
-    assert LOUDNESS < 1
+    sizes = _sizes(draft.double(), target, CONFIG)
+    assert sizes.draft / sizes.target == pytest.approx(LOUDNESS, rel=0.1)
+    assert sizes.cross / sizes.stream == pytest.approx(CROSS_SHARE, rel=0.5)  # embeddings are not scaled
 
 
 def test_loaded_weights_are_kept(llama):
@@ -69,3 +70,5 @@ def test_variants(llama, keys):
     draft = SPEC.build(config, llama.info)
     SPEC.objective(draft, llama, config)
     assert all(torch.isfinite(p).all() for p in draft.parameters())
+    if draft.norm is not None:
+        assert torch.equal(draft.norm.weight.double(), llama.final_norm_weight)
