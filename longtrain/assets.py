@@ -22,4 +22,6 @@ def asset_dir(name: str) -> Path:
     for folder in (package / "_assets" / name, package.parent / name):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"asset folder '{name}' is missing from this installation; run: pip install --force-reinstall longtrain")
+    raise ConfigError(
+        f"asset folder '{name}' is missing from this installation; run: pip install --force-reinstall longtrain"
+    )

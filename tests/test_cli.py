@@ -92,6 +92,13 @@ def test_version_and_recipes(tmp_path: Path) -> None:
         (["train", "method=longspec", "method.windw=3"], ["did you mean method.window?"], 1),
         (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
+        (["train", "quiet=true"], ["no method is chosen", "pass +recipe=NAME"], 1),
+        (["+recipe=quickstart", "target.path=./no", "quiet=true"], ["target.path=./no is not a folder"], 1),
+        (["eval", "artifact=./no", "quiet=true"], ["./no"], 1),
+        (["export", "+recipe=quickstart", "quiet=true"], ["nothing was trained under name=quickstart"], 1),
+        (["generate", "target=tiny", "quiet=true"], ["pass either prompt=TEXT or prompt_file=FILE"], 1),
+        (["prepare", "target=tiny", "quiet=true"], ["no data is chosen"], 1),
+        (["+recipe=longspec_small", "trainer=cpu", "quiet=true"], ["no target model is chosen"], 1),
     ],
 )
 def test_mistakes_get_one_line(args: list[str], says: list[str], code: int, tmp_path: Path) -> None:
