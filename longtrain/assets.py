@@ -23,5 +23,6 @@ def asset_dir(name: str) -> Path:
         if folder.is_dir():
             return folder
     raise ConfigError(
-        f"asset folder '{name}' is missing from this installation; run: pip install --force-reinstall longtrain"
+        f"asset folder '{name}' is missing from this installation; "
+        "run: pip install --force-reinstall longtrain"
     )

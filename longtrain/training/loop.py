@@ -266,8 +266,8 @@ def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:
 def _numerics(loop: LoopConfig) -> Iterator[None]:
     """TF32 and few host threads while training on CUDA, and neither in a job that follows in this process.
 
-    With a thread for every core, the small host operators of a step wait for each other longer than they work:
-    on 64 cores a draft for a 28M target trained at 0.40 instead of 1.05 M tokens/s.
+    With a thread for every core, the small host operators of a step wait for each other longer than they
+    work; measured on 64 cores, a draft for a small target trained less than half as fast.
     """
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     if loop.accelerator != "cpu" and torch.cuda.is_available():
