@@ -6,9 +6,10 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -134,3 +135,12 @@ def _gpus() -> dict[str, Any]:
         return {"gpus": [], "cuda": torch.version.cuda}
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"gpus": names, "cuda": torch.version.cuda}
+
+
+def typed_command(argv: Sequence[str]) -> str:
+    """The words of `argv` as they were typed: the command line turns a job word into an option of Hydra's."""
+    program, *words = [str(word) for word in argv]
+    program = "python -m longtrain" if program.endswith("__main__.py") else "longtrain"
+    if words:
+        words[0] = words[0].removeprefix("--config-name=")
+    return " ".join([program, *(shlex.quote(word) for word in words)])

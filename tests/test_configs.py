@@ -16,9 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
-from longtrain.decoding.roles import Law, TreeShape
 from longtrain.evaluation.contexts import parse_tokens
-from longtrain.jobs import JOBS
+from longtrain.jobs import JOBS, shape_from
 
 RECIPES = tuple(cli.recipes())
 CONF = asset_dir("conf")
@@ -56,7 +55,7 @@ def test_recipe_values_are_accepted_by_what_they_configure(recipe: str) -> None:
     assert {field.name for field in fields(kind)} - {"name"} == set(method)
     if kind is not methods.config_class("pretrain"):  # it reads its own corpus
         DataConfig.parse(cfg["data"])
-    TreeShape(tuple(cfg["decode"]["shape"]), Law(cfg["decode"]["law"]))
+    shape_from(OmegaConf.create(cfg))
     assert all(parse_tokens(length) > 0 for length in cfg["lengths"])
 
 

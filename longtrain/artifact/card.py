@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from longtrain.provenance import typed_command
 
 if TYPE_CHECKING:
     from longtrain.artifact.folder import Artifact
@@ -98,7 +99,7 @@ Nothing in this folder is code, and loading it runs none."""
 def _training(provenance: Mapping[str, Any]) -> str:
     lines = ["## Training"]
     if provenance.get("argv"):
-        lines.append(f"Command:\n\n```sh\n{_command(provenance['argv'])}\n```")
+        lines.append(f"Command:\n\n```sh\n{typed_command(provenance['argv'])}\n```")
     facts = {key: provenance[key] for key in ("step", "tokens", "git", "versions") if provenance.get(key)}
     if facts:
         lines.append("\n".join(f"- {key}: {_plain(value)}" for key, value in facts.items()))
@@ -114,15 +115,6 @@ def _training(provenance: Mapping[str, Any]) -> str:
         lines.append("Data: not recorded.")
     lines.append("The licences of the target model and of the training data apply beside any stated above.")
     return "\n\n".join(lines)
-
-
-def _command(argv: Sequence[str]) -> str:
-    """The words as they were typed: the command line turns a job word into an option of Hydra's."""
-    program, *words = [str(word) for word in argv]
-    program = "python -m longtrain" if program.endswith("__main__.py") else "longtrain"
-    if words:
-        words[0] = words[0].removeprefix("--config-name=")
-    return " ".join([program, *(shlex.quote(word) for word in words)])
 
 
 def _curves(pictures: Iterable[str]) -> str:

@@ -65,6 +65,7 @@ class Exactness:
             "different": len(self.differences),
             "violations": self.violations,
             "strict": self.strict,
+            "judged": self.judged,
             "largest_gap": max((d.gap for d in self.differences if d.gap != float("inf")), default=None),
             "first": [
                 {"prompt": d.prompt, "position": d.position, "gap": None if d.gap == float("inf") else d.gap}

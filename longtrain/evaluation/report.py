@@ -253,6 +253,8 @@ def _exactness(found: Json | None) -> str:
         return "not compared"
     if not found["different"]:
         return "identical"
+    if not found["judged"]:
+        return f"{found['different']}/{found['compared']} differ (sampled)"
     gap = "" if found["largest_gap"] is None else f", gap ≤ {found['largest_gap']:.1g}"
     return f"{found['different']}/{found['compared']} differ{gap}, {found['violations']} beyond rounding"
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 from longtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from collections.abc import Sequence
 
+    from omegaconf import DictConfig, ListConfig
+
+    from longtrain.decoding.roles import TreeShape
     from longtrain.target.model import Target
 
 JOBS: dict[str, tuple[str, str]] = {
@@ -59,9 +62,34 @@ def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | 
     return load_target(str(where), dtype=dtype, device=device or device_of(cfg))
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShape:
+    """What to draft, as `cfg.decode` says.
+
+    Args:
+        cfg: the resolved configuration.
+        widths: over `decode.shape`.
+
+    `decode.law=auto` samples the children of a chain where decoding samples (the target accepts more of them than
+    of argmax drafts), and chooses them deterministically everywhere else.
+
+    Raises:
+        ConfigError: no such law.
+    """
+    from longtrain.decoding.roles import Law, TreeShape
+
+    widths = tuple(plain(cfg.decode.shape) if widths is None else widths)
+    name = str(cfg.decode.law)
+    if name == "auto":
+        sampled_chain = float(cfg.decode.temperature) > 0 and set(widths) == {1}
+        return TreeShape(widths, Law.IID if sampled_chain else Law.POINT)
+    if name not in {law.value for law in Law}:
+        allowed = ", ".join(["auto", *(law.value for law in Law)])
+        raise ConfigError(f"decode.law={name}; allowed: {allowed}")
+    return TreeShape(widths, Law(name))
+
+
+def plain(cfg: DictConfig | ListConfig) -> Any:
     """A configuration, or a part of one, as plain containers with every interpolation resolved."""
     from omegaconf import OmegaConf
 
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
-    return values
+    return OmegaConf.to_container(cfg, resolve=True)

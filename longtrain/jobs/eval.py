@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from longtrain import provenance
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation import report
-from longtrain.jobs import load_target_from
+from longtrain.jobs import load_target_from, shape_from
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -129,22 +129,19 @@ def _variants(cfg: DictConfig, target: Target, artifacts: dict[str, Artifact]) -
         if parts.draft is None:
             raise ConfigError(f"artifact {name} ({artifact.method}) brings no draft; acceptance needs one")
         for shape in shapes:
-            label = f"{name} {_shape_name(shape)}" if len(shapes) > 1 else name
+            label = f"{name} {_shape_name(shape)}" if len(artifacts) > 1 else _shape_name(shape)
+            label = label if len(shapes) > 1 else name
             variants.append(Variant(label, parts, shape))
     return variants
 
 
 def _shapes(cfg: DictConfig) -> list[TreeShape]:
-    from longtrain.decoding.roles import Law, TreeShape
-
-    if str(cfg.decode.law) not in {law.value for law in Law}:
-        raise ConfigError(f"decode.law={cfg.decode.law}; allowed: {', '.join(law.value for law in Law)}")
     asked = _plain(cfg.suite.shapes) or [_plain(cfg.decode.shape)]
     for widths in asked:
         good = isinstance(widths, list) and widths and all(isinstance(w, int) and w > 0 for w in widths)
         if not good:
             raise ConfigError(f"shape {widths} drafts nothing; allowed: widths, e.g. [1,1,1,1] or [4,8,8]")
-    return [TreeShape(tuple(widths), Law(str(cfg.decode.law))) for widths in asked]
+    return [shape_from(cfg, widths) for widths in asked]
 
 
 def _shape_name(shape: TreeShape) -> str:

@@ -7,13 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs import load_target_from
+from longtrain.jobs import load_target_from, shape_from
 
 if TYPE_CHECKING:
-    from longtrain.decoding.roles import TreeShape
     from longtrain.decoding.stats import Stats
     from longtrain.target.model import Target
 
@@ -47,7 +46,7 @@ def run(cfg: DictConfig) -> None:
         [ids],
         max_new_tokens=int(decode.max_new_tokens),
         sampling=Sampling(float(decode.temperature), float(decode.top_p), int(decode.top_k), int(cfg.seed)),
-        shape=_shape(cfg) if artifact else None,
+        shape=shape_from(cfg) if artifact else None,
         stop=stop,
         stream=writer,
     )
@@ -93,15 +92,6 @@ def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
     text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return list(ids)
-
-
-def _shape(cfg: DictConfig) -> TreeShape:
-    from longtrain.decoding.roles import Law, TreeShape
-
-    if str(cfg.decode.law) not in {law.value for law in Law}:
-        raise ConfigError(f"decode.law={cfg.decode.law}; allowed: {', '.join(law.value for law in Law)}")
-    widths: Any = OmegaConf.to_container(cfg.decode.shape)
-    return TreeShape(tuple(widths), Law(str(cfg.decode.law)))
 
 
 class _Writer:

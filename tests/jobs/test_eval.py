@@ -6,8 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from longtrain.artifact import Artifact
+from longtrain.decoding.roles import Law
 from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
 from longtrain.jobs import eval as evaluation
+from longtrain.jobs import shape_from
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.target.loading import load_target, random_target
@@ -113,7 +115,7 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
         ("lengths=[two]", ConfigError, "length 'two' is no token count"),
         ("suite.prompts=0", ConfigError, r"suite.prompts=0; allowed: 1 or more"),
         ("suite.shapes=[[0,1]]", ConfigError, r"shape \[0, 1\] drafts nothing"),
-        ("decode.law=luck", ConfigError, "decode.law=luck; allowed: point, iid"),
+        ("decode.law=luck", ConfigError, "decode.law=luck; allowed: auto, point, iid"),
         ("suite.text=/no/text", DataError, "no held-out text at /no/text"),
         ("suite.text=data", ConfigError, "suite.text=data needs data=NAME"),
         ("suite.kinds=[chat]", DataError, "kinds there: book, code"),
@@ -163,3 +165,14 @@ def test_suite_keys_are_all_read(composed):
     for suite in ("acceptance", "needle"):
         for key in OmegaConf.to_container(composed("eval", f"suite={suite}").suite):
             assert f"suite.{key}" in source or f'"{key}"' in source, key
+
+
+def test_law_auto_samples_chains_where_decoding_samples() -> None:
+    def law(temperature: float, widths: list[int], name: str = "auto") -> Law:
+        decode = {"shape": widths, "law": name, "temperature": temperature}
+        return shape_from(OmegaConf.create({"decode": decode})).law
+
+    assert law(0.0, [1, 1]) is Law.POINT
+    assert law(1.0, [1, 1]) is Law.IID
+    assert law(1.0, [2, 2]) is Law.POINT
+    assert law(1.0, [1, 1], "point") is Law.POINT

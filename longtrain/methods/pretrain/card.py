@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from longtrain.methods.pretrain.config import Config
+from longtrain.provenance import typed_command
 
 TEMPLATE = """---
 license: apache-2.0
@@ -84,7 +84,7 @@ def card(
 
 
 def _training(facts: Mapping[str, Any]) -> str:
-    command = facts.get("command") or shlex.join(str(word) for word in facts.get("argv", ()))
+    command = facts.get("command") or (typed_command(facts["argv"]) if facts.get("argv") else "")
     lines = [f"```\n{command}\n```"] if command else []
     shown = {"step": "optimizer steps", "tokens": "tokens", "seconds": "seconds", "hardware": "hardware"}
     figures = [f"{label}: {facts[key]}" for key, label in shown.items() if facts.get(key) is not None]

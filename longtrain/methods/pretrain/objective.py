@@ -40,6 +40,8 @@ class PretrainObjective(Objective):
         weights_T = (
             batch.loss_mask_T.float() if batch.weights_T is None else batch.weights_T * batch.loss_mask_T
         )
+        on_host_T = batch.loss_mask_T if batch.host_mask_T is None else batch.host_mask_T
+        tokens = int(on_host_T.sum())
         labels_T, weights_T = batch.ids_T[1:], weights_T[1:]
         logits_TV = linear(hidden_TE[:-1], self.module.head_weight)
         nll_T = cross_entropy(logits_TV.float(), labels_T, reduction="none")
@@ -53,4 +55,4 @@ class PretrainObjective(Objective):
                 "value_loss": ((nll_T * value_T).sum(), value_T.sum()),
                 "value_accuracy": ((hit_T * value_T).sum(), value_T.sum()),
             }
-        return Loss(total=total, tokens=batch.tokens_in_step, figures=figures)
+        return Loss(total=total, tokens=tokens, figures=figures)
