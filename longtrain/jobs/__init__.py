@@ -69,8 +69,8 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
         cfg: the resolved configuration.
         widths: over `decode.shape`.
 
-    `decode.law=auto` samples the children of a chain where decoding samples (the target accepts more of them than
-    of argmax drafts), and chooses them deterministically everywhere else.
+    `decode.law=auto` samples the children of a chain where decoding samples (the target accepts more of
+    them than of argmax drafts), and chooses them deterministically everywhere else.
 
     Raises:
         ConfigError: no such law.
