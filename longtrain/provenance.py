@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from longtrain.errors import LongtrainError
+
 PACKAGES = (
     "longtrain",
     "torch",
@@ -32,6 +34,7 @@ _SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,})\b")
+_FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/,:='\"\[\](){}]+/)+(?=[^\s/])")
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
 
 
@@ -42,11 +45,13 @@ def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
         folder: created where it is missing.
         config: the resolved configuration as plain containers; secrets are replaced by `***`.
         extra: further facts for `provenance.json`, JSON values (`data={"name": ..., "sha256": ...}`).
+
+    Raises:
+        LongtrainError: the folder cannot be written, or the disk is full.
     """
     import yaml
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(redact(dict(config)), sort_keys=False, allow_unicode=True, width=120)
     replace_text(folder / "config.yaml", text)
     facts = {**gather(), **redact(extra)}
@@ -79,17 +84,41 @@ def redact(value: Any, key: str = "") -> Any:
     return value
 
 
+def without_folders(value: Any) -> Any:
+    """The same containers with each absolute path cut to its last part, for what others will read."""
+    if isinstance(value, Mapping):
+        return {name: without_folders(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(item) for item in value]
+    return _FOLDERS.sub("", str(value)) if isinstance(value, str | Path) else value
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part."""
+    """Write a text file so that a reader sees the old content or the new, never a part.
+
+    Args:
+        path: its folder is created where it is missing.
+        text: the whole content.
+
+    Raises:
+        LongtrainError: the folder cannot be written, or the disk is full; an old file is as it was.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise LongtrainError(
+            f"cannot write {path}: {error.strerror or error}; make room there, or set home=FOLDER to one "
+            f"that can be written"
+        ) from error
 
 
 def _redact_argument(argument: str) -> str:

@@ -1,10 +1,13 @@
+import errno
 import json
+import os
 import sys
 
 import pytest
 import yaml
 
 from longtrain import provenance
+from longtrain.errors import LongtrainError
 
 
 def test_writes_config_and_facts_and_hides_secrets(tmp_path, monkeypatch):
@@ -29,6 +32,28 @@ def test_writes_config_and_facts_and_hides_secrets(tmp_path, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.yaml", "provenance.json"]
 
 
+def test_absolute_paths_lose_their_folders():
+    argv = [
+        "/home/jo/bin/longtrain",
+        "+recipe=x",
+        "target.path=/home/jo/models/llama",
+        "home=~/a/b",
+        "x=/a/b/",
+    ]
+    argv += [
+        "files=[/home/jo/a.txt,/home/jo/b.txt]",
+        "data.url=https://host/a/b",
+        "target.path=org/name",
+        "./a/b",
+    ]
+    assert provenance.without_folders({"argv": argv, "step": 7, "git": None}) == {
+        "argv": ["longtrain", "+recipe=x", "target.path=llama", "home=b", "x="]
+        + ["files=[a.txt,b.txt]", "data.url=https://host/a/b", "target.path=org/name", "./a/b"],
+        "step": 7,
+        "git": None,
+    }
+
+
 def test_checkout_names_its_commit():
     git = provenance.gather()["git"]
     assert git is None or (len(git["commit"]) == 40 and isinstance(git["dirty"], bool))
@@ -39,4 +64,24 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
         provenance.replace_text(path, "\ud800 cannot be encoded")
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_under_a_file_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: .*set home=FOLDER") as error:
+        provenance.write(tmp_path / "file" / "out", {})
+    assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    path.write_text("old")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: No space left.*make room"):
+        provenance.replace_text(path, "new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

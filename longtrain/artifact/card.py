@@ -57,7 +57,7 @@ def _summary(artifact: Artifact) -> str:
     from longtrain import methods
 
     target = artifact.target
-    shown = (Path(target.name).name if _is_path(target.name) else target.name) or "unnamed"
+    shown = target.name or "unnamed"
     return (
         f"A `{artifact.method}` module ({artifact.parameters():,} parameters) for the frozen target "
         f"**{shown}** ({target.family}, {target.n_layers} layers, "
@@ -70,7 +70,7 @@ def _summary(artifact: Artifact) -> str:
 
 def _how_to_load(artifact: Artifact, name: str) -> str:
     target = artifact.target.name
-    target = "TARGET_FOLDER" if not target or _is_path(target) else target
+    target = target if target == "tiny" or _is_hub_id(target) else "TARGET_FOLDER"
     return f"""## How to load
 
 ```sh
@@ -147,10 +147,13 @@ def _sources(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not _is_path(name) and " " not in name
+    return name.count("/") == 1 and not is_path(name) and " " not in name
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """Whether a target's name is a folder of this machine, and not a Hub id or another name."""
+    if name in ("", "tiny"):
+        return False
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()
 
 

@@ -4,6 +4,7 @@ longtrain.json       schema version, method, config, target, sha256 of the tenso
 model.safetensors    the trained tensors
 golden.safetensors   fixed inputs and the outputs they must give
 README.md            model card (read by people, never by longtrain); *.png: its pictures
+local.json           the target's folder on this machine, where it has one; never uploaded
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 
 import longtrain
 from longtrain import methods
-from longtrain.artifact.card import model_card
+from longtrain.artifact.card import is_path, model_card
 from longtrain.artifact.golden import Golden
 from longtrain.artifact.hub import download, upload
 from longtrain.artifact.write import written_folder
 from longtrain.errors import ArtifactError, ConfigError
+from longtrain.provenance import without_folders
 from longtrain.target.info import TargetInfo
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MANIFEST, MODEL, GOLDEN, CARD = "longtrain.json", "model.safetensors", "golden.safetensors", "README.md"
 FILES = (MANIFEST, MODEL, GOLDEN, CARD, "*.png")
+"""What is uploaded; it names no folder of this machine."""
+LOCAL = "local.json"
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class Artifact:
             raise ArtifactError(
                 f"{folder / MANIFEST} describes its target wrongly: {error}; export it again"
             ) from None
+        info = dataclasses.replace(info, name=_local_target(folder) or info.name)
         tensors = _read_tensors(folder / MODEL, manifest["files"])
         golden = None
         if manifest["golden"] is not None:
@@ -194,18 +199,22 @@ class Artifact:
         files = {MODEL: save_tensors(self.tensors, metadata={"format": "pt"})}
         if self.golden is not None:
             files[GOLDEN] = save_tensors(self.golden.tensors())
+        shown = self._without_folders()
         manifest = {
             "schema": SCHEMA,
             "longtrain": longtrain.__version__,
             "method": self.method,
             "config": self.config,
-            "target": self.target.to_json(),
+            "target": shown.target.to_json(),
             "golden": None if self.golden is None else {"dtype": self.golden.dtype},
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            "provenance": self.provenance,
+            "provenance": shown.provenance,
         }
         files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
-        files[CARD] = model_card(self, name=folder.name, pictures=sorted(pictures)).encode()
+        files[CARD] = model_card(shown, name=folder.name, pictures=sorted(pictures)).encode()
+        if is_path(self.target.name):
+            where = {"target": str(Path(self.target.name).expanduser().absolute())}
+            files[LOCAL] = (json.dumps(where, indent=2) + "\n").encode()
         written_folder(folder, {**files, **pictures})
         return folder
 
@@ -230,6 +239,13 @@ class Artifact:
     def parameters(self) -> int:
         """Numbers in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def _without_folders(self) -> Artifact:
+        """As others may read it: the target's folder and the paths of provenance by their last part."""
+        name = self.target.name
+        name = Path(name).expanduser().absolute().name if is_path(name) else name
+        target = dataclasses.replace(self.target, name=name)
+        return dataclasses.replace(self, target=target, provenance=without_folders(self.provenance))
 
     def _module(self, view: Any) -> nn.Module:
         """The module in the dtype and on the device of a target or a view of one."""
@@ -290,6 +306,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if wrong:
         raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
     return manifest
+
+
+def _local_target(folder: Path) -> str | None:
+    """The folder that the target was loaded from, if it is still there."""
+    try:
+        where = json.loads((folder / LOCAL).read_text(encoding="utf-8"))["target"]
+        return where if Path(where).is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read_tensors(path: Path, checksums: dict[str, str]) -> dict[str, Tensor]:

@@ -119,6 +119,8 @@ class Mixture:
 class MixtureRows(Dataset[Batch]):
     """A rank's rows of a run, item i being global micro-batch `i * world + rank`; any can be reached at once.
 
+    The first item of a step writes all its rows, to count their labels, and keeps those that come next here.
+
     Args:
         mixture: what is drawn.
         stages: lengths over the run, each with `steps` or `fraction`.
@@ -152,6 +154,8 @@ class MixtureRows(Dataset[Batch]):
             raise ConfigError("data.stages of a mixture need steps or fraction each, and at least one stage")
         steps = [s.steps if s.steps is not None else (s.fraction or 0.0) * total_steps for s in stages]
         self.ends = np.cumsum(steps)
+        self._step, self._tokens = -1, 0
+        self._written: dict[int, Batch] = {}
 
     def stage(self, step: int) -> Stage:
         """The stage of an optimizer step."""
@@ -165,15 +169,23 @@ class MixtureRows(Dataset[Batch]):
             raise IndexError(item)
         index = (self.start + item) * self.world + self.rank
         step = index // self.rows_per_step
-        batch = self.mixture.batch(index, self.stage(step), seed=self.seed)
-        others = [i for i in range(step * self.rows_per_step, (step + 1) * self.rows_per_step) if i != index]
-        return replace(batch, tokens_in_step=batch.tokens_in_step + sum(self._labels(i) for i in others))
+        if step != self._step:
+            self._begin(step, index)
+        batch = self._written.pop(index, None) or self._write(index)
+        return replace(batch, tokens_in_step=self._tokens)
 
-    def _labels(self, index: int) -> int:
-        """Labels of another row of the step; it is written again to count them."""
-        return self.mixture.batch(
-            index, self.stage(index // self.rows_per_step), seed=self.seed
-        ).tokens_in_step
+    def _begin(self, step: int, first: int) -> None:
+        """Write a step's rows; rows of other ranks and before `first` are counted only."""
+        self._step, self._tokens, self._written = -1, 0, {}
+        for index in range(step * self.rows_per_step, (step + 1) * self.rows_per_step):
+            batch = self._write(index)
+            self._tokens += batch.tokens_in_step
+            if index >= first and index % self.world == self.rank:
+                self._written[index] = batch
+        self._step = step
+
+    def _write(self, index: int) -> Batch:
+        return self.mixture.batch(index, self.stage(index // self.rows_per_step), seed=self.seed)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[item] for item in range(len(self)))

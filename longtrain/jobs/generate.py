@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ def run(cfg: DictConfig) -> None:
     decode = cfg.decode
     colour = bool(cfg.color) and sys.stdout.isatty()
     stop = [str(text) for text in cfg.stop]
-    writer = _Writer(target, colour=colour, hold=max((len(text) for text in stop), default=0))
+    hold = max((len(text) for text in stop), default=0)
+    writer = _Writer(target, colour=colour, hold=hold, ends=target.info.eos_ids)
     generation = Engine(target, parts).generate(
         [ids],
         max_new_tokens=int(decode.max_new_tokens),
@@ -97,12 +99,13 @@ def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
 class _Writer:
     """Prints tokens as they come: whole characters only, accepted draft tokens in green.
 
-    The last `hold` characters wait: they may turn out to begin a stop string.
+    The last `hold` characters wait: they may turn out to begin a stop string. Special tokens are printed, as
+    in the text of a generation; a token of `ends` is no part of either.
     """
 
-    def __init__(self, target: Target, *, colour: bool, hold: int = 0) -> None:
+    def __init__(self, target: Target, *, colour: bool, hold: int = 0, ends: Sequence[int] = ()) -> None:
         self.tokenizer: Any = target.tokenizer
-        self.colour, self.hold = colour, hold
+        self.colour, self.hold, self.ends = colour, hold, ends
         self.ids: list[int] = []
         self.start = self.read = 0
         self.waiting: list[tuple[str, bool]] = []
@@ -111,6 +114,8 @@ class _Writer:
     def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
         """Take new tokens; a byte that does not end a character waits for the next token."""
         for token, from_draft in zip(tokens, drafted, strict=True):
+            if token in self.ends:
+                continue
             self.ids.append(token)
             known, text = self._decode(self.ids[self.start : self.read]), self._decode(self.ids[self.start :])
             if not text.endswith("�"):
@@ -128,7 +133,7 @@ class _Writer:
         print()
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _print(self, count: int) -> None:
         shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]

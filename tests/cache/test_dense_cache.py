@@ -125,6 +125,20 @@ def test_trees_with_different_paths_in_each_row():
         step(store, model, Tree(visible), N, visible, path_BP, n_B)
 
 
+def test_a_tree_sees_its_prefix_and_its_ancestors():
+    store, model = prefilled()
+    visible, _, _ = random_tree(6, torch.Generator().manual_seed(4))
+    q, kv = model.rows(6)
+    store.write(1, kv[1, 0], kv[1, 1])
+    out, lse = store.attend(1, q[1], mask=Tree(visible), scale=SCALE)
+    expected, expected_lse = reference.tree_attention(
+        q[1], store.k_LBGSD[1], store.v_LBGSD[1], store.len_B, visible, scale=SCALE
+    )
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    if lse is not None:
+        torch.testing.assert_close(lse, expected_lse, atol=1e-12, rtol=1e-12)
+
+
 def test_a_tree_on_an_empty_cache():
     store, model = cache(), Model()
     visible, path_BP, n_B = random_tree(6, torch.Generator().manual_seed(5))

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from longtrain.data.batch import Batch
 from longtrain.data.config import Stage
 from longtrain.data.mixture import Mixture, MixtureRows
 from longtrain.data.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
@@ -164,6 +165,24 @@ def test_any_rank_and_any_start_gives_the_same_rows(writer: RetrievalWriter) -> 
             int(b.loss_mask_T.sum()) for b in whole[i // 2 * 2 : i // 2 * 2 + 2]
         )
     assert late[0].ids_T.equal(whole[4].ids_T)
+
+
+def test_a_process_writes_each_row_of_a_step_once(writer: RetrievalWriter, monkeypatch) -> None:
+    written: list[int] = []
+    write = Mixture.batch
+
+    def counted(self: Mixture, index: int, stage: Stage, *, seed: int) -> Batch:
+        written.append(index)
+        return write(self, index, stage, seed=seed)
+
+    monkeypatch.setattr(Mixture, "batch", counted)
+    stages = [Stage(row_tokens=2000, doc_tokens=600, fraction=1.0)]
+    rows = MixtureRows(mixture(writer), stages, total_steps=2, rows_per_step=4, seed=1)
+    counts = [batch.tokens_in_step for batch in rows]
+    assert written == list(range(8))
+    labels = [int(write(rows.mixture, i, stages[0], seed=1).loss_mask_T.sum()) for i in range(8)]
+    assert counts == [sum(labels[:4])] * 4 + [sum(labels[4:])] * 4
+    assert [rows[i].tokens_in_step for i in (5, 2, 2, 7)] == [counts[i] for i in (5, 2, 2, 7)]  # any order
 
 
 def test_wrong_shares_are_refused(writer: RetrievalWriter) -> None:

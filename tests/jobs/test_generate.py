@@ -47,6 +47,19 @@ def test_a_draft_changes_the_statistics_only(composed, artifact, plain_text, cap
     assert "acceptance length τ 1." in statistics and "draft 0." in statistics
 
 
+def test_the_target_of_an_artifact_is_found_here_and_named_only_elsewhere(
+    composed, artifact, target_folder, plain_text, capsys
+):
+    uploaded = b"".join((artifact / name).read_bytes() for name in ("longtrain.json", "README.md"))
+    assert str(target_folder).encode() not in uploaded and target_folder.name.encode() in uploaded
+    call = [*NEW, "prompt=hello there", "artifact=draft", "target.path=null"]
+    generate.run(composed("generate", *call))
+    assert capsys.readouterr().out.startswith(plain_text("hello there"))
+    (artifact / "local.json").unlink()  # as after a download
+    with pytest.raises(ConfigError, match=f"target.path={target_folder.name} is not a folder"):
+        generate.run(composed("generate", *call))
+
+
 def test_prompt_file_and_chat_template(composed, tmp_path, plain_text, capsys):
     (tmp_path / "p.txt").write_text("hé")
     generate.run(composed("generate", *NEW, f"prompt_file={tmp_path / 'p.txt'}", "chat=true"))
@@ -83,6 +96,21 @@ def test_whole_characters_in_colours(capsys):
     assert capsys.readouterr().out == "\x1b[32méc\x1b[0mc"
     writer.close("abécc")
     assert capsys.readouterr().out == "\n"
+
+
+def test_special_tokens_are_printed_as_in_the_text(capsys, target_folder):
+    tokenizer = load_target(target_folder).tokenizer
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|im_end|>"})
+    ids = tokenizer("Hello there<|endoftext|> my friend").input_ids
+    writer = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False)
+    writer(0, ids, [False] * len(ids))
+    writer.close(tokenizer.decode(ids, skip_special_tokens=False))
+    assert capsys.readouterr().out == "Hello there<|endoftext|> my friend\n"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")  # what ends the text is no part of it
+    writer = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False, ends=(end,))
+    writer(0, [*ids, end], [False] * (len(ids) + 1))
+    writer.close(tokenizer.decode(ids, skip_special_tokens=False))
+    assert capsys.readouterr().out == "Hello there<|endoftext|> my friend\n"
 
 
 def test_what_may_be_a_stop_string_waits(capsys):

@@ -23,7 +23,8 @@ class Config:
     anchors: int = 4  # tokens that keep their positions, the attention sinks (§3.2)
     offset_max_tokens: int = 0  # positions stay below this (paper: 15k or 30k); 0: the target's own limit
     offset_max_doc_tokens: int = 0  # longer documents keep vanilla positions; 0: all documents are offset
-    guard_every: int = 64  # micro-batches between checks of the target's own loss under offsets; 0: never
+    guard_every: int = 64  # one training micro-batch in N, on average (by its seed), checks the target's own
+    # loss under offsets; 0: never
     objective: str = "kl"  # kl: to the target's whole distribution; ce: to the data's tokens (the paper's)
     chunk_tokens: int = 8192  # rows whose activations exist at once (exact gradient); 0: the whole row
 

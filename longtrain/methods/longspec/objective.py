@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longtrain.chunked import chunked_sum
+from longtrain.errors import ConfigError
 from longtrain.losses import IGNORE, fused_linear_ce, fused_linear_kl, greedy_hits
 from longtrain.methods.longspec import indices
 from longtrain.methods.spec import Loss, Objective
@@ -42,10 +43,15 @@ class _Row:
 class LongSpecObjective(Objective):
     """KL to the target's law (or cross-entropy to the data) under flash noisy shifts.
 
+    Validation draws shifts and offsets as training does, from each batch's seed; only the guard is left out.
+
     Args:
         module: the draft.
         target: frozen.
         config: hyperparameters.
+
+    Raises:
+        ConfigError: offsets beyond the target's context.
 
     Source: LongSpec §3.2.
     Note: the paper trains on hard labels; KL is this project's default (it needs the target's hidden states,
@@ -56,6 +62,13 @@ class LongSpecObjective(Objective):
         super().__init__()
         self.module, self.target, self.config = module, target, config
         self.kv_layer = config.kv_source_layer % target.info.n_layers
+        context = target.info.max_positions
+        if config.anchor_offset and config.offset_max_tokens > context:
+            raise ConfigError(
+                f"method.offset_max_tokens={config.offset_max_tokens} is beyond the {context} positions of "
+                f"{target.info.name}; pass at most {context}, 0 (all of them), or target.max_positions if "
+                f"its RoPE scaling reaches further"
+            )
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over labels, with `loss`, `accuracy`, `acc/depth_j` and the offset guard as figures."""
@@ -85,7 +98,7 @@ class LongSpecObjective(Objective):
         count = torch.full((), tokens, device=device)
         figures = {"loss": (total.detach(), count), "accuracy": (hits_J.sum(), count)}
         figures |= {f"acc/depth_{j}": (hits_J[j], count_J[j]) for j in range(depths)}
-        if self.config.anchor_offset and self.config.guard_every:
+        if self.training and self.config.anchor_offset and self.config.guard_every:
             figures["guard/target_ce_delta"] = self._guard(row)
         return Loss(total, tokens, figures)
 
@@ -95,9 +108,7 @@ class LongSpecObjective(Objective):
         lengths = [b - a for a, b in pairwise(batch.bounds)]
         offsets = None
         if c.anchor_offset:
-            usable = min(
-                c.offset_max_tokens or self.target.info.max_positions, self.target.info.max_positions
-            )
+            usable = c.offset_max_tokens or self.target.info.max_positions
             offsets = indices.draw_offsets(
                 lengths, usable=usable, max_doc_tokens=c.offset_max_doc_tokens, seed=batch.seed
             )
@@ -147,6 +158,8 @@ class LongSpecObjective(Objective):
     @torch.no_grad()
     def _guard(self, row: _Row) -> tuple[Tensor, Tensor]:
         """How much higher the target's own loss is under offset positions: (sum over labels, labels).
+
+        Which batches are asked follows from their seeds, so a resumed run reports what an unbroken one does.
 
         Source: LongSpec §3.2: about +0.001 nats.
         """

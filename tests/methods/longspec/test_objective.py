@@ -159,6 +159,15 @@ def test_figures_pool_by_depth(llama, make_draft, make_batch):
     assert "acc/depth_1" not in LongSpecObjective(make_draft(llama, config), llama, config)(batch).figures
 
 
+def test_offsets_beyond_the_context_are_refused(llama, make_draft):
+    most = llama.info.max_positions
+    config = Config(window=8, anchor_offset=True, offset_max_tokens=most + 1)
+    with pytest.raises(ConfigError, match=rf"offset_max_tokens={most + 1} .*{most} positions"):
+        LongSpecObjective(make_draft(llama, config), llama, config)
+    for fine in (replace(config, offset_max_tokens=most), replace(config, anchor_offset=False)):
+        LongSpecObjective(make_draft(llama, fine), llama, fine)
+
+
 def test_guard_is_the_targets_own_loss_under_offsets(llama, make_draft, make_batch):
     config = Config(window=8, anchor_offset=True, offset_max_tokens=500, guard_every=3)
     objective = LongSpecObjective(make_draft(llama, config), llama, config)
@@ -178,6 +187,7 @@ def test_guard_is_the_targets_own_loss_under_offsets(llama, make_draft, make_bat
     assert int(count) == 48
     other = objective(replace(batch, seed=7)).figures["guard/target_ce_delta"]
     assert [float(x) for x in other] == [0, 0]
+    assert "guard/target_ce_delta" not in objective.eval()(batch).figures
 
 
 def test_nothing_global_is_drawn_and_seeds_repeat(llama, make_draft, make_batch):
