@@ -147,7 +147,8 @@ def test_push_uploads_the_folder_and_it_loads_from_there(hub, folder, tmp_path):
     out = client(push, hub, tmp_path, HF_TOKEN="hf_secret")
     assert out.strip().endswith(f"{hub.url}/org/draft/commit/{COMMIT}")
     assert hub.repos == ["org/draft"] and "Bearer hf_secret" in hub.tokens
-    expected = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".txt" and p.name != "local.json"}
+    mine = ("private notes.txt", "local.json")
+    expected = {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in mine}
     assert hub.files == expected
     back = "one = Artifact.load('org/draft'); print(one.method, one.parameters())"
     assert client(back, hub, tmp_path).split() == ["longspec", "27024"]

@@ -16,7 +16,7 @@ from longtrain.target.loading import load_target
 def test_export_writes_what_was_trained(composed, trained, tmp_path, target_folder):
     export.run(composed("export"))
     folder = tmp_path / "checkpoints" / "one"
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()} - {"local.json"}
     assert names == {"longtrain.json", "model.safetensors", "golden.safetensors", "README.md", "training.png"}
     artifact = Artifact.load("one", home=tmp_path)
     assert artifact.config["window"] == 16 and artifact.provenance["step"] == 7
@@ -76,6 +76,29 @@ def test_checkpoint_of_another_module(composed, trained, tmp_path, target_folder
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     with pytest.raises((ArtifactError, TargetMismatchError)):
+        export.run(composed("export", f"target.path={other}"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_configuration_changed_after_training(composed, trained, tmp_path):
+    path = tmp_path / "runs" / "one" / "train" / "config.yaml"
+    path.write_text(path.read_text().replace("window: 16", "window: 64"))
+    with pytest.raises(
+        ArtifactError, match=r"config.yaml is not what .*\(method.window: 16 -> 64\)"
+    ) as error:
+        export.run(composed("export"))
+    assert "\n" not in str(error.value) and not (tmp_path / "checkpoints").exists()
+
+
+def test_target_of_other_weights(composed, trained, tmp_path, target_folder):
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    shutil.copytree(target_folder, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors = {name: tensor + 0.5 for name, tensor in tensors.items()}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match="was trained on a target with weights"):
         export.run(composed("export", f"target.path={other}"))
     assert not (tmp_path / "checkpoints").exists()
 
