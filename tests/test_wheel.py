@@ -57,7 +57,12 @@ def python(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(built[1]).namelist()
     assert {name.split("/")[0] for name in names} == {"longtrain", "longtrain-0.1.0.dist-info"}
-    for part in ("py.typed", "_assets/conf/base.yaml", "_assets/recipes/quickstart.yaml"):
+    for part in (
+        "py.typed",
+        "_assets/conf/base.yaml",
+        "_assets/conf/target/templates/vicuna.jinja",
+        "_assets/recipes/quickstart.yaml",
+    ):
         assert f"longtrain/{part}" in names
     assert any(name.startswith("longtrain/_assets/bundled/tiny/") for name in names)
     assert any(name.startswith("longtrain/_assets/data_prep/") for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from longtrain.assets import asset_dir
+from longtrain.data.tokenizer import legacy_hint, set_chat_template
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.target.attention import NAME
 from longtrain.target.info import TargetInfo
@@ -36,7 +38,12 @@ _PROBE = "The quick brown fox, 1234567 jumps:\n\tif x != y { return größe; } �
 
 
 def load_target(
-    where: str | Path, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+    where: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    max_positions: int | None = None,
+    chat_template: str | None = None,
 ) -> Target:
     """Load a frozen target.
 
@@ -44,9 +51,11 @@ def load_target(
         where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, or a Hub id.
         dtype: of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
         device: where to put it.
+        max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
+        chat_template: over the tokenizer's own: the name of a bundled one, or a file.
 
     Raises:
-        ConfigError: no such folder or Hub id, or an unknown dtype or device.
+        ConfigError: no such folder, Hub id or chat template, or an unknown dtype or device.
         ArtifactError: a file of the folder is missing or damaged.
         TargetMismatchError: the attention is not supported, or weights do not fit the config.
     """
@@ -57,6 +66,7 @@ def load_target(
     check_supported(config, str(where))
     weight_files(folder)  # missing weights are told before anything is built
     tokenizer = _tokenizer(folder)
+    set_chat_template(tokenizer, chat_template)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     if config.tie_word_embeddings:
@@ -66,7 +76,10 @@ def load_target(
         model.lm_head.weight = model.model.embed_tokens.weight
     rebuild_rotary(model, device)
     eos_ids = _eos_ids(config, folder)
-    return Target(model, describe(model, tokenizer=tokenizer, name=str(where), eos_ids=eos_ids), tokenizer)
+    info = describe(model, tokenizer=tokenizer, name=str(where), eos_ids=eos_ids)
+    if max_positions is not None:
+        info = replace(info, max_positions=max_positions)
+    return Target(model, info, tokenizer)
 
 
 def target_from_model(
@@ -218,7 +231,10 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"the tokenizer of {folder} cannot be read ({reason})") from error
+        hint = legacy_hint(error)
+        raise ArtifactError(
+            f"the tokenizer of {folder} cannot be read ({reason})" + (f"; {hint}" if hint else "")
+        ) from error
 
 
 def _eos_ids(config: Any, folder: Path | None) -> tuple[int, ...]:

@@ -279,3 +279,24 @@ def test_random_targets_are_told_by_their_seed_and_published_shapes_are_right():
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
         sizes[name] = sum(p.numel() for p in model.parameters())
     assert sizes == {"llama31_8b": 8_030_261_248, "qwen3_8b": 8_190_735_360}
+
+
+def test_context_and_chat_template_may_be_overridden(folder):
+    edit_config(folder, max_position_embeddings=64)
+    own = load_target(folder)
+    other = load_target(folder, max_positions=256, chat_template="chatml")
+    assert (own.info.max_positions, other.info.max_positions) == (64, 256)
+    own.info.check(other.info)  # not a part of who it is
+    assert own.tokenizer.chat_template is None and "<|im_start|>" in other.tokenizer.chat_template
+    with pytest.raises(ConfigError, match=r"chat_template=absent .*chatml, llama3, vicuna"):
+        load_target(folder, chat_template="absent")
+
+
+def test_a_tokenizer_that_needs_sentencepiece_says_what_to_install(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("`tiktoken` is required to read a `tiktoken` file")
+
+    monkeypatch.setattr("longtrain.target.loading.AutoTokenizer.from_pretrained", refuse)
+    monkeypatch.setattr("longtrain.data.tokenizer._installed", lambda name: name != "sentencepiece")
+    with pytest.raises(ArtifactError, match=r"needs sentencepiece: pip install 'longtrain\[legacy\]'"):
+        load_target(folder)

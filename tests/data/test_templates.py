@@ -1,0 +1,73 @@
+import pytest
+
+from longtrain.assets import asset_dir
+from longtrain.data.mask import audit, check_template, render, render_prompt, spans
+from longtrain.data.tokenizer import read_tokenizer
+from longtrain.errors import ConfigError
+
+CHAT = [
+    {"role": "user", "content": "Who wrote it?"},
+    {"role": "assistant", "content": "She did."},
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "In May,\nI think."},
+]
+END = {"vicuna": "</s>", "llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
+VICUNA = (
+    "<|endoftext|>A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions. "
+)
+TEXT = {
+    "vicuna": VICUNA
+    + "USER: Who wrote it? ASSISTANT: She did.</s>USER: When? ASSISTANT: In May,\nI think.</s>",
+    "llama3": "<|endoftext|>"
+    + "".join(f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content']}<|eot_id|>" for m in CHAT),
+    "chatml": "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT),
+}
+
+
+@pytest.fixture
+def make_tokenizer():
+    def make(name):
+        tokenizer, _ = read_tokenizer("tiny", chat_template=name)
+        tokenizer.add_special_tokens({"eos_token": END[name]})
+        return tokenizer
+
+    return make
+
+
+def test_each_bundled_template_is_tested():
+    files = (asset_dir("conf") / "target" / "templates").glob("*.jinja")
+    assert {file.stem for file in files} == set(TEXT)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_bundled_templates_mark_answers_and_end_markers(name, make_tokenizer):
+    tokenizer = make_tokenizer(name)
+    check_template(tokenizer, "template")
+    rendered = render(tokenizer, CHAT, how="template", name=name)
+    assert tokenizer.decode(rendered.ids_T) == TEXT[name]
+    assert audit(tokenizer, rendered, CHAT, name=name) == END[name]
+    starts = [begin for begin, _ in spans(rendered.mask_T)]
+    for turn, begin in zip((1, 3), starts, strict=True):  # generation begins where labels do
+        prompt = tokenizer.decode(render_prompt(tokenizer, CHAT[:turn], name=name))
+        assert prompt == tokenizer.decode(rendered.ids_T[:begin])
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_bundled_templates_take_a_system_message(name, make_tokenizer):
+    tokenizer = make_tokenizer(name)
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    rendered = render(tokenizer, chat, how="template", name=name)
+    assert audit(tokenizer, rendered, chat, name=name) == END[name]
+    text = tokenizer.decode(rendered.ids_T)
+    assert text.count("Be brief.") == 1 and "curious user" not in text
+
+
+def test_a_file_or_a_context_over_the_targets_own(tokenizer_folder, tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0]['content'] }}")
+    tokenizer, context = read_tokenizer(str(tokenizer_folder), chat_template=str(file), max_positions=4096)
+    assert tokenizer.chat_template == file.read_text() and context == 4096
+    assert read_tokenizer(str(tokenizer_folder))[1] == 512
+    with pytest.raises(ConfigError, match="chat_template=absent .*chatml, llama3, vicuna"):
+        read_tokenizer(str(tokenizer_folder), chat_template="absent")
