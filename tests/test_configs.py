@@ -23,6 +23,7 @@ RECIPES = tuple(cli.recipes())
 CONF = asset_dir("conf")
 YAMLS = sorted([*CONF.rglob("*.yaml"), *asset_dir("recipes").glob("*.yaml")])
 TARGETS = ("llama8b", "vicuna7b", "vicuna13b", "longchat7b", "longchat13b", "qwq32b", "qwen3_8b")
+TEMPLATES = {file.stem for file in (CONF / "target" / "templates").glob("*.jinja")}
 STAGES = ("anchor", "long", "sft")
 
 
@@ -108,6 +109,8 @@ def test_paper_values(target: str) -> None:
         assert cfg.method.window == 512 and cfg.method.anchors == 4 and cfg.method.objective == "ce"
         assert list(cfg.decode.shape) == [4, 16, 16, 16, 16]
     assert [cfg.method.anchor_offset for cfg in (anchor, long, sft)] == [True, False, False]
+    assert sft.data.mask == "template" and sft.target.chat_template in TEMPLATES
+    assert sft.target.max_positions in (None, sft.target.shape.max_positions)
     reach = anchor.method.offset_max_tokens
     assert reach == (16384 if target in ("vicuna7b", "vicuna13b", "longchat7b", "longchat13b") else 31744)
     assert reach <= anchor.target.shape.max_positions

@@ -59,7 +59,19 @@ def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | 
             "longtrain train --help lists the names"
         )
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
-    return load_target(str(where), dtype=dtype, device=device or device_of(cfg))
+    return load_target(str(where), dtype=dtype, device=device or device_of(cfg), **target_overrides(cfg))
+
+
+def target_overrides(cfg: DictConfig) -> dict[str, Any]:
+    """`target.max_positions` and `target.chat_template`: what is said of a target over its own files.
+
+    Raises:
+        ConfigError: `target.max_positions` is no count.
+    """
+    most, template = ((cfg.target or {}).get(key) for key in ("max_positions", "chat_template"))
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ConfigError(f"target.max_positions={most}; allowed: 1 or more tokens, or null (config.json's)")
+    return {"max_positions": most, "chat_template": None if template is None else str(template)}
 
 
 def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShape:

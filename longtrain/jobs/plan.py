@@ -133,7 +133,7 @@ def _target(cfg: DictConfig) -> tuple[TargetInfo, bool]:
             "hidden_size": raw["hidden_size"],
             "intermediate_size": raw["intermediate_size"],
             "vocab_size": raw["vocab_size"],
-            "max_positions": raw["max_position_embeddings"],
+            "max_positions": cfg.target.get("max_positions") or raw["max_position_embeddings"],
             "tied": raw.get("tie_word_embeddings", False),
         }
     elif cfg.target.shape:

@@ -17,7 +17,7 @@ from longtrain.data.prepared import Prepared
 from longtrain.data.show import LABEL, READ, samples
 from longtrain.data.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
-from longtrain.jobs import load_target_from
+from longtrain.jobs import load_target_from, target_overrides
 
 if TYPE_CHECKING:
     from longtrain.data.respond import Generate
@@ -37,7 +37,7 @@ def run(cfg: DictConfig) -> None:
         tokenizer = target.tokenizer
         folder = ensure_prepared(cfg, tokenizer, context_tokens=target.info.max_positions, target=target)
     else:
-        tokenizer, context_tokens = read_tokenizer(_target_path(cfg))
+        tokenizer, context_tokens = read_tokenizer(_target_path(cfg), **target_overrides(cfg))
         folder = ensure_prepared(cfg, tokenizer, context_tokens=context_tokens)
     facts = {"folder": str(folder), "sha256": Prepared.open(folder).manifest["sha256"]}
     plain: Any = OmegaConf.to_container(cfg, resolve=True)

@@ -1,9 +1,11 @@
 import pytest
+from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
 from longtrain.data.mask import audit, check_template, render, render_prompt, spans
 from longtrain.data.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
+from longtrain.jobs import target_overrides
 
 CHAT = [
     {"role": "user", "content": "Who wrote it?"},
@@ -71,3 +73,15 @@ def test_a_file_or_a_context_over_the_targets_own(tokenizer_folder, tmp_path):
     assert read_tokenizer(str(tokenizer_folder))[1] == 512
     with pytest.raises(ConfigError, match="chat_template=absent .*chatml, llama3, vicuna"):
         read_tokenizer(str(tokenizer_folder), chat_template="absent")
+
+
+def test_overrides_come_from_the_configuration():
+    def overrides(**target):
+        return target_overrides(OmegaConf.create({"target": target}))
+
+    assert overrides(path="x") == {"max_positions": None, "chat_template": None}
+    given = {"max_positions": 16384, "chat_template": "vicuna"}
+    assert overrides(**given) == given
+    for wrong in (0, "16k"):
+        with pytest.raises(ConfigError, match=f"target.max_positions={wrong}"):
+            overrides(max_positions=wrong)
