@@ -101,7 +101,7 @@ def test_paper_values(target: str) -> None:
     assert [cfg.optim.lr for cfg in (anchor, long, sft)] == [5e-4, 5e-6, 5e-6]
     for cfg, sequences in ((anchor, 2048), (long, 256), (sft, 256)):
         (stage,) = cfg.data.stages
-        assert stage.row_tokens // stage.doc_tokens * cfg.trainer.accumulate_grad_batches == sequences
+        assert stage.row_tokens // stage.doc_tokens * cfg.trainer.rows_per_step == sequences
         assert stage.epochs == 1
         assert list(cfg.optim.betas) == [0.9, 0.95]
         assert (cfg.optim.weight_decay, cfg.optim.eps, cfg.optim.schedule) == (0.1, 1e-6, "cosine")

@@ -92,6 +92,28 @@ class Stage:
     fraction: float | None = None
     epochs: float | None = None
 
+    @classmethod
+    def parse(cls, values: Any) -> Stage:
+        """From one item of `data.stages`.
+
+        Raises:
+            ConfigError: an unknown or missing key, or a value that is no number or out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"data.stages item {values} is no mapping; known keys: {', '.join(known)}")
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ConfigError(f"unknown key {unknown[0]!r} in data.stages; known: {', '.join(known)}")
+        for key in known:
+            value, needed = values.get(key), key in ("row_tokens", "doc_tokens")
+            whole = key not in ("fraction", "epochs")
+            good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not (good or (value is None and not needed)):
+                what = "a whole number" if whole else "a number"
+                raise ConfigError(f"data.stages {key}={'null' if value is None else value}; allowed: {what}")
+        return cls(**values)
+
     def __post_init__(self) -> None:
         if self.doc_tokens < 2 or self.row_tokens < self.doc_tokens:
             raise ConfigError(
@@ -157,7 +179,7 @@ class DataConfig:
             raise ConfigError(f"unknown key data.{unknown[0]}; known: {sorted(known)}")
         rest = {k: v for k, v in values.items() if k in known - {"sources", "stages"} and v is not None}
         sources = tuple(SourceConfig.parse(item) for item in values.get("sources") or ())
-        stages = tuple(Stage(**item) for item in values.get("stages") or ())
+        stages = tuple(Stage.parse(item) for item in values.get("stages") or ())
         config = cls(sources=sources, stages=stages, **rest)
         _choice("data.long_documents", config.long_documents, ("split", "error", "truncate"))
         _choice("data.answers", config.answers, ("source", "target"))

@@ -35,7 +35,7 @@ def measure_speed(
         variants: what to time beside plain decoding.
         protocol: lengths, points and settings.
         batch: prompts decoded together.
-        prompts: batches timed at each length, after one short run that is not counted.
+        prompts: how many are timed at each length, after one short run that is not counted.
         advance: told of progress.
 
     Returns:
@@ -44,8 +44,8 @@ def measure_speed(
     ways = [PLAIN, *variants]
     rows = []
     for length in protocol.lengths:
-        texts = protocol.prompts(length)
-        batches = [texts[first : first + batch] for first in range(0, len(texts), batch)][:prompts]
+        texts = protocol.prompts(length)[:prompts]
+        batches = [texts[first : first + batch] for first in range(0, len(texts), batch)]
         for way in ways:
             _timed(target, way, batches[0], replace(protocol, max_new_tokens=WARMUP_TOKENS))
         stats = {way.name: Stats() for way in ways}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import types
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from longtrain.errors import ConfigError
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
     from longtrain.decoding.roles import TreeShape
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 JOBS: dict[str, tuple[str, str]] = {
@@ -85,19 +89,105 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
     them than of argmax drafts), and chooses them deterministically everywhere else.
 
     Raises:
-        ConfigError: no such law.
+        ConfigError: no such law, or a shape that is not a list of widths.
     """
+    from omegaconf import OmegaConf
+
     from longtrain.decoding.roles import Law, TreeShape
 
-    widths = tuple(plain(cfg.decode.shape) if widths is None else widths)
+    asked: Any = cfg.decode.shape if widths is None else list(widths)
+    asked = plain(asked) if OmegaConf.is_config(asked) else asked
+    widths = tuple(convert(asked, list[int], "decode.shape"))
+    if any(width < 1 for width in widths):
+        raise ConfigError(f"decode.shape={list(widths)}; allowed: widths of 1 or more")
     name = str(cfg.decode.law)
     if name == "auto":
-        sampled_chain = float(cfg.decode.temperature) > 0 and set(widths) == {1}
+        sampled_chain = sampling_from(cfg).temperature > 0 and set(widths) == {1}
         return TreeShape(widths, Law.IID if sampled_chain else Law.POINT)
     if name not in {law.value for law in Law}:
         allowed = ", ".join(["auto", *(law.value for law in Law)])
         raise ConfigError(f"decode.law={name}; allowed: {allowed}")
     return TreeShape(widths, Law(name))
+
+
+def sampling_from(cfg: DictConfig) -> Sampling:
+    """How tokens are drawn, as `cfg.decode` and `cfg.seed` say.
+
+    Raises:
+        ConfigError: a value is no number, or out of its range.
+    """
+    from longtrain.decoding.sampling import Sampling
+
+    kinds = {"temperature": float, "top_p": float, "top_k": int}
+    values = {key: convert(cfg.decode[key], kind, f"decode.{key}") for key, kind in kinds.items()}
+    return Sampling(**values, seed=convert(cfg.seed, int, "seed"))
+
+
+def typed(kind: type, values: Mapping[str, Any], group: str, ignore: Iterable[str] = ()) -> Any:
+    """A settings dataclass from a group's values, each as its field's annotation says.
+
+    Raises:
+        ConfigError: a key that the dataclass does not have, or a value of another type.
+    """
+    hints = get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]
+    given = {key: value for key, value in values.items() if key in known or key not in ignore}
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
+    return kind(**{key: convert(value, hints[key], f"{group}.{key}") for key, value in given.items()})
+
+
+def convert(value: Any, kind: Any, key: str) -> Any:
+    """A configured value as the annotation `kind` says: `3` where a float belongs becomes `3.0`.
+
+    Raises:
+        ConfigError: it is nothing of that kind.
+    """
+    try:
+        return _as(value, kind)
+    except (TypeError, ValueError):
+        shown = "null" if value is None else value
+        raise ConfigError(f"{key}={shown}; allowed: {_in_words(kind)}") from None
+
+
+def _as(value: Any, kind: Any) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        (rest,) = (arg for arg in args if arg is not types.NoneType)
+        return None if value is None else _as(value, rest)
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple) or (origin is tuple and len(value) != len(args)):
+            raise TypeError
+        kinds = args if origin is tuple else args * len(value)
+        return origin(_as(item, one) for item, one in zip(value, kinds, strict=True))
+    if origin is Mapping:
+        return {str(name): _as(item, args[1]) for name, item in _mapping(value).items()}
+    if kind not in (bool, int, float, str):
+        return value
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, bool | int | float | str):
+        raise TypeError
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return kind(value)
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return value
+
+
+def _in_words(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if arg is types.NoneType else _in_words(arg) for arg in args)
+    if origin is tuple:
+        return f"a list of {len(args)}: " + ", ".join(_in_words(arg) for arg in args)
+    if origin is list:
+        return f"a list, each {_in_words(args[0])}"
+    return "a mapping" if origin is Mapping else names.get(kind, "anything")
 
 
 def plain(cfg: DictConfig | ListConfig) -> Any:

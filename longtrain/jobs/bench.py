@@ -12,7 +12,7 @@ from longtrain import provenance
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import documents_from_files, parse_tokens
-from longtrain.jobs import device_of, load_target_from, plain, shape_from
+from longtrain.jobs import device_of, load_target_from, plain, sampling_from, shape_from
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -45,13 +45,12 @@ def _engine(cfg: DictConfig) -> list[dict[str, Any]]:
     """Plain against speculative decoding on the held-out text that ships with the package."""
     from longtrain.artifact import Artifact
     from longtrain.bench import engine
-    from longtrain.decoding.sampling import Sampling
 
     artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
     target = load_target_from(cfg, path=artifact.target.name if artifact else None)
     settings = engine.Settings(
         max_new_tokens=int(cfg.suite.max_new_tokens),
-        sampling=Sampling(cfg.decode.temperature, cfg.decode.top_p, cfg.decode.top_k, cfg.seed),
+        sampling=sampling_from(cfg),
         shape=shape_from(cfg),
         warmup=int(cfg.suite.warmup),
         repeats=int(cfg.suite.repeats),

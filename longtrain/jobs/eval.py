@@ -10,13 +10,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from longtrain import provenance
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation import report
-from longtrain.jobs import load_target_from, shape_from
+from longtrain.jobs import convert, load_target_from, sampling_from, shape_from
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
     from longtrain.decoding.roles import TreeShape
-    from longtrain.decoding.sampling import Sampling
     from longtrain.evaluation.acceptance import Protocol, Variant
     from longtrain.evaluation.contexts import Document
     from longtrain.target.model import Target
@@ -136,7 +135,7 @@ def _variants(cfg: DictConfig, target: Target, artifacts: dict[str, Artifact]) -
 
 
 def _shapes(cfg: DictConfig) -> list[TreeShape]:
-    asked = _plain(cfg.suite.shapes) or [_plain(cfg.decode.shape)]
+    asked = convert(_plain(cfg.suite.shapes) or [_plain(cfg.decode.shape)], list[Any], "suite.shapes")
     for widths in asked:
         good = isinstance(widths, list) and widths and all(isinstance(w, int) and w > 0 for w in widths)
         if not good:
@@ -180,7 +179,7 @@ def _protocol(cfg: DictConfig, target: Target) -> tuple[Protocol, dict[str, int]
         prefix=tuple(prefix_of(target.tokenizer)),
         max_new_tokens=int(suite.max_new_tokens),
         batch=int(suite.batch),
-        sampling=_sampling(cfg),
+        sampling=sampling_from(cfg),
         ignore_eos=bool(suite.ignore_eos),
         compare=bool(suite.baseline),
     )
@@ -194,13 +193,6 @@ def _lengths(cfg: DictConfig) -> tuple[int, ...]:
     if not lengths:
         raise ConfigError("lengths=[] measures nothing; pass e.g. lengths=[1k,2k]")
     return tuple(lengths)
-
-
-def _sampling(cfg: DictConfig) -> Sampling:
-    from longtrain.decoding.sampling import Sampling
-
-    decode = cfg.decode
-    return Sampling(float(decode.temperature), float(decode.top_p), int(decode.top_k), int(cfg.seed))
 
 
 def _held_out(cfg: DictConfig, target: Target) -> list[Document]:

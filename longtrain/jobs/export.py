@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from longtrain.decoding.roles import Draft, Parts, TokenTree
     from longtrain.methods.spec import MethodSpec
     from longtrain.target.model import Target
+    from longtrain.training.checkpoint import Saved
 
 log = get_logger(__name__)
 
@@ -34,8 +35,8 @@ def run(cfg: DictConfig) -> None:
 
     Raises:
         ConfigError: nothing was trained under this name, or with another method.
-        ArtifactError: the checkpoint is damaged or of another module, the disk is full, or what was
-            written does not draft what the module in memory does.
+        ArtifactError: the checkpoint is damaged, of another module, other settings or another target, the
+            disk is full, or what was written does not draft what the module in memory does.
     """
     from longtrain.artifact import Artifact
     from longtrain.training import checkpoint
@@ -48,18 +49,22 @@ def run(cfg: DictConfig) -> None:
     settings = _settings(trained, cfg)
     spec = methods.get(str(settings["method"]["name"]))
     config = _config(spec, settings["method"])
-    facts = _facts(trained, settings, home=Path(cfg.home), step=checkpoint.read(path).step)
+    saved = checkpoint.read(path)
+    facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step)
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:
         if cfg.push:
             raise ConfigError(f"push={cfg.push}: method {spec.name} makes no artifact; leave push out")
+        _same_settings(saved, settings["method"], trained)
         module = spec.build(config, None)
         _load(module, tensors, path)
         spec.export(module, config, folder, facts)
         log.info("exported=%s", folder)
         return
+    _same_settings(saved, settings["method"], trained)
     target = load_target_from(cfg, path=settings["target"]["path"])
+    _same_target(saved, target)
     module = spec.build(config, target.info)
     _load(module, tensors, path)
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
@@ -103,6 +108,29 @@ def _config(spec: MethodSpec, values: dict[str, Any]) -> Any:
             f"the run was trained by another longtrain: method {spec.name} has no {unknown[0]}"
         )
     return spec.config(**{key: value for key, value in values.items() if key != "name"})
+
+
+def _same_settings(saved: Saved, method: dict[str, Any], trained: Path) -> None:
+    """`config.yaml` says of the method what the checkpoint remembers of its training."""
+    from longtrain.training.checkpoint import differences, flat
+
+    known = {key: value for key, value in saved.facts.items() if key.startswith("method.")}
+    if changed := differences(provenance.redact(known), flat({"method": method})):
+        raise ArtifactError(
+            f"{trained / 'config.yaml'} is not what {saved.path} was trained with ({changed}); "
+            f"put the old values back in that file, or train again"
+        )
+
+
+def _same_target(saved: Saved, target: Target) -> None:
+    """The target at hand has the weights and the tokenizer that the checkpoint was trained on."""
+    for key, found in (("weights", target.info.weights_hash), ("tokenizer", target.info.tokenizer_hash)):
+        trained_on = saved.facts.get(f"target.{key}")
+        if found and trained_on and found != trained_on:
+            raise ArtifactError(
+                f"{saved.path} was trained on a target with {key} {trained_on}, {target.info.name} has "
+                f"{found}; pass the target it was trained on, target.path={saved.facts.get('target.name')}"
+            )
 
 
 def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs import load_target_from, shape_from
+from longtrain.jobs import convert, load_target_from, sampling_from, shape_from
 
 if TYPE_CHECKING:
     from longtrain.decoding.stats import Stats
@@ -29,9 +29,9 @@ def run(cfg: DictConfig) -> None:
     """
     from longtrain.artifact import Artifact
     from longtrain.decoding.engine import Engine
-    from longtrain.decoding.sampling import Sampling
 
-    prompt = _prompt(cfg)
+    prompt, sampling = _prompt(cfg), sampling_from(cfg)
+    count = convert(cfg.decode.max_new_tokens, int, "decode.max_new_tokens")
     if isinstance(cfg.artifact, str | None):
         artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
     else:
@@ -39,15 +39,14 @@ def run(cfg: DictConfig) -> None:
     target = load_target_from(cfg, path=artifact.target.name if artifact else None)
     ids = _encode(target, prompt, chat=bool(cfg.chat))
     parts = artifact.attach(target) if artifact else None
-    decode = cfg.decode
     colour = bool(cfg.color) and sys.stdout.isatty()
     stop = [str(text) for text in cfg.stop]
     hold = max((len(text) for text in stop), default=0)
     writer = _Writer(target, colour=colour, hold=hold, ends=target.info.eos_ids)
     generation = Engine(target, parts).generate(
         [ids],
-        max_new_tokens=int(decode.max_new_tokens),
-        sampling=Sampling(float(decode.temperature), float(decode.top_p), int(decode.top_k), int(cfg.seed)),
+        max_new_tokens=count,
+        sampling=sampling,
         shape=shape_from(cfg) if artifact else None,
         stop=stop,
         stream=writer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from longtrain.assets import asset_dir
 from longtrain.bench import estimate
 from longtrain.bench.report import GIB, table
 from longtrain.errors import ConfigError
-from longtrain.jobs import plain
+from longtrain.jobs import plain, typed
 from longtrain.target.info import TargetInfo
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
@@ -30,9 +31,8 @@ def run(cfg: DictConfig) -> None:
     if not cfg.method or not cfg.data:
         raise ConfigError("plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them)")
     info, tied = _target(cfg)
-    values = {k: v for k, v in plain(cfg.method).items() if k != "name"}
     spec = methods.get(cfg.method.name)
-    config = spec.config(**values)
+    config = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
     with torch.device("meta"):
         trained = sum(p.numel() for p in spec.build(config, info).parameters() if p.requires_grad)
     console = Console(soft_wrap=True, highlight=False)
@@ -82,8 +82,10 @@ def _stage(
         info, row, trained=trained, window=getattr(config, "window", row.doc_tokens)
     )
     seconds = flops / (cfg.gpu_tflops * 1e12)
-    rows_per_step = int(cfg.trainer.accumulate_grad_batches)
-    steps = _steps(cfg, stage, rows_per_step * int(cfg.devices))
+    devices = int(cfg.devices)
+    asked = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own
+    all_rows = int(asked) if asked else int(cfg.trainer.accumulate_grad_batches) * devices
+    steps, rows_per_step = _steps(cfg, stage, all_rows), all_rows / devices
     return {
         "row_tokens": row.tokens,
         "doc_tokens": row.doc_tokens,
@@ -107,11 +109,13 @@ def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
         return int(stage.steps)
     if stage.get("fraction") and total:
         return round(stage.fraction * total)
-    manifest = Path(cfg.home) / "data" / str(cfg.data.name) / "manifest.json"
-    if stage.get("epochs") and manifest.is_file():
-        tokens = json.loads(manifest.read_text(encoding="utf-8")).get("counts", {}).get("tokens")
-        return None if tokens is None else int(stage.epochs * tokens / (stage.row_tokens * rows))
-    return None
+    folders = f"{glob.escape(str(cfg.data.name))}-{'[0-9a-f]' * 8}"  # one for each tokenizer
+    manifests = (Path(cfg.home) / "data").glob(f"{folders}/manifest.json")
+    newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
+    if not stage.get("epochs") or newest is None:
+        return None
+    counts = json.loads(newest.read_text(encoding="utf-8"))["counts"]
+    return int(stage.epochs * (counts["tokens"] - counts["val_tokens"]) / (stage.row_tokens * rows))
 
 
 def _target(cfg: DictConfig) -> tuple[TargetInfo, bool]:

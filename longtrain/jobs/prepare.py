@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from longtrain.data.prepared import Prepared
 from longtrain.data.show import LABEL, READ, samples
 from longtrain.data.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
-from longtrain.jobs import load_target_from, target_overrides
+from longtrain.jobs import load_target_from, sampling_from, target_overrides
 
 if TYPE_CHECKING:
     from longtrain.data.respond import Generate
@@ -115,17 +116,15 @@ def _target_path(cfg: DictConfig) -> str:
 
 
 def _sampling(cfg: DictConfig) -> dict[str, Any]:
-    keys = ("temperature", "top_p", "top_k")
-    return {**{key: cfg.decode[key] for key in keys}, "seed": int(cfg.seed)}
+    return asdict(sampling_from(cfg))
 
 
 def _writer(cfg: DictConfig, config: DataConfig, target: Target) -> Generate:
     """The target's own answers, by the engine without a draft; the same whatever is asked beside them."""
     from longtrain.decoding.engine import Engine
-    from longtrain.decoding.sampling import Sampling
 
     engine = Engine(target)
-    sampling = Sampling(**_sampling(cfg))
+    sampling = sampling_from(cfg)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         ids = [zlib.crc32(json.dumps(prompt).encode()) for prompt in prompts]

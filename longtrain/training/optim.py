@@ -52,6 +52,10 @@ class Optim:
             raise ConfigError(f"unknown optim.schedule={self.schedule}; known: {', '.join(SCHEDULES)}")
         if not self.lr > 0:
             raise ConfigError(f"optim.lr={self.lr} must be greater than 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"optim.betas={list(self.betas)}; allowed: two numbers from 0 up to, not including, 1"
+            )
         for key in ("warmup_ratio", "min_lr_ratio"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"optim.{key}={getattr(self, key)} must be between 0 and 1")

@@ -4,6 +4,7 @@ from omegaconf import OmegaConf
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
 from longtrain.data.manifest import Manifest
+from longtrain.errors import ConfigError
 
 NAMES = sorted(
     path.stem for path in (asset_dir("conf") / "data").glob("*.yaml") if path.stem != "target_tiny"
@@ -24,3 +25,21 @@ def test_every_value_has_a_comment(name):
     for line in (asset_dir("conf") / "data" / f"{name}.yaml").read_text().splitlines():
         bare = line.strip() in ("sources:", "stages:") or "manifest" in line or "{" in line
         assert not line.strip() or "#" in line or bare, f"{name}: no comment on: {line}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (
+            {"step": 3, "row_tokens": 8, "doc_tokens": 8},
+            "unknown key 'step' in data.stages; known: row_tokens",
+        ),
+        ({"steps": 3, "row_tokens": 8}, "doc_tokens=null; allowed: a whole number"),
+        ({"steps": 3, "row_tokens": "many", "doc_tokens": 8}, "row_tokens=many; allowed: a whole number"),
+        ({"fraction": "half", "row_tokens": 8, "doc_tokens": 8}, "fraction=half; allowed: a number"),
+        (3, "item 3 is no mapping"),
+    ],
+)
+def test_a_wrong_stage_is_one_clear_error(stage, message):
+    with pytest.raises(ConfigError, match=message):
+        DataConfig.parse({"name": "x", "sources": [{"text": "y"}], "stages": [stage]})

@@ -210,6 +210,15 @@ def test_speed_is_measured_beside_plain_decoding(target, variants, protocol):
         assert one["tokens_per_s"] > 0 and one["peak_device_bytes"] is None
 
 
+def test_speed_counts_prompts_not_batches(target, variants, protocol):
+    told = []
+    rows = measure_speed(
+        target, variants, protocol, batch=2, prompts=3, advance=lambda what, done: told.append(done)
+    )
+    assert rows[0]["figures"]["plain"]["tokens"] == 3 * 19
+    assert sum(told) == 3 * 3 * 2 and set(told) == {1, 2}  # prompts x ways x lengths
+
+
 def test_report_holds_the_figures(found, target, variants, protocol, tmp_path):
     speed = {"speed": measure_speed(target, variants, protocol, prompts=1)}
     found = found | {

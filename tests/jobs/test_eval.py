@@ -115,6 +115,8 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
         ("lengths=[two]", ConfigError, "length 'two' is no token count"),
         ("suite.prompts=0", ConfigError, r"suite.prompts=0; allowed: 1 or more"),
         ("suite.shapes=[[0,1]]", ConfigError, r"shape \[0, 1\] drafts nothing"),
+        ("suite.shapes=4", ConfigError, r"suite.shapes=4; allowed: a list"),
+        ("decode.temperature=hot", ConfigError, "decode.temperature=hot; allowed: a number"),
         ("decode.law=luck", ConfigError, "decode.law=luck; allowed: auto, point, iid"),
         ("suite.text=/no/text", DataError, "no held-out text at /no/text"),
         ("suite.text=data", ConfigError, "suite.text=data needs data=NAME"),

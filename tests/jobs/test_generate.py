@@ -131,9 +131,22 @@ def test_what_may_be_a_stop_string_waits(capsys):
         (("prompt=a", "artifact=none"), ArtifactError, "no artifact 'none'"),
         (("prompt=a", "artifact=[x,y]"), ConfigError, "generate takes one artifact"),
         (("prompt=a", "decode.max_new_tokens=9999"), ConfigError, "exceed"),
+        (("prompt=a", "decode.temperature=hot"), ConfigError, "decode.temperature=hot; allowed: a number"),
+        (("prompt=a", "decode.top_k=1.5"), ConfigError, "decode.top_k=1.5; allowed: a whole number"),
+        (
+            ("prompt=a", "decode.max_new_tokens=all"),
+            ConfigError,
+            "decode.max_new_tokens=all; allowed: a whole",
+        ),
         (("prompt=a", "target.path=/no/where"), ConfigError, "/no/where is not a folder"),
     ],
 )
 def test_bad_input_is_one_clear_error(composed, overrides, error, message):
     with pytest.raises(error, match=message):
         generate.run(composed("generate", *overrides))
+
+
+@pytest.mark.parametrize("shape", ["[1,x]", "[1,1.5]", "[1,0]", "4", "wide"])
+def test_a_shape_is_a_list_of_widths(composed, artifact, shape):
+    with pytest.raises(ConfigError, match=r"decode.shape=.*; allowed: (a list|widths)"):
+        generate.run(composed("generate", "prompt=a", "artifact=draft", f"decode.shape={shape}"))
