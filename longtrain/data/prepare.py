@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.data.config import DataConfig, SourceConfig
-from longtrain.data.prepared import FORMAT, Writer, read_manifest, replacing
+from longtrain.data.prepared import FORMAT, Writer, read_manifest, replacing, unusable
 from longtrain.data.respond import Answers, Generate
 from longtrain.data.sources import Inputs, digest, inputs
 from longtrain.data.tokenise import Tokenise
@@ -47,12 +47,11 @@ def prepare(
         The folder; `Prepared.open` reads it.
 
     Raises:
-        DataError: a source, row or mask is wrong, nothing is left, or the disk is full; nothing half-written
-            stays.
+        DataError: a source, row or mask is wrong, nothing is left, `home` cannot be written, or the disk is
+            full; nothing half-written stays.
     """
     token_hash = tokenizer_hash(tokenizer)
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         old = read_manifest(folder) or {}
         sources = [source for source in config.sources if source.where or not source.optional]
@@ -123,7 +122,12 @@ def _fingerprint(
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time: other ranks wait, and then find the data there."""
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = folder.with_name(f".{folder.name}.lock").open("w")
+    except OSError as error:
+        raise unusable(folder, error) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

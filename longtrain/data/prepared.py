@@ -243,7 +243,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A temporary folder that takes `folder`'s place when the block ends well, and is removed otherwise.
 
     Raises:
-        DataError: the disk is full or the quota used up.
+        DataError: the disk is full or the quota used up, or a file or folder cannot be read or written.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     old = folder.with_name(f".{folder.name}.old")
@@ -257,15 +257,25 @@ def replacing(folder: Path) -> Iterator[Path]:
         temporary.replace(folder)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        if error.errno not in FULL:
-            raise
-        free = shutil.disk_usage(next(p for p in folder.parents if p.exists())).free
-        raise DataError(
-            f"no room for {folder}: {error.strerror} ({free / 1e6:.0f} MB free); nothing was kept, "
-            f"free space or set home=DIR"
-        ) from error
+        if error.errno not in FULL and error.filename is None:
+            raise  # of the network, say
+        raise unusable(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def unusable(folder: Path, error: OSError) -> DataError:
+    """What to tell someone whose disk is full, or whose folder or source cannot be read or written."""
+    if error.errno in FULL:
+        free = shutil.disk_usage(next(p for p in folder.parents if p.exists())).free
+        return DataError(
+            f"no room for {folder}: {error.strerror} ({free / 1e6:.0f} MB free); nothing was kept, "
+            f"free space or set home=DIR"
+        )
+    return DataError(
+        f"cannot read or write {error.filename}: {error.strerror}; nothing was kept for {folder}; change the "
+        f"permissions of that path, or set home=DIR to a folder that can be written"
+    )
 
 
 def sha256_file(path: Path) -> str:

@@ -1,4 +1,9 @@
-"""When a run saves, and how it leaves: at a step boundary, when asked to, with everything on disk."""
+"""When a run saves, and how it leaves: at a step boundary, when asked to, with everything on disk.
+
+A signal (SIGTERM, SIGUSR1, Ctrl-C) is acted on only at the end of the optimizer step under way, so the grace
+time before SIGKILL must cover one whole optimizer step (all its micro-batches, and a validation that is due)
+and the writing of one checkpoint. A run killed earlier goes on from its last checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -216,18 +216,29 @@ def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: lists the keys that differ.
     """
-    keys = [
-        key
-        for key in sorted({*saved.facts, *facts})
-        if _plain(saved.facts.get(key)) != _plain(facts.get(key))
-    ]
-    if keys:
-        shown = ", ".join(f"{key}: {saved.facts.get(key)} -> {facts.get(key)}" for key in keys[:12])
-        more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
+    if changed := differences(saved.facts, facts):
         raise ConfigError(
-            f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({shown}{more}); "
+            f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({changed}); "
             f"put them back, choose another name=NAME, or pass resume=never to start anew"
         )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys, as facts are kept."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs, as `key: old -> new` on one line; empty where nothing does."""
+    keys = [key for key in sorted({*old, *new}) if _plain(old.get(key)) != _plain(new.get(key))]
+    shown = ", ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys[:12])
+    return shown + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
 
 
 def describe(folder: Path) -> str:

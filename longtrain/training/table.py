@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from longtrain import provenance
-from longtrain.errors import TrainingError
+from longtrain.errors import LongtrainError, TrainingError
 
 
 class Table:
@@ -65,10 +65,13 @@ class Table:
             provenance.replace_text(self.path, _lines(self.columns, [header, *rows]))
         except OSError as error:
             raise self._failed(error) from error
+        except LongtrainError as error:
+            raise self._failed(error.__cause__ or error) from error
 
-    def _failed(self, error: OSError) -> TrainingError:
+    def _failed(self, error: BaseException) -> TrainingError:
+        reason = getattr(error, "strerror", None) or error
         return TrainingError(
-            f"cannot write figures to {self.path}: {error.strerror or error}; make room or set home=FOLDER, "
+            f"cannot write figures to {self.path}: {reason}; make room or set home=FOLDER, "
             f"then run the same command again to resume"
         )
 

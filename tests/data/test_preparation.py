@@ -120,6 +120,13 @@ def test_a_failure_leaves_the_old_data_and_nothing_else(tokenizer, texts, tmp_pa
     assert left_in(tmp_path) == [folder.name]
 
 
+def test_a_home_under_a_file_is_one_clear_error(tokenizer, texts, tmp_path):
+    (tmp_path / "home").write_text("")
+    with pytest.raises(DataError, match=r"cannot read or write .*home.*set home=DIR") as error:
+        run(config({"text": str(texts)}), tokenizer, tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_conversations_are_labelled_by_the_marks(tokenizer, tmp_path):
     data = run(config({"conversations": chats(tmp_path)}), tokenizer, tmp_path)
     for i in range(6):

@@ -96,6 +96,14 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
         raise PermissionError(errno.EACCES, "no")
 
 
+def test_a_folder_under_a_file_is_one_clear_error(tmp_path):
+    (tmp_path / "home").write_text("")
+    with pytest.raises(DataError, match=r"cannot read or write .*home.*set home=DIR") as error:
+        with replacing(tmp_path / "home" / "data"):
+            pass
+    assert "\n" not in str(error.value)
+
+
 def test_what_a_killed_run_left_is_cleared(tmp_path):
     folder = tmp_path / "data"
     for left in (".data.tmp", ".data.old"):

@@ -64,7 +64,9 @@ def trained(tmp_path, target_folder):
     folder = tmp_path / "runs" / "one" / "train"
     (folder / "checkpoints").mkdir(parents=True)
     state = {f"objective.module.{name}": tensor for name, tensor in module.state_dict().items()}
-    about = {"step": 7, "facts": {}}
+    method = {f"method.{key}": value for key, value in {"name": "longspec", **vars(config)}.items()}
+    who = {"target.weights": target.info.weights_hash, "target.tokenizer": target.info.tokenizer_hash}
+    about = {"step": 7, "facts": {**method, **who, "target.name": str(target_folder)}}
     torch.save({"state_dict": state, "longtrain": about}, folder / "checkpoints" / "last.ckpt")
     settings = {"method": {"name": "longspec", **vars(config)}, "target": {"path": str(target_folder)}}
     provenance.write(folder, OmegaConf.to_container(OmegaConf.create(settings)), data={"name": "none"})
