@@ -102,7 +102,8 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
         raise ConfigError(f"decode.shape={list(widths)}; allowed: widths of 1 or more")
     name = str(cfg.decode.law)
     if name == "auto":
-        sampled_chain = sampling_from(cfg).temperature > 0 and set(widths) == {1}
+        temperature = convert(cfg.decode.temperature, float, "decode.temperature")
+        sampled_chain = temperature > 0 and set(widths) == {1}
         return TreeShape(widths, Law.IID if sampled_chain else Law.POINT)
     if name not in {law.value for law in Law}:
         allowed = ", ".join(["auto", *(law.value for law in Law)])
