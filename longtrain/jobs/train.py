@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from omegaconf import DictConfig
 
 from longtrain import methods, provenance
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import load_target_from, plain
+from longtrain.jobs import convert, load_target_from, plain, typed
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ def run(cfg: DictConfig) -> None:
     from longtrain.training.optim import Optim
 
     spec = _spec(cfg)
-    config = _typed(spec.config, plain(cfg.method), "method", ignore=("name",))
-    optim = _typed(Optim, plain(cfg.optim), "optim")
+    config = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    optim = typed(Optim, plain(cfg.optim), "optim")
     settings = _loop(cfg)
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
@@ -50,8 +49,9 @@ def run(cfg: DictConfig) -> None:
         folder,
         callbacks=_instances(cfg.callbacks.get("extra")),
         loggers=_instances(cfg.get("logger")),
-        seed=int(cfg.seed),
+        seed=convert(cfg.seed, int, "seed"),
     )
+    settings = settings.spread(trainer.world_size)
     target = (
         None if spec.export is not None else load_target_from(cfg, device=str(trainer.strategy.root_device))
     )
@@ -118,7 +118,7 @@ def _loop(cfg: DictConfig) -> LoopConfig:
     for key in ("strategy", "lightning"):
         if isinstance(values.get(key), Mapping):
             values[key] = instantiate(values[key], _convert_="all")
-    return _typed(LoopConfig, values, "trainer").settled()
+    return typed(LoopConfig, values, "trainer").settled()
 
 
 def _data(
@@ -237,20 +237,6 @@ def _facts(cfg: DictConfig, info: TargetInfo | None, data: Any) -> dict[str, Any
         },
         "target": who,
     }
-
-
-def _typed(kind: type, values: Mapping[str, Any], group: str, ignore: Iterable[str] = ()) -> Any:
-    """A settings dataclass from a group's values.
-
-    Raises:
-        ConfigError: a key that the dataclass does not have.
-    """
-    known = [field.name for field in dataclasses.fields(kind)]
-    given = {key: value for key, value in values.items() if key in known or key not in ignore}
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
-    return kind(**given)
 
 
 def _instances(values: DictConfig | None) -> list[Any]:

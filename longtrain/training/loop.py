@@ -54,6 +54,7 @@ class LoopConfig:
 
     Args:
         max_steps: optimizer steps; None: as many as the data's stages hold.
+        rows_per_step: packed rows of all ranks in an optimizer step; over `accumulate_grad_batches` when set.
         accumulate_grad_batches: packed rows of one rank in an optimizer step.
         accelerator: cpu, cuda or auto.
         devices: how many, or a list of them, or auto.
@@ -71,6 +72,7 @@ class LoopConfig:
     """
 
     max_steps: int | None = None
+    rows_per_step: int | None = None
     accumulate_grad_batches: int = 1
     accelerator: str = "auto"
     devices: Any = 1
@@ -92,6 +94,29 @@ class LoopConfig:
         for key in ("accumulate_grad_batches", "log_every"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"trainer.{key}={getattr(self, key)} must be at least 1")
+        if self.rows_per_step is not None and self.rows_per_step < 1:
+            raise ConfigError(f"trainer.rows_per_step={self.rows_per_step} must be at least 1, or null")
+        if self.rows_per_step is not None and self.accumulate_grad_batches != 1:
+            raise ConfigError(
+                f"trainer.rows_per_step={self.rows_per_step} (of all ranks) and "
+                f"trainer.accumulate_grad_batches={self.accumulate_grad_batches} (of each) "
+                "are both set; give one, the other null and 1"
+            )
+
+    def spread(self, ranks: int) -> LoopConfig:
+        """The same with `accumulate_grad_batches` chosen so that `ranks` share `rows_per_step` evenly.
+
+        Raises:
+            ConfigError: it does not divide.
+        """
+        if self.rows_per_step is None:
+            return self
+        if self.rows_per_step % ranks:
+            raise ConfigError(
+                f"trainer.rows_per_step={self.rows_per_step} does not divide among {ranks} ranks (devices x "
+                f"num_nodes); allowed: a multiple of {ranks}"
+            )
+        return replace(self, rows_per_step=None, accumulate_grad_batches=self.rows_per_step // ranks)
 
     def settled(self) -> LoopConfig:
         """The same with accelerator and precision chosen for this machine where they are `auto`."""
@@ -124,14 +149,13 @@ def build_trainer(
         plugins = [strategy.RowPrecision(loop.precision)]  # type: ignore[arg-type]
     seed_everything(seed, workers=True, verbose=False)
     try:
-        return Trainer(
+        trainer = Trainer(
             accelerator=loop.accelerator,
             devices=loop.devices,
             num_nodes=loop.num_nodes,
             strategy=loop.strategy,
             precision=None if deepspeed else loop.precision,  # type: ignore[arg-type]
             max_steps=loop.max_steps or -1,
-            accumulate_grad_batches=loop.accumulate_grad_batches,
             gradient_clip_val=loop.gradient_clip_val,
             check_val_every_n_epoch=None,
             log_every_n_steps=loop.log_every,
@@ -151,6 +175,8 @@ def build_trainer(
         raise ConfigError(
             f"Lightning refuses the trainer settings: {' '.join(str(error).split())}"
         ) from error
+    trainer.accumulate_grad_batches = loop.spread(trainer.world_size).accumulate_grad_batches
+    return trainer
 
 
 def meet(trainer: Trainer) -> None:
@@ -212,6 +238,7 @@ def fit(
         TrainingError: the loss is not finite, or the disk is full.
         Stopped: a signal asked to leave; the run is saved.
     """
+    loop = loop.spread(trainer.world_size)
     checkpoints = folder / "checkpoints"
     facts = {
         **(facts or {}),

@@ -185,6 +185,12 @@ def test_training_may_start_from_an_artifact(compose, tmp_path):
         ("trainer.accumulate_grad_batches=0", "accumulate_grad_batches=0"),
         ("+trainer.max_step=3", r"unknown key 'trainer.max_step'; known: max_steps"),
         ("+optim.learning_rate=3", r"unknown key 'optim.learning_rate'"),
+        ("optim.lr=fast", "optim.lr=fast; allowed: a number"),
+        ("optim.betas=[0.9]", r"optim.betas=\[0.9\]; allowed: a list of 2"),
+        ("optim.betas=[0.9,1.0]", r"optim.betas=\[0.9, 1.0\]; allowed: two numbers"),
+        ("trainer.max_steps=many", "trainer.max_steps=many; allowed: a whole number or null"),
+        ("trainer.log_every=null", "trainer.log_every=null; allowed: a whole number"),
+        ("trainer.rows_per_step=4", "rows_per_step=4 .*accumulate_grad_batches=2 .*are both set"),
         ("optim.schedule=cosin", r"optim.schedule=cosin; known: cosine, linear, constant"),
         (
             "data.stages=[{steps: 2, row_tokens: 96, doc_tokens: 64}]",
@@ -196,6 +202,25 @@ def test_wrong_settings_are_one_clear_line(compose, override, message):
     with pytest.raises(ConfigError, match=message) as error:
         train.run(compose(override))
     assert "\n" not in str(error.value)
+
+
+def test_rows_per_step_are_of_all_ranks(tmp_path):
+    from longtrain.training.loop import LoopConfig, build_trainer
+
+    for devices in (1, 2):
+        loop = LoopConfig(rows_per_step=8, accelerator="cpu", devices=devices, precision="32-true")
+        trainer = build_trainer(loop, tmp_path)
+        assert trainer.world_size == devices and trainer.accumulate_grad_batches == 8 // devices
+        assert loop.spread(devices) == loop.spread(devices).spread(devices)
+    with pytest.raises(ConfigError, match="rows_per_step=7 does not divide among 2 ranks"):
+        LoopConfig(rows_per_step=7).spread(2)
+
+
+def test_rows_per_step_train_like_accumulated_rows(compose, tmp_path):
+    train.run(compose())
+    train.run(compose("trainer.rows_per_step=2", "trainer.accumulate_grad_batches=1", name="same"))
+    first, second = (tmp_path / "runs" / name / "train" / "metrics.csv" for name in ("toy", "same"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_the_length_may_come_from_the_data(compose, tmp_path):
