@@ -298,7 +298,7 @@ def _numerics(loop: LoopConfig) -> Iterator[None]:
     """TF32 and few host threads while training on CUDA, and neither in a job that follows in this process.
 
     With a thread for every core, the small host operators of a step wait for each other longer than they
-    work; measured on 64 cores, a draft for a small target trained less than half as fast.
+    work.
     """
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     if loop.accelerator != "cpu" and torch.cuda.is_available():
