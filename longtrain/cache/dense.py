@@ -6,6 +6,8 @@ R = T * H / G packed rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -128,6 +130,17 @@ class DenseCache(KVCache):
                 buffer[:, rows_B1, :, goal_BP] = buffer[:, rows_B1, :, source_BP]
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self.len_B = self.len_B + n_B
+        self._slots_BT = self._visible = None
+
+    def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's K and V as views [B, C, G, D] over all C slots; slots from `len_B[b]` on mean nothing."""
+        return self.k_LBGSD[layer].transpose(1, 2), self.v_LBGSD[layer].transpose(1, 2)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget what was committed beyond `lengths` (on the host, none above the present one)."""
+        self.len_B = torch.tensor(lengths, dtype=torch.int64).to(self.len_B.device, non_blocking=True)
+        self._low, self._high = min(lengths), max(lengths)
+        self._synced_high = self._high
         self._slots_BT = self._visible = None
 
     def bytes(self) -> int:

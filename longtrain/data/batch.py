@@ -30,6 +30,8 @@ class Batch:
         weights_T: optional fp32 weight of each label; None: all 1.
         host_mask_T: `loss_mask_T` on the host, kept by `to`, so that nobody waits for a device to learn which
             rows count; None: `loss_mask_T` never left the host.
+        documents_in_step: documents with at least one label in the whole optimizer step, over all ranks and
+            accumulated micro-batches.
     """
 
     ids_T: Tensor
@@ -41,6 +43,7 @@ class Batch:
     kinds: tuple[str, ...] = ()
     weights_T: Tensor | None = None
     host_mask_T: Tensor | None = None
+    documents_in_step: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch with its tensors on `device`; bounds, names and a copy of the mask stay on the host."""

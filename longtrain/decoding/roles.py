@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
+from longtrain.decoding.evict import Evictor
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.target.step import TargetStep, Want
 
@@ -107,13 +108,6 @@ class Draft(Protocol):
 
     def bytes(self) -> int:
         """Bytes of state held beside the target's cache."""
-
-
-class Evictor(Protocol):
-    """Chooses, once after prefill, what of the cache stays: LookaheadKV, SnapKV, KVzip."""
-
-    def select(self, run: Any) -> Any:
-        """Which rows to keep of each layer and KV head."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ Shapes: B batch, T new tokens, H query heads, G KV heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -17,6 +18,10 @@ from longtrain.errors import ConfigError
 NAME = "longtrain"
 """The `attn_implementation` that a target's model is built with."""
 
+Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Called once a layer with (layer, q_BHTD, k_BGTD, v_BGTD) of the new rows, after RoPE and q/k norm, right
+after K and V were written and before attention. It may keep views; it must not write into them."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -26,11 +31,13 @@ class Pass:
         cache: owner of K and V.
         mask: visibility among the new rows.
         stop_at_layer: leave once this layer's K and V are written.
+        watch: sees every layer's queries, keys and values (importance scores are made of them).
     """
 
     cache: KVCache
     mask: Mask
     stop_at_layer: int | None = None
+    watch: Watch | None = None
 
 
 class LeaveEarly(Exception):  # noqa: N818 (a jump out of the model, not an error)
@@ -76,6 +83,8 @@ def attend(
     cache = longtrain_pass.cache
     if not isinstance(longtrain_pass.mask, PrefixOnly):
         cache.write(layer, key, value)
+    if longtrain_pass.watch is not None:
+        longtrain_pass.watch(layer, query, key, value)
     if layer == longtrain_pass.stop_at_layer:
         raise LeaveEarly
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -17,7 +17,7 @@ from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ConfigError, DataError
-from longtrain.target.attention import LeaveEarly, Pass
+from longtrain.target.attention import LeaveEarly, Pass, Watch
 from longtrain.target.step import PackedStep, Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -115,10 +115,18 @@ class Target(nn.Module):
             dtype=self.dtype,
         )
 
-    def forward(self, rows: Rows, cache: KVCache, *, want: Want = Want()) -> TargetStep:  # noqa: B008 (frozen)
+    def forward(
+        self,
+        rows: Rows,
+        cache: KVCache,
+        *,
+        want: Want = Want(),  # noqa: B008 (frozen)
+        watch: Watch | None = None,
+    ) -> TargetStep:
         """One step: the rows' K and V become the cache's tail, and what `want` names comes back.
 
-        Nothing is committed here. The LM head runs over the wanted rows only.
+        Nothing is committed here. The LM head runs over the wanted rows only. `watch` sees every layer's
+        queries, keys and values.
 
         Raises:
             ConfigError: logits or late hidden states are wanted of a forward that stops early; no such layer.
@@ -126,7 +134,7 @@ class Target(nn.Module):
         """
         self._check(want)
         embeds_BTE = self._inputs(rows)
-        one_pass = Pass(cache, rows.mask, want.stop_at_layer)
+        one_pass = Pass(cache, rows.mask, want.stop_at_layer, watch)
         with self._recorded(want.hidden) as hidden:
             last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass)
         if last_BTE is not None and -1 in want.hidden:
@@ -150,6 +158,7 @@ class Target(nn.Module):
         kv_layer: int | None = None,
         hidden: bool = True,
         stop: bool = False,
+        watch: Watch | None = None,
     ) -> PackedStep:
         """One packed row of documents, each seeing only itself, causally. The LM head is not run.
 
@@ -160,6 +169,7 @@ class Target(nn.Module):
             kv_layer: layer whose K (after RoPE and k_norm) and V are wanted.
             hidden: whether the final normed hidden state is wanted.
             stop: leave once `kv_layer`'s K and V are there; `hidden_TE` is then None.
+            watch: sees every layer's queries, keys and values (that of the layer stopped at too); batch 1.
 
         Raises:
             ConfigError: `stop` without `kv_layer`, or no such layer.
@@ -173,7 +183,7 @@ class Target(nn.Module):
                 f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
             )
         capture = PackedCapture(tuple(bounds), kv_layer=kv_layer, device=ids_T.device)
-        one_pass = Pass(capture, Causal(), kv_layer if stop else None)
+        one_pass = Pass(capture, Causal(), kv_layer if stop else None, watch)
         last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass)
         hidden_TE = last_BTE[0] if hidden and last_BTE is not None else None
         return PackedStep(hidden_TE, capture.k_TGD, capture.v_TGD)
