@@ -50,6 +50,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": [128001, 128008, 128009],
         "bos_token_id": 128000,
     },
+    "llama32_1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {**_LLAMA3_ROPE, "factor": 32.0},
+        "tie_word_embeddings": True,
+        "eos_token_id": [128001, 128008, 128009],
+        "bos_token_id": 128000,
+    },
     "qwen3_8b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -68,7 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
     },
 }
-"""Config keys by name. llama31_8b: meta-llama/Llama-3.1-8B; qwen3_8b: Qwen/Qwen3-8B (their config.json)."""
+"""Config keys by name: Llama-3.1-8B and Llama-3.2-1B (meta-llama), Qwen3-8B (Qwen), from their config.json."""
 
 
 def shape_config(shape: str | dict[str, Any]) -> Any:
