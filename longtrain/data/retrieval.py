@@ -62,7 +62,7 @@ def written(
 
 
 def turn_marks(tokenizer: Any) -> ChatIds:
-    """The ids that the chat template puts before the user's turn, before the assistant's, and after it.
+    """What the chat template puts before the user's turn, before the assistant's, after it, and before all.
 
     Raises:
         DataError: the template does not leave one-token turns alone.
@@ -76,4 +76,9 @@ def turn_marks(tokenizer: Any) -> ChatIds:
         )
     at, to = ids.index(user[0]), ids.index(answer[0])
     start = 1 if ids[0] == tokenizer.bos_token_id and at > 1 else 0
-    return ChatIds(tuple(ids[start:at]), tuple(ids[at + 1 : to]), tuple(ids[to + 1 :]))
+    return ChatIds(
+        user=tuple(ids[start:at]),
+        assistant=tuple(ids[at + 1 : to]),
+        end=tuple(ids[to + 1 :]),
+        start=tuple(ids[:start]),
+    )

@@ -42,11 +42,15 @@ class Document:
 
 @dataclass(frozen=True)
 class ChatIds:
-    """Ids of the tokens around a turn: before the user's, before the assistant's, after the assistant's."""
+    """Ids of the tokens around a turn: before the user's, before the assistant's, after the assistant's.
+
+    `start` is what a conversation begins with before its first turn, where the template has such a token.
+    """
 
     user: tuple[int, ...]
     assistant: tuple[int, ...]
     end: tuple[int, ...]
+    start: tuple[int, ...] = ()
 
 
 class TextStream:
@@ -65,7 +69,7 @@ class TextStream:
     def __init__(self, ids_T: NDArray[np.integer], token_text: Sequence[str], kind: str) -> None:
         if len(ids_T) < 64:
             raise DataError(f"text of kind '{kind}' has {len(ids_T)} tokens; at least 64 are needed")
-        self.ids_T, self.kind = ids_T, kind
+        self.ids_T, self.kind, self.token_text = ids_T, kind, token_text
         ends = np.array([text[-1:] in (".", "!", "?") for text in token_text])
         line = np.array([text[-1:] == "\n" for text in token_text])
         letter = np.array([text[:1].isalpha() for text in token_text])
@@ -74,6 +78,10 @@ class TextStream:
         self.break_at = 1 + np.flatnonzero(
             (ends[before] & self.spaced_V[after]) | (line[before] & letter[after])
         )
+
+    def text(self, ids_T: NDArray[np.integer]) -> str:
+        """Tokens as text, each decoded alone."""
+        return "".join(self.token_text[i] for i in ids_T.tolist())
 
     def cut(self, n: int, rng: np.random.Generator) -> tuple[Ids, NDArray[np.int64]]:
         """A slice of n tokens, from a break on if it can, and the breaks inside it (offsets, maybe none)."""

@@ -1,0 +1,199 @@
+"""One retrieval question at the end of one prompt: what eviction is trained on and measured with.
+
+Shapes: T tokens of one part of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from longtrain.data.phrases import (
+    CHAIN_INTRO,
+    MARGIN,
+    NEEDLE_INTRO,
+    QUOTE_INTRO,
+    TABLE_INTRO,
+    Phrases,
+)
+from longtrain.data.written import Draft, Ids, Role
+from longtrain.errors import ConfigError
+
+QUESTION_TASKS = ("needles", "chains", "table", "quote")
+MOST_KEYS, MOST_VALUES, MOST_CHAINS, MOST_LINES = 16, 4, 6, 96
+LEAST_TOKENS = 160
+CUE = 12
+"""Tokens that a passage to be quoted is asked for with."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt in two parts, and its answer.
+
+    Args:
+        task: one of `QUESTION_TASKS`.
+        context_T: the chat's opening and the text, up to where the question begins.
+        question_T: the question and the mark after which the assistant writes.
+        answer_T: the expected answer with its end mark.
+        answer: the expected answer as text.
+        values: what a right answer must hold: the numbers or names asked for, in the order of the text, or
+            the quoted passage. How long a quotation goes on is not said in its question: compare as many
+            tokens as the answer has.
+    """
+
+    task: str
+    context_T: Ids
+    question_T: Ids
+    answer_T: Ids
+    answer: str
+    values: tuple[str, ...]
+
+
+class QuestionWriter(Phrases):
+    """Writes prompts that end with one question about a fact hidden in their text; arguments: `Phrases`."""
+
+    def question(self, task: str, n_tokens: int, rng: np.random.Generator) -> Question:
+        """One question whose prompt (`context_T` and `question_T`) has exactly `n_tokens` tokens.
+
+        Args:
+            task: `needles` (1 to 16 keys of 1 to 4 values each, as many as fit), `chains`, `table`, `quote`.
+            n_tokens: at least 160, turn marks included.
+            rng: all randomness.
+
+        Raises:
+            ConfigError: an unknown task, or too few tokens for it.
+        """
+        if task not in QUESTION_TASKS:
+            raise ConfigError(f"unknown question task '{task}'; known: {', '.join(QUESTION_TASKS)}")
+        if n_tokens < LEAST_TOKENS:
+            raise ConfigError(
+                f"a prompt of {n_tokens} tokens is too short for a question; allowed: {LEAST_TOKENS} or more"
+            )
+        return getattr(self, f"_one_of_{task}")(n_tokens, rng)
+
+    def _one_of_needles(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        n_keys = int(rng.integers(1, MOST_KEYS + 1))
+        several = rng.random() < 0.5
+        counts = rng.integers(1, MOST_VALUES + 1, n_keys) if several else np.ones(n_keys, dtype=int)
+        made_up = rng.random() < 0.3
+        first, second = self.words_made_up if made_up else self.words_listed
+        picked = rng.choice(len(first) * len(second), n_keys, replace=False).tolist()
+        names = [f"{first[p // len(second)]}-{second[p % len(second)]}" for p in picked]
+        keys = [
+            np.concatenate(
+                [self.phrase(f" {first[p // len(second)]}"), self.phrase(f"-{second[p % len(second)]}")]
+            )
+            for p in picked
+        ]
+        owner = rng.permutation(np.repeat(np.arange(n_keys), counts))
+        numbers = self._draw(7, len(owner), rng)
+        spelt = self._spell(numbers, 7)
+        runs = [self._needle_runs([keys[o]], [[v]])[0] for o, v in zip(owner, spelt, strict=True)]
+        asked = int(owner[0])  # the first needle stays whatever the room
+        single = int(counts[asked]) == 1 and rng.random() < 0.3
+        ask = self._question(keys[asked], single=single, opening=True)
+        room = n_tokens - self._fixed(NEEDLE_INTRO, ask) - MARGIN
+        sizes = np.cumsum([max(len(spaced), len(line)) for spaced, line in runs])
+        kept = rng.permutation(max(1, int(np.searchsorted(sizes, room, side="right"))))
+        found = [int(i) for i in kept if owner[i] == asked]
+        answer = Draft()
+        self._answer(answer, keys[asked], [spelt[i] for i in found], single=single)
+        question = self._asked(NEEDLE_INTRO, [runs[i] for i in kept.tolist()], ask, n_tokens, rng)
+        number, verb = ("number", "is") if single else ("numbers", "are")
+        values = tuple(str(numbers[i]) for i in found)
+        said = f"The special magic {number} for {names[asked]} mentioned in the provided text {verb} "
+        text = said + ", ".join(values) + "."
+        return Question("needles", *question, np.concatenate(answer.runs), text, values)
+
+    def _one_of_chains(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        numbers = self._draw(5, int(rng.integers(1, MOST_CHAINS + 1)), rng)
+        spelt = self._spell(numbers, 5)
+        ask_ids = [
+            self.phrase("\nFind all variables that are assigned the value "),
+            spelt[0],
+            self.phrase(" in the text above."),
+        ]
+        ask = np.concatenate(ask_ids)
+        room = n_tokens - self._fixed(CHAIN_INTRO, ask) - MARGIN
+        chains: list[tuple[list[str], list[tuple[Ids, Ids]]]] = []
+        for value in spelt:
+            names = [self._letters(rng) for _ in range(int(rng.integers(2, 5)))]
+            ids = [self._word(name) for name in names]
+            lines = [self._hidden("VAR", [ids[0], self.phrase(" = "), value, self.phrase(".")])]
+            for a, b in pairwise(ids):
+                lines.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
+            size = sum(max(len(spaced), len(line)) for spaced, line in lines)
+            if chains and size > room:
+                break
+            room -= size
+            chains.append((names, lines))
+        order = rng.permutation(np.repeat(np.arange(len(chains)), [len(lines) for _, lines in chains]))
+        left = [iter(lines) for _, lines in chains]
+        hidden = [next(left[i]) for i in order.tolist()]
+        names = chains[0][0]
+        answer = [self.phrase("The variables are:")]
+        for i, name in enumerate(names):
+            answer += [*([self.phrase(",")] if i else []), self._word(name)]
+        answer += [self.phrase("."), self.end]
+        text = f"The variables are: {', '.join(names)}."
+        question = self._asked(CHAIN_INTRO, hidden, ask, n_tokens, rng)
+        return Question("chains", *question, np.concatenate(answer), text, tuple(names))
+
+    def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        width = int(rng.integers(3, 8))
+        sep, newline, dot = (self.phrase(text) for text in (": ", "\n", "."))
+        intro = self.phrase(TABLE_INTRO)
+        digits = max(len(number) for number in self._numbers(width, 1, rng))
+        line = 2 * digits + len(sep) + len(newline)
+        fixed = self._fixed(TABLE_INTRO, self.phrase("Look up ")) + digits + len(dot)
+        share = int((n_tokens - fixed) * rng.uniform(0.2, 0.7))
+        n_lines = max(1, min(share // line, MOST_LINES))
+        keys, numbers = self._draw(width, n_lines, rng), self._draw(width, n_lines, rng)
+        values = self._spell(numbers, width)
+        body = Draft()
+        body.add(Role.PROMPT, intro)
+        spelt = self._spell(keys, width)
+        for key, value in zip(spelt, values, strict=True):
+            body.add(Role.PROMPT, key, sep, value, newline)
+        at = int(rng.integers(n_lines))
+        question_T = np.concatenate([self.phrase("Look up "), spelt[at], dot, self.assistant])
+        n_context = n_tokens - len(question_T) - len(self.start)
+        context = self._filled(body, n_context, rng)
+        text = f"{numbers[at]}."
+        context_T = np.concatenate([self.start, *context.runs])
+        answer_T = np.concatenate([values[at], dot, self.end])
+        return Question("table", context_T, question_T, answer_T, text, (str(numbers[at]),))
+
+    def _one_of_quote(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        length = int(rng.integers(24, 65))
+        ask = self.phrase("\nQuote the passage that continues after:")
+        room = n_tokens - self._fixed(QUOTE_INTRO, ask) - CUE
+        length = min(length, room // 2)
+        if length < 8:
+            raise ConfigError(f"{n_tokens} tokens are too few for a passage to quote; ask for longer prompts")
+        stream = self._stream(rng)
+        text, breaks = self._text(stream, room, rng)
+        last = room - CUE - length
+        starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
+        at = int(rng.choice(starts))
+        passage = text[at + CUE : at + CUE + length]
+        context_T = np.concatenate([self.start, self.user, self.phrase(QUOTE_INTRO), text])
+        question_T = np.concatenate([ask, text[at : at + CUE], self.assistant])
+        said = stream.text(passage)
+        return Question("quote", context_T, question_T, np.concatenate([passage, self.end]), said, (said,))
+
+    def _fixed(self, intro: str, ask: Ids) -> int:
+        """Tokens of a prompt that are not its text."""
+        return len(self.start) + len(self.user) + len(self.phrase(intro)) + len(ask) + len(self.assistant)
+
+    def _asked(
+        self, intro: str, hidden: list[tuple[Ids, Ids]], ask: Ids, n_tokens: int, rng: np.random.Generator
+    ) -> tuple[Ids, Ids]:
+        """Context with sentences hidden in it in their order, and the question, `n_tokens` together."""
+        question_T = np.concatenate([ask, self.assistant])
+        doc = Draft()
+        n_context = n_tokens - len(question_T) - len(self.start)
+        self._context(doc, intro, hidden, n_context, rng, in_order=True)
+        return np.concatenate([self.start, *doc.runs]), question_T

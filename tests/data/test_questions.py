@@ -1,0 +1,102 @@
+"""One question at the end of a prompt: exact lengths, and answers that the context holds."""
+
+import re
+
+import numpy as np
+import pytest
+
+from longtrain.data.synthetic import QUESTION_TASKS, ChatIds, RetrievalWriter, TextStream
+from longtrain.errors import ConfigError
+
+MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
+VOCABULARY = [chr(i) for i in range(256)] + list(MARKS.values())
+WORDS = (
+    np.random.default_rng(9)
+    .choice(["sea", "boat", "calm", "men", "home", "rope", "wind", "shore"], (400, 3))
+    .tolist()
+)
+TEXT = "".join(f"The {a} was {b}. A {c} came in\nand the men went home. " for a, b, c in WORDS)
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode("latin-1"))
+
+
+def decode(ids: np.ndarray) -> str:
+    return "".join(VOCABULARY[i] for i in ids.tolist())
+
+
+@pytest.fixture(scope="module")
+def writer() -> RetrievalWriter:
+    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
+    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
+
+
+@pytest.mark.parametrize("task", QUESTION_TASKS)
+def test_a_question_stands_at_the_end_of_a_prompt_of_exact_length(writer: RetrievalWriter, task: str) -> None:
+    for n in (420, 777, 2000, 4096):
+        made, again = (writer.question(task, n, np.random.default_rng([n, 5])) for _ in range(2))
+        assert len(made.context_T) + len(made.question_T) == n and made.task == task
+        assert all(
+            np.array_equal(a, b) for a, b in zip(vars(made).values(), vars(again).values(), strict=True)
+        )
+        context, question = decode(made.context_T), decode(made.question_T)
+        assert context.startswith("<user>") and context.count("<user>") == 1
+        assert question.endswith("<assistant>") and question.count("<assistant>") == 1
+        assert "<assistant>" not in context
+        assert decode(made.answer_T) == made.answer + "<end>"
+        assert all(value in made.answer for value in made.values)
+
+
+def test_needle_questions_are_about_what_the_context_says(writer: RetrievalWriter) -> None:
+    keys_seen, values_seen = set(), set()
+    for seed in range(60):
+        made = writer.question("needles", 8000, np.random.default_rng(seed))
+        said = re.findall(r"One of the special magic numbers for (\S+) is: (\d{7})\.", decode(made.context_T))
+        key = re.search(r"for (\S+) mentioned", decode(made.question_T))[1]
+        assert key in made.answer
+        assert made.values == tuple(value for name, value in said if name == key)
+        keys_seen.add(len({name for name, _ in said}))
+        values_seen.add(len(made.values))
+    assert min(keys_seen) == 1 and max(keys_seen) == 16 and values_seen == {1, 2, 3, 4}
+
+
+def test_needles_that_do_not_fit_are_left_out(writer: RetrievalWriter) -> None:
+    for seed in range(40):
+        made = writer.question("needles", 700, np.random.default_rng(seed))
+        assert made.values and all(value in decode(made.context_T) for value in made.values)
+
+
+def test_other_questions_have_their_answer_in_the_context(writer: RetrievalWriter) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        table = writer.question("table", 3000, rng)
+        key = re.search(r"Look up (\d+)\.", decode(table.question_T))[1]
+        assert f"\n{key}: {table.values[0]}\n" in decode(table.context_T)
+        quote = writer.question("quote", 3000, rng)
+        cue = decode(quote.question_T).split("after:")[1].removesuffix("<assistant>")
+        assert cue + quote.values[0] in decode(quote.context_T)
+        chains = writer.question("chains", 3000, rng)
+        value = re.search(r"value (\d+) in", decode(chains.question_T))[1]
+        context = decode(chains.context_T)
+        known = re.findall(rf"VAR (\w+) = {value}\.", context)
+        for name, of in re.findall(r"VAR (\w+) = VAR (\w+)\.", context):
+            known += [name] if of in known else []
+        assert tuple(known) == chains.values
+
+
+def test_a_question_keeps_what_conversations_begin_with() -> None:
+    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
+    writer = RetrievalWriter(encode, ChatIds((256,), (257,), (258,), start=(0,)), [stream])
+    for task in QUESTION_TASKS:
+        made = writer.question(task, 900, np.random.default_rng(0))
+        assert made.context_T[:2].tolist() == [0, 256] and (made.context_T == 0).sum() == 1
+        assert len(made.context_T) + len(made.question_T) == 900
+
+
+def test_questions_that_cannot_be_written_are_refused(writer: RetrievalWriter) -> None:
+    rng = np.random.default_rng(0)
+    with pytest.raises(ConfigError, match="known: needles, chains, table, quote"):
+        writer.question("copy", 2000, rng)
+    with pytest.raises(ConfigError, match="160 or more"):
+        writer.question("needles", 100, rng)
