@@ -84,7 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
     },
 }
-"""Config keys by name: Llama-3.1-8B and Llama-3.2-1B (meta-llama), Qwen3-8B (Qwen), from their config.json."""
+"""Config keys by name: Llama-3.1-8B and Llama-3.2-1B (meta-llama), Qwen3-8B (Qwen); their config.json."""
 
 
 def shape_config(shape: str | dict[str, Any]) -> Any:
