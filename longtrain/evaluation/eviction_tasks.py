@@ -1,0 +1,157 @@
+"""Prompts that every eviction policy gets, and whether an answer to one is right.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longtrain.data.questions import QUESTION_TASKS
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.contexts import Document, Point, choose_points, prefix_of
+from longtrain.evaluation.needle import prompt_writer
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+CONTINUE = "continue"
+"""The task of going on with plain text, judged against the full cache's own continuation."""
+TASKS = (*QUESTION_TASKS, CONTINUE)
+VALUE = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in two parts.
+
+    Args:
+        task: one of `TASKS`.
+        context: tokens up to where the question begins.
+        question: tokens of the question and of what the assistant's turn begins with; empty for `continue`.
+        answer: the expected text; empty for `continue`, whose gold is what the full cache gives.
+        values: what a right answer must hold.
+    """
+
+    task: str
+    context: tuple[int, ...]
+    question: tuple[int, ...] = ()
+    answer: str = ""
+    values: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> list[int]:
+        """Context and question."""
+        return [*self.context, *self.question]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer's marks: `exact` right or wrong, `share` of what was asked for that is there, 0 to 1."""
+
+    exact: bool
+    share: float
+
+
+def make_prompts(
+    target: Target,
+    texts: Mapping[str, str],
+    *,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    count: int,
+    margin: int,
+    seed: int,
+) -> dict[int, list[Prompt]]:
+    """Prompts by length, `count` of each length, the tasks in turn; one never depends on how many there are.
+
+    Args:
+        target: with a tokenizer.
+        texts: name -> held-out text that questions are hidden in or that is continued.
+        tasks: of `TASKS`.
+        lengths: tokens of a prompt, context and question together.
+        count: prompts of each length.
+        margin: tokens of text that `continue` leaves after its prompt.
+        seed: of everything random.
+
+    Raises:
+        ConfigError: an unknown task, a length too short for its task, or a target without a tokenizer.
+        DataError: no text, or too little for `continue`.
+    """
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or not tasks or len(set(tasks)) < len(tasks):
+        raise ConfigError(f"suite.tasks={list(tasks)}; allowed: each once of {', '.join(TASKS)}")
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer; the eviction suite needs one")
+    writer = prompt_writer(target, texts) if set(tasks) != {CONTINUE} else None
+    prefix, points = prefix_of(target.tokenizer), []
+    if CONTINUE in tasks:
+        each = -(-count // len(tasks))
+        points = _points(target, texts, max(lengths), count=each, margin=margin, seed=seed)
+
+    def make(length: int, index: int) -> Prompt:
+        task = tasks[index % len(tasks)]
+        if task == CONTINUE:
+            return Prompt(task, tuple(points[index // len(tasks)].prompt(length, prefix)))
+        assert writer is not None
+        made = writer.question(task, length, np.random.default_rng([seed, length, index]))
+        context, question = (tuple(map(int, part)) for part in (made.context_T, made.question_T))
+        return Prompt(task, context, question, made.answer, made.values)
+
+    return {length: [make(length, index) for index in range(count)] for length in lengths}
+
+
+def judge(prompt: Prompt, text: str) -> Judged:
+    """Marks of an answer to a question.
+
+    Right is the expected text and nothing else, white space around it aside. A quotation is right if it
+    begins with the passage: its question does not say how long it goes on.
+
+    Args:
+        prompt: what was asked; not of the task `continue`.
+        text: the answer, its end mark taken off.
+    """
+    got, gold = text.strip(), prompt.answer.strip()
+    if prompt.task == "quote":
+        words, said = gold.split(), got.split()
+        return Judged(got.startswith(gold), _leading(words, said) / max(1, len(words)))
+    there = set(VALUE.findall(got))
+    found = sum(value in there for value in prompt.values)
+    return Judged(got == gold, found / max(1, len(prompt.values)))
+
+
+def agreement(tokens: Sequence[int], gold: Sequence[int]) -> Judged:
+    """Marks of a continuation: the share of the full cache's tokens that stand at the same places."""
+    same = sum(a == b for a, b in zip(tokens, gold, strict=False))
+    longest = max(len(tokens), len(gold), 1)
+    return Judged(list(tokens) == list(gold), same / longest)
+
+
+def _leading(words: Sequence[str], said: Sequence[str]) -> int:
+    """Words that are the same before the first that is not."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(words, said, strict=False)) if a != b), min(len(words), len(said))
+    )
+
+
+def _points(
+    target: Target, texts: Mapping[str, str], longest: int, *, count: int, margin: int, seed: int
+) -> list[Point]:
+    """Places in the texts to continue from, the same at every length."""
+    tokenizer: Any = target.tokenizer
+    documents = [
+        Document(name, "text", np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64))
+        for name, text in texts.items()
+    ]
+    points = choose_points(documents, longest=longest, count=count, margin=margin, seed=seed).points
+    if len(points) < count:
+        raise DataError(
+            f"the text gives {len(points)} places to continue from at {longest} tokens, and {count} prompts "
+            "need one each; pass fewer suite.prompts, shorter lengths or more text (suite.text=FOLDER)"
+        )
+    return points
