@@ -1,4 +1,4 @@
-"""Turns one planned row into a `Batch`: ids, document bounds, label mask, seed and the step's label count.
+"""Turns one planned row into a `Batch`: ids, document bounds, label mask, seed and the step's counts.
 
 Shapes: T tokens of a packed row.
 """
@@ -45,12 +45,14 @@ def batch_at(data: Prepared, plan: Plan, index: int, *, seed: int, pad_id: int =
         bounds.append(width)
         names.append(PADDING)
         kinds.append(PADDING)
+    step = index // plan.rows_per_step
     return Batch(
         ids_T=torch.from_numpy(ids_T),
         bounds=tuple(bounds),
         loss_mask_T=torch.from_numpy(mask_T),
         seed=batch_seed(seed, index),
-        tokens_in_step=int(plan.tokens_in_step[index // plan.rows_per_step]),
+        tokens_in_step=int(plan.tokens_in_step[step]),
+        documents_in_step=int(plan.documents_in_step[step]),
         names=tuple(names),
         kinds=tuple(kinds),
     )

@@ -86,7 +86,7 @@ class Mixture:
         return documents
 
     def batch(self, index: int, stage: Stage, *, seed: int) -> Batch:
-        """Row `index` of a run, as a micro-batch whose `tokens_in_step` counts its own labels only."""
+        """Row `index` of a run, as a micro-batch whose counts of the step are of its own row only."""
         rng = np.random.default_rng([seed, index])
         documents = self.row(stage.row_tokens, stage.doc_tokens, rng)
         ids_T = np.zeros(stage.row_tokens, dtype=np.int64)
@@ -101,12 +101,14 @@ class Mixture:
         if bounds[-1] < stage.row_tokens:
             bounds = np.append(bounds, stage.row_tokens)
         mask_T = weights_T > 0
+        labels = np.add.reduceat(mask_T, bounds[:-1], dtype=np.int64)
         return Batch(
             ids_T=torch.from_numpy(ids_T),
             bounds=tuple(bounds.tolist()),
             loss_mask_T=torch.from_numpy(mask_T),
             seed=int(rng.integers(2**31)),
             tokens_in_step=int(mask_T.sum()),
+            documents_in_step=int((labels > 0).sum()),
             kinds=tuple(d.kind for d in documents),
             weights_T=torch.from_numpy(weights_T),
         )
@@ -154,7 +156,7 @@ class MixtureRows(Dataset[Batch]):
             raise ConfigError("data.stages of a mixture need steps or fraction each, and at least one stage")
         steps = [s.steps if s.steps is not None else (s.fraction or 0.0) * total_steps for s in stages]
         self.ends = np.cumsum(steps)
-        self._step, self._tokens = -1, 0
+        self._step, self._tokens, self._documents = -1, 0, 0
         self._written: dict[int, Batch] = {}
 
     def stage(self, step: int) -> Stage:
@@ -172,14 +174,15 @@ class MixtureRows(Dataset[Batch]):
         if step != self._step:
             self._begin(step, index)
         batch = self._written.pop(index, None) or self._write(index)
-        return replace(batch, tokens_in_step=self._tokens)
+        return replace(batch, tokens_in_step=self._tokens, documents_in_step=self._documents)
 
     def _begin(self, step: int, first: int) -> None:
         """Write a step's rows; rows of other ranks and before `first` are counted only."""
-        self._step, self._tokens, self._written = -1, 0, {}
+        self._step, self._tokens, self._documents, self._written = -1, 0, 0, {}
         for index in range(step * self.rows_per_step, (step + 1) * self.rows_per_step):
             batch = self._write(index)
             self._tokens += batch.tokens_in_step
+            self._documents += batch.documents_in_step
             if index >= first and index % self.world == self.rank:
                 self._written[index] = batch
         self._step = step

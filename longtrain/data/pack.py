@@ -53,6 +53,7 @@ class Plan:
         row_ptr: int64, R + 1.
         row_tokens: length of each row, int64, R.
         tokens_in_step: labels of each optimizer step over all ranks and accumulated rows, int64, N.
+        documents_in_step: pieces of each optimizer step, likewise (each has a label), int64, N.
         rows_per_step: accumulated micro-batches times ranks.
         stage_steps: steps of each stage.
     """
@@ -61,6 +62,7 @@ class Plan:
     row_ptr: np.ndarray
     row_tokens: np.ndarray
     tokens_in_step: np.ndarray
+    documents_in_step: np.ndarray
     rows_per_step: int
     stage_steps: tuple[int, ...]
 
@@ -323,6 +325,7 @@ def _join(stages: Sequence[Stage], rows: list[list[Pieces]], rows_per_step: int)
         row_ptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         row_tokens=np.concatenate([empty, *widths]),
         tokens_in_step=labels.reshape(-1, rows_per_step).sum(1),
+        documents_in_step=sizes.reshape(-1, rows_per_step).sum(1),
         rows_per_step=rows_per_step,
         stage_steps=tuple(len(made) // rows_per_step for made in rows),
     )

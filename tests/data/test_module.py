@@ -1,4 +1,5 @@
 from dataclasses import astuple
+from itertools import pairwise
 
 import pytest
 import torch
@@ -82,6 +83,10 @@ def test_ranks_share_the_plan_and_tokens_in_step_is_exact(data, world, accumulat
         group = joined[step * world * accumulate : (step + 1) * world * accumulate]
         labels = sum(int(batch.loss_mask_T.sum()) for batch in group)
         assert {batch.tokens_in_step for batch in group} == {labels}
+        documents = sum(
+            bool(batch.loss_mask_T[a:b].any()) for batch in group for a, b in pairwise(batch.bounds)
+        )
+        assert {batch.documents_in_step for batch in group} == {documents}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -144,6 +144,8 @@ def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
     assert max(np.diff(batch.bounds)) <= 2000 and len(set(batch.kinds)) > 1
     assert not batch.loss_mask_T[starts].any()
     assert batch.tokens_in_step == int(batch.loss_mask_T.sum())
+    labelled = [bool(batch.loss_mask_T[a:b].any()) for a, b in pairwise(batch.bounds)]
+    assert batch.documents_in_step == sum(labelled) >= 3
     assert set(batch.weights_T.unique().tolist()) <= {0.0, 1.0, 4.0}
 
 
@@ -178,7 +180,10 @@ def test_a_process_writes_each_row_of_a_step_once(writer: RetrievalWriter, monke
     monkeypatch.setattr(Mixture, "batch", counted)
     stages = [Stage(row_tokens=2000, doc_tokens=600, fraction=1.0)]
     rows = MixtureRows(mixture(writer), stages, total_steps=2, rows_per_step=4, seed=1)
-    counts = [batch.tokens_in_step for batch in rows]
+    batches = list(rows)
+    counts = [batch.tokens_in_step for batch in batches]
+    documents = [write(rows.mixture, i, stages[0], seed=1).documents_in_step for i in range(8)]
+    assert [batch.documents_in_step for batch in batches[3:5]] == [sum(documents[:4]), sum(documents[4:])]
     assert written == list(range(8))
     labels = [int(write(rows.mixture, i, stages[0], seed=1).loss_mask_T.sum()) for i in range(8)]
     assert counts == [sum(labels[:4])] * 4 + [sum(labels[4:])] * 4
