@@ -1,0 +1,183 @@
+"""Watches that keep queries: those of each prompt's last rows, and those of rows run after the prompts.
+
+Rows of all prompts stand one after the other (N), as `kernels.importance` wants them. A prompt whose rows
+see no prefix (it is no longer than the window) is left out: nothing can be said of it, and it fits any budget.
+Shapes: B prompts, T new rows, N observing rows of all prompts, H query heads, G KV heads, D head dim, S slots,
+L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.select import reduce_heads
+from longtrain.kernels.importance import Span, importance, suffix_lse
+
+if TYPE_CHECKING:
+    from longtrain.decoding.evict import PromptRun
+
+
+class Observers(Protocol):
+    """Observing rows of every layer: what scores are made of."""
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Queries q_NHD and the rows' own keys own_k_NGD, after RoPE."""
+
+    def spans(self) -> list[Span]:
+        """Which of the N rows belong to which prompt, and the prefix they see."""
+
+
+class LastQueries:
+    """Keeps the last `window` queries and keys of each prompt; a watch of the prefill.
+
+    Args:
+        lengths: prompt tokens, on the host.
+        window: rows kept of a prompt.
+    """
+
+    def __init__(self, lengths: Sequence[int], window: int) -> None:
+        self.rows = [window if length > window else 0 for length in lengths]
+        self.prefix = [length - rows for length, rows in zip(lengths, self.rows, strict=True)]
+        self._kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Copy the rows: a view would hold the whole prompt's queries."""
+        q, k = q_BHTD.transpose(1, 2), k_BGTD.transpose(1, 2)
+        ends = [(b, at, at + n) for b, (at, n) in enumerate(zip(self.prefix, self.rows, strict=True))]
+        self._kept[layer] = (
+            [q[b, start:stop].clone(memory_format=torch.contiguous_format) for b, start, stop in ends],
+            [k[b, start:stop].clone(memory_format=torch.contiguous_format) for b, start, stop in ends],
+        )
+
+    def pieces(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Queries and keys prompt by prompt."""
+        return self._kept[layer]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `Observers`."""
+        return _joined(*self.pieces(layer))
+
+    def spans(self) -> list[Span]:
+        """See `Observers`; a prompt's prefix ends where its window begins."""
+        return _spans(self.rows, self.prefix)
+
+
+class AllQueries:
+    """Keeps every query and key of the rows run after the prompts (`PromptRun.follow`, `decode`).
+
+    Args:
+        lengths: prompt tokens, on the host.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.prefix = list(lengths)
+        self.rows: list[int] | None = None
+        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Keep the rows; those of a later call come after those of an earlier one."""
+        self._kept.setdefault(layer, []).append((q_BHTD.transpose(1, 2), k_BGTD.transpose(1, 2)))
+
+    def count(self, rows: Sequence[int]) -> None:
+        """Say how many rows of each prompt are real; the others (padding, after the end) are left out."""
+        self.rows = list(rows)
+
+    def pieces(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Queries and keys prompt by prompt."""
+        steps = self._kept[layer]
+        q_BTHD, k_BTGD = (torch.cat([step[i] for step in steps], 1) for i in (0, 1))
+        rows = [q_BTHD.shape[1]] * len(q_BTHD) if self.rows is None else self.rows
+        return [q[:n] for q, n in zip(q_BTHD, rows, strict=True)], [
+            k[:n] for k, n in zip(k_BTGD, rows, strict=True)
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `Observers`."""
+        return _joined(*self.pieces(layer))
+
+    def spans(self) -> list[Span]:
+        """See `Observers`; the prefix is the whole prompt."""
+        assert self.rows is not None, "count() was not called"
+        return _spans(self.rows, self.prefix)
+
+
+class Both:
+    """The last rows of each prompt and the rows that follow it, as one window (SpecKV, LAQ++).
+
+    Args:
+        last: of the prefill.
+        following: of the rows after it.
+    """
+
+    def __init__(self, last: LastQueries, following: AllQueries) -> None:
+        self.last, self.following = last, following
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `Observers`."""
+        first, then = self.last.pieces(layer), self.following.pieces(layer)
+        q, k = (
+            [torch.cat((a, b)) if len(a) else a for a, b in zip(first[i], then[i], strict=True)]
+            for i in (0, 1)
+        )
+        return _joined(q, k)
+
+    def spans(self) -> list[Span]:
+        """See `Observers`; the prefix ends where the prompt's window begins."""
+        assert self.following.rows is not None, "count() was not called"
+        rows = [a + b if a else 0 for a, b in zip(self.last.rows, self.following.rows, strict=True)]
+        return _spans(rows, self.last.prefix)
+
+
+def observed(
+    run: PromptRun,
+    rows: Observers,
+    *,
+    reduce: Literal["mean", "max"] = "mean",
+    heads: Literal["mean", "max"] = "mean",
+) -> Tensor:
+    """Attention that the observing rows give the prompt's keys in every layer: s_LBGS, fp32.
+
+    Args:
+        run: the prefilled prompts.
+        rows: who observes; all layers must have been seen.
+        reduce: over the rows.
+        heads: over the query heads of a KV head.
+
+    Returns:
+        Zero outside the spans' prefixes.
+    """
+    info = run.target.info
+    spans, longest = rows.spans(), max(run.lengths)
+    shape = (len(run.lengths), info.n_kv_heads, longest)
+    found = []
+    for layer in range(info.n_layers):
+        if not spans:
+            found.append(torch.zeros(shape, device=run.tokens_BS.device))
+            continue
+        k_BTGD = run.cache.prefix(layer)[0][:, :longest]
+        q_NHD, own_k_NGD = rows.layer(layer)
+        scale = info.head_dim**-0.5
+        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+        s_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)
+        found.append(reduce_heads(s_BHT, info.n_kv_heads, heads))
+    return torch.stack(found)
+
+
+def _joined(q: list[Tensor], k: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The prompts' pieces one after the other."""
+    return (q[0], k[0]) if len(q) == 1 else (torch.cat(q), torch.cat(k))
+
+
+def _spans(rows: Sequence[int], prefix: Sequence[int]) -> list[Span]:
+    """Spans of the prompts that have rows."""
+    bounds = pairwise(accumulate(rows, initial=0))
+    return [
+        Span((start, stop), b, (0, n))
+        for b, ((start, stop), n) in enumerate(zip(bounds, prefix, strict=True))
+        if stop > start
+    ]

@@ -1,0 +1,210 @@
+"""From scores to the rows that stay: reduction over heads, pooling, and the best rows of each head.
+
+Everything runs over all layers and sequences at once, and reads nothing back to the host; only head-adaptive
+budgets pay one read, of their counts.
+Shapes: L layers, B sequences, S prompt slots, H query heads, G KV heads, K kept rows, X rows of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from longtrain.decoding.evict import Budget, Keep
+from longtrain.errors import ConfigError
+
+Budgets: TypeAlias = Budget | Sequence[Sequence[int]]
+"""The same for every layer, or rows [L][B] on the host (a pyramid)."""
+
+
+def reduce_heads(s_BHS: Tensor, n_kv_heads: int, how: Literal["mean", "max"] = "mean") -> Tensor:
+    """Scores of the query heads that share a KV head, as one: s_BGS."""
+    B, H, S = s_BHS.shape
+    s_BGgS = s_BHS.view(B, n_kv_heads, H // n_kv_heads, S)
+    return s_BGgS.mean(2) if how == "mean" else s_BGgS.amax(2)
+
+
+def max_pool(s_LBGS: Tensor, lengths: Sequence[int], *, kernel: int = 7) -> Tensor:
+    """Each slot's maximum over `kernel` slots around it, within its sequence; padding comes out as -inf.
+
+    Raises:
+        ConfigError: `kernel` is even or below 1.
+    """
+    if kernel < 1 or kernel % 2 == 0:
+        raise ConfigError(f"pooling kernel {kernel}; allowed: 1 (off), 3, 5, 7, ... (evict.kernel)")
+    s_LBGS = _only_real(s_LBGS, lengths)
+    if kernel == 1:
+        return s_LBGS
+    return max_pool1d(s_LBGS.flatten(0, 1), kernel, stride=1, padding=kernel // 2).view(s_LBGS.shape)
+
+
+def top(
+    s_LBGS: Tensor,
+    lengths: Sequence[int],
+    budgets: Budgets,
+    *,
+    protect_last: int = 0,
+    protect_first: int = 0,
+) -> Keep:
+    """The best rows of each layer, sequence and KV head; of equal scores the lower position.
+
+    Args:
+        s_LBGS: scores, any float; slots from a sequence's length on count for nothing.
+        lengths: prompt tokens of each sequence, on the host.
+        budgets: rows kept, the protected ones included; where it is no less than the length, all are.
+        protect_last: rows at the end of each prompt that stay whatever their score (a window).
+        protect_first: rows at its start that do (sinks).
+
+    Raises:
+        ConfigError: a prompt would be evicted to fewer rows than are protected.
+    """
+    L, B, G, _ = s_LBGS.shape
+    n_LB = torch.tensor(
+        [
+            [min(_of(budgets, layer, b, length), length) for b, length in enumerate(lengths)]
+            for layer in range(L)
+        ]
+    )
+    least = int(min((n for row in n_LB.tolist() for n, m in zip(row, lengths, strict=True) if n < m), default=0))
+    if least:
+        check_protected(least, protect_first + protect_last)
+    ranked = _protected(_only_real(s_LBGS, lengths), lengths, protect_first, protect_last, torch.inf)
+    return _best(ranked, n_LB[..., None].expand(L, B, G))
+
+
+def top_adaptive(
+    s_LBGS: Tensor,
+    lengths: Sequence[int],
+    budget: Budget,
+    *,
+    protect_last: int = 0,
+    protect_first: int = 0,
+    floor: float = 0.2,
+    across: Literal["heads", "layers"] = "heads",
+) -> Keep:
+    """As `top`, with rows moved to the heads whose scores want them; the budget holds on average.
+
+    With b = budget - protected, the best b rows a head are found among all heads of a layer (or of all
+    layers); a head with c of them keeps round(c (1 - floor) + int(b floor)) of its own best, at least one.
+
+    Args:
+        s_LBGS: as in `top`; comparable between heads.
+        lengths: as in `top`.
+        budget: rows kept of each head on average, the protected ones included.
+        protect_last: as in `top`.
+        protect_first: as in `top`.
+        floor: share of the budget that every head keeps.
+        across: what shares one budget: the heads of a layer, or those of all layers.
+
+    Raises:
+        ConfigError: the budget is below the protected rows, or `floor` is out of range.
+
+    Source: Ada-KV (arXiv 2407.11550), Algorithm 1 with its safeguard.
+    Note: rounding may miss the budget's total by up to half a row a head.
+    """
+    if not 0 <= floor <= 1:
+        raise ConfigError(f"evict.floor={floor}; allowed: 0 to 1")
+    L, B, G, S = s_LBGS.shape
+    protected = protect_first + protect_last
+    spare_B = []
+    for length in lengths:
+        rows = budget.of(length)
+        if rows < length:
+            check_protected(rows, protected)
+        spare_B.append(rows - protected if rows < length else 0)
+    free = _only_real(s_LBGS, lengths)
+    rivals = _protected(free, lengths, protect_first, protect_last, -torch.inf)
+    shared = G if across == "heads" else L * G
+    groups_XS = rivals.transpose(0, 1).reshape(B * L if across == "heads" else B, -1)
+    each = torch.tensor([max(1, spare * shared) for spare in spare_B]).repeat_interleave(len(groups_XS) // B)
+    won_BLGS = _chosen(groups_XS, each).view(B, L, G, S)
+    won_LBG = won_BLGS.sum(-1).transpose(0, 1).cpu().double()
+    spare_B1 = torch.tensor(spare_B, dtype=torch.float64)[:, None]
+    length_B1 = torch.tensor(lengths)[:, None]
+    n_LBG = (won_LBG * (1 - floor) + (spare_B1 * floor).floor()).round().long().clamp(min=0) + protected
+    fits_B1 = torch.tensor([budget.of(length) >= length for length in lengths])[:, None]
+    n_LBG = torch.where(fits_B1, length_B1, n_LBG.clamp(min=1).minimum(length_B1))
+    return _best(_protected(free, lengths, protect_first, protect_last, torch.inf), n_LBG)
+
+
+def keep_all(n_layers: int, n_kv_heads: int, lengths: Sequence[int], device: torch.device | str) -> Keep:
+    """Every row of every prompt."""
+    n_B = torch.tensor(lengths)
+    slot_K = torch.arange(max(lengths))
+    idx_BK = torch.where(slot_K < n_B[:, None], slot_K, 0).to(device)
+    shape = (n_layers, len(lengths), n_kv_heads)
+    return Keep(idx_BK[:, None].expand(*shape, -1), n_B[:, None].expand(shape))
+
+
+def check_protected(rows: int, protected: int) -> None:
+    """Refuse a budget that has no room for the rows a policy always keeps.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if rows < protected:
+        raise ConfigError(
+            f"an eviction budget of {rows} rows is below the {protected} that the policy keeps in any case "
+            f"(window, sinks); set evict.budget_tokens={protected} or more, or a smaller evict.window"
+        )
+
+
+def _of(budgets: Budgets, layer: int, b: int, length: int) -> int:
+    return budgets.of(length) if isinstance(budgets, Budget) else int(budgets[layer][b])
+
+
+def _slots(s_LBGS: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Slot numbers [S] and lengths [B, 1, 1], on the device."""
+    device = s_LBGS.device
+    n_B11 = torch.tensor(lengths).to(device, non_blocking=True)[:, None, None]
+    return torch.arange(s_LBGS.shape[-1], device=device), n_B11
+
+
+def _only_real(s_LBGS: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Scores with -inf from each sequence's end on."""
+    if min(lengths) >= s_LBGS.shape[-1]:
+        return s_LBGS
+    slot_S, n_B11 = _slots(s_LBGS, lengths)
+    return s_LBGS.masked_fill(slot_S >= n_B11, -torch.inf)
+
+
+def _protected(s_LBGS: Tensor, lengths: Sequence[int], first: int, last: int, value: float) -> Tensor:
+    """Scores with `value` at the protected slots."""
+    if not first and not last:
+        return s_LBGS
+    slot_S, n_B11 = _slots(s_LBGS, lengths)
+    inside = (slot_S < n_B11) & ((slot_S < first) | (slot_S >= n_B11 - last))
+    return s_LBGS.masked_fill(inside, value)
+
+
+def _chosen(s_XS: Tensor, n_X: Tensor) -> Tensor:
+    """Which entries are the best `n_X` of each row; of equal ones the first.
+
+    `topk` says nothing about the order of equal entries, so it only gives the n-th best value; entries above
+    it are in, and as many of those equal to it as there is room for, from the left. Nothing is sorted, and
+    the result is the same on every device.
+
+    Args:
+        s_XS: no NaN.
+        n_X: 1..S, on the host.
+    """
+    n_X1 = n_X[:, None].to(s_XS.device, non_blocking=True)
+    nth_X1 = s_XS.topk(int(n_X.max()), dim=1).values.gather(1, n_X1 - 1)
+    above, equal = s_XS > nth_X1, s_XS == nth_X1
+    room_X1 = n_X1 - above.sum(1, keepdim=True)
+    return above | (equal & (equal.cumsum(1, dtype=torch.int32) <= room_X1))
+
+
+def _best(s_LBGS: Tensor, n_LBG: Tensor) -> Keep:
+    """Positions of the best `n_LBG` slots, ascending."""
+    s_XS, n_X = s_LBGS.flatten(0, 2), n_LBG.flatten()
+    count_XS = _chosen(s_XS, n_X).cumsum(1, dtype=torch.int32)
+    K = int(n_X.max())
+    nth_XK = torch.arange(1, K + 1, device=s_XS.device, dtype=torch.int32).expand(len(s_XS), K).contiguous()
+    idx_XK = torch.searchsorted(count_XS, nth_XK)  # where the count first reaches 1, 2, ..., K
+    inside = nth_XK <= n_X[:, None].to(s_XS.device, non_blocking=True)
+    return Keep(torch.where(inside, idx_XK, 0).view(*n_LBG.shape, K), n_LBG)

@@ -1,0 +1,65 @@
+"""Eviction policies without a trained part, one file each; looked up by name, imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longtrain.decoding.evict import Budget
+    from longtrain.methods.policies.base import BasePolicy
+
+POLICIES = {
+    "streaming_llm": "streaming_llm:StreamingLLM",
+    "snapkv": "snapkv:SnapKV",
+    "pyramidkv": "pyramidkv:PyramidKV",
+    "h2o": "h2o:H2O",
+    "tova": "tova:TOVA",
+    "adakv": "adakv:AdaKV",
+    "laq": "laq:LAQ",
+    "speckv": "speckv:SpecKV",
+    "kvzip": "kvzip:KVzip",
+    "random": "random:Random",
+    "oracle": "oracle:Oracle",
+}
+"""`evict=NAME` -> file and class."""
+
+
+def policy_class(name: str) -> type[BasePolicy]:
+    """The policy's dataclass; its fields beside `budget` are its options.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"unknown eviction policy '{name}'; known: {', '.join(POLICIES)}")
+    file, kind = POLICIES[name].split(":")
+    found: type[BasePolicy] = getattr(importlib.import_module(f"longtrain.methods.policies.{file}"), kind)
+    return found
+
+
+def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
+    """A policy with a budget.
+
+    Args:
+        name: a key of `POLICIES`.
+        budget: rows to keep.
+        options: fields of the policy's dataclass.
+
+    Raises:
+        ConfigError: no such policy or option, or a needed option is missing.
+    """
+    kind = policy_class(name)
+    known = {field.name: field for field in fields(kind) if field.init and field.name != "budget"}
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"policy '{name}' has no option '{unknown[0]}'; known: {', '.join(known) or 'none but the budget'}"
+        )
+    for key, field in known.items():
+        if field.default is MISSING and field.default_factory is MISSING and key not in options:
+            raise ConfigError(f"policy '{name}' needs evict.{key}; set it")
+    return kind(budget, **options)

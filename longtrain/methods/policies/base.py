@@ -1,0 +1,105 @@
+"""What eviction policies share: a budget, and scores that are pooled and cut to it.
+
+Shapes: L layers, B sequences, G KV heads, S prompt slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+from torch import Tensor
+
+from longtrain.decoding.evict import Budget, Keep, PromptRun
+from longtrain.decoding.select import max_pool, top
+from longtrain.errors import ConfigError
+from longtrain.target.attention import Watch
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """An evictor whose scores can be looked at, and shared by several budgets."""
+
+    name: str
+
+    def scores(self, run: PromptRun) -> Tensor | None:
+        """Importance of every prompt token, s_LBGS in fp32, reduced over heads and not pooled; None: has none."""
+
+    def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
+        """As `Evictor.select`; `scores` are those of this run where they are known already."""
+
+    def with_budget(self, budget: Budget) -> Self:
+        """The same policy with another budget."""
+
+
+@dataclass
+class BasePolicy:
+    """An evictor with a budget that looks at nothing during prefill.
+
+    Args:
+        budget: rows kept, whatever the policy protects included.
+    """
+
+    budget: Budget
+    name: ClassVar[str] = ""
+
+    def extra_rows(self, longest: int) -> int:
+        """See `Evictor`: none."""
+        return 0
+
+    def watch(self, lengths: Sequence[int]) -> Watch | None:
+        """See `Evictor`: nothing."""
+        return None
+
+    def scores(self, run: PromptRun) -> Tensor | None:
+        """See `Scorer`: none."""
+        return None
+
+    def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
+        """See `Scorer`."""
+        if fits(run.lengths, self.budget):
+            return None
+        return self.choose(run, self.scores(run) if scores is None else scores)
+
+    def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
+        """Which rows stay; called where at least one prompt is above its budget."""
+        raise NotImplementedError
+
+    def with_budget(self, budget: Budget) -> Self:
+        """See `Scorer`."""
+        return replace(self, budget=budget)
+
+
+@dataclass
+class Policy(BasePolicy):
+    """Scores, max-pooled, cut to the budget; the last rows of a prompt always stay.
+
+    Args:
+        window: rows at the end of each prompt that stay.
+        kernel: slots of the max-pool, odd; 1: off.
+
+    Raises:
+        ConfigError: a window below what the policy needs, or a kernel that is even or below 1.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    least_window: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.window < self.least_window:
+            raise ConfigError(f"evict.window={self.window}; {self.name} allows: {self.least_window} or more")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"evict.kernel={self.kernel}; allowed: 1 (off), 3, 5, 7, ...")
+
+    def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
+        """See `BasePolicy`."""
+        assert scores is not None
+        pooled = max_pool(scores, run.lengths, kernel=self.kernel)
+        return top(pooled, run.lengths, self.budget, protect_last=self.window)
+
+
+def fits(lengths: Sequence[int], budget: Budget) -> bool:
+    """Whether no prompt is above its budget."""
+    return all(length <= budget.of(length) for length in lengths)

@@ -1,0 +1,37 @@
+"""SnapKV: what the last rows of the prompt attend to stays, and so do they.
+
+Shapes: L layers, B sequences, G KV heads, S prompt slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from longtrain.decoding.evict import PromptRun
+from longtrain.decoding.observe import LastQueries, observed
+from longtrain.methods.policies.base import Policy
+
+
+@dataclass
+class SnapKV(Policy):
+    """Attention of the last `window` queries, mean over them and over the heads of a KV head.
+
+    Source: SnapKV (arXiv 2404.14469), Algorithm 1.
+    Note: mean over heads before pooling, as in later comparisons; the mean over rows ranks as the paper's sum.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    least_window: ClassVar[int] = 1
+
+    def watch(self, lengths: Sequence[int]) -> LastQueries:
+        """See `Evictor`: the window's queries."""
+        return LastQueries(lengths, self.window)
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """See `Scorer`; 0 within the window."""
+        assert isinstance(run.watched, LastQueries)
+        return observed(run, run.watched)
