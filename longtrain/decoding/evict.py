@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
 from longtrain.target.attention import Watch
+from longtrain.target.step import Rows, Want
 
 if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
     from longtrain.cache.dense import DenseCache
     from longtrain.target.model import Target
 
@@ -113,9 +116,23 @@ class PromptRun:
 
         Args:
             tokens: rows of each prompt; their positions go on from the prompt's length.
-            watch: sees their queries, keys and values, [B, ., T, D].
+            watch: sees their queries, keys and values, [B, ., T, D]; told how many rows of each prompt are
+                real if it has a `count` (`observe.AllQueries`).
+
+        Raises:
+            ConfigError: not one list a prompt, no rows at all, or more than the cache has room for.
         """
-        raise NotImplementedError
+        counts, T = [len(rows) for rows in tokens], max(map(len, tokens), default=0)
+        if len(counts) != len(self.lengths) or T == 0:
+            raise ConfigError(
+                f"rows of {counts} tokens to follow {len(self.lengths)} prompts; allowed: one list a prompt, "
+                "one of them not empty"
+            )
+        ids_BT = torch.tensor([[*rows, *[0] * (T - len(rows))] for rows in tokens])
+        pos_BT = self.n_B[:, None] + torch.arange(T, device=self.n_B.device)
+        rows = Rows(pos_BT, ids_BT.to(self.n_B.device, non_blocking=True))
+        self.target.forward(rows, self.cache, want=Want("none"), watch=watch)  # not committed: forgotten
+        _count(watch, counts)
 
     def decode(
         self, n_tokens: int, *, keep: Keep | None = None, watch: Watch | None = None
@@ -123,8 +140,56 @@ class PromptRun:
         """Continue each prompt greedily and forget it again: the first `n_tokens` of the answer.
 
         Args:
-            n_tokens: tokens; a sequence that ends earlier is given what there is, its end included.
+            n_tokens: tokens, 1 or more; a sequence that ends earlier is given what there is, its end included.
             keep: decode on a copy with these rows alone (LAQ); None: on the whole cache (oracle).
-            watch: sees the queries, keys and values of every decoding step (T = 1 a step).
+            watch: sees the queries, keys and values of every token of the answer, a call a token and layer
+                (T = 1); told how many tokens of each prompt are real if it has a `count`.
+
+        Raises:
+            ConfigError: the cache has no room for so many rows (`Evictor.extra_rows`).
         """
-        raise NotImplementedError
+        from longtrain.cache.evicted import compact
+
+        cache: KVCache = self.cache
+        if keep is not None:
+            cache = compact(self.cache, keep, self.lengths, room=n_tokens)
+        steps_BT, pos_B = [self.root_B], self.n_B.clone()
+        one_B = torch.ones_like(pos_B)
+        texts = _cut(torch.stack(steps_BT, 1), self.target.info.eos_ids)
+        while True:
+            if watch is None and (len(steps_BT) == n_tokens or all(over for _, over in texts)):
+                break
+            rows = Rows(pos_B[:, None], steps_BT[-1][:, None])
+            step = self.target.forward(rows, cache, want=Want("last"), watch=watch)
+            cache.commit(None, one_B)
+            if len(steps_BT) == n_tokens or all(over for _, over in texts):
+                break
+            assert step.logits_BTV is not None
+            pos_B = pos_B + 1
+            steps_BT.append(step.logits_BTV[:, -1].argmax(-1))
+            if len(steps_BT) % _READ == 0 or len(steps_BT) == n_tokens:
+                texts = _cut(torch.stack(steps_BT, 1), self.target.info.eos_ids)
+        if keep is None:
+            self.cache.rewind(self.lengths)
+        _count(watch, [len(text) for text, _ in texts])
+        return [text for text, _ in texts]
+
+
+_READ = 8
+"""Decoding steps between two looks at whether every sequence is over."""
+
+
+def _cut(tokens_BT: Tensor, eos_ids: Sequence[int]) -> list[tuple[list[int], bool]]:
+    """Tokens up to the first that ends a text, and whether there is one."""
+    found = []
+    for tokens in tokens_BT.tolist():
+        ends = [at for at, token in enumerate(tokens) if token in eos_ids]
+        found.append((tokens[: ends[0] + 1], True) if ends else (tokens, False))
+    return found
+
+
+def _count(watch: Watch | None, rows: list[int]) -> None:
+    """Tell a watch that asks how many rows of each prompt are real."""
+    count = getattr(watch, "count", None)
+    if count is not None:
+        count(rows)
