@@ -39,7 +39,7 @@ FENCES = {
     "hydra": ("cli", "jobs", "explain"),
     "omegaconf": ("cli", "jobs", "explain"),
     "rich": ("cli", "jobs", "training", "data"),
-    "matplotlib": ("evaluation", "training", "artifact"),
+    "matplotlib": ("evaluation", "training", "artifact", "bench"),
     "datasets": ("data",),
     "huggingface_hub": ("artifact", "target", "data"),
 }
