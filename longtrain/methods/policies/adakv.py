@@ -1,0 +1,119 @@
+"""Ada-KV: any policy's scores, with budgets that move to the heads that want them.
+
+Shapes: L layers, B prompts, S prompt slots, G KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self, cast
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.evict import Budget, Evictor, Keep, PromptRun
+from longtrain.decoding.select import max_pool, top_adaptive
+from longtrain.errors import ConfigError
+from longtrain.methods.policies import get
+from longtrain.methods.policies.base import BasePolicy, Scorer
+from longtrain.target.attention import Watch
+
+
+@dataclass
+class AdaKV(BasePolicy):
+    """A wrapper: the heads of a layer share their budgets, by what the pooled scores of all of them say.
+
+    With b = budget - protected rows: the best b rows a head of all heads together are counted per head as c,
+    and a head keeps round(c (1 - floor) + int(b floor)) of its own best rows and the protected ones.
+
+    Args:
+        over: whose scores: a policy's name, or an evictor with `scores` and `with_budget` (LookaheadKV).
+        options: options of the policy named by `over`.
+        floor: share of the budget that every head keeps.
+        normalise: weigh each head's scores by the share of its mass that its best b rows hold, before heads
+            are compared.
+        across: what shares one budget: the heads of a layer ("heads", the paper) or of all ("layers").
+
+    Raises:
+        ConfigError: the policy has no scores, or an option is wrong.
+
+    Source: Ada-KV (arXiv 2407.11550), Algorithm 1; `normalise` is that of the authors' code.
+    Note: "layers" is ours. An evictor says by `kernel` and `protected` (else `window`) how its scores are
+        pooled and how many last rows stay; it needs neither.
+    """
+
+    name: ClassVar[str] = "adakv"
+    over: str | Evictor = "snapkv"
+    options: dict[str, Any] = field(default_factory=dict)
+    floor: float = 0.2
+    normalise: bool = False
+    across: Literal["heads", "layers"] = "heads"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(f"evict.floor={self.floor}; allowed: 0 to 1 (0.2 in the paper)")
+        if self.across not in ("heads", "layers"):
+            raise ConfigError(f"evict.across={self.across}; allowed: heads, layers")
+        if isinstance(self.over, str):
+            if self.over == self.name:
+                raise ConfigError("evict.over=adakv; allowed: a policy with scores, such as snapkv")
+            self.over = get(self.over, budget=self.budget, **dict(self.options))
+        if not isinstance(self.over, Scorer) or isinstance(self.over, AdaKV):
+            raise ConfigError(
+                f"evict.over={getattr(self.over, 'name', self.over)} has no scores; allowed: snapkv, h2o, "
+                "tova, laq, speckv, random, oracle, or an evictor with scores"
+            )
+
+    @property
+    def scorer(self) -> Scorer:
+        """Whose scores these are."""
+        return cast(Scorer, self.over)
+
+    @property
+    def scores_depend_on_budget(self) -> bool:
+        """Whether the wrapped policy's do."""
+        return bool(getattr(self.over, "scores_depend_on_budget", False))
+
+    def extra_rows(self, longest: int) -> int:
+        """See `Evictor`: the wrapped policy's."""
+        return cast(Evictor, self.over).extra_rows(longest)
+
+    def watch(self, lengths: Sequence[int]) -> Watch | None:
+        """See `Evictor`: the wrapped policy's."""
+        return cast(Evictor, self.over).watch(lengths)
+
+    def scores(self, run: PromptRun) -> Tensor | None:
+        """See `Scorer`: the wrapped policy's."""
+        return self.scorer.scores(run)
+
+    def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
+        """See `BasePolicy`.
+
+        Raises:
+            ConfigError: the wrapped policy has no scores.
+        """
+        if scores is None:
+            raise ConfigError(f"evict.over={self.scorer.name} has no scores; allowed: snapkv, h2o, tova, ...")
+        protected = int(getattr(self.over, "protected", getattr(self.over, "window", 0)))
+        pooled = max_pool(scores, run.lengths, kernel=int(getattr(self.over, "kernel", 1)))
+        if self.normalise:
+            pooled = pooled * _mass(pooled, run.lengths, self.budget, protected)
+        return top_adaptive(
+            pooled, run.lengths, self.budget, protect_last=protected, floor=self.floor, across=self.across
+        )
+
+    def with_budget(self, budget: Budget) -> Self:
+        """See `Scorer`; the wrapped policy gets it too."""
+        return replace(self, budget=budget, over=self.scorer.with_budget(budget))
+
+
+def _mass(s_LBGS: Tensor, lengths: Sequence[int], budget: Budget, protected: int) -> Tensor:
+    """Share of a head's mass, without the protected rows, that its best rows hold: [L, B, G, 1]."""
+    shares = []
+    for b, length in enumerate(lengths):
+        free_LGS = s_LBGS[:, b, :, : max(1, length - protected)]
+        n = min(max(1, budget.of(length) - protected), free_LGS.shape[-1])
+        total_LG = free_LGS.sum(-1).clamp(min=torch.finfo(free_LGS.dtype).tiny)
+        shares.append(free_LGS.topk(n).values.sum(-1) / total_LG)
+    return torch.stack(shares, 1)[..., None]

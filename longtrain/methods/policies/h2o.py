@@ -1,0 +1,97 @@
+"""H2O: keep the tokens that all prompt rows together looked at most, and the most recent ones.
+
+Shapes: L layers, B prompts, S prompt slots, N rows of a chunk, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.evict import PromptRun
+from longtrain.decoding.select import reduce_heads
+from longtrain.errors import ConfigError
+from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
+from longtrain.methods.policies.base import Policy
+
+
+@dataclass
+class H2O(Policy):
+    """Heavy hitters: the column sums of the whole causal attention matrix, plus the last `window` rows.
+
+    The sums are made while the prompt runs, `chunk` rows at a time, so no S x S matrix is ever stored; every
+    query meets every key once more, which is the method's own O(S^2).
+
+    Args:
+        kernel: 1, that is none: H2O does not pool.
+        chunk: rows whose attention is summed at a time.
+
+    Source: H2O (https://arxiv.org/abs/2306.14048), section 4, applied once after prefill.
+
+    Note: the sum is not divided by the number of rows that can see a key, as in the paper, so early keys are
+        at an advantage. Query heads of one KV head are averaged, as everywhere here.
+    """
+
+    name: ClassVar[str] = "h2o"
+    kernel: int = 1
+    chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk < 1:
+            raise ConfigError(f"evict.chunk={self.chunk}; allowed: 1 or more rows")
+
+    def watch(self, lengths: Sequence[int]) -> ColumnSums:
+        """Sums columns layer by layer as the prompts run."""
+        return ColumnSums(lengths, self.chunk)
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """Column sums s_LBGS in fp32; 0 beyond a prompt."""
+        watched = run.watched
+        assert isinstance(watched, ColumnSums)
+        return watched.scores()
+
+
+class ColumnSums:
+    """A watch that sums, for every key of a prompt, the attention of all the prompt's rows.
+
+    Args:
+        lengths: tokens of each prompt; rows beyond them are padding and are not looked at.
+        chunk: rows summed at a time.
+    """
+
+    def __init__(self, lengths: Sequence[int], chunk: int) -> None:
+        self.lengths = tuple(lengths)
+        self.chunk = chunk
+        self._layers: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Sum one layer's columns."""
+        q_BTHD, k_BTGD = q_BHTD.transpose(1, 2), k_BGTD.transpose(1, 2)
+        B, T, H, D = q_BTHD.shape
+        wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+        sum_BHT = torch.zeros(B, H, T, dtype=wide, device=q_BHTD.device)
+        for start in range(0, max(self.lengths), self.chunk):
+            stops = {b: min(start + self.chunk, n) for b, n in enumerate(self.lengths) if n > start}
+            bounds = list(accumulate((stop - start for stop in stops.values()), initial=0))
+            spans = [Span(rows, b, (0, start)) for b, rows in zip(stops, pairwise(bounds), strict=True)]
+            q_NHD = torch.cat([q_BTHD[b, start:stop] for b, stop in stops.items()])
+            own_NGD = torch.cat([k_BTGD[b, start:stop] for b, stop in stops.items()])
+            lse_NH = suffix_lse(q_NHD, own_NGD, k_BTGD, spans, scale=D**-0.5)
+            own_NH = own_importance(q_NHD, own_NGD, lse_NH, spans, scale=D**-0.5)
+            prefix_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=D**-0.5) if start else None
+            for span in spans:
+                n, b = span.rows[1] - span.rows[0], span.seq
+                sum_BHT[b, :, start : start + n] += n * own_NH[slice(*span.rows)].T
+                if prefix_BHT is not None:
+                    sum_BHT[b] += n * prefix_BHT[b]
+        self._layers[layer] = reduce_heads(sum_BHT, k_BTGD.shape[2])
+
+    def scores(self) -> Tensor:
+        """Sums of all layers: s_LBGS."""
+        return torch.stack([self._layers[layer] for layer in sorted(self._layers)])

@@ -1,0 +1,113 @@
+"""Requests to repeat a prompt, chunk by chunk, in the target's own chat format (KVzip)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.target.model import Target
+
+FIRST = "Repeat the previous context exactly."
+LATER = "Repeat the part of the previous context exactly, starting with"
+"""Requests for the first chunk, and for a later one, which the end of the chunk before follows."""
+
+_BEFORE = 8
+"""Tokens of the chunk before that a later request quotes."""
+
+longest_request = 256
+"""Most tokens of a request, chat headers included."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A prompt's chunks and the rows that repeat them.
+
+    Args:
+        chunks: start and stop of each chunk in the prompt.
+        requests: tokens that ask for each.
+        prompt: tokens.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    requests: tuple[tuple[int, ...], ...]
+    prompt: tuple[int, ...]
+
+    def rows(self, turn: int) -> list[int]:
+        """Request and answer of a chunk; nothing where the prompt has no such chunk."""
+        if turn >= len(self.chunks):
+            return []
+        return [*self.requests[turn], *self.prompt[slice(*self.chunks[turn])]]
+
+
+def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
+    """Chunks of a prompt, its chat header left out, and their requests.
+
+    Args:
+        target: its tokenizer writes the requests.
+        prompt: tokens.
+        chunk: most tokens of a chunk.
+
+    Raises:
+        ConfigError: there is no tokenizer, or its chat headers are too long.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"the target {target.info.name} has no tokenizer, which evict=kvzip needs for its requests; "
+            "load the target from a folder that has one"
+        )
+    header, answer, turn = _chat(tokenizer)
+    start = min(_common(prompt, header), len(prompt) - 1)
+    chunks = tuple((at, min(at + chunk, len(prompt))) for at in range(start, len(prompt), chunk))
+    closed = bool(answer) and list(prompt[-len(answer) :]) == answer
+    opening = turn if closed else ""
+    requests = []
+    for nth, (at, _) in enumerate(chunks):
+        text = f"{opening or chr(10) * 2}{LATER if nth else FIRST}"
+        quoted = prompt[max(start, at - _BEFORE) : at] if nth else ()
+        requests.append((*tokenizer.encode(text, add_special_tokens=False), *quoted, *answer))
+    longest = max(map(len, requests))
+    if longest > longest_request:
+        raise ConfigError(
+            f"a request of evict=kvzip has {longest} tokens in the chat template of {target.info.name}; "
+            f"allowed: {longest_request}; pass a shorter one: target.chat_template=FILE"
+        )
+    return Repeat(chunks, tuple(requests), tuple(prompt))
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], str]:
+    """Ids before a first user message, ids from there to the assistant's text, and the text between turns.
+
+    Without a chat template: nothing, a line break, nothing.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return [], tokenizer.encode("\n", add_special_tokens=False), ""
+    user, answer, again = "dummy-question", "dummy-answer", "dummy-request"
+
+    def render(*messages: tuple[str, str]) -> str:
+        turns = [{"role": role, "content": content} for role, content in messages]
+        return str(
+            tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            )
+        )
+
+    before, after = render(("user", user)).split(user)
+    between = render(("user", user), ("assistant", answer), ("user", again))
+    turn = between.split(answer)[1].split(again)[0]
+    encode = tokenizer.encode
+    return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False), turn
+
+
+def _common(prompt: Sequence[int], header: Sequence[int]) -> int:
+    """Leading tokens of the prompt that are the header's."""
+    for at, (ours, theirs) in enumerate(zip(prompt, header, strict=False)):
+        if ours != theirs:
+            return at
+    return min(len(prompt), len(header))

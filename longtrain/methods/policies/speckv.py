@@ -1,0 +1,106 @@
+"""SpecKV: a small model drafts the answer; the target reads the draft and sees what it attends to.
+
+Shapes: L layers, B prompts, S prompt slots, G KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.evict import PromptRun
+from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods.policies.base import Policy
+from longtrain.target.loading import load_target
+from longtrain.target.model import Target
+
+
+@dataclass
+class SpecKV(Policy):
+    """Observers are the last `window` prompt rows and the rows of a draft model's greedy answer.
+
+    Args:
+        window: 33: the paper's 32 rows before the last token, and the last token.
+        draft: a target folder, Hub id or `tiny` that shares the target's tokenizer, or a loaded target.
+        n_tokens: tokens drafted.
+        reduction: over rows and heads of a KV head: "max" (the authors' settings) or "mean" (their paper).
+
+    Raises:
+        ConfigError: no draft, or an option out of range.
+        TargetMismatchError: the draft's tokenizer is another one (told at the first prompt).
+
+    Source: SpecKV (arXiv 2506.08373), section 4.1 and Algorithm 1.
+    Note: the authors' code also makes the target's prefill sparse beyond 4096 tokens; here the prefill is
+        whole, as for every policy. Their cache holds the budget and the last token; here that one counts.
+    """
+
+    name: ClassVar[str] = "speckv"
+    window: int = 33
+    draft: str | Target | None = None
+    n_tokens: int = 32
+    reduction: Literal["max", "mean"] = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft is None:
+            raise ConfigError(
+                "evict.draft=null; SpecKV needs a small model with the target's tokenizer: "
+                "evict.draft=FOLDER (or a Hub id)"
+            )
+        if self.window < 1 or self.n_tokens < 1:
+            raise ConfigError(
+                f"evict.window={self.window} evict.n_tokens={self.n_tokens}; allowed: 1 or more each"
+            )
+        if self.reduction not in ("max", "mean"):
+            raise ConfigError(f"evict.reduction={self.reduction}; allowed: max, mean")
+
+    def extra_rows(self, longest: int) -> int:
+        """See `Evictor`: the drafted answer."""
+        return self.n_tokens
+
+    def watch(self, lengths: Sequence[int]) -> LastQueries:
+        """See `Evictor`: the window's queries."""
+        return LastQueries(lengths, self.window)
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """See `Scorer`; 0 within the window."""
+        assert isinstance(run.watched, LastQueries)
+        draft = self._draft_for(run.target)
+        prompts = [row[:n] for row, n in zip(run.tokens_BS.tolist(), run.lengths, strict=True)]
+        answers = Engine(draft).generate(prompts, max_new_tokens=self.n_tokens).tokens
+        rows = AllQueries(run.lengths)
+        run.follow(answers, rows)
+        return observed(run, Both(run.watched, rows), reduce=self.reduction, heads=self.reduction)
+
+    def _draft_for(self, target: Target) -> Target:
+        """The draft model, beside the target.
+
+        Raises:
+            TargetMismatchError: its tokenizer is another one.
+        """
+        assert self.draft is not None
+        if isinstance(self.draft, Target):
+            draft = self.draft
+        else:
+            draft = _loaded(self.draft, target.dtype, target.device)
+        ours, theirs = target.info, draft.info
+        if ours.tokenizer_hash != theirs.tokenizer_hash or theirs.vocab_size > ours.vocab_size:
+            raise TargetMismatchError(
+                f"evict.draft={theirs.name} does not share the tokenizer of the target {ours.name} "
+                f"(vocabularies of {theirs.vocab_size} and {ours.vocab_size}); pass a smaller model of the "
+                "target's own family"
+            )
+        return draft
+
+
+@lru_cache(maxsize=1)
+def _loaded(where: str, dtype: torch.dtype, device: torch.device) -> Target:
+    """The draft, read once for all budgets and prompts."""
+    return load_target(where, dtype=dtype, device=device)

@@ -1,0 +1,49 @@
+"""TOVA: what the last token attends to, on average over all heads.
+
+Shapes: L layers, B prompts, S prompt slots, G KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from longtrain.decoding.evict import PromptRun
+from longtrain.decoding.observe import LastQueries, observed
+from longtrain.errors import ConfigError
+from longtrain.methods.policies.base import Policy
+
+
+@dataclass
+class TOVA(Policy):
+    """Attention of the last prompt token, the same tokens for every head of a layer.
+
+    Args:
+        window: 1: the last token stays. Others are not TOVA.
+        kernel: 1, that is none: TOVA does not pool.
+
+    Source: TOVA (arXiv 2401.06104), section 3, applied once after prefill.
+    Note: the paper drops one token at each decoding step; here the prompt is cut to the budget at once.
+    """
+
+    name: ClassVar[str] = "tova"
+    window: int = 1
+    kernel: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window != 1:
+            raise ConfigError(f"evict.window={self.window}; allowed: 1 (TOVA looks from the last token)")
+
+    def watch(self, lengths: Sequence[int]) -> LastQueries:
+        """See `Evictor`: the last query."""
+        return LastQueries(lengths, 1)
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """See `Scorer`; equal for all KV heads, 0 at the last token."""
+        assert isinstance(run.watched, LastQueries)
+        s_LBGS = observed(run, run.watched)
+        return s_LBGS.mean(2, keepdim=True).expand_as(s_LBGS).contiguous()
