@@ -16,7 +16,8 @@ from torch import Tensor
 
 from longtrain.bench import timing
 from longtrain.bench.eviction_theory import gpu_called
-from longtrain.kernels import importance, reference
+from longtrain.kernels import importance
+from longtrain.kernels import importance_reference as reference
 from longtrain.kernels.importance import Span
 
 if TYPE_CHECKING:
