@@ -36,6 +36,7 @@ class Prompt:
         question: tokens of the question and of what the assistant's turn begins with; empty for `continue`.
         answer: the expected text; empty for `continue`, whose gold is what the full cache gives.
         values: what a right answer must hold.
+        answer_ids: tokens of the expected answer.
     """
 
     task: str
@@ -43,6 +44,7 @@ class Prompt:
     question: tuple[int, ...] = ()
     answer: str = ""
     values: tuple[str, ...] = ()
+    answer_ids: tuple[int, ...] = ()
 
     @property
     def whole(self) -> list[int]:
@@ -100,8 +102,9 @@ def make_prompts(
             return Prompt(task, tuple(points[index // len(tasks)].prompt(length, prefix)))
         assert writer is not None
         made = writer.question(task, length, np.random.default_rng([seed, length, index]))
-        context, question = (tuple(map(int, part)) for part in (made.context_T, made.question_T))
-        return Prompt(task, context, question, made.answer, made.values)
+        parts = (made.context_T, made.question_T, made.answer_T)
+        context, question, answer = (tuple(map(int, part)) for part in parts)
+        return Prompt(task, context, question, made.answer, made.values, answer)
 
     return {length: [make(length, index) for index in range(count)] for length in lengths}
 

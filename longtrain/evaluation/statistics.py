@@ -119,6 +119,41 @@ def paired_difference(
     return Interval(_ratio(a_N2.sum(0)) - _ratio(b_N2.sum(0)), low, high, len(a_N2))
 
 
+def paired_quotient(
+    first: Sequence[float],
+    second: Sequence[float],
+    *,
+    seed: int = 0,
+    confidence: float = CONFIDENCE,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """Sum of `first` over that of `second` (a policy's right answers over the full cache's), resampled.
+
+    Unlike `pooled_ratio` a prompt counts where its entry of `second` is 0. Draws whose second sum is 0 are
+    left out; if that of the prompts themselves is, there is no figure.
+
+    Args:
+        first: one entry a prompt.
+        second: the same prompts in the same order.
+        seed: of the resampling.
+        confidence: of the interval.
+        resamples: bootstrap replicates.
+
+    Raises:
+        DataError: the two do not have the same number of prompts.
+    """
+    if len(first) != len(second):
+        raise DataError(f"paired figures need the same prompts; got {len(first)} and {len(second)}")
+    pairs_N2 = np.array([first, second], dtype=float).T.reshape(-1, 2)
+    if pairs_N2[:, 1].sum() == 0:
+        return NOTHING
+    index_RN = _draws(len(pairs_N2), resamples, seed)
+    sums_R2 = np.stack([pairs_N2[:, column][index_RN].sum(1) for column in (0, 1)], axis=1)
+    sums_R2 = sums_R2[sums_R2[:, 1] > 0]
+    low, high = _percentiles(np.sort(sums_R2[:, 0] / sums_R2[:, 1]), confidence)
+    return Interval(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
+
+
 def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> np.ndarray:
     if len(numerators) != len(denominators):
         raise DataError(

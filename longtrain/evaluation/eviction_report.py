@@ -1,0 +1,259 @@
+"""The Markdown report and the pictures of an eviction run."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from longtrain.evaluation.eviction_protocol import FULL, ORACLE, Json
+from longtrain.evaluation.eviction_ranks import RECALLS
+from longtrain.evaluation.report import interval, markdown, tokens
+
+BOUNDS = (FULL, ORACLE)
+
+
+def table(scores: Json, timings: Json) -> str:
+    """The Markdown report: accuracy, its share of the full cache's, differences, tasks, ranks, memory, time.
+
+    Args:
+        scores: of `Figures.scores`.
+        timings: of `Figures.timings`.
+    """
+    parts = [_headline(scores), _exact(scores), _of_full(scores), _differences(scores)]
+    parts += [_tasks(scores), _ranks(scores), _memory(scores), _times(scores, timings)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def accuracy_picture(scores: Json) -> bytes:
+    """A PNG: exact match against budget, a panel a length; full cache and oracle as bounds."""
+    figure, panels = _panels(len(scores["lengths"]))
+    for axes, length in zip(panels, scores["lengths"], strict=True):
+        for policy, cell in _at(scores, length):
+            rows = cell["budgets"]
+            values = [row["exact"]["value"] for row in rows]
+            if policy["kind"] == FULL:
+                axes.axhline(values[0], color="black", linestyle="--", linewidth=1, label=policy["name"])
+                continue
+            below = [max(0.0, row["exact"]["value"] - row["exact"]["low"]) for row in rows]
+            above = [max(0.0, row["exact"]["high"] - row["exact"]["value"]) for row in rows]
+            bound = {"color": "grey", "linestyle": "--"} if policy["kind"] in BOUNDS else {}
+            axes.errorbar(
+                _places(scores),
+                values,
+                yerr=[below, above],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                label=policy["name"],
+                **bound,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(_places(scores), scores["budgets"], minor=False)
+        axes.minorticks_off()
+        axes.set_ylim(-0.02, 1.02)
+        _label(axes, f"{tokens(length)} tokens", _budget_name(scores), "exact match (95% interval)")
+    return _png(figure)
+
+
+def overhead_picture(scores: Json, timings: Json) -> bytes:
+    """A PNG: exact match at the timed budget against overhead over the full cache's time to first token."""
+    figure, panels = _panels(len(scores["lengths"]))
+    for axes, length in zip(panels, scores["lengths"], strict=True):
+        timed = {row["name"]: row for row in timings["rows"] if row["length"] == length}
+        for policy, cell in _at(scores, length):
+            row = timed.get(policy["name"])
+            if row is None or policy["kind"] == ORACLE:
+                continue
+            rows = {found["budget"]: found["exact"]["value"] for found in cell["budgets"]}
+            value = rows.get(row["times"]["budget"], rows.get(None))
+            axes.plot(100 * row["overhead_share"], value, marker="o", linestyle="none", label=policy["name"])
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set_ylim(-0.02, 1.02)
+        budget = timings["rows"][0]["times"]["budget"] if timings["rows"] else ""
+        title = f"{tokens(length)} tokens, budget {budget}"
+        _label(axes, title, "overhead of the first token, %", "exact match")
+    return _png(figure)
+
+
+def summary(scores: Json) -> list[list[str]]:
+    """Lines of a short table: policy, context, exact match at each budget."""
+    return [
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "exact", digits=3, short=True)]
+        for policy, cell in _cells(scores)
+    ]
+
+
+def _headline(scores: Json) -> str:
+    heat = "greedy" if not scores["temperature"] else f"temperature {scores['temperature']:g}"
+    asked = (
+        "at the end of the prompt, seen by every policy"
+        if scores["question"] == "prompt"
+        else "after eviction, seen by none of the policies (the oracle is told it and its answer)"
+    )
+    several = f", {scores['samples']} answers a prompt" if scores["samples"] > 1 else ""
+    judged = (
+        "\nTask `continue`: exact match means the whole continuation equals the full cache's, and contained "
+        "is the share of its tokens that do."
+        if "continue" in scores["tasks"]
+        else ""
+    )
+    return (
+        f"# Eviction: {scores.get('target', '')}\n\n{scores['prompts']} prompts of each length "
+        f"({', '.join(scores['tasks'])}, in equal parts), the same for every policy; {heat}{several}, at "
+        f"most {scores['max_new_tokens']} new tokens. The question stands {asked}. Budgets count rows of each "
+        f"layer and KV head.{judged}"
+    )
+
+
+def _exact(scores: Json) -> str:
+    rows = [
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "exact", digits=3)]
+        for policy, cell in _cells(scores)
+    ]
+    return "## Exact match (95% intervals)\n\n" + markdown(["policy", "context", *_columns(scores)], rows)
+
+
+def _of_full(scores: Json) -> str:
+    rows = [
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "of_full")]
+        for policy, cell in _cells(scores)
+        if policy["kind"] != FULL
+    ]
+    header = ["policy", "context", *_columns(scores)]
+    return "## Share of the full cache's exact match (paired bootstrap)\n\n" + markdown(header, rows)
+
+
+def _differences(scores: Json) -> str:
+    if not scores["differences"]:
+        return ""
+    rows = [
+        [row["first"], row["second"], tokens(row["length"]), row["budget"], interval(row["exact"], 3)]
+        for row in scores["differences"]
+    ]
+    header = ["policy", "minus", "context", "budget", "difference of exact match"]
+    return "## Differences over the same prompts (paired bootstrap)\n\n" + markdown(header, rows)
+
+
+def _tasks(scores: Json) -> str:
+    rows = []
+    for policy, cell in _cells(scores):
+        for row in cell["budgets"]:
+            found = [row["by_task"].get(task) for task in scores["tasks"]]
+            marks = ["-" if one is None else f"{one['value']:.3f}" for one in found]
+            rows.append(
+                [policy["name"], tokens(cell["length"]), row["budget"] or "-", *marks, f"{row['share']:.3f}"]
+            )
+    header = ["policy", "context", "budget", *scores["tasks"], "values contained"]
+    return "## Exact match by task\n\n" + markdown(header, rows)
+
+
+def _ranks(scores: Json) -> str:
+    rows = []
+    for policy, cell in _cells(scores):
+        ranks = cell["ranks"]
+        if ranks is not None:
+            recalls = [f"{ranks['recall'][str(k)]:.3f}" for k in RECALLS]
+            tau = "-" if ranks["tau"] is None else f"{ranks['tau']:.3f}"
+            rows.append([policy["name"], tokens(cell["length"]), str(ranks["prompts"]), *recalls, tau])
+    if not rows:
+        return ""
+    header = ["policy", "context", "prompts", *(f"recall@{k}" for k in RECALLS), "Kendall τ"]
+    return (
+        "## Ranking beside the true scores\n\nNeither side pooled; mean over layers and KV heads. The last "
+        f"{scores['rank_skip']} positions of a prompt, which a policy's window holds unscored, are left "
+        "out for all. Scores that depend on the budget are those of the first.\n\n" + markdown(header, rows)
+    )
+
+
+def _memory(scores: Json) -> str:
+    rows = []
+    for policy, cell in _cells(scores):
+        if policy["kind"] == FULL:
+            continue
+        for row in cell["budgets"]:
+            sizes = [f"{row[key] / 1e6:.2f}" for key in ("bytes_before", "bytes_after")]
+            kept = [f"{row['kept_rows']:.1f}", f"{100 * row['kept_share']:.1f}%"]
+            rows.append([policy["name"], tokens(cell["length"]), row["budget"], *kept, *sizes])
+    header = ["policy", "context", "budget", "rows kept", "share", "cache MB before", "after"]
+    return "## Memory, mean of a prompt (room for the answer included)\n\n" + markdown(header, rows)
+
+
+def _times(scores: Json, timings: Json) -> str:
+    if not timings["rows"]:
+        return ""
+    rows = []
+    for row in timings["rows"]:
+        times = [f"{1e3 * row[key]:.2f}" for key in ("first_token_s", "full_s", "overhead_s")]
+        share = f"{100 * row['overhead_share']:.2f}%"
+        count = str(len(row["times"]["full_s"]))
+        rows.append([row["name"], tokens(row["length"]), row["times"]["budget"], count, *times, share])
+    header = [
+        "policy",
+        "context",
+        "budget",
+        "batches",
+        "ms",
+        "full cache ms",
+        "overhead ms",
+        "share",
+    ]
+    return (
+        f"## Time to the first token\n\nMedians over batches of {timings['batch']}, eviction included; full "
+        f"cache and policy in turn on the same prompts ({timings.get('device', '')}). Operations are "
+        "launched one by one, and what that costs is included; `longtrain bench suite=eviction` measures "
+        "it apart.\n\n" + markdown(header, rows)
+    )
+
+
+def _by_budget(cell: Json, scores: Json, figure: str, *, digits: int = 2, short: bool = False) -> list[str]:
+    """A figure at each budget; the full cache has one for all."""
+    rows = cell["budgets"] * (len(scores["budgets"]) if len(cell["budgets"]) == 1 else 1)
+    if not short:
+        return [interval(row[figure], digits) for row in rows]
+    return ["-" if row[figure]["value"] is None else f"{row[figure]['value']:.{digits}f}" for row in rows]
+
+
+def _columns(scores: Json) -> list[str]:
+    return [f"budget {budget}" for budget in scores["budgets"]]
+
+
+def _cells(scores: Json) -> Iterator[tuple[Json, Json]]:
+    return ((policy, cell) for policy in scores["policies"] for cell in policy["lengths"])
+
+
+def _at(scores: Json, length: int) -> Iterator[tuple[Json, Json]]:
+    return ((policy, cell) for policy, cell in _cells(scores) if cell["length"] == length)
+
+
+def _places(scores: Json) -> list[float]:
+    return [float(budget) for budget in scores["budgets"]]
+
+
+def _budget_name(scores: Json) -> str:
+    shares = any("." in budget or "e" in budget for budget in scores["budgets"])
+    return "budget, share of the prompt" if shares else "budget, rows of each KV head"
+
+
+def _panels(count: int) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 4.6 * count, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def _label(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7)
+
+
+def _png(figure: Any) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
+    return picture.getvalue()
