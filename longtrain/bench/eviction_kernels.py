@@ -21,7 +21,7 @@ from longtrain.kernels import importance_reference as reference
 from longtrain.kernels.importance import Span
 
 if TYPE_CHECKING:
-    from longtrain.bench.eviction_theory import Shaped
+    from longtrain.target.info import TargetInfo
 
 COLUMNS = {
     "rows": "rows",
@@ -82,7 +82,7 @@ class _Inputs:
     scale: float
 
 
-def measure(settings: Settings, info: Shaped) -> Iterator[dict[str, Any]]:
+def measure(settings: Settings, info: TargetInfo) -> Iterator[dict[str, Any]]:
     """One entry a cell and call, as they are ready; what does not fit in memory says so."""
     for n_rows, n_keys in settings.cells:
         inputs = _inputs(settings, info, n_rows, n_keys)
@@ -137,7 +137,7 @@ def _work(call: str, ops: Any, x: _Inputs) -> Callable[[int], tuple[Tensor, ...]
     return backward
 
 
-def _inputs(settings: Settings, info: Shaped, n_rows: int, n_keys: int) -> _Inputs:
+def _inputs(settings: Settings, info: TargetInfo, n_rows: int, n_keys: int) -> _Inputs:
     device, dtype = settings.device, settings.dtype
     coins = torch.Generator(device=device).manual_seed(settings.seed)
     H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
@@ -162,7 +162,7 @@ def _inputs(settings: Settings, info: Shaped, n_rows: int, n_keys: int) -> _Inpu
     )
 
 
-def _bound(call: str, settings: Settings, info: Shaped, n_rows: int, n_keys: int) -> dict[str, Any]:
+def _bound(call: str, settings: Settings, info: TargetInfo, n_rows: int, n_keys: int) -> dict[str, Any]:
     """Least milliseconds of a call on this device."""
     device = settings.device
     gpu = gpu_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -35,8 +35,8 @@ NOTES = {
     "theory": (
         "Rooflines at 70% of peak arithmetic and 90% of peak bandwidth, bf16, batch 1. The lookahead rows "
         "ride in the prefill's products or run as a second pass, which reads weights and cache again; "
-        "`fused`: the attention weights of the observing rows are never written out. `causal` counts half of the "
-        "attention's square, `full` all of it."
+        "`fused`: the attention weights of the observing rows are never written out. `causal` counts half "
+        "of the attention's square, `full` all of it."
     ),
     "ttft": (
         "Token ids in, first answer token on the host and the cache compacted. `added` is paired with a run "

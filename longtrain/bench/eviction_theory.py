@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longtrain.target.info import TargetInfo
 
 FLOPS_SHARE, BYTES_SHARE = 0.7, 0.9
 """Shares of a GPU's peak arithmetic and bandwidth that kernels are taken to reach."""
@@ -45,18 +48,6 @@ def gpu_called(name: str) -> Gpu | None:
     return next((gpu for key, gpu in GPUS.items() if key in name and not slower), None)
 
 
-class Shaped(Protocol):
-    """What `Sizes.of` reads; a `TargetInfo` has it."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-
-
 @dataclass(frozen=True)
 class Sizes:
     """A model in numbers.
@@ -80,8 +71,8 @@ class Sizes:
     vocab_size: int
 
     @classmethod
-    def of(cls, info: Shaped) -> Sizes:
-        """From a `TargetInfo` or anything with its fields."""
+    def of(cls, info: TargetInfo) -> Sizes:
+        """Of a target."""
         return cls(**{name: int(getattr(info, name)) for name in cls.__dataclass_fields__})
 
     @classmethod

@@ -110,7 +110,8 @@ def parts_of(target: Target, name: str, settings: Settings) -> Parts | None:
     if name == FULL:
         return None
     if name != "lookaheadkv":
-        return Parts(evictor=policies.get(name, budget=Budget(tokens=settings.budget), **options), name=name)
+        evictor: Any = policies.get(name, budget=Budget(tokens=settings.budget), **options)
+        return Parts(evictor=evictor, name=name)
     spec = methods.get(name)
     assert spec.attach is not None
     module, config = lookahead_module(target, options, settings.seed)
