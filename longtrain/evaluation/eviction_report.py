@@ -101,8 +101,8 @@ def _headline(scores: Json) -> str:
     return (
         f"# Eviction: {scores.get('target', '')}\n\n{scores['prompts']} prompts of each length "
         f"({', '.join(scores['tasks'])}, in equal parts), the same for every policy; {heat}{several}, at "
-        f"most {scores['max_new_tokens']} new tokens. The question stands {asked}. Budgets count rows of each "
-        f"layer and KV head.{judged}"
+        f"most {scores['max_new_tokens']} new tokens. The question stands {asked}. Budgets count rows of "
+        f"each layer and KV head.{judged}"
     )
 
 

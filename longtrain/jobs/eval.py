@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from longtrain import provenance
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation import report
-from longtrain.jobs import convert, load_target_from, sampling_from, shape_from
+from longtrain.jobs import convert, eval_eviction, load_target_from, sampling_from, shape_from
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-SUITES = ("acceptance", "needle")
+SUITES = ("acceptance", "needle", "eviction")
 
 
 def run(cfg: DictConfig) -> None:
@@ -35,7 +35,9 @@ def run(cfg: DictConfig) -> None:
     name = str(cfg.suite.name)
     if name not in SUITES:
         raise ConfigError(f"eval has no suite '{name}'; known: {', '.join(SUITES)}")
-    if name == "needle":
+    if name == "eviction":
+        eval_eviction.run(cfg)
+    elif name == "needle":
         _needle(cfg)
     else:
         _acceptance(cfg)
