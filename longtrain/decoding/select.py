@@ -69,7 +69,9 @@ def top(
             for layer in range(L)
         ]
     )
-    least = int(min((n for row in n_LB.tolist() for n, m in zip(row, lengths, strict=True) if n < m), default=0))
+    least = int(
+        min((n for row in n_LB.tolist() for n, m in zip(row, lengths, strict=True) if n < m), default=0)
+    )
     if least:
         check_protected(least, protect_first + protect_last)
     ranked = _protected(_only_real(s_LBGS, lengths), lengths, protect_first, protect_last, torch.inf)
@@ -124,6 +126,7 @@ def top_adaptive(
     won_BLGS = _chosen(groups_XS, each).view(B, L, G, S)
     won_LBG = won_BLGS.sum(-1).transpose(0, 1).cpu().double()
     spare_B1 = torch.tensor(spare_B, dtype=torch.float64)[:, None]
+    won_LBG = won_LBG * (spare_B1 > 0)  # of none to spare nobody won the one counted above
     length_B1 = torch.tensor(lengths)[:, None]
     n_LBG = (won_LBG * (1 - floor) + (spare_B1 * floor).floor()).round().long().clamp(min=0) + protected
     fits_B1 = torch.tensor([budget.of(length) >= length for length in lengths])[:, None]
