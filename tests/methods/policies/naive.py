@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from longtrain.target.loading import random_target
 from longtrain.target.model import Target
@@ -97,3 +97,40 @@ def top_with_window(
         count = counts(layer)
         kept.append([best(pooled(s[: length - window], kernel), count) + tail for s in s_GS])
     return kept
+
+
+class Evicted(Eager):
+    """The same weights, where rows after the prompt see only the prompt rows that were kept, head by head."""
+
+    def __init__(self, target: Target, kept: Sequence[Sequence[Sequence[int]]], n_prompt: int) -> None:
+        super().__init__(target)
+        self.kept, self.n_prompt = kept, n_prompt
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        AttentionInterface.register("naive_evicted", self._attend)
+        self.model.set_attn_implementation("naive_evicted")
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        layer, T, groups = module.layer_idx, query.shape[2], query.shape[1] // key.shape[1]
+        self.seen[layer] = (query[0], key[0])
+        visible = torch.ones(query.shape[1], T, T).tril().bool()
+        for head in range(query.shape[1]):
+            gone = sorted(set(range(self.n_prompt)) - set(self.kept[layer][head // groups]))
+            visible[head, self.n_prompt :, gone] = False
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        logits = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+        out = logits.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+        return out.transpose(1, 2), None
+
+    def looks(self, ids: Sequence[int]) -> Tensor:
+        """Full causal attention A_LHTT of the queries that arose under eviction."""
+        with torch.no_grad():
+            self.model(torch.tensor([list(ids)]), use_cache=False)
+        layers = []
+        for query, key in self.seen.values():
+            key = key.repeat_interleave(len(query) // len(key), 0)
+            logits = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+            later = torch.ones_like(logits[0]).triu(1).bool()
+            layers.append(logits.masked_fill(later, -torch.inf).softmax(-1))
+        return torch.stack(layers)

@@ -1,0 +1,236 @@
+"""Policies that look at an answer: the target's own (oracle), one on an evicted copy (LAQ), a draft's (SpecKV)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longtrain.decoding.evict import Budget, PromptRun
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods import policies
+from longtrain.methods.policies import speckv
+from longtrain.target.loading import load_target
+
+from .naive import Eager, Evicted, group_mean, micro, pooled, top_with_window
+from .runs import kept, prefilled, prompts_of
+
+SHAPES = ["llama_micro", "qwen3_micro"]
+MIXED = (90, 37, 20, 64)
+TOKENS, WINDOW, M = 28, 8, 6
+
+
+def rows_on_prompt(A_LHTT, first, n_prompt):
+    """Mean over the rows from `first` on of their attention on the prompt, mean over each KV head's heads."""
+    return group_mean(A_LHTT[:, :, first:, :n_prompt].mean(2), 2)
+
+
+def answers_of(monkeypatch, name):
+    """What a run's `decode` or `follow` gave or was given, recorded."""
+    seen, real = [], getattr(PromptRun, name)
+
+    def spy(self, *args, **options):
+        out = real(self, *args, **options)
+        seen.append(out if name == "decode" else args[0])
+        return out
+
+    monkeypatch.setattr(PromptRun, name, spy)
+    return seen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernel", [1, 7])
+def test_oracle_is_the_answers_own_attention(shape, kernel):
+    target = micro(shape)
+    eager = Eager(target)
+    policy = policies.get("oracle", budget=Budget(TOKENS), kernel=kernel)
+    prompts = prompts_of(*MIXED)
+    run = prefilled(target, prompts, policy, max_new_tokens=M)
+    s_LBGS, keep = policy.scores(run), policy.select(run)
+    for seq, prompt in enumerate(prompts):
+        n = len(prompt)
+        A_LHTT = eager.attention([*prompt, *eager.answer(prompt, M)])
+        expected = rows_on_prompt(A_LHTT, n, n)
+        torch.testing.assert_close(s_LBGS[:, seq, :, :n], expected, atol=1e-10, rtol=1e-10)
+        assert not s_LBGS[:, seq, :, n:].any()
+        rows = TOKENS if n > TOKENS else n
+        assert kept(keep, seq) == top_with_window(expected, n, lambda _, rows=rows: rows, 0, kernel)
+
+
+def test_oracle_looks_at_no_more_than_its_tokens():
+    target, prompts = micro(eos_token_id=None), prompts_of(50)
+    few = policies.get("oracle", budget=Budget(20), n_tokens=2)
+    run = prefilled(target, prompts, few, max_new_tokens=9)
+    A_LHTT = Eager(target).attention([*prompts[0], *Eager(target).answer(prompts[0], 2)])
+    torch.testing.assert_close(few.scores(run)[:, 0], rows_on_prompt(A_LHTT, 50, 50), atol=1e-10, rtol=1e-10)
+
+
+def test_the_cache_is_as_it_was_after_scoring():
+    target, prompts = micro(), prompts_of(50, 31)
+    for name in ("oracle", "laq"):
+        policy = policies.get(name, budget=Budget(20), **({"window": 8} if name == "laq" else {}))
+        run = prefilled(target, prompts, policy)
+        before = [[x[seq, :n].clone() for x in run.cache.prefix(1)] for seq, n in enumerate(run.lengths)]
+        first = policy.scores(run)
+        assert run.cache.len_B.tolist() == [50, 31]
+        for seq, n in enumerate(run.lengths):
+            for was, now in zip(before[seq], run.cache.prefix(1), strict=True):
+                assert torch.equal(was, now[seq, :n])
+        assert torch.equal(first, policy.scores(run))
+
+
+def laq_reference(target, prompt, *, plus):
+    """Kept rows and pseudo answer of LAQ, step by step with whole matrices."""
+    eager, n = Eager(target), len(prompt)
+    A_LHTT = eager.attention(prompt)
+    snap = group_mean(A_LHTT[:, :, -WINDOW:, :-WINDOW].mean(2), 2)
+    first = top_with_window(snap, n, lambda _: TOKENS - WINDOW, WINDOW, kernel=7)
+    evicted = Evicted(target, first, n)
+    tokens = evicted.answer(prompt, M)
+    A_LHTT = evicted.looks([*prompt, *tokens])
+    if plus:
+        scores = group_mean(A_LHTT[:, :, n - WINDOW :, : n - WINDOW].mean(2), 2)
+        return top_with_window(scores, n, lambda _: TOKENS - WINDOW, WINDOW, kernel=7), tokens
+    return top_with_window(rows_on_prompt(A_LHTT, n, n), n, lambda _: TOKENS, 0, kernel=7), tokens
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plus", [False, True])
+def test_laq_scores_with_queries_of_the_evicted_copy(shape, plus, monkeypatch):
+    target = micro(shape)
+    policy = policies.get("laq", budget=Budget(TOKENS), window=WINDOW, n_tokens=M, plus=plus)
+    prompts = prompts_of(*MIXED)
+    decoded = answers_of(monkeypatch, "decode")
+    keep = policy.select(prefilled(target, prompts, policy))
+    for seq, prompt in enumerate(prompts):
+        if len(prompt) <= TOKENS:
+            assert kept(keep, seq) == [[list(range(len(prompt)))] * 2] * 2
+            continue
+        expected, tokens = laq_reference(target, prompt, plus=plus)
+        assert decoded[0][seq] == tokens
+        assert kept(keep, seq) == expected
+
+
+def test_laq_decodes_another_answer_than_the_whole_cache(monkeypatch):
+    target, prompts = micro(eos_token_id=None), prompts_of(90, 80, 70)
+    policy = policies.get("laq", budget=Budget(9), window=WINDOW, n_tokens=12)
+    run = prefilled(target, prompts, policy)
+    decoded = answers_of(monkeypatch, "decode")
+    policy.select(run)
+    whole = run.decode(12)
+    assert whole == [Eager(target).answer(prompt, 12) for prompt in prompts]
+    assert [row[0] for row in decoded[0]] == [row[0] for row in whole]  # the prefill's own first token
+    assert all(cut != full for cut, full in zip(decoded[0], whole, strict=True))
+
+
+def test_laq_says_that_its_scores_depend_on_the_budget():
+    target, prompts = micro(), prompts_of(90)
+    policy = policies.get("laq", budget=Budget(9), window=WINDOW, n_tokens=M)
+    run = prefilled(target, prompts, policy)
+    assert policy.scores_depend_on_budget
+    assert not torch.equal(policy.scores(run), policy.with_budget(Budget(60)).scores(run))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("reduction", ["max", "mean"])
+def test_speckv_reads_the_drafts_answer(shape, reduction):
+    target, draft = micro(shape), micro("llama_micro", seed=7, num_hidden_layers=1)
+    window = WINDOW + 1
+    policy = policies.get(
+        "speckv", budget=Budget(TOKENS), window=window, draft=draft, n_tokens=M, reduction=reduction
+    )
+    prompts = prompts_of(*MIXED)
+    keep = policy.select(prefilled(target, prompts, policy))
+    for seq, prompt in enumerate(prompts):
+        n = len(prompt)
+        if n <= TOKENS:
+            assert kept(keep, seq) == [[list(range(n))] * 2] * 2
+            continue
+        A_LHTT = Eager(target).attention([*prompt, *Eager(draft).answer(prompt, M)])
+        seen = A_LHTT[:, :, n - window :, : n - window].unflatten(1, (2, -1)).flatten(2, 3)
+        s_LGS = seen.amax(2) if reduction == "max" else seen.mean(2)
+        expected = top_with_window(s_LGS, n, lambda _: TOKENS - window, window, kernel=7)
+        assert kept(keep, seq) == expected
+
+
+def test_speckv_refuses_a_draft_with_another_tokenizer(monkeypatch):
+    target = micro()
+    other = load_target("tiny")
+    policy = policies.get("speckv", budget=Budget(40), draft=other)
+    with pytest.raises(TargetMismatchError, match="tokenizer"):
+        policy.select(prefilled(target, prompts_of(60), policy))
+    larger = micro(vocab_size=120)
+    policy = policies.get("speckv", budget=Budget(40), draft=larger)
+    with pytest.raises(TargetMismatchError, match="97"):
+        policy.select(prefilled(target, prompts_of(60), policy))
+
+
+def test_speckv_reads_its_draft_once(monkeypatch):
+    target, draft = micro(), micro(seed=3)
+    reads = []
+
+    def load(where, **options):
+        reads.append((where, options))
+        return draft
+
+    speckv._loaded.cache_clear()
+    monkeypatch.setattr(speckv, "load_target", load)
+    policy = policies.get("speckv", budget=Budget(40), draft="some/draft")
+    run = prefilled(target, prompts_of(60), policy)
+    for tokens in (36, 40, 44):
+        policy.with_budget(Budget(tokens)).select(run)
+    assert reads == [("some/draft", {"dtype": torch.float64, "device": target.device})]
+    speckv._loaded.cache_clear()
+
+
+def test_an_answer_that_ends_at_once_is_one_row():
+    target, prompts = micro(), prompts_of(40, 50)
+    for name, options in (("oracle", {}), ("laq", {"window": 8})):
+        policy = policies.get(name, budget=Budget(20), **options)
+        run = prefilled(target, prompts, policy)
+        stop = int(run.root_B[0])
+        run.target.info = replace(target.info, eos_ids=(stop,))
+        s_LBGS = policy.scores(run)
+        A_LHTT = Eager(target).attention([*prompts[0], stop])
+        torch.testing.assert_close(
+            s_LBGS[:, 0, :, :40], rows_on_prompt(A_LHTT, 40, 40)
+        ) if name == "oracle" else None
+        assert torch.isfinite(s_LBGS).all()
+        assert (s_LBGS[:, 0].sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "word"),
+    [
+        ("laq", {"n_tokens": 0}, "n_tokens"),
+        ("laq", {"window": 0}, "window"),
+        ("oracle", {"n_tokens": 0}, "n_tokens"),
+        ("speckv", {}, "evict.draft"),
+        ("speckv", {"draft": "x", "reduction": "median"}, "reduction"),
+        ("speckv", {"draft": "x", "window": 0}, "window"),
+        ("speckv", {"draft": "x", "drafts": "y"}, "drafts"),
+    ],
+)
+def test_bad_options_are_refused(name, options, word):
+    with pytest.raises(ConfigError, match=word):
+        policies.get(name, budget=Budget(64), **options)
+
+
+def test_a_budget_below_the_window_is_refused():
+    target = micro()
+    for name, options in (("laq", {}), ("laq", {"plus": True}), ("speckv", {"draft": micro(seed=2)})):
+        policy = policies.get(name, budget=Budget(7), window=8, **options)
+        with pytest.raises(ConfigError, match="budget"):
+            policy.select(prefilled(target, prompts_of(40), policy))
+
+
+def test_pooling_moves_the_oracle_but_not_its_scores():
+    target, prompts = micro(), prompts_of(60)
+    plain, wide = (policies.get("oracle", budget=Budget(12), kernel=kernel) for kernel in (1, 7))
+    run = prefilled(target, prompts, plain)
+    scores = plain.scores(run)
+    assert torch.equal(scores, wide.scores(run))
+    assert kept(plain.select(run, scores), 0) != kept(wide.select(run, scores), 0)
+    row = scores[0, 0, 0].tolist()
+    assert pooled(row, 1) == row
