@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from longtrain.decoding.evict import Budget
 from longtrain.methods import policies
+
 from .naive import micro
 from .runs import kept, prefilled, prompts_of
 

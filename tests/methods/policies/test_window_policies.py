@@ -9,6 +9,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.methods.policies.pyramidkv import pyramid
+
 from .naive import Eager, best, group_mean, micro, top_with_window
 from .runs import kept, prefilled, prompts_of
 
