@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """A micro-batch's loss: the *sum* over its supervised labels, and figures to log.
+    """A micro-batch's loss: the *sum* over its supervised labels (or documents), and figures to log.
 
     Args:
-        total: scalar with a gradient; sum over labels. The trainer divides by the step's global token count.
+        total: scalar with a gradient; sum over labels, or over documents with labels where the objective says
+            `per_document`. The trainer divides by the optimizer step's global count of them.
         tokens: labels summed over.
         figures: name -> (sum, count), detached; pooled over micro-batches and ranks before they are divided.
     """
@@ -37,6 +38,12 @@ class Loss:
 
 class Objective(nn.Module):
     """Maps a batch to a loss. Holds the trained `module` and the frozen `target` (or None)."""
+
+    per_document: bool = False
+    """Whether a loss sums over documents with labels, and not over labels."""
+
+    lr_multipliers: Mapping[str, float] = {}
+    """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
 
     def forward(self, batch: Batch) -> Loss:
         """The loss of one micro-batch."""
@@ -88,6 +95,9 @@ class MethodSpec:
             documents prepared with the target's tokenizer.
         golden_tokens: config -> prompt length at which every part of the module matters (past its window);
             the golden outputs of an artifact are recorded on a prompt of this length.
+        golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
+        files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path in
+            it: the module in formats of other tools. They are uploaded with it and never read back.
     """
 
     name: str
@@ -99,3 +109,5 @@ class MethodSpec:
     export: Callable[[nn.Module, Any, Path, dict[str, Any]], None] | None = None
     data: Callable[[Any, Mapping[str, Any], DataRun], Any] | None = None
     golden_tokens: Callable[[Any], int] = _past_window
+    golden_keys: Mapping[str, Any] = field(default_factory=dict)
+    files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None

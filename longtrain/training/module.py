@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from longtrain.training.optim import Optim
 class TrainModule(LightningModule):
     """Trains what an objective holds.
 
-    An objective returns the *sum* of its loss over a micro-batch's labels. Lightning divides a loss by the
-    accumulated micro-batches and averages gradients over ranks; `accumulate * ranks / tokens_in_step` makes
-    of that the gradient of the mean over all labels of the optimizer step, however they are spread.
+    An objective returns the *sum* of its loss over a micro-batch's labels, or over its documents with labels
+    (`Objective.per_document`). Lightning divides a loss by the accumulated micro-batches and averages gradients
+    over ranks; `accumulate * ranks / tokens_in_step` (or `documents_in_step`) makes of that the gradient of the
+    mean over all labels (documents) of the optimizer step, however they are spread.
 
     Args:
         objective: maps a batch to a loss; its `target`, if any, is frozen and never saved.
@@ -54,27 +56,39 @@ class TrainModule(LightningModule):
         self._ddp_params_and_buffers_to_ignore = [name for name in everything if name not in trained]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss of one micro-batch, scaled so that the step's gradient is that of its mean over labels."""
-        if batch.tokens_in_step <= 0:
+        """The loss of one micro-batch, scaled so that the step's gradient is that of its mean.
+
+        Raises:
+            DataError: the optimizer step has nothing to learn from.
+        """
+        by_document = self.objective.per_document
+        count = batch.documents_in_step if by_document else batch.tokens_in_step
+        if count <= 0:
+            what = "document with a supervised token" if by_document else "supervised token"
             raise DataError(
-                f"optimizer step {self.trainer.global_step + 1} has no supervised token (documents: "
+                f"optimizer step {self.trainer.global_step + 1} has no {what} (documents: "
                 f"{', '.join(batch.names[:8])}); check the label masks with: longtrain prepare"
             )
         loss = self.objective(batch)
         self.pool.add(loss, batch)
         spread = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return loss.total * (spread / batch.tokens_in_step)
+        return loss.total * (spread / count)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Pool the figures of one held-out micro-batch."""
         self.val_pool.add(self.objective(batch), batch)
 
     def configure_optimizers(self) -> Any:
-        """AdamW and its schedule from `optim`; parameter names are those of the trained module."""
+        """AdamW and its schedule from `optim`; parameter names are those of the trained module.
+
+        The objective's own learning-rate factors count where `optim.lr_multipliers` says nothing.
+        """
         prefix = "module."
         named = [(name.removeprefix(prefix), value) for name, value in self.objective.named_parameters()]
         scaled = str(self.trainer.precision) == "16-mixed"  # the loss scaler must unscale before clipping
-        optimizer, schedule = self.optim.build(
+        mine = {**self.optim.lr_multipliers}
+        mine |= {key: value for key, value in self.objective.lr_multipliers.items() if key not in mine}
+        optimizer, schedule = replace(self.optim, lr_multipliers=mine).build(
             named,
             max_steps=self.trainer.max_steps,
             fused=self.trainer.strategy.root_device.type == "cuda" and not scaled,

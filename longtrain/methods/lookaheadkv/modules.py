@@ -1,0 +1,162 @@
+"""What LookaheadKV trains: soft tokens, and LoRA that only their rows pass through.
+
+Shapes: M lookahead tokens, E hidden dim, R LoRA rank, X outputs of a linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from longtrain.errors import TargetMismatchError
+from longtrain.target.suffix import GROUPS, LAST, LayerLora, Lora
+
+if TYPE_CHECKING:
+    from longtrain.methods.lookaheadkv.config import Config
+    from longtrain.target.info import TargetInfo
+
+STD = 0.02
+"""Of fresh soft tokens until the target's own embeddings are known."""
+
+
+class LookaheadKV(nn.Module):
+    """Trainable tensors only; they are fp32 in training, whatever the target computes in.
+
+    The last layer gives nothing but scores, so its o, gate, up and down have no LoRA at all, and that of its
+    v is held (in PEFT's names, as a buffer) but not trained.
+
+    Args:
+        config: hyperparameters.
+        info: the target's shapes.
+
+    Source: LookaheadKV §3.1; §4.1 for rank, scale and size.
+    Note: initial values are not published. Soft tokens are normal with the spread of the target's embeddings,
+        A is Kaiming-uniform and B zero, as in PEFT.
+    """
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__()
+        if info.hidden_act != "silu":
+            raise TargetMismatchError(
+                f"target {info.name} has the activation '{info.hidden_act}'; LookaheadKV is built for: silu"
+            )
+        self.scale = config.lora_alpha / config.lora_rank
+        self.rank = config.lora_rank
+        self.fresh = True
+        """False once weights were loaded: they must not be scaled then."""
+        self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
+        nn.init.normal_(self.lookahead_embeddings, std=config.init_std or STD)
+        names = [name for group in GROUPS.values() for name in group]
+        wanted = {f"{short}_proj" for short in config.linears()}
+        self.layers = nn.ModuleList()
+        for index in range(info.n_layers):
+            last = index == info.n_layers - 1
+            layer = nn.Module()
+            for name in names:
+                part, leaf = name.split(".")
+                if leaf not in wanted or (last and name not in GROUPS["qkv"]):
+                    continue
+                if part not in layer._modules:
+                    layer.add_module(part, nn.Module())
+                adapter = _Adapter(sizes(info)[name], config.lora_rank, trained=not last or name in LAST)
+                layer.get_submodule(part).add_module(leaf, adapter)
+            self.layers.append(layer)
+        self.register_load_state_dict_post_hook(_loaded)
+
+    def adapters(self, dtype: torch.dtype) -> list[LayerLora]:
+        """The LoRA of each layer for `suffix_pass`, cast; gradients flow back into the parameters.
+
+        All of them are cast in one piece, in which the A of linears that share an input are neighbours.
+        """
+        plan: list[list[tuple[str, dict[str, _Adapter]]]] = []
+        tensors: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            plan.append([])
+            for key, group in GROUPS.items():
+                used = {name: found for name in group if (found := _find(layer, name)) is not None}
+                if index == len(self.layers) - 1:
+                    used = {name: found for name, found in used.items() if name in LAST}
+                if used:
+                    plan[-1].append((key, used))
+                    tensors += [one.lora_A.weight for one in used.values()]
+                    tensors += [one.lora_B.weight for one in used.values()]
+        pieces = _cast(tensors, dtype, [[len(used)] + [1] * len(used) for rows in plan for _, used in rows])
+        made: list[LayerLora] = []
+        for rows in plan:
+            lora: dict[str, Lora] = {}
+            for key, used in rows:
+                a_XE = next(pieces).view(len(used) * self.rank, -1)
+                b = {name: next(pieces).view(-1, self.rank) for name in used}
+                lora[key] = Lora(a_XE, b, self.scale)
+            made.append(lora)
+        return made
+
+    @torch.no_grad()
+    def scale_embeddings(self, std: float) -> None:
+        """Give fresh soft tokens the spread `std`."""
+        self.lookahead_embeddings.mul_(std / STD)
+
+
+class _Matrix(nn.Module):
+    """One weight, trained or only held."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, columns: int, trained: bool) -> None:
+        super().__init__()
+        weight = torch.empty(rows, columns)
+        if trained:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight)
+
+
+class _Adapter(nn.Module):
+    """A and B of one linear, under PEFT's names."""
+
+    lora_A: _Matrix  # noqa: N815
+    lora_B: _Matrix  # noqa: N815
+
+    def __init__(self, size: tuple[int, int], rank: int, *, trained: bool) -> None:
+        super().__init__()
+        rows, columns = size
+        self.lora_A, self.lora_B = _Matrix(rank, columns, trained), _Matrix(rows, rank, trained)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+
+
+def sizes(info: TargetInfo) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each linear of a decoder layer, by its Hugging Face name."""
+    hidden, inner = info.hidden_size, info.intermediate_size
+    heads, kv = info.n_heads * info.head_dim, info.n_kv_heads * info.head_dim
+    return {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def _find(layer: nn.Module, name: str) -> _Adapter | None:
+    part, leaf = name.split(".")
+    return getattr(getattr(layer, part, None), leaf, None)
+
+
+def _cast(tensors: list[Tensor], dtype: torch.dtype, counts: list[list[int]]) -> Iterator[Tensor]:
+    """The tensors in one flat copy of `dtype`, cut into pieces of so many neighbours each."""
+    if not tensors:
+        return iter(())
+    lengths = iter([tensor.numel() for tensor in tensors])
+    cuts = [sum(next(lengths) for _ in range(n)) for group in counts for n in group]
+    return iter(torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).split(cuts))
+
+
+def _loaded(module: nn.Module, _incompatible: object) -> None:
+    module.fresh = False  # type: ignore[assignment]

@@ -1,0 +1,124 @@
+"""What LookaheadKV minimises: predicted against true importance, in one prefill and one pass of few rows.
+
+Shapes: T tokens of a packed row, P prompts, M lookahead tokens, N = P * M rows, B batch (1), L layers,
+H query heads, E hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.losses import importance_kl
+from longtrain.methods.lookaheadkv.rows import lookahead_rows
+from longtrain.methods.lookaheadkv.samples import Sample, Truth, moved, positions, prompt_ids, samples
+from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
+from longtrain.methods.spec import Loss, Objective
+from longtrain.target.suffix import suffix_pass
+
+if TYPE_CHECKING:
+    from longtrain.data.batch import Batch
+    from longtrain.methods.lookaheadkv.config import Config
+    from longtrain.methods.lookaheadkv.modules import LookaheadKV
+    from longtrain.target.model import Target
+
+
+class LookaheadObjective(Objective):
+    """KL from the response's attention on the prompt to that of the lookahead tokens.
+
+    Prompt and response go through the target once, without gradients; the lookahead rows of all documents
+    follow as one batch. Gradients flow through those rows alone, which is exact: what a prompt computes does
+    not depend on anything that is trained.
+
+    Args:
+        module: the lookahead tokens and their LoRA.
+        target: frozen.
+        config: hyperparameters.
+
+    Source: LookaheadKV §3.2, Eq. 4; Algorithm 1.
+    Note: every document counts the same, whatever its length.
+    """
+
+    per_document = True
+
+    def __init__(self, module: LookaheadKV, target: Target, config: Config) -> None:
+        super().__init__()
+        self.module, self.target, self.config = module, target, config
+        if config.embedding_lr_scale != 1.0:
+            self.lr_multipliers = {"lookahead_embeddings": config.embedding_lr_scale}
+
+    def forward(self, batch: Batch) -> Loss:
+        """The sum over documents with labels of their KL, a mean over layers and query heads.
+
+        Figures, by document: `loss`; `kl` where the loss holds more; and out of training those of `Ranking`.
+
+        Raises:
+            DataError: a response without a prompt.
+        """
+        found, device = samples(batch), batch.ids_T.device
+        if not found:
+            zero = torch.zeros((), device=device)
+            nothing = sum((value.sum() * 0 for value in self.module.parameters()), start=zero)
+            return Loss(nothing, 0, {"loss": (zero, zero)})
+        with torch.autocast(device.type, enabled=False):
+            return self._loss(batch, found)
+
+    def _loss(self, batch: Batch, found: list[Sample]) -> Loss:
+        config, device, info = self.config, batch.ids_T.device, self.target.info
+        ranking = None if self.training else Ranking(found, info.n_kv_heads)
+        windows = {config.suffix_window} - {0} | ({WINDOW} if ranking else set())
+        truth = Truth(found, info.head_dim**-0.5, windows=windows, device=device)
+        self._prefill(batch, truth)
+        prompt_T = moved(prompt_ids(found, len(batch.ids_T)), device)
+        mixed_T = None
+        if config.suffix_window in truth.recent:
+            mixed_T = moved(_longer(found, len(batch.ids_T), config.suffix_window), device)
+        whole: list[Tensor] = []
+        narrow: list[Tensor] = []
+
+        def each(layer: int, s_BHT: Tensor) -> None:
+            pred_HT, true_HT = s_BHT[0], truth.true[layer]
+            if mixed_T is not None:
+                both_HT = (pred_HT + truth.recent[config.suffix_window][layer]) / 2
+                pred_HT = torch.where(mixed_T, both_HT, pred_HT)
+            whole.append(importance_kl(pred_HT, true_HT, prompt_T, len(found)))
+            if config.budgets:
+                rank_HT = ranks(true_HT, prompt_T, len(found))
+                for budget in config.budgets:
+                    best_HT = rank_HT < budget
+                    narrow.append(importance_kl(pred_HT * best_HT, true_HT * best_HT, prompt_T, len(found)))
+            if ranking is not None:
+                ranking.add(pred_HT.detach(), true_HT, truth.recent.get(WINDOW, [])[layer : layer + 1])
+
+        keys = [(sample.start, sample.prompt) for sample in found]
+        embeds_NE, pos_N, spans = lookahead_rows(self.module, keys, [0] * len(keys), self.target.dtype)
+        adapters = self.module.adapters(self.target.dtype)
+        suffix_pass(self.target, embeds_NE, moved(pos_N, device), truth.prefix, spans, adapters, each)
+        kl = torch.stack(whole).sum() / info.n_layers
+        documents = torch.full((), len(found), device=device)
+        figures = {} if ranking is None else ranking.figures()
+        total = kl
+        if narrow:
+            total = kl + config.budget_weight * torch.stack(narrow).sum() / len(narrow)
+            figures["kl"] = (kl.detach(), documents)
+        figures["loss"] = (total.detach(), documents)
+        return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
+
+    @torch.no_grad()
+    def _prefill(self, batch: Batch, truth: Truth) -> None:
+        """Prompts and responses through the target, as far as the last layer's K and V."""
+        pos_T = moved(positions(batch.bounds), batch.ids_T.device)
+        last = self.target.info.n_layers - 1
+        self.target.packed(
+            batch.ids_T, pos_T, batch.bounds, kv_layer=last, hidden=False, stop=True, watch=truth
+        )
+
+
+def _longer(found: list[Sample], tokens: int, window: int) -> Tensor:
+    """Which tokens are of a prompt longer than the window, on the host."""
+    inside_T = torch.zeros(tokens, dtype=torch.bool)
+    for sample in found:
+        inside_T[sample.start : sample.prompt] = sample.length > window
+    return inside_T

@@ -1,0 +1,144 @@
+"""Eviction by lookahead tokens: one pass of a few rows over the prompt's cache, then the best rows of each head.
+
+Shapes: L layers, B prompts, M lookahead tokens, N = B * M rows, S prompt slots, H query heads, G KV heads,
+E hidden dim, D head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.evict import Budget, Keep, PromptRun
+from longtrain.decoding.observe import LastQueries
+from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
+from longtrain.errors import ConflictError
+from longtrain.kernels.importance import importance, own_importance, suffix_lse
+from longtrain.methods.lookaheadkv.rows import lookahead_rows
+from longtrain.methods.lookaheadkv.samples import moved
+from longtrain.target.suffix import suffix_pass
+
+if TYPE_CHECKING:
+    from longtrain.methods.lookaheadkv.config import Config
+    from longtrain.methods.lookaheadkv.modules import LookaheadKV
+    from longtrain.target.attention import Watch
+    from longtrain.target.model import Target
+
+ADAPTIVE = (False, "heads", "layers")
+"""Whether budgets are the same for all heads, or shared among the heads of a layer or of all layers."""
+
+
+class LookaheadEvictor:
+    """Keeps what the lookahead tokens attend to (`decoding.evict.Evictor`).
+
+    The prompt's own computation is not touched: the rows read its cache and leave nothing in it.
+
+    Args:
+        module: lookahead tokens and LoRA, in the target's dtype and on its device.
+        target: the frozen model.
+        config: hyperparameters.
+        budget: rows kept of each layer and KV head; on average where budgets are adaptive.
+        adaptive: one of `ADAPTIVE`.
+
+    Source: LookaheadKV §3.1, Algorithm 2: no window and no sinks are protected.
+    Note: adaptive budgets are not the paper's; scores of each head are then shares of its mass on the prompt.
+    """
+
+    name = "lookaheadkv"
+
+    def __init__(
+        self,
+        module: LookaheadKV,
+        target: Target,
+        config: Config,
+        budget: Budget,
+        *,
+        adaptive: bool | str = False,
+    ) -> None:
+        self.module, self.target, self.config = module, target, config
+        self.budget, self.adaptive = budget, adaptive
+        with torch.no_grad():
+            self._adapters = module.adapters(target.dtype)
+
+    def with_budget(self, budget: Budget) -> LookaheadEvictor:
+        """The same with another budget."""
+        other = copy.copy(self)
+        other.budget = budget
+        return other
+
+    def extra_rows(self, longest: int) -> int:
+        """See `Evictor`: none."""
+        return 0
+
+    def watch(self, lengths: Sequence[int]) -> Watch | None:
+        """See `Evictor`: the prompt's last queries where a suffix window is averaged in, else nothing."""
+        window = self.config.suffix_window
+        return LastQueries(lengths, window) if window else None
+
+    def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
+        """See `Evictor`; `scores` are those of this run where they are known already."""
+        if all(length <= self.budget.of(length) for length in run.lengths):
+            return None
+        s_LBGS = self.scores(run) if scores is None else scores
+        if self.adaptive:
+            s_LBGS = s_LBGS / s_LBGS.sum(-1, keepdim=True)
+        s_LBGS = max_pool(s_LBGS, run.lengths, kernel=self.config.pool_kernel)
+        if self.adaptive == "heads":
+            return top_adaptive(s_LBGS, run.lengths, self.budget, across="heads")
+        if self.adaptive == "layers":
+            return top_adaptive(s_LBGS, run.lengths, self.budget, across="layers")
+        return top(s_LBGS, run.lengths, self.budget)
+
+    @torch.no_grad()
+    def scores(self, run: PromptRun) -> Tensor:
+        """Importance of every prompt token, s_LBGS in fp32, reduced over query heads and not pooled.
+
+        Raises:
+            ConflictError: a suffix window is wanted and the prefill was not watched.
+        """
+        longest, found = max(run.lengths), []
+        keys = [(0, length) for length in run.lengths]
+        embeds_NE, pos_N, spans = lookahead_rows(self.module, keys, range(len(keys)), self.target.dtype)
+
+        def prefix(layer: int) -> tuple[Tensor, Tensor]:
+            k_BTGD, v_BTGD = run.cache.prefix(layer)
+            return k_BTGD[:, :longest], v_BTGD[:, :longest]
+
+        def each(layer: int, s_BHT: Tensor) -> None:
+            if self.config.suffix_window:
+                s_BHT = self._mixed(run, layer, s_BHT, prefix(layer)[0])
+            found.append(reduce_heads(s_BHT, self.target.info.n_kv_heads, self.config.reduction))
+
+        pos_N = moved(pos_N, embeds_NE.device)
+        suffix_pass(self.target, embeds_NE, pos_N, prefix, spans, self._adapters, each)
+        return torch.stack(found)
+
+    def _mixed(self, run: PromptRun, layer: int, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
+        """Half of each: the lookahead rows' scores and those of the last queries; short prompts stay as they are.
+
+        Source: LookaheadKV, Appendix E.2 and Table 7.
+        """
+        rows = run.watched
+        if not isinstance(rows, LastQueries):
+            raise ConflictError(
+                f"suffix_window={self.config.suffix_window} needs the prefill's last queries, and nothing "
+                "watched them; run it through Engine.generate"
+            )
+        spans = rows.spans()
+        if not spans:
+            return s_BHT
+        q_NHD, own_k_NGD = rows.layer(layer)
+        scale = self.target.info.head_dim**-0.5
+        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+        recent_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale)
+        own_NH = own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale=scale)
+        mixed_BHT = s_BHT.clone()
+        for span in spans:
+            (first, last), stop = span.rows, span.keys[1]
+            recent_BHT[span.seq, :, stop : stop + last - first] = own_NH[first:last].T
+            mixed_BHT[span.seq] = (s_BHT[span.seq] + recent_BHT[span.seq]) / 2
+        return mixed_BHT

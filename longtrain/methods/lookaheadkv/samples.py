@@ -1,0 +1,157 @@
+"""A packed row as prompts and responses, decided on the host; the true importance of a prompt's tokens.
+
+Shapes: T tokens of a packed row, P prompts, N observing rows, B batch (1), H query heads, G KV heads,
+D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import DataError
+from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
+
+if TYPE_CHECKING:
+    from longtrain.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document with a response: tokens `start..prompt` are the prompt, `prompt..stop` the response."""
+
+    start: int
+    prompt: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt - self.start
+
+
+def samples(batch: Batch) -> list[Sample]:
+    """The prompt and the response of every document that has labels.
+
+    The response is the last run of labels (the last answer of a chat); all before it is prompt. What follows
+    the run is not looked at: by causality it changes neither.
+
+    Raises:
+        DataError: a response without a prompt.
+    """
+    mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+    found = []
+    for number, (start, end) in enumerate(pairwise(batch.bounds)):
+        labels = mask_T[start:end].nonzero()[:, 0]
+        if not len(labels):
+            continue
+        stop = int(labels[-1]) + 1
+        gaps = (labels.diff() > 1).nonzero()[:, 0]
+        first = int(labels[int(gaps[-1]) + 1]) if len(gaps) else int(labels[0])
+        if first < 1:
+            name = batch.names[number] if number < len(batch.names) else f"number {number}"
+            raise DataError(
+                f"document {name} is all response (labels from its first token on); importance needs a prompt "
+                "before it; check the label masks with: longtrain prepare"
+            )
+        found.append(Sample(start, start + first, start + stop))
+    return found
+
+
+def positions(bounds: tuple[int, ...]) -> Tensor:
+    """Positions that restart with each document, int64 on the host."""
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
+
+
+def prompt_ids(found: list[Sample], tokens: int) -> Tensor:
+    """Number of the prompt that each token of the row belongs to, `len(found)` for the others; on the host."""
+    ids_T = torch.full((tokens,), len(found), dtype=torch.int64)
+    for number, sample in enumerate(found):
+        ids_T[sample.start : sample.prompt] = number
+    return ids_T
+
+
+def moved(host: Tensor, device: torch.device) -> Tensor:
+    """A small host tensor on the device; the host does not wait for what the device is doing."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Observers:
+    """Rows of a packed row, and the prompts whose keys they see besides their own.
+
+    Args:
+        rows: start and stop of each prompt's observing rows, in the packed row.
+        keys: start and stop of the keys before them.
+        device: where the row is.
+    """
+
+    def __init__(
+        self, rows: list[tuple[int, int]], keys: list[tuple[int, int]], device: torch.device
+    ) -> None:
+        self.spans, first = [], 0
+        for (start, stop), key in zip(rows, keys, strict=True):
+            self.spans.append(Span((first, first + stop - start), 0, key))
+            first += stop - start
+        self._rows_N = moved(torch.cat([torch.arange(*pair) for pair in rows]), device)
+
+    def scores(self, q_BHTD: Tensor, k_BGTD: Tensor, scale: float, *, own: bool = False) -> Tensor:
+        """Importance s_HT that the rows give the keys before them, and with `own` their own; 0 elsewhere."""
+        q_NHD = q_BHTD[0].transpose(0, 1).index_select(0, self._rows_N)
+        own_k_NGD = k_BGTD[0].transpose(0, 1).index_select(0, self._rows_N)
+        k_BTGD = k_BGTD.transpose(1, 2)
+        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, self.spans, scale=scale)
+        s_HT = importance(q_NHD, lse_NH, k_BTGD, self.spans, scale=scale)[0]
+        if own:
+            own_NH = own_importance(q_NHD, own_k_NGD, lse_NH, self.spans, scale=scale)
+            s_HT = s_HT.index_copy(1, self._rows_N, own_NH.T)
+        return s_HT
+
+
+class Truth:
+    """Watches the one prefill of prompts and responses (`target.attention.Watch`).
+
+    Each layer's true scores are computed as it passes; its K and V are kept for the lookahead rows.
+
+    Args:
+        found: the samples of the row.
+        scale: of the softmax.
+        windows: numbers of last rows of a prompt whose scores are wanted too (SnapKV's).
+        device: where the row is.
+
+    Source: LookaheadKV §3.2 (GT forward pass): softmax over the whole causal row, the response's own keys
+        included, then the columns of the prompt.
+    """
+
+    def __init__(
+        self, found: list[Sample], scale: float, *, windows: Collection[int] = (), device: torch.device
+    ) -> None:
+        self._scale = scale
+        responses, prompts = [(s.prompt, s.stop) for s in found], [(s.start, s.prompt) for s in found]
+        self._response = Observers(responses, prompts, device)
+        self._windows: dict[int, Observers] = {}
+        for window in windows:
+            if longer := [s for s in found if s.length > window]:
+                rows = [(s.prompt - window, s.prompt) for s in longer]
+                keys = [(s.start, s.prompt - window) for s in longer]
+                self._windows[window] = Observers(rows, keys, device)
+        self.true: list[Tensor] = []
+        """s_HT of each layer."""
+        self.recent: dict[int, list[Tensor]] = {window: [] for window in self._windows}
+        """The same by so many last rows of each longer prompt, their own columns included."""
+        self._kv: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See one layer."""
+        self._kv.append((k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2)))
+        self.true.append(self._response.scores(q_BHTD, k_BGTD, self._scale))
+        for window, rows in self._windows.items():
+            self.recent[window].append(rows.scores(q_BHTD, k_BGTD, self._scale, own=True))
+
+    def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, [B, T, G, D] each."""
+        return self._kv[layer]

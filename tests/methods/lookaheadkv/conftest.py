@@ -1,0 +1,71 @@
+"""Small targets, modules with weights that matter, and packed rows of prompts and responses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain.data.batch import Batch
+from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.modules import LookaheadKV
+from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
+
+
+@pytest.fixture
+def three_layers():
+    """(family, dtype) -> a random target of three layers with grouped heads; embeddings large enough to matter."""
+
+    def make(family="llama", dtype=torch.float64, seed=1):
+        target = random_target({**SHAPES[f"{family}_micro"], "num_hidden_layers": 3}, seed=seed, dtype=dtype)
+        with torch.no_grad():
+            for name, value in target.model.named_parameters():
+                if name.endswith("bias"):
+                    value.normal_(0, 0.1)
+                elif value.dim() == 2 and ("q_proj" in name or "k_proj" in name):
+                    value.mul_(2)  # sharp attention: a uniform one would hide faults
+        return target
+
+    return make
+
+
+@pytest.fixture
+def make_module():
+    """A module whose LoRA is not zero."""
+
+    def make(target, config=None, dtype=torch.float64) -> LookaheadKV:
+        module = LookaheadKV(config or Config(n_lookahead=5, lora_rank=3), target.info).to(dtype)
+        gen = torch.Generator().manual_seed(5)
+        for name, p in module.state_dict().items():
+            size = 0.3 if "embeddings" not in name else 1.0
+            p.copy_(size * torch.randn(p.shape, generator=gen, dtype=torch.float64))
+        return module
+
+    return make
+
+
+@pytest.fixture
+def make_batch():
+    """A packed row: pairs of prompt and response lengths; a response of 0 tokens is a document without labels."""
+
+    def make(target, pairs, *, seed=3) -> Batch:
+        gen = torch.Generator().manual_seed(seed)
+        bounds = [0]
+        for pair in pairs:
+            bounds.append(bounds[-1] + sum(pair))
+        ids = torch.randint(2, target.info.vocab_size, (bounds[-1],), generator=gen)
+        learn = torch.zeros(bounds[-1], dtype=torch.bool)
+        for (prompt, response), start in zip(pairs, bounds, strict=False):
+            learn[start + prompt : start + prompt + response] = True
+        documents = sum(response > 0 for _, response in pairs)
+        return Batch(
+            ids,
+            tuple(bounds),
+            learn,
+            seed=seed,
+            tokens_in_step=int(learn.sum()),
+            documents_in_step=documents,
+            names=tuple(f"doc{i}" for i in range(len(pairs))),
+        )
+
+    return make

@@ -1,0 +1,127 @@
+"""LookaheadKV as its equations say it, one document at a time: everything concatenated, autograd through all.
+
+Nothing of the code under test is used, only the target's weights and rotary angles. Norms run in the
+tensors' own dtype (transformers' run in fp32 whatever comes in), so that fp64 is fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm in the dtype of its input."""
+
+    def __init__(self, weight, eps):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+        self.variance_epsilon = eps
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def exact(target):
+    """Give a target norms that compute in its own dtype."""
+    eps = target.info.rms_norm_eps
+    for layer in target.model.model.layers:
+        for owner, name in (
+            (layer, "input_layernorm"),
+            (layer, "post_attention_layernorm"),
+            (layer.self_attn, "q_norm"),
+            (layer.self_attn, "k_norm"),
+        ):
+            if hasattr(owner, name):
+                setattr(owner, name, Norm(getattr(owner, name).weight, eps))
+    return target
+
+
+def weights(module, layer, name, scale, suffix):
+    """The LoRA of a linear as a full matrix applied to the suffix rows: a function x -> delta."""
+    state = dict(module.named_parameters())
+    a = state.get(f"layers.{layer}.{name}.lora_A.weight")
+    b = state.get(f"layers.{layer}.{name}.lora_B.weight")
+
+    def delta(x):
+        if a is None or b is None:
+            return 0
+        return (x * suffix[:, None]) @ (scale * b @ a).T
+
+    return delta
+
+
+def attention_of(target, x_SE, suffix, module=None, scale=0.0):
+    """Attention probabilities of every layer, [H, S, S], of one sequence whose suffix rows have LoRA."""
+    info, S = target.info, len(x_SE)
+    cos, sin = target.rope(torch.arange(S)[None])
+    rotate = lambda x: (
+        x * cos[0][:, None] + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin[0][:, None]
+    )  # noqa: E731, E501
+    found = []
+    for index, layer in enumerate(target.model.model.layers):
+
+        def project(name, x, layer=layer, index=index):
+            part, leaf = name.split(".")
+            out = getattr(getattr(layer, part), leaf)(x)
+            return out if module is None else out + weights(module, index, name, scale, suffix)(x)
+
+        h = layer.input_layernorm(x_SE)
+        q = project("self_attn.q_proj", h).view(S, info.n_heads, info.head_dim)
+        k = project("self_attn.k_proj", h).view(S, info.n_kv_heads, info.head_dim)
+        v = project("self_attn.v_proj", h).view(S, info.n_kv_heads, info.head_dim)
+        if info.qk_norm:
+            q, k = layer.self_attn.q_norm(q), layer.self_attn.k_norm(k)
+        group = info.n_heads // info.n_kv_heads
+        q, k = rotate(q), rotate(k).repeat_interleave(group, 1)
+        scores = torch.einsum("shd,thd->hst", q, k) * info.head_dim**-0.5
+        p = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        found.append(p)
+        out = torch.einsum("hst,thd->shd", p, v.repeat_interleave(group, 1)).reshape(S, -1)
+        x_SE = x_SE + project("self_attn.o_proj", out)
+        h = layer.post_attention_layernorm(x_SE)
+        inner = functional.silu(project("mlp.gate_proj", h)) * project("mlp.up_proj", h)
+        x_SE = x_SE + project("mlp.down_proj", inner)
+    return found
+
+
+def truth(target, ids, length):
+    """True scores of each layer, [H, length]."""
+    p = attention_of(target, target.embed(ids), torch.zeros(len(ids)))
+    return [one[:, length:, :length].mean(1) for one in p]
+
+
+def predicted(target, ids, length, module, config):
+    """Predicted scores of each layer, [H, length]."""
+    n = config.n_lookahead
+    x = torch.cat((target.embed(ids[:length]), module.lookahead_embeddings))
+    suffix = torch.cat((torch.zeros(length), torch.ones(n))).to(x.dtype)
+    p = attention_of(target, x, suffix, module, config.lora_alpha / config.lora_rank)
+    found = []
+    for one in p:
+        s = one[:, length:, :length].mean(1)
+        if 0 < config.suffix_window < length:
+            s = (s + one[:, length - config.suffix_window : length, :length].mean(1)) / 2
+        found.append(s)
+    return found
+
+
+def kl(pred, true):
+    """Mean over heads of the KL of one layer."""
+    pred, true = pred / pred.sum(-1, keepdim=True), true / true.sum(-1, keepdim=True)
+    return (true * (true.log() - pred.clamp_min(1e-12).log())).sum(-1).mean()
+
+
+def document_loss(target, ids, length, module, config):
+    """The loss of one document, with a gradient."""
+    with torch.no_grad():
+        true = truth(target, ids, length)
+    pred = predicted(target, ids, length, module, config)
+    total = 0
+    for p, t in zip(pred, true, strict=True):
+        total = total + kl(p, t)
+        for budget in config.budgets:
+            best = t.topk(min(budget, length), -1).indices
+            narrow = kl(p.gather(1, best), t.gather(1, best))
+            total = total + config.budget_weight * narrow / len(config.budgets)
+    return total / len(true)
