@@ -83,6 +83,11 @@ class Settings:
         for name in self.ttft.methods:
             if name not in known:
                 raise ConfigError(f"suite.cost.methods names '{name}'; known: {', '.join(known)}")
+        if "kvzip" in self.ttft.methods:
+            raise ConfigError(
+                "suite.cost.methods names kvzip, which asks the target in words; random weights come without "
+                "a tokenizer, so it cannot be measured here"
+            )
         for shape in (self.shape, self.draft_shape):
             if shape not in SHAPES:
                 raise ConfigError(f"suite.cost names the shape '{shape}'; known: {', '.join(SHAPES)}")
@@ -115,7 +120,11 @@ class Settings:
     @property
     def gpu(self) -> Gpu | None:
         """The data sheet of the device at hand, if there is one here."""
-        return eviction_theory.gpu_called(torch.cuda.get_device_name()) if self.device == "cuda" else None
+        return (
+            eviction_theory.gpu_called(torch.cuda.get_device_name())
+            if self.device.startswith("cuda")
+            else None
+        )
 
 
 def measure(settings: Settings, rows: list[Row], keep: Callable[[list[Row]], object]) -> None:
@@ -153,7 +162,7 @@ def measure(settings: Settings, rows: list[Row], keep: Callable[[list[Row]], obj
             for row in work[name]():
                 rows.append({"section": name, **row})
                 keep(rows)
-                log.info("measured %s", rows[-1])
+                log.info("section=%s %s", name, _brief(row))
         except Exception as error:  # whatever else there is to measure is worth having
             log.exception("section=%s failed", name)
             traceback.clear_frames(error.__traceback__)  # or what they hold stays on the device
@@ -163,6 +172,16 @@ def measure(settings: Settings, rows: list[Row], keep: Callable[[list[Row]], obj
         timing.release(device)
     if faults:
         raise faults[0]
+
+
+def _brief(row: Row) -> str:
+    """A row's numbers and names in one line: medians of what was measured more than once."""
+    words = []
+    for key, value in row.items():
+        value = value.get("median", value.get("ms", {}).get("median")) if isinstance(value, dict) else value
+        if isinstance(value, int | float | str):
+            words.append(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}")
+    return " ".join(words)
 
 
 def _theory(settings: Settings) -> Iterator[Row]:

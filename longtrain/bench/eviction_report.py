@@ -41,7 +41,9 @@ NOTES = {
     "ttft": (
         "Token ids in, first answer token on the host and the cache compacted. `added` is paired with a run "
         "of the full cache right before, p10 and p90 over pairs; `overhead` is the median of the paired "
-        "ratios. Theory is that of this GPU (LookaheadKV: second pass, fused)."
+        "ratios. Theory is that of this GPU (LookaheadKV: second pass, fused). LAQ and SpecKV write 32 tokens "
+        "each, launched one by one, without CUDA graphs. Peak memory has the weights of target and "
+        "draft in it."
     ),
     "parts": "Each part alone, on the cache of one prefilled prompt, wall clock and CUDA events.",
     "training": (

@@ -182,6 +182,7 @@ def _length(
         if pairs:
             base, own = [a for a, _ in pairs], [b for _, b in pairs]
             row |= {**timing.summary(own), **timing.versus(base, own), **bytes_of[name]}
+            row["pairs_ms"] = [[a.wall_ms, b.wall_ms] for a, b in pairs]
         if name in failed:
             row["failed"] = failed[name]
         rows.append(row)
@@ -197,6 +198,7 @@ def _bytes(found: Generation) -> dict[str, Any]:
     """What the cache held before and after eviction."""
     stats = found.stats
     return {
+        "kept_rows": stats.kept_rows[0],
         "cache_bytes_before": stats.cache_bytes_full,
         "cache_bytes_after": stats.cache_bytes,
         "cache_mb_before": stats.cache_bytes_full / 1e6,

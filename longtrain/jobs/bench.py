@@ -177,7 +177,7 @@ def eviction_settings(cfg: DictConfig) -> Any:
             warmup=warmup,
             repeats=repeats,
             least=least,
-            seconds=seconds,
+            seconds=convert(cost["train_seconds"], float, "suite.cost.train_seconds"),
             seed=seed,
         ),
         kernels=tuple((parse_tokens(rows), parse_tokens(keys)) for rows, keys in cells),

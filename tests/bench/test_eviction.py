@@ -1,0 +1,232 @@
+"""The eviction benchmark end to end on a few thousand weights, and that no fault loses a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from longtrain import cli
+from longtrain.assets import asset_dir
+from longtrain.bench import (
+    eviction,
+    eviction_kernels,
+    eviction_parts,
+    eviction_report,
+    eviction_train,
+    eviction_ttft,
+    timing,
+)
+from longtrain.decoding.engine import Engine
+from longtrain.errors import ConfigError
+from longtrain.jobs import bench
+from longtrain.target.loading import random_target
+
+METHODS = ("lookaheadkv", "snapkv", "laq", "speckv")
+
+
+def settings(**changes: Any) -> eviction.Settings:
+    few = {"warmup": 1, "repeats": 2, "least": 2}
+    values: dict[str, Any] = {
+        "shape": "llama_micro",
+        "draft_shape": "llama_micro",
+        "dtype": "float32",
+        "device": "cpu",
+        "ttft": eviction_ttft.Settings((96,), METHODS, budget=48, **few),
+        "training": eviction_train.Settings((64,), 16, **few),
+        "kernels": ((4, 64),),
+        "kernel_repeats": 2,
+        "theory_lengths": (4096,),
+        "gpus": ("H100",),
+    }
+    return eviction.Settings(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    counts: list[int] = []
+    eviction.measure(settings(), found, lambda rows: counts.append(len(rows)))
+    assert counts == list(range(1, len(found) + 1))  # every row is kept as soon as it is there
+    return found
+
+
+def of(rows: list[dict[str, Any]], section: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["section"] == section]
+
+
+def test_all_sections_are_measured_in_order(rows: list[dict[str, Any]]) -> None:
+    assert tuple(dict.fromkeys(row["section"] for row in rows)) == eviction.SECTIONS
+    assert not [row for row in rows if "failed" in row]
+    json.dumps(rows, allow_nan=False)
+
+
+def test_first_tokens_are_paired_with_the_full_cache(rows: list[dict[str, Any]]) -> None:
+    found = {row["method"]: row for row in of(rows, "ttft")}
+    assert tuple(found) == ("full", *METHODS)
+    target = random_target("llama_micro")
+    for name in METHODS:
+        row = found[name]
+        assert row["pairs"] == len(row["pairs_ms"]) == 2 and row["ms"]["median"] > 0
+        assert row["extra_ms"]["p10"] <= row["extra_ms"]["median"] <= row["extra_ms"]["p90"]
+        assert row["overhead_percent"] == pytest.approx(100 * (row["paired_ratio"]["median"] - 1))
+        assert row["cache_bytes_after"] < row["cache_bytes_before"]
+        assert row["peak_bytes"] is None and row["device_ms"] is None  # a CPU has no such counters
+        assert "theory_ms" not in row  # nothing is predicted for a CPU
+    whole = 2 * target.info.n_layers * target.info.n_kv_heads * target.info.head_dim * 4 * 96
+    assert found["full"]["cache_bytes_before"] >= whole
+    assert found["lookaheadkv"]["cache_bytes_after"] >= whole * 48 / 96
+
+
+def test_parts_are_timed_alone(rows: list[dict[str, Any]]) -> None:
+    found = of(rows, "parts")
+    assert [row["method"] for row in found] == ["lookaheadkv", "snapkv"]
+    for row in found:
+        for part in ("scores", "selection", "compaction"):
+            assert row[part]["ms"]["median"] > 0
+
+
+def test_the_training_step_holds_a_prefill(rows: list[dict[str, Any]]) -> None:
+    (row,) = of(rows, "training")
+    assert (row["prompt_tokens"], row["response_tokens"]) == (64, 16)
+    assert row["ratio"] == pytest.approx(row["step"]["ms"]["median"] / row["prefill"]["ms"]["median"])
+    assert row["ratio"] > 1  # it does all of the prefill and more
+    assert row["trained_parameters"] > 0
+
+
+def test_kernels_stand_beside_their_twins(rows: list[dict[str, Any]]) -> None:
+    found = of(rows, "kernels")
+    assert [row["call"] for row in found] == list(eviction_kernels.PRODUCTS)
+    for row in found:
+        assert row["largest_difference"] < 1e-5  # fp32, sums in another order
+        assert row["speed"] == pytest.approx(row["torch_ms"]["median"] / row["kernel_ms"]["median"])
+        assert row["bound_ms"] > 0
+
+
+def test_a_response_is_scored_and_runs_no_suffix() -> None:
+    how = eviction_kernels.Settings(torch.device("cpu"), torch.float32, ((200, 64),), repeats=2)
+    calls = [row["call"] for row in eviction_kernels.measure(how, random_target("llama_micro").info)]
+    assert calls == ["suffix_lse", "importance"]
+
+
+def test_the_bound_counts_what_must_be_read(rows: list[dict[str, Any]]) -> None:
+    info = random_target("llama_micro").info
+    by_call = {row["call"]: row["bound_bytes"] for row in of(rows, "kernels")}
+    keys = 64 * info.n_kv_heads * info.head_dim * 4
+    assert by_call["suffix_lse"] == keys
+    assert by_call["importance"] == keys + 64 * info.n_heads * 4
+    assert by_call["suffix_attention"] == 2 * keys + 64 * info.n_heads * 4
+
+
+def test_the_report_shows_every_section(rows: list[dict[str, Any]]) -> None:
+    text = eviction_report.markdown(rows, shape="llama_micro", device="CPU")
+    for title in eviction_report.TITLES.values():
+        assert f"## {title}" in text
+    assert "second pass, fused +" in text and "| 4096 | causal | 61.6 | 88.9 | 1.01 | 0.835 |" in text
+    picture = eviction_report.picture(rows)
+    assert picture is not None and picture.startswith(b"\x89PNG")
+    assert eviction_report.picture(of(rows, "theory")) is None
+
+
+def test_a_failing_method_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = eviction_ttft.first_token
+
+    def fails(engine: Engine, prompt: list[int]) -> Any:
+        if engine.parts.name == "snapkv":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return real(engine, prompt)
+
+    monkeypatch.setattr(eviction_ttft, "first_token", fails)
+    few = eviction_ttft.Settings((96,), ("snapkv", "laq"), budget=48, warmup=1, repeats=2, least=2)
+    full, snap, laq = eviction_ttft.measure(random_target("llama_micro"), few)
+    assert full["method"] == "full" and "ms" in full
+    assert "out of memory" in snap["failed"] and "extra_ms" not in snap
+    assert laq["pairs"] == 2
+
+
+def test_a_failing_section_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"prompt_tokens": 1}
+        raise RuntimeError("kernel launch failed")
+
+    monkeypatch.setattr(eviction_train, "measure", fails)
+    monkeypatch.setattr(eviction_parts, "measure", fails)
+    found: list[dict[str, Any]] = []
+    few = replace(settings(), sections=("training", "kernels", "parts"))
+    with pytest.raises(RuntimeError, match="kernel launch failed"):
+        eviction.measure(few, found, lambda rows: None)
+    assert [row["section"] for row in found] == ["parts"] * 2 + ["training"] * 2 + ["kernels"] * 4
+    assert found[1]["failed"] == "RuntimeError: kernel launch failed"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sections": ("speed",)}, "'speed'; known: theory, ttft"),
+        ({"shape": "llama9"}, "shape 'llama9'; known: llama_micro"),
+        ({"draft_shape": "llama32_1b"}, "another vocabulary than llama_micro"),
+        ({"gpus": ("TPU",)}, "'TPU'; known: H100, H200"),
+        ({"ttft": eviction_ttft.Settings((96,), ("snapkw",))}, "'snapkw'; known: lookaheadkv, streaming_llm"),
+        ({"ttft": eviction_ttft.Settings((96,), ("kvzip",))}, "come without a tokenizer"),
+        ({"ttft": eviction_ttft.Settings((4096,), ())}, "has 2048; choose shorter lengths"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_built(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eviction.measure(settings(**change), [], lambda rows: None)
+
+
+def test_rounds_stop_when_the_time_is_over_but_not_before_the_least() -> None:
+    going = timing.rounds(10, least=2, seconds=0.0)
+    assert [going(i) for i in range(4)] == [True, True, False, False]
+    going = timing.rounds(3, least=1, seconds=60.0)
+    assert [going(i) for i in range(4)] == [True, True, True, False]
+
+
+def test_differences_are_taken_pair_by_pair() -> None:
+    """A clock that drifts by more than the difference must not hide it."""
+    base = [timing.Run(ms, None, None) for ms in (100.0, 200.0, 300.0)]
+    other = [timing.Run(ms, None, None) for ms in (101.0, 202.0, 303.0)]
+    found = timing.versus(base, other)
+    assert found["extra_ms"]["median"] == pytest.approx(2.0)
+    assert found["paired_ratio"]["p10"] == found["paired_ratio"]["p90"] == pytest.approx(1.01)
+    assert found["overhead_percent"] == pytest.approx(1.0)
+
+
+def test_lookahead_weights_are_random_for_the_benchmark() -> None:
+    """With a B of zero its products cost the same, but its rows would be those of the bare target."""
+    target = random_target("llama_micro")
+    module, _ = eviction_ttft.lookahead_module(target, {}, seed=0)
+    assert all(value.any() for value in module.parameters())
+
+
+def test_the_job_writes_json_markdown_and_picture(tmp_path: Path) -> None:
+    GlobalHydra.instance().clear()
+    cli.mount()
+    words = [
+        f"run_dir={tmp_path}",
+        "suite=eviction",
+        "suite.cost.lengths=[64]",
+        "suite.cost.budget_tokens=48",
+    ]
+    words += ["suite.cost.methods=[lookaheadkv,snapkv]", "suite.cost.repeats=2", "suite.cost.min_repeats=2"]
+    words += ["suite.cost.train_prompts=[48]", "suite.cost.train_response=8", "suite.cost.kernels=[[2,32]]"]
+    words += ["suite.cost.theory_lengths=[4k]", "suite.cost.kernel_repeats=2", "suite.cost.warmup=1"]
+    with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+        bench.run(compose("bench", overrides=[*words, "target.device=cpu"]))
+    found = json.loads((tmp_path / "bench" / "eviction.json").read_text())
+    assert found["suite"] == "eviction" and found["versions"]["torch"] and "gpus" in found["machine"]
+    assert found["settings"]["budget_tokens"] == 48
+    assert {row["section"] for row in found["rows"]} == set(eviction.SECTIONS)
+    assert (
+        (tmp_path / "bench" / "eviction.md").read_text().startswith("# Cost of eviction: llama_micro on CPU")
+    )
+    assert (tmp_path / "bench" / "eviction.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "bench" / "config.yaml").exists()
