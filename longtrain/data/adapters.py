@@ -13,6 +13,7 @@ from longtrain.errors import ConfigError, DataError
 Row = Mapping[str, Any]
 Columns = Mapping[str, str]
 Message = dict[str, str]
+"""A turn: `role`, `content`, and maybe `question`, the end of the content that asks about the rest."""
 
 ROLES = {
     "user": "user",
@@ -41,6 +42,7 @@ class Document:
         ids_T: token ids.
         mask_T: with `ids_T`; True where the token itself is a label.
         val: held out; None: decided by `val_fraction`.
+        group: documents of one group are held out together; empty: the name decides.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Document:
     ids_T: np.ndarray | None = None
     mask_T: np.ndarray | None = None
     val: bool | None = None
+    group: str = ""
 
 
 def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> list[Document]:
@@ -106,8 +109,10 @@ def _column(row: Row, columns: Columns, key: str, name: str, *others: str) -> An
     )
 
 
-def _ask(prompt: str, answer: str, kind: str) -> list[Document]:
-    messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
+def _ask(prompt: str, answer: str, kind: str, question: str = "") -> list[Document]:
+    """A conversation of one turn; `question` is the end of the prompt, where it can be told from the rest."""
+    asked = {"role": "user", "content": prompt, **({"question": question} if question else {})}
+    messages = (asked, {"role": "assistant", "content": answer})
     return [Document("", kind, messages=messages)]
 
 
@@ -160,20 +165,20 @@ def _instruct(row: Row, columns: Columns, name: str) -> list[Document]:
 def _gov_report(row: Row, columns: Columns, name: str) -> list[Document]:
     report, summary = (str(_column(row, columns, key, name)) for key in ("report", "summary"))
     ask = "Write a one-page summary of the following report by a government agency."
-    return _ask(f"{ask}\n\nReport:\n{report}\n\n{ask}", summary, "summary")
+    return _ask(f"{ask}\n\nReport:\n{report}\n\n{ask}", summary, "summary", ask)
 
 
 def _multi_news(row: Row, columns: Columns, name: str) -> list[Document]:
     news, summary = (str(_column(row, columns, key, name)) for key in ("document", "summary"))
     news = news.replace("NEWLINE_CHAR", "\n").replace("|||||", "\n\n")
     ask = "Write a one-page summary of all of the following news."
-    return _ask(f"{ask}\n\nNews:\n{news.strip()}\n\n{ask}", summary.removeprefix("–").strip(), "summary")
+    return _ask(f"{ask}\n\nNews:\n{news.strip()}\n\n{ask}", summary.removeprefix("–").strip(), "summary", ask)
 
 
 def _meetingbank(row: Row, columns: Columns, name: str) -> list[Document]:
     transcript, summary = (str(_column(row, columns, key, name)) for key in ("transcript", "summary"))
     ask = "Write a summary of the following meeting transcript."
-    return _ask(f"{ask}\n\nTranscript:\n{transcript}\n\n{ask}", summary, "summary")
+    return _ask(f"{ask}\n\nTranscript:\n{transcript}\n\n{ask}", summary, "summary", ask)
 
 
 def _code_completion(row: Row, columns: Columns, name: str) -> list[Document]:

@@ -9,8 +9,8 @@ from typing import Any
 from longtrain.errors import ConfigError
 
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
-PATH_KEYS = ("text", "jsonl", "conversations", "books", "code", "instruct")
-"""Keys that a data config may hold only so that the command line can set a path: `data.text=PATH`."""
+PATH_KEYS = ("text", "jsonl", "conversations", "books", "code", "instruct", "questions")
+"""Keys a data config may hold only so that its sources refer to them and the command line can set them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class SourceConfig:
         split: `train`, `val`, or `auto` (by `val_fraction`).
         optional: skip the source, instead of stopping, when its path is not set.
         options: further keys, handed to a synthetic task.
+        answers: `source` or `target`, over the config's `answers`; empty: the config's.
+        prompts: prompts cut from each document of running text, where the config has `prompt_tokens`; 0:
+            none, the text is there for synthetic sources to write into.
     """
 
     reader: str
@@ -41,6 +44,8 @@ class SourceConfig:
     split: str = "auto"
     optional: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    answers: str = ""
+    prompts: int = 1
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> SourceConfig:
@@ -65,6 +70,9 @@ class SourceConfig:
             reader=readers[0], where=values[readers[0]], **{k: v for k, v in rest.items() if v is not None}
         )
         _choice("data.sources.split", source.split, ("auto", "train", "val"))
+        _choice("data.sources.answers", source.answers, ("", "source", "target"))
+        if source.prompts < 0:
+            raise ConfigError(f"data source {source.where}: prompts={source.prompts}; allowed: 0 or more")
         if source.weight <= 0:
             raise ConfigError(f"data source {source.where}: weight={source.weight}; allowed: above 0")
         if source.rows is not None and source.rows < 1:
@@ -141,8 +149,15 @@ class DataConfig:
             whole; stages cut it into pieces).
         val_fraction: share of documents held out, chosen by a hash of their names.
         seed: for the held-out choice.
-        answers: `source` keeps recorded answers, `target` has the target write the last one anew.
-        answer_tokens: longest answer the target writes.
+        answers: `source` keeps recorded answers, `target` has the target write the last one anew, and what
+            follows prompts of running text.
+        answer_tokens: longest answer the target writes, and longest recorded one that is the only label.
+        answer_batch: prompts that the target answers together.
+        answer_batch_tokens: most tokens of them, answers and padding included.
+        labels: of conversations: `answers`, or `last_answer`, which makes all before it the prompt.
+        question: `prompt` leaves questions unlabelled; `response` makes the last one a label together with
+            its answer, where it can be told from the context, so that the prompt is the context alone.
+        prompt_tokens: shortest and longest prompt that running text is cut into; None: all of it is labels.
         mask: labels of conversations: `template` reads the chat template's generation marks, `prefix` renders
             the turns one by one, `all` makes every token a label.
         append_eos: end raw text with the end-of-sequence token.
@@ -161,6 +176,11 @@ class DataConfig:
     seed: int = 0
     answers: str = "source"
     answer_tokens: int = 1024
+    answer_batch: int = 8
+    answer_batch_tokens: int = 262144
+    labels: str = "answers"
+    question: str = "prompt"
+    prompt_tokens: tuple[int, int] | None = None
     mask: str = "template"
     append_eos: bool = False
     val_rows: int = 64
@@ -180,10 +200,27 @@ class DataConfig:
         rest = {k: v for k, v in values.items() if k in known - {"sources", "stages"} and v is not None}
         sources = tuple(SourceConfig.parse(item) for item in values.get("sources") or ())
         stages = tuple(Stage.parse(item) for item in values.get("stages") or ())
+        if "prompt_tokens" in rest:
+            rest["prompt_tokens"] = _bounds("data.prompt_tokens", rest["prompt_tokens"])
         config = cls(sources=sources, stages=stages, **rest)
         _choice("data.long_documents", config.long_documents, ("split", "error", "truncate"))
         _choice("data.answers", config.answers, ("source", "target"))
         _choice("data.mask", config.mask, ("template", "prefix", "all"))
+        _choice("data.labels", config.labels, ("answers", "last_answer"))
+        _choice("data.question", config.question, ("prompt", "response"))
+        for key in ("answer_tokens", "answer_batch", "answer_batch_tokens"):
+            if getattr(config, key) < 1:
+                raise ConfigError(f"data.{key}={getattr(config, key)}; allowed: 1 or more")
+        if config.labels == "last_answer" and (config.mask == "all" or config.long_documents == "split"):
+            raise ConfigError(
+                f"data.labels=last_answer with mask={config.mask} long_documents={config.long_documents}; "
+                f"allowed: mask=template or prefix, long_documents=truncate or error"
+            )
+        if config.question == "response" and config.labels == "answers" and not config.asks_target:
+            raise ConfigError(
+                "data.question=response with data.labels=answers: only the question of a last answer can "
+                "become a label; pass data.labels=last_answer"
+            )
         if not sources:
             raise ConfigError(f"data.sources of {config.name!r} is empty; give at least one source")
         if config.min_doc_tokens < 2:
@@ -194,10 +231,19 @@ class DataConfig:
             raise ConfigError(f"data.val_fraction={config.val_fraction}; allowed: 0 up to, not including, 1")
         return config
 
+    def written_by_target(self, source: SourceConfig) -> bool:
+        """Whether the target writes this source's answers."""
+        return (source.answers or self.answers) == "target"
+
+    @property
+    def asks_target(self) -> bool:
+        """Whether the target writes any answer."""
+        return any(self.written_by_target(source) for source in self.sources)
+
     def content(self) -> dict[str, Any]:
         """The values that the prepared folder depends on: all but those applied while training."""
         values = asdict(self)
-        for key in ("stages", "val_rows", "name", "workers"):
+        for key in ("stages", "val_rows", "name", "workers", "answer_batch", "answer_batch_tokens"):
             values.pop(key)
         return values
 
@@ -205,3 +251,11 @@ class DataConfig:
 def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{key}={value}; allowed: {', '.join(allowed)}")
+
+
+def _bounds(key: str, value: Any) -> tuple[int, int]:
+    """Two whole numbers, the first at least 1 and at most the second."""
+    whole = isinstance(value, list | tuple) and all(type(item) is int for item in value)
+    if not whole or len(value) != 2 or not 1 <= value[0] <= value[1]:
+        raise ConfigError(f"{key}={value}; allowed: [SHORTEST, LONGEST] in tokens, 1 <= SHORTEST <= LONGEST")
+    return value[0], value[1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.prepared import FORMAT, Writer, read_manifest, replacing, unusable
 from longtrain.data.respond import Answers, Generate
 from longtrain.data.sources import Inputs, digest, inputs
-from longtrain.data.tokenise import Tokenise
+from longtrain.data.tokenise import ANSWERS, Bar, Tokenise
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
+
+LOG_EVERY_S = 60.0
 
 
 def prepare(
@@ -62,7 +64,7 @@ def prepare(
         }
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = config.max_doc_tokens or context_tokens
-        if config.long_documents == "split" and config.answers == "source":
+        if config.long_documents == "split" and not config.asks_target and not config.prompt_tokens:
             limit = None
         fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
         if old.get("fingerprint") == fingerprint:
@@ -115,7 +117,7 @@ def _fingerprint(
     content = {key: value for key, value in config.content().items() if key != "sources"}
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
-    written = author if config.answers == "target" else None
+    written = author if config.asks_target else None
     return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()
 
 
@@ -133,20 +135,38 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(show: bool) -> Iterator[Any]:
-    """A function that wraps a stream of documents in a progress bar on a terminal."""
+def _bar(show: bool) -> Iterator[Bar]:
+    """A function that shows how far a stream is: a bar on a terminal, a log line a minute elsewhere."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
 
     console = Console(stderr=True)
-    columns = [
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed} documents"),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
-    ]
-    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
-        yield lambda stream, what: bar.track(chain(stream), total=None, description=what)
+        TimeLeft(),
+    )
+    terminal = show and console.is_terminal
+    with Progress(*columns, console=console, disable=not terminal) as bar:
+
+        def follow(stream: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:
+            task, started_s = bar.add_task(what, total=total), time.monotonic()
+            told_s = started_s
+            for done, item in enumerate(stream, 1):
+                yield item
+                bar.update(task, completed=done)
+                now_s = time.monotonic()
+                if not terminal and total and now_s - told_s > LOG_EVERY_S:
+                    left_s = (now_s - started_s) / done * (total - done)
+                    log.info("%s done=%d of=%d left_s=%.0f", what, done, total, left_s)
+                    told_s = now_s
+            if what == ANSWERS:
+                bar.remove_task(task)
+
+        yield follow
 
 
 def _plain(source: SourceConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ log = get_logger(__name__)
 
 Generate = Callable[[list[list[int]]], list[list[int]]]
 """Prompts as token ids -> answers as token ids, in the same order."""
+Watch = Callable[[list[list[list[int]]], int], Iterable[list[list[int]]]]
+"""Groups of prompts and their number -> the same groups."""
 
 
 class Answers:
@@ -81,7 +83,14 @@ class Answers:
 
 
 def respond(
-    prompts: Sequence[list[int]], generate: Generate, answers: Answers, *, batch: int = 8
+    prompts: Sequence[list[int]],
+    generate: Generate,
+    answers: Answers,
+    *,
+    batch: int = 8,
+    batch_tokens: int | None = None,
+    answer_tokens: int = 0,
+    watch: Watch | None = None,
 ) -> Iterator[list[int]]:
     """The target's answer to each prompt, in order; only those not yet in `answers` are generated.
 
@@ -89,15 +98,19 @@ def respond(
         prompts: token ids.
         generate: writes answers.
         answers: those there are; new ones are added batch by batch.
-        batch: prompts a call; prompts of like length go together.
+        batch: prompts a call; prompts of like length go together, the longest first.
+        batch_tokens: most tokens of a call, each prompt counted as the longest of them with its answer; a
+            longer prompt is answered alone.
+        answer_tokens: longest answer.
+        watch: wraps the groups still to be answered, given their number, so that progress can be shown.
 
     Raises:
         DataError: `generate` gave another number of answers.
     """
     missing = {answers.key(prompt): prompt for prompt in prompts}
-    todo = sorted((prompt for key, prompt in missing.items() if key not in answers.done), key=len)
-    for begin in range(0, len(todo), batch):
-        group = todo[begin : begin + batch]
+    todo = sorted((prompt for key, prompt in missing.items() if key not in answers.done), key=len)[::-1]
+    groups = list(_groups(todo, batch, batch_tokens, answer_tokens))
+    for group in watch(groups, len(groups)) if watch and groups else groups:
         written = generate(group)
         if len(written) != len(group):
             raise DataError(
@@ -106,3 +119,15 @@ def respond(
         answers.add(group, written)
     for prompt in prompts:
         yield answers.done[answers.key(prompt)]
+
+
+def _groups(
+    prompts: list[list[int]], batch: int, batch_tokens: int | None, answer_tokens: int
+) -> Iterator[list[list[int]]]:
+    """Prompts, longest first, in groups that are answered together."""
+    at = 0
+    while at < len(prompts):
+        longest = len(prompts[at]) + answer_tokens
+        room = batch if batch_tokens is None else min(batch, max(1, batch_tokens // longest))
+        yield prompts[at : at + room]
+        at += room

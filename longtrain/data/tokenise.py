@@ -7,31 +7,37 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from longtrain.data import mask as masks
-from longtrain.data.adapters import Document, Message
+from longtrain.data.adapters import Document
 from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.conversations import Conversations
 from longtrain.data.prepared import Writer
+from longtrain.data.prompts import Prompt, check_room, cut_text
 from longtrain.data.respond import Answers, Generate, respond
 from longtrain.data.sources import Inputs, documents
 from longtrain.errors import ConfigError, DataError
-from longtrain.log import get_logger
-
-log = get_logger(__name__)
 
 BATCH_CHARS = 4_000_000
 BATCH_DOCUMENTS = 512
-AUDIT_FIRST, AUDIT_EVERY = 200, 50
+ANSWERS = "answers"
+Bar = Callable[..., Iterator[Any]]
+"""Stream, what it is, and its length if known -> the same stream, watched."""
 DROPS = {
     "short": "shorter than data.min_doc_tokens",
     "long": "longer than the limit and not to be shortened",
     "unanswered": "conversations that do not end with an answer",
     "unlabelled": "without any label",
+    "empty": "with an empty answer",
+}
+NOTES = {
+    "truncated": "shortened",
+    "inseparable": "with a question that could not be told from the context",
 }
 Tokens = tuple[np.ndarray, np.ndarray]
 """ids_T int64 and mask_T bool."""
@@ -58,27 +64,37 @@ class Tokenise:
     answers: Answers
     counts: Counter[str] = field(default_factory=Counter)
     nearest_val: tuple[int, int] | None = None
+    texts: dict[str, list[np.ndarray]] | None = None
 
-    def write(self, writer: Writer, sources: list[tuple[SourceConfig, Inputs]], bar: Any) -> None:
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
+
+    def write(self, writer: Writer, sources: list[tuple[SourceConfig, Inputs]], bar: Bar) -> None:
         """All sources' documents, tokenised and checked.
 
         Raises:
             DataError: nothing is left to train on.
         """
         synthetic = [(i, source) for i, (source, _) in enumerate(sources) if source.reader == "synthetic"]
+        self.texts = {} if synthetic else None
+        if any(self._prompted(source) for source, _ in sources):
+            check_room(self.config, self.limit)
         for index, (source, found) in enumerate(sources):
             if source.reader == "synthetic":
                 continue
-            before = len(writer.starts)
-            for batch in _batches(bar(documents(source, found), f"{source.reader} {source.where}")):
-                self._add(writer, index, self._tokens(batch))
-            self._check_share()
-            if len(writer.starts) == before:
+            before = self.counts["kept"] + self.counts["text only"]
+            stream = bar(documents(source, found), f"{source.reader} {source.where}", source.rows)
+            for batch in _batches(stream):
+                self._add(writer, index, self._tokens(batch, index, source, bar))
+            self.conversations.check_share()
+            if self.counts["kept"] + self.counts["text only"] == before:
                 raise DataError(
                     f"data source {source.reader} {source.where} gave no document; {self.summary()}"
                 )
         for index, source in synthetic:
-            self._add(writer, index, bar(self._written(writer, source), f"synthetic {source.where}"))
+            stream = bar(self._written(source), f"synthetic {source.where}", source.rows)
+            for items in _groups(stream, BATCH_DOCUMENTS):
+                self._add(writer, index, self._answered(items, source, bar))
         if self.nearest_val is not None and not any(writer.val) and len(writer.val) > 1:
             writer.val[self.nearest_val[1]] = True
         if all(writer.val):
@@ -86,15 +102,14 @@ class Tokenise:
 
     def summary(self) -> str:
         """What was read and left out, in words."""
-        dropped = [f"{self.counts[key]} {text}" for key, text in DROPS.items() if self.counts[key]]
-        shortened = [f"{self.counts['truncated']} shortened"] if self.counts["truncated"] else []
-        words = ", ".join([*dropped, *shortened]) or "all kept"
-        return f"read {self.counts['documents']} documents: {words}"
+        told = {**DROPS, **NOTES}
+        words = ", ".join(f"{self.counts[key]} {text}" for key, text in told.items() if self.counts[key])
+        return f"read {self.counts['documents']} documents: {words or 'all kept'}"
 
-    def _check_share(self) -> None:
-        if self.config.mask != "all":
-            labels, tokens = self.counts["chat labels"], self.counts["chat tokens"]
-            masks.check_share(labels, tokens, self.counts["conversations"], "conversations")
+    def _prompted(self, source: SourceConfig) -> bool:
+        """Whether this source's documents become a prompt and a response each."""
+        last_only = self.config.labels == "last_answer" or self.config.prompt_tokens is not None
+        return last_only or self.config.written_by_target(source)
 
     def _add(self, writer: Writer, source: int, items: Iterable[Made]) -> None:
         for document, ids_T, mask_T in items:
@@ -106,32 +121,110 @@ class Tokenise:
                 continue
             val = document.val
             if val is None and self.config.val_fraction:
-                draw = hashlib.sha256(f"{self.config.seed}:{source}:{document.name}".encode()).digest()
-                place = int.from_bytes(draw[:8], "big")
+                place = self._place(document, source)
                 val = place < self.config.val_fraction * 2**64
                 if self.nearest_val is None or place < self.nearest_val[0]:
                     self.nearest_val = (place, len(writer.starts))
+            self.counts["kept"] += 1
             writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=bool(val))
 
-    def _tokens(self, batch: list[Document]) -> Iterator[Made]:
+    def _place(self, document: Document, source: int) -> int:
+        """Where a document falls in the draw of the held-out ones: below 2**64, the lowest are held out."""
+        name = document.group or document.name
+        draw = hashlib.sha256(f"{self.config.seed}:{source}:{name}".encode()).digest()
+        return int.from_bytes(draw[:8], "big")
+
+    def _tokens(self, batch: list[Document], index: int, source: SourceConfig, bar: Bar) -> Iterator[Made]:
         """Ids and mask of each document that is kept."""
         self.counts["documents"] += len(batch)
         texts = iter(self._encode([document.text for document in batch if document.text is not None]))
-        written = self._answers([document for document in batch if document.messages])
+        items: list[Made | Prompt] = []
         for document in batch:
             if document.text is not None:
                 ids_T = next(texts)
-                item = (ids_T, np.ones(len(ids_T), bool))
+                self._keep_text(document, ids_T, index)
+                items += self._cut(document, ids_T, source)
             elif document.messages is not None:
-                made = next(written) if document.messages else None
-                if made is None:
-                    continue
-                item = made
+                items += self._conversation(document, source)
             else:
                 item = (_some(document.ids_T), _some(document.mask_T))
-            kept = self._limited(document, *item)
+                if item[1][1:].all():
+                    self._keep_text(document, item[0], index)
+                items.append((document, *item))
+        for made in self._answered(items, source, bar):
+            document, ids_T, mask_T = made
+            kept = self._limited(document, ids_T, mask_T)
             if kept is not None:
                 yield document, *kept
+
+    def _keep_text(self, document: Document, ids_T: np.ndarray, source: int) -> None:
+        """Remember text that is trained on, for synthetic sources to write into."""
+        held_out = document.val
+        if held_out is None:
+            held_out = self._place(document, source) < self.config.val_fraction * 2**64
+        if self.texts is None or held_out:
+            return
+        marks = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
+        self.texts.setdefault(document.kind, []).append(ids_T[~np.isin(ids_T, marks)].astype(np.int32))
+
+    def _cut(self, document: Document, ids_T: np.ndarray, source: SourceConfig) -> list[Made | Prompt]:
+        """Running text: all of it labels, or prompts with what follows them."""
+        if not source.prompts:
+            self.counts["text only"] += 1
+            return []
+        if self.config.prompt_tokens is None:
+            return [(document, ids_T, np.ones(len(ids_T), bool))]
+        made = list(
+            cut_text(
+                document,
+                ids_T,
+                self.config,
+                count=source.prompts,
+                limit=self.limit,
+                bos=self.tokenizer.bos_token_id,
+            )
+        )
+        self.counts["short"] += not made
+        return [*made]
+
+    def _conversation(self, document: Document, source: SourceConfig) -> list[Made | Prompt]:
+        written = self.config.written_by_target(source)
+        if written or self.config.labels == "last_answer":
+            prompt = self.conversations.prompt(document, recorded=not written)
+            return [] if prompt is None else [prompt]
+        tokens = self.conversations.labelled(document)
+        return [] if tokens is None else [(document, *tokens)]
+
+    def _answered(self, items: Sequence[Made | Prompt], source: SourceConfig, bar: Bar) -> Iterator[Made]:
+        """Prompts with their responses, recorded or written now; the rest as it is."""
+        prompts = [item for item in items if isinstance(item, Prompt)]
+        written: Iterator[list[int]] = iter(())
+        if prompts and self.config.written_by_target(source):
+            if self.generate is None:
+                raise DataError(
+                    "data.answers=target needs the target to write answers; run: longtrain prepare"
+                )
+            written = respond(
+                [prompt.ids_T.tolist() for prompt in prompts],
+                self.generate,
+                self.answers,
+                batch=self.config.answer_batch,
+                batch_tokens=self.config.answer_batch_tokens,
+                answer_tokens=self.config.answer_tokens,
+                watch=lambda groups, n: bar(groups, ANSWERS, n),
+            )
+        for item in items:
+            if not isinstance(item, Prompt):
+                yield item
+                continue
+            answer_T = np.asarray(next(written, item.answer_T), np.int64)
+            if not self.tokenizer.decode(answer_T.tolist(), skip_special_tokens=True).strip():
+                self.counts["empty"] += 1
+                continue
+            made = item.answered(answer_T)
+            if item.document.messages is not None:
+                self.conversations.count(len(made[1]), int(made[2].sum()))
+            yield made
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
@@ -162,116 +255,13 @@ class Tokenise:
         self.counts["truncated"] += 1
         return ids_T[: self.limit], mask_T[: self.limit]
 
-    def _answers(self, batch: list[Document]) -> Iterator[Tokens | None]:
-        """Ids and mask of each conversation, or None where it is left out."""
-        if self.config.answers == "target":
-            yield from self._answered_by_target(batch)
-            return
-        if batch:
-            masks.check_template(self.tokenizer, self.config.mask)
-        for document in batch:
-            messages = list(_some(document.messages))
-            if messages[-1]["role"] != "assistant":
-                self.counts["unanswered"] += 1
-                yield None
-                continue
-            rendered, messages = self._fitted(messages, document.name)
-            count = self.counts["conversations"] = self.counts["conversations"] + 1
-            if self._to_audit(rendered, count):
-                self._note_end(masks.audit(self.tokenizer, rendered, messages, name=document.name))
-            self.counts["chat tokens"] += len(rendered.ids_T)
-            self.counts["chat labels"] += int(rendered.mask_T.sum())
-            if count == AUDIT_FIRST:
-                self._check_share()
-            yield rendered.ids_T, rendered.mask_T
+    def _written(self, source: SourceConfig) -> Iterator[Made | Prompt]:
+        """A synthetic source's documents."""
+        from longtrain.data.retrieval import synthetic
 
-    def _note_end(self, marker: str) -> None:
-        if not marker and not self.counts["endless"]:
-            log.warning(
-                "answers end without an end marker among the labels, so when to stop is not learned; put it "
-                "inside the chat template's generation marks"
-            )
-        self.counts["endless"] += not marker
-
-    def _to_audit(self, rendered: masks.Rendered, count: int) -> bool:
-        """The first conversations and a sample of the rest; those all or none are first left to the share."""
-        if self.config.mask == "all" or (count > AUDIT_FIRST and count % AUDIT_EVERY):
-            return False
-        return count > AUDIT_FIRST or bool(rendered.mask_T.any() and not rendered.mask_T.all())
-
-    def _answered_by_target(self, batch: list[Document]) -> Iterator[Tokens | None]:
-        if batch and self.generate is None:
-            raise DataError("data.answers=target needs the target to write answers; run: longtrain prepare")
-        prompts = [self._prompt(document) for document in batch]
-        wanted = [prompt for prompt in prompts if prompt]
-        answers = iter(respond(wanted, self.generate, self.answers) if self.generate else ())
-        for prompt in prompts:
-            if prompt is None:
-                yield None
-                continue
-            answer = next(answers)
-            mask_T = np.zeros(len(prompt) + len(answer), bool)
-            mask_T[len(prompt) :] = True
-            self.counts["conversations"] += 1
-            self.counts["chat tokens"] += len(mask_T)
-            self.counts["chat labels"] += len(answer)
-            yield np.asarray([*prompt, *answer], np.int64), mask_T
-
-    def _prompt(self, document: Document) -> list[int] | None:
-        """What the target is to answer: the conversation without its last answer; None: left out."""
-        messages = list(_some(document.messages))
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if not messages:
-            self.counts["unanswered"] += 1
-            return None
-        ids = masks.render_prompt(self.tokenizer, messages, name=document.name).tolist()
-        room = len(ids) if self.limit is None else self.limit - self.config.answer_tokens
-        if len(ids) > room and self.config.long_documents == "truncate":
-            self.counts["truncated"] += 1
-            messages = shorten(self.tokenizer, messages, len(ids) - room)
-            ids = masks.render_prompt(self.tokenizer, messages, name=document.name).tolist()
-        if len(ids) > room and self.config.long_documents == "error":
-            raise DataError(
-                f"the prompt of {document.name} has {len(ids)} tokens, the limit is {room} "
-                f"(data.max_doc_tokens or the target's context, less data.answer_tokens); shorten it, or "
-                f"pass data.long_documents=truncate"
-            )
-        if len(ids) > room:
-            self.counts["long"] += 1
-            return None
-        return ids
-
-    def _fitted(self, messages: list[Message], name: str) -> tuple[masks.Rendered, list[Message]]:
-        """A conversation rendered, its longest prompt shortened in the middle where that is asked for."""
-        rendered = masks.render(self.tokenizer, messages, how=self.config.mask, name=name)
-        over = 0 if self.limit is None else len(rendered.ids_T) - self.limit
-        if over <= 0 or self.config.long_documents != "truncate" or self.config.mask == "all":
-            return rendered, messages
-        shorter = shorten(self.tokenizer, messages, over)
-        rendered = masks.render(self.tokenizer, shorter, how=self.config.mask, name=name)
-        self.counts["truncated"] += 1
-        return rendered, shorter
-
-    def _written(self, writer: Writer, source: SourceConfig) -> Iterator[Made]:
-        from longtrain.data.retrieval import written
-
-        for name, kind, ids_T, mask_T in written(source, writer, self.tokenizer, seed=self.config.seed):
+        for item in synthetic(source, self.texts or {}, self.tokenizer, self.config, limit=self.limit):
             self.counts["documents"] += 1
-            yield Document(name, source.kind or kind, val=source.split == "val"), ids_T, mask_T
-
-
-def shorten(tokenizer: Any, messages: list[Message], over: int) -> list[Message]:
-    """Cut `over` tokens (and a few more) out of the middle of the longest turn not the assistant's."""
-    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
-    if not asked:
-        return messages
-    longest = max(asked, key=lambda i: len(messages[i]["content"]))
-    ids = tokenizer(messages[longest]["content"], add_special_tokens=False, verbose=False)["input_ids"]
-    keep = max(0, len(ids) - over - 16)
-    head, tail = ids[: keep // 2], ids[len(ids) - (keep - keep // 2) :]
-    content = f"{tokenizer.decode(head)} ... {tokenizer.decode(tail)}" if keep else "..."
-    return [{**m, "content": content} if i == longest else m for i, m in enumerate(messages)]
+            yield item
 
 
 def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
@@ -285,6 +275,13 @@ def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _groups(stream: Iterable[Made | Prompt], n: int) -> Iterator[list[Made | Prompt]]:
+    """The stream in lists of at most `n`."""
+    left = iter(stream)
+    while group := list(islice(left, n)):
+        yield group
 
 
 def _some(value: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +16,7 @@ from longtrain.data.prepared import Prepared
 from longtrain.data.show import LABEL, READ, samples
 from longtrain.data.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
-from longtrain.jobs import load_target_from, sampling_from, target_overrides
+from longtrain.jobs import load_target_from, target_overrides
 
 if TYPE_CHECKING:
     from longtrain.data.respond import Generate
@@ -33,7 +31,7 @@ def run(cfg: DictConfig) -> None:
         DataError: a source, row or mask is wrong, or the disk is full.
     """
     config = data_config(cfg)
-    if config.answers == "target":
+    if config.asks_target:
         target = load_target_from(cfg)
         tokenizer = target.tokenizer
         folder = ensure_prepared(cfg, tokenizer, context_tokens=target.info.max_positions, target=target)
@@ -66,11 +64,13 @@ def ensure_prepared(
         raise ConfigError(
             "the target has no tokenizer, so text cannot be prepared; use a target folder that has one"
         )
+    from longtrain.decoding.sampling import Sampling
+
     author = None
     generate = None
-    if config.answers == "target" and target is not None:
-        author = {"target": target.info.name, "weights": target.info.weights_hash, **_sampling(cfg)}
-        generate = _writer(cfg, config, target)
+    if config.asks_target and target is not None:
+        author = {"target": target.info.name, "weights": target.info.weights_hash, **asdict(Sampling())}
+        generate = _writer(config, target)
     return prepare(
         config,
         tokenizer,
@@ -115,22 +115,14 @@ def _target_path(cfg: DictConfig) -> str:
     return str(cfg.target.path)
 
 
-def _sampling(cfg: DictConfig) -> dict[str, Any]:
-    return asdict(sampling_from(cfg))
-
-
-def _writer(cfg: DictConfig, config: DataConfig, target: Target) -> Generate:
-    """The target's own answers, by the engine without a draft; the same whatever is asked beside them."""
+def _writer(config: DataConfig, target: Target) -> Generate:
+    """The target's own answers: greedy, by the engine without a draft, up to and with its end mark."""
     from longtrain.decoding.engine import Engine
+    from longtrain.decoding.limits import Limits
 
-    engine = Engine(target)
-    sampling = sampling_from(cfg)
+    engine = Engine(target, limits=Limits(batch=config.answer_batch))
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
-        ids = [zlib.crc32(json.dumps(prompt).encode()) for prompt in prompts]
-        made = engine.generate(
-            prompts, max_new_tokens=config.answer_tokens, sampling=sampling, sequence_ids=ids
-        )
-        return made.tokens
+        return engine.generate(prompts, max_new_tokens=config.answer_tokens).tokens
 
     return generate

@@ -21,7 +21,7 @@ def test_answers_come_in_order_and_once_each(tmp_path):
 
     answers = Answers(tmp_path / "a.jsonl", {})
     assert list(respond(PROMPTS, generate, answers, batch=2)) == double(PROMPTS)
-    assert asked == [[4], [5, 6], [1, 2, 3], [7, 8, 9, 10]]
+    assert asked == [[7, 8, 9, 10], [1, 2, 3], [5, 6], [4]]
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 4
 
 
@@ -39,7 +39,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
         list(respond(PROMPTS, stops, Answers(path, {}), batch=2))
     asked = []
     wanted = list(respond(PROMPTS, lambda p: asked.extend(p) or double(p), Answers(path, {}), batch=2))
-    assert wanted == double(PROMPTS) and asked == [[1, 2, 3], [7, 8, 9, 10]]
+    assert wanted == double(PROMPTS) and asked == [[5, 6], [4]]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
