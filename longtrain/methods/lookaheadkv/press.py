@@ -21,7 +21,8 @@ a second stream that moves one layer up with every call of `score`.
 
 Tested with kvpress 0.5.5 (transformers 5.2). Families: Llama, Qwen2, Qwen3, Mistral, without sliding windows.
 Wrappers that score each layer of a prompt once work: AdaKVPress, CriticalKVPress, CriticalAdaKVPress,
-ChunkKVPress, KeyRerotationPress, MergingPress, DMSPress in prefill. ChunkPress, BlockPress, DecodingPress and
+ChunkKVPress, KeyRerotationPress, MergingPress, DMSPress in prefill (CriticalAdaKVPress does not show the model
+to what it wraps: call `press.post_init_from_model(model)` first). ChunkPress, BlockPress, DecodingPress and
 DMSPress in decoding score parts of a prompt, or answers, and are refused.
 
 Source: LookaheadKV, arXiv 2603.10899, §3 and Algorithm 2.
@@ -46,6 +47,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, max_pool1d
 from transformers import PreTrainedModel, QuantizedCache
+
+logger = logging.getLogger(__name__)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """`model_type`s whose decoder layers the lookahead rows can be led through."""
@@ -157,7 +160,10 @@ class LookaheadKVPress(ScorerPress):
         model = self._loaded[1]() if self._loaded is not None else None
         layer = _layers(model)[index] if model is not None else None
         if self._module is None or layer is None or layer.self_attn is not module:
-            raise RuntimeError("LookaheadKVPress has not seen this model; use it as: with press(model): ...")
+            raise RuntimeError(
+                "LookaheadKVPress has not seen this model; use it as `with press(model):`, or call "
+                "press.post_init_from_model(model) first (in CriticalAdaKVPress, which does not)"
+            )
         _check_whole(hidden_states, keys, kwargs)
         if index == 0:
             _check_padding(kwargs.get("attention_mask"))
@@ -339,24 +345,16 @@ def _load(folder: Path, model: Any) -> _Module:
     """Read the PEFT folder, and compare every shape with the model's."""
     adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     facts = json.loads((folder / "longtrain_eviction.json").read_text(encoding="utf-8"))
-    allowed: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",),
-        "bias": ("none",),
-        "use_dora": (False, None),
-    }
-    allowed |= {"rank_pattern": ({}, None), "alpha_pattern": ({}, None)}
+    allowed: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",)}
+    allowed |= {"use_dora": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None)}
     allowed |= {"pool": ("max",), "reduction": ("mean", "max"), "suffix_window": (0, None)}
     for key, values in allowed.items():
         if (found := {**adapter, **facts}.get(key)) not in values:
-            raise ValueError(
-                f"{folder}: {key}={found} is not supported by LookaheadKVPress; allowed: {values}"
-            )
+            raise ValueError(f"{folder}: LookaheadKVPress cannot use {key}={found}; allowed: {values}")
     rows_ME = load_file(folder / "lookahead_embeddings.safetensors")["lookahead_embeddings"]
     _check_shape(folder, "lookahead_embeddings", rows_ME, (facts["n"], model.config.hidden_size))
     if facts.get("query_aware"):
-        logging.getLogger(__name__).info(
-            "%s was trained with the question in view: keep it in the context", folder
-        )
+        logger.info("%s was trained with the question in view: keep it in the context", folder)
     return _Module(rows_ME, _lora(folder, adapter, _layers(model)), int(facts["kernel"]), facts["reduction"])
 
 
@@ -366,9 +364,7 @@ def _lora(folder: Path, adapter: dict[str, Any], layers: Any) -> list[LayerLora]
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
         match = _LORA.fullmatch(name)
         if match is None or int(match[1]) >= len(layers):
-            raise ValueError(
-                f"{folder}: adapter_model.safetensors has {name}; the model has {len(layers)} layers"
-            )
+            raise ValueError(f"{folder}: adapter weights have {name}; the model has {len(layers)} layers")
         pairs[int(match[1])].setdefault(match[2], {})[match[3]] = tensor
     targets, rank, lora = set(adapter["target_modules"]), int(adapter["r"]), []
     scale = float(adapter["lora_alpha"]) / (rank**0.5 if adapter.get("use_rslora") else rank)
@@ -376,14 +372,12 @@ def _lora(folder: Path, adapter: dict[str, Any], layers: Any) -> list[LayerLora]
         # Only the queries and keys of the last layer's rows are ever used.
         due = targets & {"q_proj", "k_proj"} if index == len(layers) - 1 else targets
         if missing := sorted(due - set(found)):
-            raise ValueError(
-                f"{folder}: adapter_model.safetensors lacks {', '.join(missing)} of layer {index}"
-            )
+            raise ValueError(f"{folder}: adapter weights lack {', '.join(missing)} of layer {index}")
         weight, ready = layer.input_layernorm.weight, {}
         for name, pair in found.items():
             frozen = getattr(layer.self_attn, name, None) or getattr(layer.mlp, name, None)
             if frozen is None:
-                raise ValueError(f"{folder}: adapter_model.safetensors has {name}, which the model lacks")
+                raise ValueError(f"{folder}: adapter weights have {name}, which the model lacks")
             for side, shape in (("A", (rank, frozen.in_features)), ("B", (frozen.out_features, rank))):
                 _check_shape(folder, f"layer {index} {name} lora_{side}", pair.get(side), shape)
             A, B = (pair[side].to("cpu" if weight.is_meta else weight.device, weight.dtype) for side in "AB")
