@@ -96,8 +96,8 @@ class MethodSpec:
         golden_tokens: config -> prompt length at which every part of the module matters (past its window);
             the golden outputs of an artifact are recorded on a prompt of this length.
         golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
-        files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path in
-            it: the module in formats of other tools. They are uploaded with it and never read back.
+        files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
+            in it: the module in formats of other tools. They are uploaded with it and never read back.
     """
 
     name: str

@@ -59,7 +59,7 @@ def suffix_pass(
     adapters: Sequence[LayerLora],
     each: Callable[[int, Tensor], None],
 ) -> None:
-    """Run rows through the frozen decoder, each seeing its prompt's keys and the rows of its span up to itself.
+    """Run rows through the frozen decoder; each sees its prompt's keys and its span's rows up to itself.
 
     What the prompts' tokens compute is untouched: they are not run again, and nothing is written to a cache.
     It ends with the last layer's scores: no output of that layer, no final norm, no head. With gradients on,

@@ -26,9 +26,9 @@ class TrainModule(LightningModule):
     """Trains what an objective holds.
 
     An objective returns the *sum* of its loss over a micro-batch's labels, or over its documents with labels
-    (`Objective.per_document`). Lightning divides a loss by the accumulated micro-batches and averages gradients
-    over ranks; `accumulate * ranks / tokens_in_step` (or `documents_in_step`) makes of that the gradient of the
-    mean over all labels (documents) of the optimizer step, however they are spread.
+    (`Objective.per_document`). Lightning divides a loss by the accumulated micro-batches and averages
+    gradients over ranks; `accumulate * ranks / tokens_in_step` (or `documents_in_step`) makes of that the
+    gradient of the mean over all labels (documents) of the optimizer step, however they are spread.
 
     Args:
         objective: maps a batch to a loss; its `target`, if any, is frozen and never saved.

@@ -23,9 +23,7 @@ class Config:
     lora_targets: Any = "all"  # all, qv, none (Table 5), or a list of q, k, v, o, gate, up, down
     pool_kernel: int = 7  # max-pooling of scores over neighbours before the selection; odd; 1: none
     reduction: str = "mean"  # of the scores of query heads that share a KV head: mean, max
-    init_std: float = (
-        0.0  # of fresh soft tokens; 0: that of the target's own embeddings (ours; not published)
-    )
+    init_std: float = 0.0  # of fresh soft tokens; 0: that of the target's own embeddings (ours)
     suffix_window: int = 0  # average in the scores of the prompt's last N queries (Table 7: 32 hurts); 0: no
     embedding_lr_scale: float = 1.0  # factor on optim.lr for the soft tokens (ours; 5 trains well)
     budgets: list[int] = field(default_factory=list)  # add the KL among the true best N tokens (ours); []: no

@@ -118,8 +118,8 @@ class _Matrix(nn.Module):
 class _Adapter(nn.Module):
     """A and B of one linear, under PEFT's names."""
 
-    lora_A: _Matrix  # noqa: N815
-    lora_B: _Matrix  # noqa: N815
+    lora_A: _Matrix
+    lora_B: _Matrix
 
     def __init__(self, size: tuple[int, int], rank: int, *, trained: bool) -> None:
         super().__init__()

@@ -22,9 +22,9 @@ EMBEDDINGS = "lookahead_embeddings"
 def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> dict[str, bytes]:
     """Files by their path in the artifact's folder.
 
-    `adapter_config.json` and `adapter_model.safetensors` are a LoRA that `peft` loads (where there is any): every
-    layer has all of its target modules, zeros in the last layer where nothing is trained. It is meant for the
-    lookahead rows alone; merged into the model it would change what every token computes.
+    `adapter_config.json` and `adapter_model.safetensors` are a LoRA that `peft` loads (where there is any):
+    every layer has all of its target modules, zeros in the last layer where nothing is trained. It is meant
+    for the lookahead rows alone; merged into the model it would change what every token computes.
     `lookahead_embeddings.safetensors` holds the soft tokens, `longtrain_eviction.json` how they are used.
 
     Args:

@@ -34,7 +34,6 @@ def lookahead_rows(
     M, hidden = module.lookahead_embeddings.shape
     embeds_NE = module.lookahead_embeddings.to(dtype)[None].expand(len(keys), M, hidden).reshape(-1, hidden)
     pos_N = torch.cat([torch.arange(stop - start, stop - start + M) for start, stop in keys])
-    spans = [
-        Span((p * M, (p + 1) * M), seq, key) for p, (seq, key) in enumerate(zip(seqs, keys, strict=True))
-    ]
+    rows = [(first, first + M) for first in range(0, len(keys) * M, M)]
+    spans = [Span(row, seq, key) for row, seq, key in zip(rows, seqs, keys, strict=True)]
     return embeds_NE, pos_N, spans

@@ -1,4 +1,4 @@
-"""Eviction by lookahead tokens: one pass of a few rows over the prompt's cache, then the best rows of each head.
+"""Eviction by lookahead tokens: a few rows over the prompt's cache, then the best rows of each head.
 
 Shapes: L layers, B prompts, M lookahead tokens, N = B * M rows, S prompt slots, H query heads, G KV heads,
 E hidden dim, D head dim.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class LookaheadEvictor:
     ) -> None:
         self.module, self.target, self.config = module, target, config
         self.budget, self.adaptive = budget, adaptive
+        self._heads: Literal["mean", "max"] = "max" if config.reduction == "max" else "mean"
         with torch.no_grad():
             self._adapters = module.adapters(target.dtype)
 
@@ -111,14 +112,14 @@ class LookaheadEvictor:
         def each(layer: int, s_BHT: Tensor) -> None:
             if self.config.suffix_window:
                 s_BHT = self._mixed(run, layer, s_BHT, prefix(layer)[0])
-            found.append(reduce_heads(s_BHT, self.target.info.n_kv_heads, self.config.reduction))
+            found.append(reduce_heads(s_BHT, self.target.info.n_kv_heads, self._heads))
 
         pos_N = moved(pos_N, embeds_NE.device)
         suffix_pass(self.target, embeds_NE, pos_N, prefix, spans, self._adapters, each)
         return torch.stack(found)
 
     def _mixed(self, run: PromptRun, layer: int, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
-        """Half of each: the lookahead rows' scores and those of the last queries; short prompts stay as they are.
+        """Half of each: the lookahead rows' scores and the last queries'; short prompts stay as they are.
 
         Source: LookaheadKV, Appendix E.2 and Table 7.
         """

@@ -56,8 +56,8 @@ def samples(batch: Batch) -> list[Sample]:
         if first < 1:
             name = batch.names[number] if number < len(batch.names) else f"number {number}"
             raise DataError(
-                f"document {name} is all response (labels from its first token on); importance needs a prompt "
-                "before it; check the label masks with: longtrain prepare"
+                f"document {name} is all response (labels from its first token on); importance needs a "
+                "prompt before it; check the label masks with: longtrain prepare"
             )
         found.append(Sample(start, start + first, start + stop))
     return found
@@ -69,7 +69,7 @@ def positions(bounds: tuple[int, ...]) -> Tensor:
 
 
 def prompt_ids(found: list[Sample], tokens: int) -> Tensor:
-    """Number of the prompt that each token of the row belongs to, `len(found)` for the others; on the host."""
+    """The prompt that each token of the row belongs to, `len(found)` for the others; on the host."""
     ids_T = torch.full((tokens,), len(found), dtype=torch.int64)
     for number, sample in enumerate(found):
         ids_T[sample.start : sample.prompt] = number

@@ -32,7 +32,7 @@ def _build(config: Config, info: TargetInfo | None) -> nn.Module:
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> LookaheadObjective:
-    """The objective; soft tokens that were not loaded from anywhere get the spread of the target's embeddings."""
+    """The objective; soft tokens that were not loaded get the spread of the target's embeddings."""
     if target is None or not isinstance(module, LookaheadKV):
         raise TargetMismatchError(
             "LookaheadKV trains a LookaheadKV module against a target; pass target.path"

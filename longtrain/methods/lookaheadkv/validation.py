@@ -73,7 +73,7 @@ class Ranking:
 
 
 def ranks(true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
-    """Place of each token among those of its prompt, 0 the highest score; of equal ones the first stands first.
+    """Place of each token in its prompt, 0 the highest score; of equal ones the first stands first.
 
     Args:
         true_HT: scores.

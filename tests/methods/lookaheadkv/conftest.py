@@ -14,7 +14,7 @@ from longtrain.target.shapes import SHAPES
 
 @pytest.fixture
 def three_layers():
-    """(family, dtype) -> a random target of three layers with grouped heads; embeddings large enough to matter."""
+    """(family, dtype) -> a random target of three layers with grouped heads and sharp attention."""
 
     def make(family="llama", dtype=torch.float64, seed=1):
         target = random_target({**SHAPES[f"{family}_micro"], "num_hidden_layers": 3}, seed=seed, dtype=dtype)
@@ -23,7 +23,7 @@ def three_layers():
                 if name.endswith("bias"):
                     value.normal_(0, 0.1)
                 elif value.dim() == 2 and ("q_proj" in name or "k_proj" in name):
-                    value.mul_(2)  # sharp attention: a uniform one would hide faults
+                    value.mul_(2)  # a uniform attention would hide faults
         return target
 
     return make
@@ -46,7 +46,7 @@ def make_module():
 
 @pytest.fixture
 def make_batch():
-    """A packed row: pairs of prompt and response lengths; a response of 0 tokens is a document without labels."""
+    """A packed row of (prompt, response) lengths; a response of 0 is a document without labels."""
 
     def make(target, pairs, *, seed=3) -> Batch:
         gen = torch.Generator().manual_seed(seed)

@@ -57,7 +57,7 @@ def attention_of(target, x_SE, suffix, module=None, scale=0.0):
     cos, sin = target.rope(torch.arange(S)[None])
     rotate = lambda x: (
         x * cos[0][:, None] + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin[0][:, None]
-    )  # noqa: E731, E501
+    )
     found = []
     for index, layer in enumerate(target.model.model.layers):
 
