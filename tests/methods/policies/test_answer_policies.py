@@ -1,4 +1,4 @@
-"""Policies that look at an answer: the target's own (oracle), that of an evicted copy (LAQ), a draft's (SpecKV)."""
+"""Policies that look at an answer: the target's own (oracle), an evicted copy's (LAQ), a draft's (SpecKV)."""
 
 from __future__ import annotations
 
