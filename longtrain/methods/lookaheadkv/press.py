@@ -21,8 +21,8 @@ a second stream that moves one layer up with every call of `score`.
 
 Tested with kvpress 0.5.5 (transformers 5.2). Families: Llama, Qwen2, Qwen3, Mistral, without sliding windows.
 Wrappers that score each layer of a prompt once work: AdaKVPress, CriticalKVPress, CriticalAdaKVPress,
-ChunkKVPress, KeyRerotationPress, MergingPress, DMSPress in prefill (CriticalAdaKVPress does not show the model
-to what it wraps: call `press.post_init_from_model(model)` first). ChunkPress, BlockPress, DecodingPress and
+ChunkKVPress, KeyRerotationPress, MergingPress, DMSPress in prefill. (CriticalAdaKVPress does not show what it
+wraps the model: call `press.post_init_from_model(model)` first.) ChunkPress, BlockPress, DecodingPress and
 DMSPress in decoding score parts of a prompt, or answers, and are refused.
 
 Source: LookaheadKV, arXiv 2603.10899, §3 and Algorithm 2.
@@ -55,6 +55,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on the length: asking for a few more leaves no trace."""
 
+_FACTS = "longtrain_eviction.json"
 _LORA = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
 _BLOCK = 1 << 26
 """Most attention weights (fp32) held at once; for more, KV heads are taken one after the other."""
@@ -331,8 +332,9 @@ def _folder(artifact: str) -> Path:
 
         local = Path(snapshot_download(artifact, allow_patterns=["peft/*", "*.safetensors", "*.json"]))
     folder = local / "peft" if (local / "peft").is_dir() else local
-    names = ["adapter_config.json", "adapter_model.safetensors"]
-    names += ["lookahead_embeddings.safetensors", "longtrain_eviction.json"]
+    names, facts = [_FACTS, "lookahead_embeddings.safetensors"], folder / _FACTS
+    if not facts.is_file() or json.loads(facts.read_text(encoding="utf-8")).get("lora", True):
+        names += ["adapter_config.json", "adapter_model.safetensors"]
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"artifact={artifact}: {folder} lacks {', '.join(missing)}; give the folder that `longtrain "
@@ -343,8 +345,10 @@ def _folder(artifact: str) -> Path:
 
 def _load(folder: Path, model: Any) -> _Module:
     """Read the PEFT folder, and compare every shape with the model's."""
-    adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    facts = json.loads((folder / "longtrain_eviction.json").read_text(encoding="utf-8"))
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    adapter = {"peft_type": "LORA", "bias": "none", "target_modules": [], "r": 1, "lora_alpha": 1}
+    if facts.get("lora", True):
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     allowed: dict[str, tuple[Any, ...]] = {"peft_type": ("LORA",), "bias": ("none",)}
     allowed |= {"use_dora": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None)}
     allowed |= {"pool": ("max",), "reduction": ("mean", "max"), "suffix_window": (0, None)}
@@ -361,7 +365,8 @@ def _load(folder: Path, model: Any) -> _Module:
 def _lora(folder: Path, adapter: dict[str, Any], layers: Any) -> list[LayerLora]:
     """LoRA of each layer, on the layer's device and in its dtype."""
     pairs: list[dict[str, dict[str, Tensor]]] = [{} for _ in layers]
-    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+    tensors = load_file(folder / "adapter_model.safetensors") if adapter["target_modules"] else {}
+    for name, tensor in tensors.items():
         match = _LORA.fullmatch(name)
         if match is None or int(match[1]) >= len(layers):
             raise ValueError(f"{folder}: adapter weights have {name}; the model has {len(layers)} layers")
