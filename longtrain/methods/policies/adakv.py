@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from longtrain.errors import ConfigError
 from longtrain.methods.policies import get
 from longtrain.methods.policies.base import BasePolicy, Scorer
 from longtrain.target.attention import Watch
+
+
+class ScoringEvictor(Scorer, Evictor, Protocol):
+    """What can be wrapped."""
 
 
 @dataclass
@@ -44,7 +48,7 @@ class AdaKV(BasePolicy):
     """
 
     name: ClassVar[str] = "adakv"
-    over: str | Evictor = "snapkv"
+    over: Any = "snapkv"
     options: dict[str, Any] = field(default_factory=dict)
     floor: float = 0.2
     normalise: bool = False
@@ -66,26 +70,27 @@ class AdaKV(BasePolicy):
             )
 
     @property
-    def scorer(self) -> Scorer:
+    def wrapped(self) -> ScoringEvictor:
         """Whose scores these are."""
-        return cast(Scorer, self.over)
+        found: ScoringEvictor = self.over
+        return found
 
     @property
     def scores_depend_on_budget(self) -> bool:
         """Whether the wrapped policy's do."""
-        return bool(getattr(self.over, "scores_depend_on_budget", False))
+        return bool(getattr(self.wrapped, "scores_depend_on_budget", False))
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: the wrapped policy's."""
-        return cast(Evictor, self.over).extra_rows(longest)
+        return self.wrapped.extra_rows(longest)
 
     def watch(self, lengths: Sequence[int]) -> Watch | None:
         """See `Evictor`: the wrapped policy's."""
-        return cast(Evictor, self.over).watch(lengths)
+        return self.wrapped.watch(lengths)
 
     def scores(self, run: PromptRun) -> Tensor | None:
         """See `Scorer`: the wrapped policy's."""
-        return self.scorer.scores(run)
+        return self.wrapped.scores(run)
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
         """See `BasePolicy`.
@@ -94,9 +99,11 @@ class AdaKV(BasePolicy):
             ConfigError: the wrapped policy has no scores.
         """
         if scores is None:
-            raise ConfigError(f"evict.over={self.scorer.name} has no scores; allowed: snapkv, h2o, tova, ...")
-        protected = int(getattr(self.over, "protected", getattr(self.over, "window", 0)))
-        pooled = max_pool(scores, run.lengths, kernel=int(getattr(self.over, "kernel", 1)))
+            raise ConfigError(
+                f"evict.over={self.wrapped.name} has no scores; allowed: snapkv, h2o, tova, ..."
+            )
+        protected = int(getattr(self.wrapped, "protected", getattr(self.wrapped, "window", 0)))
+        pooled = max_pool(scores, run.lengths, kernel=int(getattr(self.wrapped, "kernel", 1)))
         if self.normalise:
             pooled = pooled * _mass(pooled, run.lengths, self.budget, protected)
         return top_adaptive(
@@ -105,7 +112,7 @@ class AdaKV(BasePolicy):
 
     def with_budget(self, budget: Budget) -> Self:
         """See `Scorer`; the wrapped policy gets it too."""
-        return replace(self, budget=budget, over=self.scorer.with_budget(budget))
+        return replace(self, budget=budget, over=self.wrapped.with_budget(budget))
 
 
 def _mass(s_LBGS: Tensor, lengths: Sequence[int], budget: Budget, protected: int) -> Tensor:

@@ -58,9 +58,8 @@ def reference(target, prompt, chunks, requests, *, sinks, value_norm=False):
         first = min(sinks, start)
         s_LHX = rows[..., first : first + stop - start].amax(2)
         if value_norm:
-            s_LHX = s_LHX * torch.stack(
-                [norms(eager, info, at, v)[:, start:stop] for at, v in values.items()]
-            )
+            lengths = [norms(eager, info, layer, v_TX) for layer, v_TX in enumerate(values)]
+            s_LHX = s_LHX * torch.stack(lengths)[..., start:stop]
         s_LGS[..., start:stop] = s_LHX.unflatten(1, (info.n_kv_heads, -1)).amax(2)
     s_LGS[..., :sinks] = 1.0
     return s_LGS
