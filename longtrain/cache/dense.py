@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
 from longtrain.errors import ConfigError
+from longtrain.kernels.ragged_attention import masked_rows
 from longtrain.kernels.split_attention import split_attention, split_serves
 
 _SLACK = 64
@@ -24,7 +25,9 @@ _MIN_PREFIX, _MAX_REST = 512, 1024
 
 
 class DenseCache(KVCache):
-    """Slot s of a sequence holds position s of its prefix; the tail follows at slot `len_B[b]`.
+    """Slot base + s of a sequence holds position s of its prefix; the tail follows at slot `base + len_B[b]`.
+
+    The `base` slots before them (none, as a rule) are written from outside and seen by every row.
 
     Lengths live on the device and differ per sequence. The host keeps bounds on them only, so a decoding step
     does not wait for the device: `_low` <= every length <= `_high`.
@@ -38,6 +41,7 @@ class DenseCache(KVCache):
         max_nodes: most tail rows of a step once `max_tokens` are committed.
         device: of the buffers.
         dtype: of the buffers.
+        base: slots before position 0.
 
     Raises:
         ConfigError: a size is not positive.
@@ -54,6 +58,7 @@ class DenseCache(KVCache):
         max_nodes: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        base: int = 0,
     ) -> None:
         if min(batch, max_tokens) < 1 or max_nodes < 0:
             raise ConfigError(
@@ -61,7 +66,8 @@ class DenseCache(KVCache):
                 "allowed: at least 1 sequence, 1 token and 0 nodes"
             )
         self.capacity = max_tokens + max_nodes
-        shape = (n_layers, batch, n_kv_heads, self.capacity, head_dim)
+        self.base = base
+        shape = (n_layers, batch, n_kv_heads, base + self.capacity, head_dim)
         # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
         self.k_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
         self.v_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
@@ -82,8 +88,8 @@ class DenseCache(KVCache):
         self._tail = T
         self._tighten(T)
         if self._high == 0:
-            self.k_LBGSD[layer, :, :, :T] = k_BGTD
-            self.v_LBGSD[layer, :, :, :T] = v_BGTD
+            self.k_LBGSD[layer, :, :, self.base : self.base + T] = k_BGTD
+            self.v_LBGSD[layer, :, :, self.base : self.base + T] = v_BGTD
             return
         at = (self._row_B[:, None], slice(None), self._slots(T))
         self.k_LBGSD[layer][at] = k_BGTD.transpose(1, 2)
@@ -91,29 +97,47 @@ class DenseCache(KVCache):
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """Attention over prefix and tail; a row that sees nothing gives zeros. On a CPU the lse is None."""
-        B, H, T, D = q_BHTD.shape
-        if isinstance(mask, Causal) and self._high == 0 and T > 1:
+        T = q_BHTD.shape[2]
+        if isinstance(mask, Causal) and self._high == self.base == 0 and T > 1:
             k, v = self.k_LBGSD[layer, :, :, :T], self.v_LBGSD[layer, :, :, :T]
             return scaled_dot_product_attention(
                 q_BHTD, k, v, is_causal=True, scale=scale, enable_gqa=True
             ), None
-        used = self._high if isinstance(mask, PrefixOnly) else self._high + T
+        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=False)
+        if isinstance(mask, PrefixOnly) and not self.base:
+            out = torch.where(self.len_B.view(-1, 1, 1, 1) > 0, out, 0.0)
+        return out, lse
+
+    def attend_lse(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+        """As `attend`, always with the lse (-inf for a row that sees nothing): one half of a merge."""
+        out, lse = self._attend(layer, q_BHTD, mask, scale, with_lse=True)
+        assert lse is not None
+        return out, lse
+
+    def _attend(
+        self, layer: int, q_BHTD: Tensor, mask: Mask, scale: float, *, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The query heads of a KV head become rows of one matrix: K and V are read once, never repeated."""
+        B, H, T, D = q_BHTD.shape
+        low, used = self.base + self._low, self.base + self._high
+        used += 0 if isinstance(mask, PrefixOnly) else T
         if used == 0:
-            return torch.zeros_like(q_BHTD), None
+            wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+            return torch.zeros_like(q_BHTD), q_BHTD.new_full((B, H, T), -torch.inf, dtype=wide)
         k, v = self.k_LBGSD[layer, :, :, :used], self.v_LBGSD[layer, :, :, :used]
-        # The query heads of a KV head become rows of one matrix, so K and V are read once and never repeated.
         G = k.shape[1]
         q_BGRD = q_BHTD.reshape(B, G, (H // G) * T, D)
-        split = self._low >= _MIN_PREFIX and 0 < used - self._low <= _MAX_REST and split_serves(q_BGRD)
-        start = self._low if split else 0
+        split = low >= _MIN_PREFIX and 0 < used - low <= _MAX_REST and split_serves(q_BGRD)
+        start = low if split else 0
         visible_B1RC = self._visible_rows(mask, T, start, used, H // G)
         if split:
             out, lse = split_attention(q_BGRD, k, v, start, visible_B1RC, scale=scale)
-            return out.reshape(B, H, T, D), lse.reshape(B, H, T)
-        out = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=visible_B1RC, scale=scale)
-        if isinstance(mask, PrefixOnly):
-            out = torch.where(self.len_B.view(B, 1, 1, 1) > 0, out, 0.0)
-        return out.reshape(B, H, T, D), None
+        elif with_lse:
+            out, lse = masked_rows(q_BGRD, k, v, visible_B1RC, scale=scale)
+        else:
+            out = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=visible_B1RC, scale=scale)
+            return out.reshape(B, H, T, D), None
+        return out.reshape(B, H, T, D), lse.reshape(B, H, T)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows. Rows that are not accepted stay beyond the length and are written over.
@@ -124,8 +148,9 @@ class DenseCache(KVCache):
         """
         if path_BP is not None:
             rows_B1 = self._row_B[:, None]
-            source_BP = self.len_B[:, None] + path_BP
-            goal_BP = self.len_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+            first_B1 = self.base + self.len_B[:, None]
+            source_BP = first_B1 + path_BP
+            goal_BP = first_B1 + torch.arange(path_BP.shape[1], device=path_BP.device)
             for buffer in (self.k_LBGSD, self.v_LBGSD):
                 buffer[:, rows_B1, :, goal_BP] = buffer[:, rows_B1, :, source_BP]
         self._high += self._tail if path_BP is None else path_BP.shape[1]
@@ -161,7 +186,7 @@ class DenseCache(KVCache):
     def _slots(self, T: int) -> Tensor:
         """Slots of the tail's rows, made once a step."""
         if self._slots_BT is None or self._slots_BT.shape[1] != T:
-            self._slots_BT = self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
+            self._slots_BT = self.base + self.len_B[:, None] + torch.arange(T, device=self.len_B.device)
         return self._slots_BT
 
     def _visible_rows(self, mask: Mask, T: int, start: int, used: int, g: int) -> Tensor:
@@ -175,9 +200,9 @@ class DenseCache(KVCache):
         if isinstance(mask, Causal):
             visible_BTC = slot_C <= self._slots(T)[:, :, None]
         elif isinstance(mask, PrefixOnly):
-            visible_BTC = (slot_C < self.len_B[:, None])[:, None]
+            visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None]
         else:
-            visible_BTC = (slot_C < self.len_B[:, None])[:, None].repeat(1, T, 1)
+            visible_BTC = (slot_C < self.base + self.len_B[:, None])[:, None].repeat(1, T, 1)
             tail_BTT = (self._slots(T) - start)[:, None].expand(-1, T, -1)
             visible_BTC.scatter_(2, tail_BTT, mask.visible_BNN)
         B, rows, _ = visible_BTC.shape

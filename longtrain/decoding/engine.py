@@ -1,4 +1,4 @@
-"""The engine: prefill, then propose, verify and commit until every sequence is over.
+"""The engine: prefill (and eviction), then propose, verify and commit until every sequence is over.
 
 Plain decoding is the same loop with a tree of one node. Each cycle reads one small tensor back to the host,
 the tokens emitted; everything else stays on the device.
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.cache.base import Causal, KVCache, Mask, Tree
+from longtrain.cache.base import Causal, Mask, Tree
 from longtrain.decoding.limits import Limits, check_tree
 from longtrain.decoding.output import Ending, Output, Stream
+from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
 from longtrain.decoding.stats import Stats, repeated
@@ -55,7 +56,7 @@ class Generation:
 
 
 class Engine:
-    """Decodes with a target and, where `parts` brings one, a draft.
+    """Decodes with a target and, where `parts` brings them, a draft and an evictor.
 
     Args:
         target: the frozen model.
@@ -63,16 +64,17 @@ class Engine:
         limits: bounds on what a call may ask for.
 
     Raises:
-        ConflictError: `parts` holds a role that this engine does not play.
+        ConflictError: `parts` brings both an evictor and a cache of its own.
     """
 
     def __init__(self, target: Target, parts: Parts | None = None, *, limits: Limits | None = None) -> None:
         self.target = target
         self.parts = parts or Parts()
         self.limits = limits or Limits()
-        if self.parts.evictor is not None:
+        if self.parts.evictor is not None and self.parts.cache is not None:
             raise ConflictError(
-                f"parts '{self.parts.name}' bring an evictor; this engine takes: draft, cache; leave it out"
+                f"parts '{self.parts.name}' bring a cache of their own and an evictor "
+                f"({self.parts.evictor.name}), which cuts plain caches only; leave one out"
             )
 
     @torch.no_grad()
@@ -88,6 +90,7 @@ class Engine:
         ignore_eos: bool = False,
         stream: Stream | None = None,
         sequence_ids: Sequence[int] | None = None,
+        after: Sequence[Sequence[int]] | None = None,
     ) -> Generation:
         """Continue each prompt.
 
@@ -103,6 +106,8 @@ class Engine:
             stream: called as (row, new tokens, whether each was drafted) whenever a sequence grows.
             sequence_ids: what the random coins know a sequence by; None numbers the prompts. With the same
                 id, seed and settings a prompt gets the same text in any batch.
+            after: tokens that follow each prompt but are read after eviction, out of the evictor's sight (a
+                question, or what comes after a cached context); positions and text go on from them.
 
         Raises:
             ConfigError: a setting is wrong, or more is asked for than the limits or the target allow.
@@ -111,7 +116,7 @@ class Engine:
         target = self.target
         shape = shape or (CHAIN if self.parts.draft else PLAIN)
         self.limits.check_shape(shape, self.parts.draft is not None)
-        self.limits.check_prompts(prompts, max_new_tokens, target.info)
+        self.limits.check_prompts(prompts, max_new_tokens, target.info, after)
         draft = self.parts.draft if shape.widths else None
         ids = () if ignore_eos else target.info.eos_ids if stop_ids is None else stop_ids
         ending = Ending(max_new_tokens, frozenset(ids), stop, target.tokenizer)
@@ -120,13 +125,21 @@ class Engine:
         hidden = draft.want.hidden if draft else ()
 
         started_s = time.perf_counter()
-        longest = max(map(len, prompts))
-        cache = (self.parts.cache or target.new_cache)(len(prompts), longest + max_new_tokens, shape.n_nodes)
-        tokens_BS, n_B = self._pad(prompts, longest)
-        step = self._prefill(tokens_BS, n_B, cache, hidden)
+        evictor, new_cache = self.parts.evictor, self.parts.cache or target.new_cache
+        read = prefill(
+            target,
+            new_cache,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            nodes=shape.n_nodes,
+            hidden=hidden,
+            evictor=evictor,
+            after=after,
+        )
+        cache = read.cache
         if draft:
-            draft.start(tokens_BS, n_B, step, cache)
-        root_B = _choose(step, sampling, coins, cache.len_B)
+            draft.start(read.tokens_BS, read.n_B, read.step, cache)
+        root_B = _choose(read.step, sampling, coins, cache.len_B)
         left_B = torch.full_like(root_B, max_new_tokens - 1)
         _close(left_B, out.begin(root_B.tolist()))
         prefilled_s = time.perf_counter()
@@ -153,23 +166,17 @@ class Engine:
         stats = Stats(
             rows=out.cycles,
             prompt_tokens=[len(prompt) for prompt in prompts],
+            kept_rows=read.kept_rows,
             output_tokens=[len(tokens) for tokens in out.tokens],
             repeated_tokens=[repeated(tokens) for tokens in out.tokens],
             prefill_s=prefilled_s - started_s,
             decode_s=done_s - prefilled_s,
             cache_bytes=cache.bytes(),
+            cache_bytes_full=read.full_bytes,
             draft_bytes=draft.bytes() if draft else 0,
-            target_forwards=1 + cycles,
+            target_forwards=read.forwards + cycles,
         )
         return Generation(out.tokens, stats, out.finish, out.texts())
-
-    def _prefill(self, tokens_BS: Tensor, n_B: Tensor, cache: KVCache, hidden: tuple[int, ...]) -> TargetStep:
-        """All prompts in one forward, committed; logits of each one's last token."""
-        pos_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        want = Want(logits="last", hidden=hidden)
-        step = self.target.forward(Rows(pos_BS, tokens_BS, n_B=n_B), cache, want=want)
-        cache.commit(None, n_B)
-        return step
 
     def _coins(self, seed: int, ids: Sequence[int] | None, batch: int) -> Coins:
         """Coins for one sequence id a prompt."""
@@ -177,13 +184,6 @@ class Engine:
         if len(ids) != batch:
             raise ConfigError(f"{len(ids)} sequence_ids for {batch} prompts; pass one each")
         return HashCoins(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
-
-    def _pad(self, prompts: Sequence[Sequence[int]], longest: int) -> tuple[Tensor, Tensor]:
-        """Prompts padded on the right with id 0, and their lengths."""
-        rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        lengths = [len(prompt) for prompt in prompts]
-        device = self.target.device
-        return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
 
 
 def _choose(step: TargetStep, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:

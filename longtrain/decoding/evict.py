@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from longtrain.cache.evicted import compact
 from longtrain.errors import ConfigError
 from longtrain.target.attention import Watch
 from longtrain.target.step import Rows, Want
@@ -50,7 +51,7 @@ class Budget:
             raise ConfigError(f"evict.budget_ratio={self.ratio}; allowed: above 0, at most 1")
 
     def of(self, length: int) -> int:
-        """Rows for a prompt of `length` tokens; at least 1. May be above `length`: then nothing is evicted."""
+        """Rows for a prompt of `length` tokens; at least 1. Above `length`: nothing is evicted."""
         return self.tokens if self.tokens is not None else max(1, int(length * (self.ratio or 0)))
 
 
@@ -140,7 +141,7 @@ class PromptRun:
         """Continue each prompt greedily and forget it again: the first `n_tokens` of the answer.
 
         Args:
-            n_tokens: tokens, 1 or more; a sequence that ends earlier is given what there is, its end included.
+            n_tokens: tokens, 1 or more; of a sequence that ends earlier what there is, its end included.
             keep: decode on a copy with these rows alone (LAQ); None: on the whole cache (oracle).
             watch: sees the queries, keys and values of every token of the answer, a call a token and layer
                 (T = 1); told how many tokens of each prompt are real if it has a `count`.
@@ -148,8 +149,6 @@ class PromptRun:
         Raises:
             ConfigError: the cache has no room for so many rows (`Evictor.extra_rows`).
         """
-        from longtrain.cache.evicted import compact
-
         cache: KVCache = self.cache
         if keep is not None:
             cache = compact(self.cache, keep, self.lengths, room=n_tokens)

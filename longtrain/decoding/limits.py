@@ -47,20 +47,32 @@ class Limits:
                 f"shape {widths} has {shape.n_nodes} nodes and limits.nodes={self.nodes}; narrow it"
             )
 
-    def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, info: TargetInfo) -> None:
-        """Refuse prompts that do not fit these limits or the target.
+    def check_prompts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        info: TargetInfo,
+        after: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Refuse prompts, and what is read after them, that do not fit these limits or the target.
 
         Raises:
-            ConfigError: too many or too long, or `max_new_tokens` is not positive.
+            ConfigError: too many or too long, `max_new_tokens` is not positive, or not one `after` a prompt.
             DataError: one is empty or holds an id outside the vocabulary.
         """
         if not 1 <= len(prompts) <= self.batch:
             raise ConfigError(f"{len(prompts)} prompts; allowed: 1 to {self.batch} (limits.batch)")
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}; allowed: 1 or more")
+        if after is not None and len(after) != len(prompts):
+            raise ConfigError(f"{len(after)} rows after {len(prompts)} prompts; pass one each")
         for row, prompt in enumerate(prompts):
             if not prompt:
                 raise DataError(f"prompt {row} is empty; give it at least one token, a begin-of-text id say")
+            if after is not None:
+                if not after[row]:
+                    raise DataError(f"after[{row}] is empty; give it at least one token, or pass after=None")
+                prompt = [*prompt, *after[row]]
             for token in (min(prompt), max(prompt)):
                 if not 0 <= token < info.vocab_size:
                     raise DataError(

@@ -1,9 +1,9 @@
 """Watches that keep queries: those of each prompt's last rows, and those of rows run after the prompts.
 
-Rows of all prompts stand one after the other (N), as `kernels.importance` wants them. A prompt whose rows
-see no prefix (it is no longer than the window) is left out: nothing can be said of it, and it fits any budget.
-Shapes: B prompts, T new rows, N observing rows of all prompts, H query heads, G KV heads, D head dim, S slots,
-L layers.
+Rows of all prompts stand one after the other (N), as `kernels.importance` wants them. A prompt no longer than
+the window is left out: its rows see no prefix, and it fits any budget.
+Shapes: L layers, B prompts, T new rows, N observing rows of all prompts, H query heads, G KV heads, D head
+dim, S slots.
 """
 
 from __future__ import annotations

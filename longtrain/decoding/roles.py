@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
 from longtrain.decoding.evict import Evictor
 from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.errors import ConflictError
 from longtrain.target.step import TargetStep, Want
 
 
@@ -125,3 +126,23 @@ class Parts:
     evictor: Evictor | None = None
     cache: Callable[..., KVCache] | None = None
     name: str = ""
+
+    def merge(self, *others: Parts) -> Parts:
+        """These parts and others as one.
+
+        Raises:
+            ConflictError: two of them play one role.
+        """
+        found: dict[str, Any] = {}
+        named: dict[str, str] = {}
+        for parts in (self, *others):
+            for role in ("draft", "evictor", "cache"):
+                part = getattr(parts, role)
+                if part is None:
+                    continue
+                if role in found:
+                    raise ConflictError(
+                        f"'{named[role]}' and '{parts.name}' both bring the engine's {role}; leave one out"
+                    )
+                found[role], named[role] = part, parts.name
+        return Parts(**found, name="+".join(parts.name for parts in (self, *others) if parts.name))

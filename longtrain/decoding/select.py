@@ -69,11 +69,9 @@ def top(
             for layer in range(L)
         ]
     )
-    least = int(
-        min((n for row in n_LB.tolist() for n, m in zip(row, lengths, strict=True) if n < m), default=0)
-    )
-    if least:
-        check_protected(least, protect_first + protect_last)
+    cut = [n for row in n_LB.tolist() for n, length in zip(row, lengths, strict=True) if n < length]
+    if cut:
+        check_protected(min(cut), protect_first + protect_last)
     ranked = _protected(_only_real(s_LBGS, lengths), lengths, protect_first, protect_last, torch.inf)
     return _best(ranked, n_LB[..., None].expand(L, B, G))
 

@@ -59,7 +59,9 @@ class Stats:
         repeated_tokens: how many of these stand in an n-gram that the same output held before (`repeated`).
         prefill_s: wall time from the start to the first tokens, in seconds, the draft's own start included.
         decode_s: wall time of all cycles, in seconds.
-        cache_bytes: the target's cache, largest of the pooled calls.
+        kept_rows: rows of each prompt left in the cache after eviction, mean over layers and KV heads.
+        cache_bytes: the target's cache while decoding, largest of the pooled calls.
+        cache_bytes_full: that cache before eviction, likewise.
         draft_bytes: state the draft holds beside it, largest of the pooled calls.
         target_forwards: forwards of the target, prefill included.
     """
@@ -68,9 +70,11 @@ class Stats:
     prompt_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
     repeated_tokens: list[int] = field(default_factory=list)
+    kept_rows: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
+    cache_bytes_full: int = 0
     draft_bytes: int = 0
     target_forwards: int = 0
 
@@ -81,9 +85,11 @@ class Stats:
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
             repeated_tokens=self.repeated_tokens + other.repeated_tokens,
+            kept_rows=self.kept_rows + other.kept_rows,
             prefill_s=self.prefill_s + other.prefill_s,
             decode_s=self.decode_s + other.decode_s,
             cache_bytes=max(self.cache_bytes, other.cache_bytes),
+            cache_bytes_full=max(self.cache_bytes_full, other.cache_bytes_full),
             draft_bytes=max(self.draft_bytes, other.draft_bytes),
             target_forwards=self.target_forwards + other.target_forwards,
         )
@@ -151,6 +157,11 @@ class Stats:
     def decode_tokens(self) -> int:
         """Output tokens of the cycles, i.e. all but prefill's."""
         return sum(cycle.emitted for row in self.rows for cycle in row)
+
+    @property
+    def evicted(self) -> bool:
+        """Whether any prompt lost rows."""
+        return any(kept < rows for kept, rows in zip(self.kept_rows, self.prompt_tokens, strict=False))
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,10 +9,12 @@ import torch
 from scipy import stats
 
 from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, DataError
+from longtrain.methods.policies.snapkv import SnapKV
 
 from .toys import Letters, OracleDraft, ToyTarget
 
@@ -256,7 +258,8 @@ def test_a_tree_of_another_shape_is_refused():
 
 
 def test_roles_and_limits_that_are_not_there():
-    with pytest.raises(ConflictError, match="evictor"):
-        Engine(ToyTarget(12), Parts(evictor=object(), name="x"))
+    both = Parts(evictor=SnapKV(Budget(8)), cache=ToyTarget(12).new_cache, name="x")
+    with pytest.raises(ConflictError, match="'x' bring a cache of their own and an evictor \\(snapkv\\)"):
+        Engine(ToyTarget(12), both)
     with pytest.raises(ConfigError, match=r"limits.batch=0"):
         Limits(batch=0)

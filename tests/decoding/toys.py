@@ -68,7 +68,7 @@ class ToyTarget:
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> ToyCache:
         return ToyCache(batch, max_tokens, max_nodes, self.table_SVE.shape[-1])
 
-    def forward(self, rows: Rows, cache: ToyCache, *, want: Want) -> TargetStep:
+    def forward(self, rows: Rows, cache: ToyCache, *, want: Want, watch: None = None) -> TargetStep:
         tail = self.table_SVE[rows.pos_BT % 97, rows.ids_BT]
         cache.write(0, tail[:, None], tail[:, None])
         state, _ = cache.attend(0, tail[:, None], mask=rows.mask, scale=1.0)

@@ -57,7 +57,7 @@ def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
     unknown = [key for key in options if key not in known]
     if unknown:
         raise ConfigError(
-            f"policy '{name}' has no option '{unknown[0]}'; known: {', '.join(known) or 'none but the budget'}"
+            f"policy '{name}' has no option '{unknown[0]}'; known: {', '.join(known) or 'the budget alone'}"
         )
     for key, field in known.items():
         if field.default is MISSING and field.default_factory is MISSING and key not in options:

@@ -24,7 +24,7 @@ class Scorer(Protocol):
     name: str
 
     def scores(self, run: PromptRun) -> Tensor | None:
-        """Importance of every prompt token, s_LBGS in fp32, reduced over heads and not pooled; None: has none."""
+        """Importance of each prompt token, s_LBGS in fp32, reduced over heads, not pooled; None: has none."""
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
         """As `Evictor.select`; `scores` are those of this run where they are known already."""

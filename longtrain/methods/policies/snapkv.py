@@ -21,7 +21,7 @@ class SnapKV(Policy):
     """Attention of the last `window` queries, mean over them and over the heads of a KV head.
 
     Source: SnapKV (arXiv 2404.14469), Algorithm 1.
-    Note: mean over heads before pooling, as in later comparisons; the mean over rows ranks as the paper's sum.
+    Note: heads are averaged before pooling, as in later comparisons; the mean over rows ranks as the sum.
     """
 
     name: ClassVar[str] = "snapkv"

@@ -1,0 +1,116 @@
+"""From prompts to a cache that decoding can go on from: prefill, eviction, and rows kept out of its view.
+
+Shapes: B batch, S prompt tokens, T tokens after eviction, E hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import KVCache
+from longtrain.cache.dense import DenseCache
+from longtrain.cache.evicted import compact
+from longtrain.decoding.evict import Evictor, PromptRun
+from longtrain.target.step import Rows, TargetStep, Want
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Prompts that were read.
+
+    Args:
+        cache: committed; holds less than the prompts after eviction.
+        tokens_BS: everything read, right-padded.
+        n_B: how many of each.
+        step: logits of each last token; hidden states of everything read.
+        full_bytes: bytes of the cache before eviction.
+        kept_rows: rows of each prompt in the cache after it, mean over layers and KV heads.
+        forwards: of the target.
+    """
+
+    cache: KVCache
+    tokens_BS: Tensor
+    n_B: Tensor
+    step: TargetStep
+    full_bytes: int
+    kept_rows: list[float]
+    forwards: int
+
+
+def prefill(
+    target: Target,
+    new_cache: Callable[..., KVCache],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    nodes: int,
+    hidden: tuple[int, ...] = (),
+    evictor: Evictor | None = None,
+    after: Sequence[Sequence[int]] | None = None,
+) -> Prefilled:
+    """Read the prompts in one forward, evict, and read what comes after.
+
+    Args:
+        target: the frozen model.
+        new_cache: makes the cache of the prompts (`Target.new_cache`).
+        prompts: token ids, checked.
+        max_new_tokens: positions to be committed later on.
+        nodes: most rows of a later step.
+        hidden: layers whose output is wanted.
+        evictor: chooses what of the prompts stays; it sees nothing of `after`.
+        after: rows of each sequence that follow its prompt, none empty.
+    """
+    lengths, device = tuple(map(len, prompts)), target.device
+    room = max_new_tokens + (max(map(len, after)) if after else 0)
+    extra = evictor.extra_rows(max(lengths)) if evictor else 0
+    cache = new_cache(len(prompts), max(lengths) + room, max(nodes, extra - room))
+    tokens_BS, n_B = pad(prompts, device)
+    watch = evictor.watch(lengths) if evictor else None
+    pos_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
+    want = Want("last", hidden)
+    rows = Rows(pos_BS, tokens_BS, n_B=n_B)
+    step = target.forward(rows, cache, want=want, watch=watch)
+    cache.commit(None, n_B)
+    full_bytes, kept_rows = cache.bytes(), [float(length) for length in lengths]
+    if evictor:
+        assert isinstance(cache, DenseCache) and step.logits_BTV is not None
+        root_B = step.logits_BTV[:, -1].argmax(-1)
+        run = PromptRun(target, cache, lengths, tokens_BS, n_B, root_B, watch, max_new_tokens)
+        keep = evictor.select(run)
+        if keep is not None:
+            cache = compact(run.cache, keep, lengths, room=room + nodes)
+            kept_rows = cache.n_LBG.double().mean((0, 2)).tolist()
+        del run, watch  # the whole cache and the watched queries go before anything else is run
+    if after is None:
+        return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_rows, 1)
+    ids_BT, m_B = pad(after, device)
+    pos_BT = n_B[:, None] + torch.arange(ids_BT.shape[1], device=device)
+    then = target.forward(Rows(pos_BT, ids_BT, n_B=m_B), cache, want=want)
+    cache.commit(None, m_B)
+    tokens_BS = _appended(tokens_BS, ids_BT, pos_BT)
+    joined = {layer: _appended(step.hidden[layer], then.hidden[layer], pos_BT) for layer in hidden}
+    last = TargetStep(then.logits_BTV, joined)
+    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_rows, 2)
+
+
+def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token lists padded on the right with id 0, and their lengths."""
+    longest = max(map(len, rows))
+    padded = [[*row, *[0] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def _appended(first_BSx: Tensor, then_BTx: Tensor, pos_BT: Tensor) -> Tensor:
+    """Rows of the second at their positions behind those of the first."""
+    B, T = pos_BT.shape
+    whole = torch.cat((first_BSx, first_BSx.new_zeros(B, T, *first_BSx.shape[2:])), 1)
+    whole[torch.arange(B, device=pos_BT.device)[:, None], pos_BT] = then_BTx
+    return whole
