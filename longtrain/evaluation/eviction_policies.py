@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from longtrain.target.model import Target
 
 Entry = str | Mapping[str, Any]
-"""`snapkv`, `{name: adakv, over: snapkv}`, `{artifact: NAME, adaptive: heads}`; any of them with a `label`."""
+"""`snapkv`, `{name: adakv, over: snapkv}`, `{artifact: NAME, adaptive: heads}`; any with a `label`."""
 
 
 def contenders(
@@ -66,7 +66,8 @@ def contenders(
             found.append(_policy(dict(entry)))
         else:
             raise ConfigError(
-                f"suite.policies entry {entry}; allowed: NAME, {{name: NAME, option: value}}, {{artifact: NAME}}"
+                f"suite.policies entry {entry}; allowed: NAME, {{name: NAME, option: value}} or "
+                "{artifact: NAME}"
             )
     for one in found:
         for budget in protocol.budgets:
@@ -98,7 +99,7 @@ def _policy(entry: Json) -> Contender:
 def _artifact(target: Target, entry: Json, budget: Budget, load: Callable[[str], Artifact]) -> Contender:
     where, label = str(entry.pop("artifact")), entry.pop("label", None)
     artifact = load(where)
-    rows = {"budget_tokens": budget.tokens, "budget_ratio": budget.ratio}
+    rows: Json = {"budget_tokens": budget.tokens, "budget_ratio": budget.ratio}
     evictor = artifact.attach(target, **rows, **entry).evictor
     if evictor is None:
         raise ConfigError(
@@ -116,6 +117,7 @@ def _check(one: Contender, budget: Budget, lengths: Sequence[int]) -> None:
     if one.make is None:
         return
     evictor: Any = one.make(budget)
+    evictor = getattr(evictor, "over", evictor)  # a wrapper keeps what it wraps keeps
     kept = getattr(evictor, "protected", getattr(evictor, "window", 0)) + getattr(evictor, "sinks", 0)
     for length in lengths:
         if budget.of(length) < length:

@@ -62,11 +62,13 @@ def overhead_picture(scores: Json, timings: Json) -> bytes:
     for axes, length in zip(panels, scores["lengths"], strict=True):
         timed = {row["name"]: row for row in timings["rows"] if row["length"] == length}
         for policy, cell in _at(scores, length):
-            row = timed.get(policy["name"])
-            if row is None or policy["kind"] == ORACLE:
-                continue
             rows = {found["budget"]: found["exact"]["value"] for found in cell["budgets"]}
-            value = rows.get(row["times"]["budget"], rows.get(None))
+            if policy["kind"] == FULL:
+                axes.axhline(rows[None], color="black", linestyle="--", linewidth=1, label=policy["name"])
+            row = timed.get(policy["name"])
+            if row is None:
+                continue
+            value = rows[row["times"]["budget"]]
             axes.plot(100 * row["overhead_share"], value, marker="o", linestyle="none", label=policy["name"])
         axes.set_xscale("symlog", linthresh=1)
         axes.set_ylim(-0.02, 1.02)

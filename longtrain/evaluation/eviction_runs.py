@@ -15,7 +15,7 @@ from torch import Tensor
 from longtrain.decoding.engine import Engine, Generation
 from longtrain.decoding.evict import Budget, Evictor, Keep, PromptRun
 from longtrain.decoding.roles import Parts
-from longtrain.evaluation.eviction_protocol import Advance, Contender, Json, Protocol, label
+from longtrain.evaluation.eviction_protocol import ORACLE, Advance, Contender, Json, Protocol, label
 from longtrain.evaluation.eviction_ranks import Ranks, tell
 from longtrain.evaluation.eviction_tasks import CONTINUE, Judged, Prompt, agreement, judge
 from longtrain.methods.policies.base import Scorer
@@ -108,18 +108,19 @@ def measure(
 def times(target: Target, contender: Contender, prompts: Sequence[Prompt], *, protocol: Protocol) -> Json:
     """Seconds to the first token at the first budget, and the full cache's on the same prompts in turn.
 
-    Returns: `first_token_s` and `full_s`, one entry a batch, after one batch that does not count.
+    Returns: `first_token_s` and `full_s`, one entry a batch, after one batch that does not count; empty for
+    the full cache itself and for the oracle, which nobody can run.
     """
     found: Json = {"budget": label(protocol.budgets[0]), "first_token_s": [], "full_s": []}
-    evictor = contender.make(protocol.budgets[0]) if contender.make else None
+    if contender.make is None or contender.kind == ORACLE:
+        return found
+    evictor = contender.make(protocol.budgets[0])
     engines = {
         "full_s": _engine(target, contender, None),
         "first_token_s": _engine(target, contender, evictor),
     }
     timed = list(_batches(prompts[: protocol.time_prompts], protocol.time_batch))
     for turn, (first, some) in enumerate([*timed[:1], *timed]):
-        if evictor:
-            tell(evictor, some)
         for key, engine in engines.items():
             made = _generate(engine, some, replace(protocol, max_new_tokens=1), first=first, sample=0)
             if turn:
@@ -135,7 +136,8 @@ class _Row:
         self.answers: list[Json] = []
         self.wrong: list[Json] = []
         self.continued: list[list[int] | None] = []
-        self.kept_rows = self.prompt_rows = self.bytes_before = self.bytes_after = 0
+        self.kept_rows = 0.0
+        self.prompt_rows = self.bytes_before = self.bytes_after = 0
 
     def take(
         self,
@@ -178,8 +180,8 @@ class _Row:
         self.answers[at]["share"] += marks.share
 
     def _sizes(self, stats: Stats) -> None:
-        self.kept_rows += stats.kept_rows
-        self.prompt_rows += stats.prompt_rows
+        self.kept_rows += sum(stats.kept_rows)
+        self.prompt_rows += sum(stats.prompt_tokens)
         self.bytes_before += stats.cache_bytes_full
         self.bytes_after += stats.cache_bytes
 

@@ -148,7 +148,11 @@ def _points(
     """Places in the texts to continue from, the same at every length."""
     tokenizer: Any = target.tokenizer
     documents = [
-        Document(name, "text", np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64))
+        Document(
+            name,
+            "text",
+            np.asarray(tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int64),
+        )
         for name, text in texts.items()
     ]
     points = choose_points(documents, longest=longest, count=count, margin=margin, seed=seed).points

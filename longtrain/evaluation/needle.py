@@ -125,7 +125,7 @@ def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
         )
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     vocabulary = [str(tokenizer.decode([i])) for i in range(target.info.vocab_size)]
     ids_T = np.concatenate([np.array(encode(text), dtype=np.int64) for text in texts.values() if text])
