@@ -95,6 +95,7 @@ class MethodSpec:
             documents prepared with the target's tokenizer.
         golden_tokens: config -> prompt length at which every part of the module matters (past its window);
             the golden outputs of an artifact are recorded on a prompt of this length.
+        inference_keys: names of the keys that `attach` takes.
         golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
@@ -109,5 +110,6 @@ class MethodSpec:
     export: Callable[[nn.Module, Any, Path, dict[str, Any]], None] | None = None
     data: Callable[[Any, Mapping[str, Any], DataRun], Any] | None = None
     golden_tokens: Callable[[Any], int] = _past_window
+    inference_keys: tuple[str, ...] = ()
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None

@@ -81,7 +81,8 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     attach=_attach,
-    golden_tokens=lambda config: 2 * max(32, config.suffix_window),
+    golden_tokens=lambda config: 128 + config.suffix_window,
+    inference_keys=KEYS,
     golden_keys={"budget_ratio": 1.0},
     files=peft_files,
 )
