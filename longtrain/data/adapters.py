@@ -162,6 +162,15 @@ def _instruct(row: Row, columns: Columns, name: str) -> list[Document]:
     return _ask(f"{prompt}\n\n{extra}" if extra else prompt, answer, "instruct")
 
 
+def _chatqa_long(row: Row, columns: Columns, name: str) -> list[Document]:
+    """A document and a question in one column, with the marks of a plain-text dialogue around them."""
+    text = str(_column(row, columns, "question", name)).strip()
+    text = text.removeprefix("User:").removesuffix("Assistant:").strip()
+    answer = _list(_column(row, columns, "answer", name, "answers"))
+    asked = text.rpartition("\n\n")[2]
+    return _ask(text, str(answer[0]) if answer else "", "long_qa", asked if len(asked) <= 1000 else "")
+
+
 def _gov_report(row: Row, columns: Columns, name: str) -> list[Document]:
     report, summary = (str(_column(row, columns, key, name)) for key in ("report", "summary"))
     ask = "Write a one-page summary of the following report by a government agency."
@@ -233,6 +242,7 @@ ADAPTERS: dict[str, Callable[[Row, Columns, str], list[Document]]] = {
     "tokenised": _tokenised,
     "packed_tokens": _packed_tokens,
     "instruct": _instruct,
+    "chatqa_long": _chatqa_long,
     "gov_report": _gov_report,
     "multi_news": _multi_news,
     "meetingbank": _meetingbank,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from longtrain.errors import ConfigError
 
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
-PATH_KEYS = ("text", "jsonl", "conversations", "books", "code", "instruct", "questions")
+PATH_KEYS = ("text", "jsonl", "conversations", "books", "code", "instruct", "questions", "held_out")
 """Keys a data config may hold only so that its sources refer to them and the command line can set them."""
 
 
@@ -29,6 +29,7 @@ class SourceConfig:
         split: `train`, `val`, or `auto` (by `val_fraction`).
         optional: skip the source, instead of stopping, when its path is not set.
         options: further keys, handed to a synthetic task.
+        held_out: files whose names begin so are not read.
         answers: `source` or `target`, over the config's `answers`; empty: the config's.
         prompts: prompts cut from each document of running text, where the config has `prompt_tokens`; 0:
             none, the text is there for synthetic sources to write into.
@@ -44,6 +45,7 @@ class SourceConfig:
     split: str = "auto"
     optional: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    held_out: tuple[str, ...] = ()
     answers: str = ""
     prompts: int = 1
 
@@ -69,6 +71,11 @@ class SourceConfig:
         source = cls(
             reader=readers[0], where=values[readers[0]], **{k: v for k, v in rest.items() if v is not None}
         )
+        if isinstance(source.held_out, str) or not all(isinstance(name, str) for name in source.held_out):
+            raise ConfigError(
+                f"data source {source.where}: held_out={source.held_out}; allowed: a list of names"
+            )
+        source = replace(source, held_out=tuple(source.held_out))
         _choice("data.sources.split", source.split, ("auto", "train", "val"))
         _choice("data.sources.answers", source.answers, ("", "source", "target"))
         if source.prompts < 0:

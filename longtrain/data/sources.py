@@ -14,6 +14,7 @@ from longtrain.data.config import SourceConfig
 from longtrain.data.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, need, read_jsonl, read_text, stem
 from longtrain.data.manifest import Manifest, resolve, rows
 from longtrain.data.prepared import sha256_file
+from longtrain.errors import DataError
 
 DEFAULT_ADAPTER = {"jsonl": "text", "conversations": "conversation", "tokenised": "tokenised"}
 Inputs = dict[str, Any]
@@ -68,7 +69,13 @@ def documents(source: SourceConfig, found: Inputs) -> Iterator[Document]:
 
 def _find(source: SourceConfig) -> list[Path]:
     suffixes = TEXT_SUFFIXES if source.reader == "text" else JSONL_SUFFIXES
-    return find(need(source.where, source.reader), suffixes)
+    found = find(need(source.where, source.reader), suffixes)
+    kept = [path for path in found if not path.name.startswith(source.held_out)]
+    if not kept:
+        raise DataError(
+            f"all {len(found)} files at {source.where} are held out; give others, or held_out: []"
+        )
+    return kept
 
 
 def _file(path: Path, seen: Inputs | None) -> Inputs:

@@ -17,6 +17,20 @@ ROWS = {
     "meetingbank": {"transcript": "T", "summary": "S", "uid": "x"},
     "lcc_python": {"context": "def f():", "gt": "    return 1"},
     "pg19": {"text": "A book.", "short_book_title": "t"},
+    "chatqa2_long": {
+        "question": "User: A long document.\n\nQ: Who wrote it?\n\nAssistant:",
+        "answer": "Nobody knows.",
+        "word count": 9,
+    },
+    "tulu3": {
+        "id": "a_1",
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+        "source": "ai2-adapt-dev/flan_v2_converted",
+    },
+    "stack": {"content": "x = 1", "lang": "Python", "max_stars_repo_licenses": ["MIT"]},
+    "fewshot_metamath": {"question": "Q: 1+1? A: 2. Q: 2+2?", "answer": "4"},
+    "fewshot_arc": {"prompt": "Question. Answer. Question.", "chosen": "Right", "rejected": "Wrong"},
+    "fewshot_hellaswag": {"prompt": "She sat down and", "chosen": "read.", "rejected": "flew."},
     "code_permissive": {"content": "x = 1", "license": "mit"},
 }
 """One hand-made row of each manifest, with the columns its Hub card lists."""
@@ -146,3 +160,18 @@ def test_a_missing_column_names_those_there_are():
 def test_an_unknown_adapter_names_the_known():
     with pytest.raises(ConfigError, match=f"known: {sorted(ADAPTERS)[0]}"):
         one("csv", {})
+
+
+def test_a_long_question_loses_the_marks_of_its_dialogue():
+    row = {"question": "User: A book.\n\nIts end.\n\nQ: Who?\n\nAssistant:", "answer": ["Him.", "Her."]}
+    asked, answer = one("chatqa_long", row).messages
+    assert asked["content"] == "A book.\n\nIts end.\n\nQ: Who?" and asked["question"] == "Q: Who?"
+    assert answer["content"] == "Him."
+    (asked, _) = one("chatqa_long", {"question": "Plain", "answer": "A"}).messages
+    assert asked["content"] == "Plain"
+
+
+def test_preference_pairs_give_the_preferred_answer():
+    part = Manifest.load("fewshot_arc").parts[0]
+    asked, answer = one(part.adapter, ROWS["fewshot_arc"], **part.columns).messages
+    assert (asked["content"], answer["content"]) == ("Question. Answer. Question.", "Right")
