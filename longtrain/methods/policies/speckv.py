@@ -24,10 +24,10 @@ from longtrain.target.model import Target
 
 @dataclass
 class SpecKV(Policy):
-    """Observers are the last `window` prompt rows and the rows of a draft model's greedy answer.
+    """Observers are the last `window` + 1 prompt rows and the rows of a draft model's greedy answer.
 
     Args:
-        window: 33: the paper's 32 rows before the last token, and the last token.
+        window: rows at the end of each prompt that stay.
         draft: a target folder, Hub id or `tiny` that shares the target's tokenizer, or a loaded target.
         n_tokens: tokens drafted.
         reduction: over rows and heads of a KV head: "max" (the authors' settings) or "mean" (their paper).
@@ -38,11 +38,11 @@ class SpecKV(Policy):
 
     Source: SpecKV (arXiv 2506.08373), section 4.1 and Algorithm 1.
     Note: the authors' code also makes the target's prefill sparse beyond 4096 tokens; here the prefill is
-        whole, as for every policy. Their cache holds the budget and the last token; here that one counts.
+        whole, as for every policy. Their cache holds the budget and the last token; here that one counts, so
+        the first observer's own key is not kept in any case: it competes by its neighbours' pooled scores.
     """
 
     name: ClassVar[str] = "speckv"
-    window: int = 33
     draft: str | Target | None = None
     n_tokens: int = 32
     reduction: Literal["max", "mean"] = "max"
@@ -67,10 +67,10 @@ class SpecKV(Policy):
 
     def watch(self, lengths: Sequence[int]) -> LastQueries:
         """See `Evictor`: the window's queries."""
-        return LastQueries(lengths, self.window)
+        return LastQueries(lengths, self.window + 1)
 
     def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`; 0 within the window."""
+        """See `Scorer`; 0 from the first observer on."""
         assert isinstance(run.watched, LastQueries)
         draft = self._draft_for(run.target)
         prompts = [row[:n] for row, n in zip(run.tokens_BS.tolist(), run.lengths, strict=True)]

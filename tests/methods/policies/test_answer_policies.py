@@ -136,9 +136,8 @@ def test_laq_says_that_its_scores_depend_on_the_budget():
 @pytest.mark.parametrize("reduction", ["max", "mean"])
 def test_speckv_reads_the_drafts_answer(shape, reduction):
     target, draft = micro(shape), micro("llama_micro", seed=7, num_hidden_layers=1)
-    window = WINDOW + 1
     policy = policies.get(
-        "speckv", budget=Budget(TOKENS), window=window, draft=draft, n_tokens=M, reduction=reduction
+        "speckv", budget=Budget(TOKENS), window=WINDOW, draft=draft, n_tokens=M, reduction=reduction
     )
     prompts = prompts_of(*MIXED)
     keep = policy.select(prefilled(target, prompts, policy))
@@ -148,9 +147,11 @@ def test_speckv_reads_the_drafts_answer(shape, reduction):
             assert kept(keep, seq) == [[list(range(n))] * 2] * 2
             continue
         A_LHTT = Eager(target).attention([*prompt, *Eager(draft).answer(prompt, M)])
-        seen = A_LHTT[:, :, n - window :, : n - window].unflatten(1, (2, -1)).flatten(2, 3)
+        first = n - WINDOW - 1
+        seen = A_LHTT[:, :, first:, :first].unflatten(1, (2, -1)).flatten(2, 3)
         s_LGS = seen.amax(2) if reduction == "max" else seen.mean(2)
-        expected = top_with_window(s_LGS, n, lambda _: TOKENS - window, window, kernel=7)
+        s_LGS = torch.nn.functional.pad(s_LGS, (0, 1))  # the first observer's own key has no score
+        expected = top_with_window(s_LGS, n, lambda _: TOKENS - WINDOW, WINDOW, kernel=7)
         assert kept(keep, seq) == expected
 
 
