@@ -34,7 +34,7 @@ COLUMNS = {
     "torch / kernel": "speed",
     "bound ms": "bound_ms",
     "of the bound": "share_of_bound",
-    "largest difference": "largest_difference",
+    "difference": "relative_difference",
     "failed": "failed",
 }
 
@@ -100,7 +100,7 @@ def _measure(call: str, settings: Settings, inputs: _Inputs, bound_ms: float) ->
     how = {"warmup": settings.warmup, "repeats": settings.repeats}
     fast, plain = _work(call, importance, inputs), _work(call, reference, inputs)
     pairs = list(zip(fast(0), plain(0), strict=True))
-    gap = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+    gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
     del pairs
     kernel_ms = timing.short(fast, settings.device, **how)
     torch_ms = timing.short(plain, settings.device, warmup=1, repeats=max(3, settings.repeats // 5))
@@ -109,7 +109,7 @@ def _measure(call: str, settings: Settings, inputs: _Inputs, bound_ms: float) ->
         "torch_ms": torch_ms,
         "speed": torch_ms["median"] / kernel_ms["median"],
         "share_of_bound": bound_ms / kernel_ms["median"],
-        "largest_difference": gap,
+        "relative_difference": gap,
     }
 
 

@@ -105,7 +105,7 @@ def test_kernels_stand_beside_their_twins(rows: list[dict[str, Any]]) -> None:
     found = of(rows, "kernels")
     assert [row["call"] for row in found] == list(eviction_kernels.PRODUCTS)
     for row in found:
-        assert row["largest_difference"] < 1e-5  # fp32, sums in another order
+        assert row["relative_difference"] < 1e-5  # fp32, sums in another order
         assert row["speed"] == pytest.approx(row["torch_ms"]["median"] / row["kernel_ms"]["median"])
         assert row["bound_ms"] > 0
 
@@ -230,3 +230,26 @@ def test_the_job_writes_json_markdown_and_picture(tmp_path: Path) -> None:
     )
     assert (tmp_path / "bench" / "eviction.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "bench" / "config.yaml").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_counters_too() -> None:
+    few = {"warmup": 1, "repeats": 3, "least": 3}
+    found: list[dict[str, Any]] = []
+    on_gpu = settings(
+        device="cuda",
+        dtype="bfloat16",
+        ttft=eviction_ttft.Settings((512,), METHODS, budget=64, **few),
+        training=eviction_train.Settings((512,), 64, **few),
+        kernels=((32, 1024), (512, 1024)),
+        kernel_repeats=5,
+    )
+    eviction.measure(on_gpu, found, lambda rows: None)
+    assert not [row for row in found if "failed" in row]
+    for row in of(found, "ttft"):
+        assert row["peak_bytes"] > 0 and 0 < row["device_ms"]["median"] <= 1.05 * row["ms"]["median"]
+    (training,) = of(found, "training")
+    assert training["step"]["peak_bytes"] > training["before_bytes"] > 0
+    for row in of(found, "kernels"):
+        assert row["relative_difference"] < 0.03  # outputs and gradients are bf16, of 8 bits
+        assert row["kernel_ms"]["p10"] > 0
