@@ -71,8 +71,9 @@ class Keep:
 class Evictor(Protocol):
     """Chooses, once after prefill, what of the cache stays: LookaheadKV, SnapKV, KVzip."""
 
-    name: str
-    """For messages and tables."""
+    @property
+    def name(self) -> str:
+        """For messages and tables."""
 
     def extra_rows(self, longest: int) -> int:
         """Tail rows that `select` needs in the prompt's cache beyond the prompt (pseudo answers, say)."""
