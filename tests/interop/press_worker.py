@@ -7,6 +7,7 @@ each check of the job's list returned.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ sys.path.insert(0, job["folder"])
 import kvpress  # noqa: E402
 import transformers  # noqa: E402
 from press import LookaheadKVPress  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline  # noqa: E402
 
 torch.set_num_threads(1)
@@ -173,7 +175,7 @@ def two_questions() -> bool:
 
 @check
 def wrappers() -> dict:
-    """Rows that stay of each layer, over its KV heads, with a ratio and two budgets; answers were generated."""
+    """Rows that stay of each layer, over its KV heads, with a ratio and two budgets; each generates."""
     S, G = len(job["prompts"][0]), model.config.num_key_value_heads
     ids, found = ids_of(job["prompts"][0]), {}
     made = {
@@ -231,6 +233,27 @@ def other_model(**changes: Any) -> Any:
         **{**transformers.AutoConfig.from_pretrained(job["model"]).to_dict(), **changes}
     )
     return AutoModelForCausalLM.from_config(config)
+
+
+def tampered(name: str, change: Callable[[Path], None]) -> LookaheadKVPress:
+    """A press on a copy of the artifact's files that were changed."""
+    folder = Path(job["folder"]) / name
+    shutil.copytree(Path(job["artifact"]) / "peft", folder)
+    change(folder)
+    return LookaheadKVPress(artifact=str(folder), budget=4)
+
+
+def without_gate(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.0.mlp.gate_proj.lora_"
+    save_file(
+        {k: v for k, v in tensors.items() if not k.startswith(stem)}, folder / "adapter_model.safetensors"
+    )
+
+
+def with_window(folder: Path) -> None:
+    path = folder / "longtrain_eviction.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "suffix_window": 32}))
 
 
 def enter(one: Any, model_: Any) -> None:
@@ -298,6 +321,11 @@ def refusals() -> dict:
         "fewer layers": lambda: enter(press(), other_model(num_hidden_layers=2, layer_types=None)),
         "no artifact": lambda: enter(LookaheadKVPress(budget=4), model),
         "empty artifact": lambda: enter(LookaheadKVPress(artifact=job["folder"]), model),
+        "no weights": lambda: enter(
+            tampered("no_weights", lambda f: (f / "adapter_model.safetensors").unlink()), model
+        ),
+        "a weight missing": lambda: enter(tampered("no_gate", without_gate), model),
+        "suffix window": lambda: enter(tampered("window", with_window), model),
         "budget": lambda: press(budget=0),
         "kernel": lambda: press(kernel_size=4),
         "ratio": lambda: press(compression_ratio=1.0),

@@ -1,4 +1,4 @@
-"""LookaheadKVPress in kvpress's own environment against an independent computation.
+"""LookaheadKVPress in kvpress's own environment keeps what longtrain and an independent computation keep.
 
 The slow tests make that environment once (in pytest's cache folder), or take the interpreter that
 LONGTRAIN_KVPRESS_PYTHON names.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +18,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, max_pool1d, silu
 
+from longtrain.decoding.prefill import prefill
+from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.modules import LookaheadKV
+from longtrain.methods.lookaheadkv.spec import SPEC
+from longtrain.target.loading import target_from_model
+from longtrain.target.model import Target
+
 KVPRESS = "0.5.5"
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-M, RANK, ALPHA, KERNEL = 5, 3, 12.0, 7
+SMALL: dict[str, Any] = {"n_lookahead": 5, "lora_rank": 3, "lora_alpha": 12.0}
+CONFIGS = {
+    "paper": Config(**SMALL),
+    "max_of_few": Config(**SMALL, lora_targets="qv", reduction="max", pool_kernel=3),
+    "no_lora": Config(**SMALL, lora_targets="none"),
+}
 LENGTHS = (61, 40, 9)
 SETTINGS: list[dict[str, Any]] = [{"budget": 8}, {"budget": 20}, {"compression_ratio": 0.75}]
 PRESS = Path("longtrain") / "methods" / "lookaheadkv" / "press.py"
@@ -65,50 +76,61 @@ def tiny(family: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
-def write_peft(folder: Path, model: Any) -> dict[str, Tensor]:
-    """An artifact's PEFT folder with random soft tokens and LoRA; its tensors."""
-    folder.mkdir(parents=True)
-    lora: dict[str, Tensor] = {}
-    for i, layer in enumerate(model.model.layers):
-        for name in LINEARS:
-            part = "mlp" if hasattr(layer.mlp, name) else "self_attn"
-            if i == len(model.model.layers) - 1 and name not in LINEARS[:3]:
-                continue
-            frozen = getattr(getattr(layer, part), name)
-            stem = f"base_model.model.model.layers.{i}.{part}.{name}.lora_"
-            lora[stem + "A.weight"] = torch.randn(RANK, frozen.in_features) * 0.2
-            lora[stem + "B.weight"] = torch.randn(frozen.out_features, RANK) * 0.2
-    soft = {"lookahead_embeddings": torch.randn(M, model.config.hidden_size)}
-    save_file(lora, folder / "adapter_model.safetensors")
-    save_file(soft, folder / "lookahead_embeddings.safetensors")
-    adapter = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "bias": "none",
-        "target_modules": [*LINEARS],
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    facts = {
-        "n": M,
-        "pool": "max",
-        "kernel": KERNEL,
-        "reduction": "mean",
-        "base_model": "",
-        "query_aware": True,
-    }
-    (folder / "longtrain_eviction.json").write_text(json.dumps(facts))
-    return lora | soft
+def write_artifact(folder: Path, target: Target, config: Config) -> LookaheadKV:
+    """An artifact with random soft tokens and LoRA; its module."""
+    module = SPEC.build(config, target.info)
+    assert isinstance(module, LookaheadKV)
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            tensor.normal_(0, 1.0 if "embeddings" in name else 0.2)
+    for name, content in SPEC.files(module.state_dict(), config, target.info).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return module
+
+
+class Spy:
+    """An evictor that notes what another one keeps."""
+
+    def __init__(self, evictor: Any) -> None:
+        self.evictor, self.keep = evictor, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.evictor, name)
+
+    def select(self, run: Any) -> Any:
+        self.keep = self.evictor.select(run)
+        return self.keep
+
+
+def of_longtrain(
+    module: LookaheadKV, config: Config, target: Target, prompts: list[list[int]], setting: dict[str, Any]
+) -> list:
+    """Positions kept [prompt][layer][1][KV head], the prompts of different lengths in one batch."""
+    share = 1 - setting["compression_ratio"] if "compression_ratio" in setting else None
+    parts = SPEC.attach(
+        module, target, config, {"budget_tokens": setting.get("budget"), "budget_ratio": share}
+    )
+    spy = Spy(parts.evictor)
+    prefill(target, target.new_cache, prompts, max_new_tokens=1, nodes=1, evictor=spy)
+    assert spy.keep is not None
+    n_LBG, idx_LBGK = spy.keep.n_LBG, spy.keep.idx_LBGK
+    L, B, G = n_LBG.shape
+    return [
+        [[[idx_LBGK[i, b, g, : n_LBG[i, b, g]].tolist() for g in range(G)]] for i in range(L)]
+        for b in range(B)
+    ]
 
 
 @torch.no_grad()
-def expected(model: Any, tensors: dict[str, Tensor], prompt: list[int], n_kept: int) -> list:
+def defined(model: Any, module: LookaheadKV, config: Config, prompt: list[int], n_kept: int) -> list:
     """Positions kept [layer][1][KV head]: prompt and soft tokens as one sequence in fp64, every matrix whole.
 
     Independent of the press and of longtrain: LoRA by a mask on rows, scores from the full attention matrix.
     """
-    model, S = model.double(), len(prompt)
-    x = torch.cat((model.model.embed_tokens(torch.tensor(prompt)), tensors["lookahead_embeddings"].double()))
+    tensors, S = {name: tensor.double() for name, tensor in module.state_dict().items()}, len(prompt)
+    scale, kernel = config.lora_alpha / config.lora_rank, config.pool_kernel
+    x = torch.cat((model.model.embed_tokens(torch.tensor(prompt)), tensors["lookahead_embeddings"]))
     N = len(x)
     is_soft = (torch.arange(N) >= S).double()[:, None]
     later = torch.ones(N, N, dtype=torch.bool).triu(1)
@@ -122,12 +144,12 @@ def expected(model: Any, tensors: dict[str, Tensor], prompt: list[int], n_kept: 
 
         def project(part: str, name: str, x: Tensor, i: int = i, layer: Any = layer) -> Tensor:
             frozen = getattr(getattr(layer, part), name)
-            stem = f"base_model.model.model.layers.{i}.{part}.{name}.lora_"
+            stem = f"layers.{i}.{part}.{name}.lora_"
             out = linear(x, frozen.weight, frozen.bias)
             if stem + "A.weight" not in tensors:
                 return out
-            A, B = (tensors[f"{stem}{side}.weight"].double() for side in "AB")
-            return out + is_soft * (ALPHA / RANK) * (x @ A.T @ B.T)
+            A, B = (tensors[f"{stem}{side}.weight"] for side in "AB")
+            return out + is_soft * scale * (x @ A.T @ B.T)
 
         attention = layer.self_attn
         normed = layer.input_layernorm(x)
@@ -140,8 +162,9 @@ def expected(model: Any, tensors: dict[str, Tensor], prompt: list[int], n_kept: 
         k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
         p = torch.einsum("nhd,mhd->hnm", q, k) * attention.head_dim**-0.5
         p = p.masked_fill(later, -torch.inf).softmax(-1)
-        s = p[:, S:, :S].mean(1).view(G, H // G, S).mean(1)
-        pooled = max_pool1d(s, KERNEL, stride=1, padding=KERNEL // 2)
+        s = p[:, S:, :S].mean(1).view(G, H // G, S)
+        s = s.mean(1) if config.reduction == "mean" else s.amax(1)
+        pooled = max_pool1d(s, kernel, stride=1, padding=kernel // 2)
         ranked = [sorted(range(S), key=lambda j, row=row: (-row[j], j))[:n_kept] for row in pooled.tolist()]
         found.append([[sorted(row) for row in ranked]])
         x = x + project("self_attn", "o_proj", torch.einsum("hnm,mhd->nhd", p, v).flatten(1))
@@ -168,21 +191,28 @@ def ran(
     model.save_pretrained(folder / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(root / "bundled" / "tiny" / name, folder / "model" / name)
-    tensors = write_peft(folder / "artifact" / "peft", model)
     shutil.copy(root / PRESS, folder / "press.py")
+    target, double = target_from_model(model), tiny(family).double()
+    double.load_state_dict(model.state_dict())
     prompts = [torch.randint(0, 4096, (n,)).tolist() for n in LENGTHS]
-    job: dict[str, Any] = {"folder": str(folder), "model": str(folder / "model"), "settings": SETTINGS}
-    job |= {"artifact": str(folder / "artifact"), "prompts": prompts, "checks": ["selections"]}
+    settings, by_longtrain, by_definition = [], [], []
+    for name, config in CONFIGS.items():
+        module = write_artifact(folder / name, target, config)
+        for setting in SETTINGS:
+            settings.append({"artifact": str(folder / name), **setting})
+            by_longtrain.append(of_longtrain(module, config, target, prompts, setting))
+            sizes = [min(len(prompt), kept_of(setting, len(prompt))) for prompt in prompts]
+            by_definition.append(
+                [defined(double, module, config, p, n) for p, n in zip(prompts, sizes, strict=True)]
+            )
+    job: dict[str, Any] = {"folder": str(folder), "model": str(folder / "model"), "settings": settings}
+    job |= {"artifact": str(folder / "paper"), "prompts": prompts, "checks": ["selections"]}
     job["checks"] += ["outputs_unchanged", "all_fits", "reuse", "after_failure", "batch", "generated"]
     job["checks"] += ["two_questions", "wrappers", "refusals"]
     (folder / "job.json").write_text(json.dumps(job))
     worker = Path(__file__).with_name("press_worker.py")
     call(interpreter, worker, folder / "job.json", folder / "result.json")
-    want = {
-        (i, j): expected(model, tensors, prompt, min(len(prompt), kept_of(fields, len(prompt))))
-        for i, prompt in enumerate(prompts)
-        for j, fields in enumerate(SETTINGS)
-    }
+    want = {"settings": settings, "longtrain": by_longtrain, "definition": by_definition}
     return want, json.loads((folder / "result.json").read_text())
 
 
@@ -192,11 +222,16 @@ def kept_of(fields: dict[str, Any], length: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_keeps_what_the_definition_says(ran: tuple[dict, dict]) -> None:
+@pytest.mark.parametrize("source", ["definition", "longtrain"])
+def test_keeps_what_the_definition_and_longtrain_keep(ran: tuple[dict, dict], source: str) -> None:
     want, got = ran
-    for (i, j), kept in want.items():
-        assert got["selections"][i][j] == kept, f"prompt of {LENGTHS[i]} tokens, {SETTINGS[j]}"
-    assert want[0, 0] != want[0, 1]
+    for k, setting in enumerate(want["settings"]):
+        for i, length in enumerate(LENGTHS):
+            assert got["selections"][i][k] == want[source][k][i], f"prompt of {length} tokens, {setting}"
+    whole = [[list(range(LENGTHS[2]))] * 2]
+    assert got["selections"][2][1] == [whole] * 3, "a prompt within the budget stays whole"
+    few = [got["selections"][0][k] for k in range(0, len(want["settings"]), len(SETTINGS))]
+    assert all(few.count(one) == 1 for one in few), "the artifacts are too alike to tell them apart"
 
 
 @pytest.mark.slow
@@ -241,7 +276,10 @@ REFUSED = {
     "another model": "ValueError: .*trained for another model",
     "fewer layers": "ValueError: .*the model has 2 layers",
     "no artifact": "ValueError: artifact=None",
-    "empty artifact": "ValueError: .*lacks adapter_config.json",
+    "empty artifact": "ValueError: .*lacks longtrain_eviction.json",
+    "no weights": "ValueError: .*lacks adapter_model.safetensors;",
+    "a weight missing": "ValueError: .*adapter weights lack gate_proj of layer 0",
+    "suffix window": "ValueError: .*cannot use suffix_window=32",
     "budget": "ValueError: budget=0; allowed: 1 or more",
     "kernel": "ValueError: kernel_size=4; allowed: odd",
     "ratio": "ValueError: compression_ratio=1.0; allowed",
@@ -252,8 +290,6 @@ REFUSED = {
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses(ran: tuple[dict, dict], case: str) -> None:
-    import re
-
     assert re.match(REFUSED[case], ran[1]["refusals"][case]), ran[1]["refusals"][case]
 
 
