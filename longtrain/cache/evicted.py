@@ -90,7 +90,7 @@ class EvictedCache(KVCache):
         else:
             far, far_lse = ragged_attention(q_BGRD, prefix.k_ND, prefix.v_ND, prefix.segments, scale=scale)
         near, near_lse = self.tail.attend_lse(layer, q_BHTD, mask=mask, scale=scale)
-        out, lse = lse_merge(far.view(B, H, T, D), far_lse.view(B, H, T), near, near_lse)
+        out, lse = lse_merge(far.reshape(B, H, T, D), far_lse.reshape(B, H, T), near, near_lse)
         return out.to(q_BHTD.dtype), lse
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
