@@ -46,7 +46,10 @@ NOTES = {
         "draft in it. LookaheadKV's paper measured, at 8K on an H100 over a forward of about 187 ms: "
         "LookaheadKV + 11 ms, SnapKV + 20, SpecKV + 121, LAQ + 509 (Fig. 2)."
     ),
-    "parts": "Each part alone, on the cache of one prefilled prompt, wall clock and CUDA events.",
+    "parts": (
+        "Each part alone on the cache of one prefilled prompt, by wall clock; `queued`: by CUDA events "
+        "behind other work, so that the host's launches are hidden as they are behind a prefill."
+    ),
     "training": (
         "Prefill: the packed pass over prompt and response, no gradients, no LM head, the last layer left "
         "after its K and V. Step: forward, backward, clipping and optimizer. Ratio of the medians."

@@ -83,7 +83,12 @@ def rounds(most: int, *, least: int, seconds: float) -> Callable[[int], bool]:
 
 
 def short(
-    work: Callable[[int], object], device: torch.device, *, warmup: int, repeats: int
+    work: Callable[[int], object],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+    writes: int = SCRATCH_WRITES,
 ) -> dict[str, float]:
     """Spread of the milliseconds of a short piece of work, the caches cold.
 
@@ -92,6 +97,7 @@ def short(
         device: where it runs.
         warmup: calls not counted.
         repeats: calls counted.
+        writes: of scratch memory before each call; as many as keep the GPU busy while the host queues it.
     """
     for i in range(warmup):
         work(i)
@@ -101,7 +107,7 @@ def short(
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for i, (before, after) in enumerate(events):
         torch.cuda.synchronize(device)
-        for _ in range(SCRATCH_WRITES):
+        for _ in range(writes):
             scratch.zero_()
         before.record()
         work(i)
