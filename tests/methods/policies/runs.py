@@ -23,11 +23,11 @@ def prefilled(
         [*prompt, *torch.randint(2, 90, (longest - len(prompt),), generator=junk).tolist()]
         for prompt in prompts
     ]
-    tokens_BS, n_B = torch.tensor(rows), torch.tensor(lengths)
+    tokens_BS, n_B = torch.tensor(rows, device=target.device), torch.tensor(lengths, device=target.device)
     room = max_new_tokens + policy.extra_rows(longest)
     cache = target.new_cache(len(prompts), longest + room, 1)
     watched = policy.watch(lengths)
-    pos_BS = torch.arange(longest).expand_as(tokens_BS)
+    pos_BS = torch.arange(longest, device=target.device).expand_as(tokens_BS)
     step = target.forward(Rows(pos_BS, tokens_BS, n_B=n_B), cache, watch=watched)
     cache.commit(None, n_B)
     assert step.logits_BTV is not None
