@@ -2,7 +2,7 @@
 
 One prompt is prefilled, then every part is run again and again on its cache. LookaheadKV's scores are the
 second pass of the lookahead rows over the cache; SnapKV's are read off the prefill's last queries. Alone, a
-part waits for the host to launch it; behind a prefill the host is ahead, so each is timed behind other work too.
+part waits for the host to launch it; behind a prefill the host is ahead: each is timed behind other work too.
 """
 
 from __future__ import annotations
