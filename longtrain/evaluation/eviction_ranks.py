@@ -20,7 +20,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.decoding.select import reduce_heads
 from longtrain.evaluation.eviction_protocol import Json, Protocol
 from longtrain.evaluation.eviction_tasks import Prompt
-from longtrain.kernels.importance import importance, suffix_lse
+from longtrain.kernels.importance import Span, importance, suffix_lse
 from longtrain.methods.policies.base import Policy, Scorer
 
 if TYPE_CHECKING:
@@ -52,20 +52,29 @@ class ToldOracle(Policy):
 
     def scores(self, run: PromptRun) -> Tensor:
         """See `Scorer`: attention of the answer's rows, whose softmax is over question and answer too."""
-        asked = [len(p.question) for p in self.told]
         watch = AllQueries(run.lengths)
         run.follow([[*p.question, *p.answer_ids] for p in self.told], watch)
-        spans = watch.spans()
-        answers = [replace(s, rows=(s.rows[0] + asked[s.seq], s.rows[1])) for s in spans]
-        info, found = run.target.info, []
+        info, found, spans = run.target.info, [], watch.spans()
+        places, answers = self._answers(spans)
+        row_N = torch.tensor(places, device=run.n_B.device)
         for layer in range(info.n_layers):
             k_BTGD = run.cache.prefix(layer)[0][:, : max(run.lengths)]
             q_NHD, own_k_NGD = watch.layer(layer)
             scale = info.head_dim**-0.5
             lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
-            s_BHT = importance(q_NHD, lse_NH, k_BTGD, answers, scale=scale)
+            s_BHT = importance(q_NHD[row_N], lse_NH[row_N], k_BTGD, answers, scale=scale)
             found.append(reduce_heads(s_BHT, info.n_kv_heads))
         return torch.stack(found)
+
+    def _answers(self, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
+        """Of all rows those of the answers: their places, and their spans among themselves."""
+        places: list[int] = []
+        answers = []
+        for span in spans:
+            start = len(places)
+            places += range(span.rows[0] + len(self.told[span.seq].question), span.rows[1])
+            answers.append(replace(span, rows=(start, len(places))))
+        return places, answers
 
 
 class Ranks:
