@@ -2,5 +2,6 @@
 
 from longtrain.artifact.folder import Artifact
 from longtrain.artifact.golden import Golden
+from longtrain.artifact.golden_scores import ScoreGolden
 
-__all__ = ["Artifact", "Golden"]
+__all__ = ["Artifact", "Golden", "ScoreGolden"]

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from longtrain.artifact.folder import Artifact
 
 
-def model_card(artifact: Artifact, *, name: str, pictures: Iterable[str] = ()) -> str:
+def model_card(
+    artifact: Artifact, *, name: str, pictures: Iterable[str] = (), copies: Iterable[str] = ()
+) -> str:
     """The README.md of an artifact.
 
     Args:
         artifact: what the card describes.
         name: the artifact's name.
         pictures: PNG files beside the card, e.g. `loss.png`.
+        copies: folders beside the card that hold the module in formats of other tools.
     """
     parts = [
         _front_matter(artifact),
@@ -29,16 +32,17 @@ def model_card(artifact: Artifact, *, name: str, pictures: Iterable[str] = ()) -
         _training(artifact.provenance),
         _curves(pictures),
         _configuration(artifact),
-        _files(artifact),
+        _files(artifact, copies),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _front_matter(artifact: Artifact) -> str:
+    kind = "kv-cache-eviction" if evicts(artifact) else "speculative-decoding"
     lines = [
         "---",
         "library_name: longtrain",
-        f"tags: [longtrain, {artifact.method}, long-context, speculative-decoding]",
+        f"tags: [longtrain, {artifact.method}, long-context, {kind}]",
     ]
     if _is_hub_id(artifact.target.name):
         lines += [f"base_model: {artifact.target.name}", "base_model_relation: adapter"]
@@ -71,6 +75,27 @@ def _summary(artifact: Artifact) -> str:
 def _how_to_load(artifact: Artifact, name: str) -> str:
     target = artifact.target.name
     target = target if target == "tiny" or _is_hub_id(target) else "TARGET_FOLDER"
+    if evicts(artifact):
+        return f"""## How to load
+
+```sh
+longtrain generate artifact={name} evict.budget_tokens=128 target.path={target} prompt_file=LONG.txt
+longtrain eval suite=eviction artifact={name} target.path={target} lengths=[4k,8k]
+```
+
+```python
+from longtrain.artifact import Artifact
+from longtrain.decoding.engine import Engine
+from longtrain.target.loading import load_target
+
+target = load_target("{target}")
+parts = Artifact.load("{name}").attach(target, budget_tokens=128)  # rows kept of each layer and KV head
+ids = target.tokenizer(open("LONG.txt").read()).input_ids
+generation = Engine(target, parts).generate([ids], max_new_tokens=128)
+print(target.tokenizer.decode(generation.tokens[0]))
+```
+
+Nothing in this folder is code, and loading it runs none."""
     return f"""## How to load
 
 ```sh
@@ -127,11 +152,21 @@ def _configuration(artifact: Artifact) -> str:
     return f"## Configuration\n\n| key | value |\n|---|---|\n{rows}" if rows else ""
 
 
-def _files(artifact: Artifact) -> str:
-    golden = "`golden.safetensors`: a fixed prompt and the draft's laws for it, asked again at every load. "
+def evicts(artifact: Artifact) -> bool:
+    """Whether the method chooses what of the cache stays, by its golden outputs."""
+    from longtrain.artifact.golden_scores import ScoreGolden
+
+    return isinstance(artifact.golden, ScoreGolden)
+
+
+def _files(artifact: Artifact, copies: Iterable[str]) -> str:
+    said = "the importance of its tokens" if evicts(artifact) else "the draft's laws for it"
+    golden = f"`golden.safetensors`: a fixed prompt and {said}, asked again at every load. "
     return (
         "## Files\n\n`longtrain.json`: method, configuration, target, checksums and provenance. "
-        "`model.safetensors`: the trained tensors. " + (golden if artifact.golden is not None else "")
+        "`model.safetensors`: the trained tensors. "
+        + (golden if artifact.golden is not None else "")
+        + "".join(f"`{folder}/`: the same for other tools. " for folder in sorted(copies))
     ).strip()
 
 

@@ -3,6 +3,7 @@
 longtrain.json       schema version, method, config, target, sha256 of the tensor files, provenance
 model.safetensors    the trained tensors
 golden.safetensors   fixed inputs and the outputs they must give
+FOLDER/...           the module in formats of other tools, where the method has any; never read here
 README.md            model card (read by people, never by longtrain); *.png: its pictures
 local.json           the target's folder on this machine, where it has one; never uploaded
 """
@@ -27,6 +28,7 @@ import longtrain
 from longtrain import methods
 from longtrain.artifact.card import is_path, model_card
 from longtrain.artifact.golden import Golden
+from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.artifact.hub import download, upload
 from longtrain.artifact.write import written_folder
 from longtrain.errors import ArtifactError, ConfigError
@@ -43,6 +45,8 @@ MANIFEST, MODEL, GOLDEN, CARD = "longtrain.json", "model.safetensors", "golden.s
 FILES = (MANIFEST, MODEL, GOLDEN, CARD, "*.png")
 """What is uploaded; it names no folder of this machine."""
 LOCAL = "local.json"
+SCORES = "scores"
+"""Kind of golden outputs in the manifest: an evictor's; a draft's have none."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Artifact:
         config: the method's configuration as plain values.
         target: the target it was trained for.
         tensors: the module's state, by name.
-        golden: recorded outputs; None only for methods that draft nothing.
+        golden: recorded outputs; None only for methods that neither draft nor evict.
         provenance: where it comes from: command, versions, data.
         folder: where it was read from.
     """
@@ -63,7 +67,7 @@ class Artifact:
     config: dict[str, Any]
     target: TargetInfo
     tensors: dict[str, Tensor]
-    golden: Golden | None = None
+    golden: Golden | ScoreGolden | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
 
@@ -90,9 +94,11 @@ class Artifact:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
         values = dataclasses.asdict(config)
         made = cls(method, values, target.info, tensors, provenance=dict(provenance or {}))
-        if spec.attach is None or made._parts(target).draft is None:
+        parts = None if spec.attach is None else made._parts(target)
+        if parts is None or (parts.draft is None and parts.evictor is None):
             return made
-        golden = Golden.record(made._parts, target, tokens=spec.golden_tokens(config))
+        kind = ScoreGolden if parts.draft is None else Golden
+        golden = kind.record(made._parts, target, tokens=spec.golden_tokens(config))
         return dataclasses.replace(made, golden=golden)
 
     @classmethod
@@ -122,11 +128,13 @@ class Artifact:
             ) from None
         info = dataclasses.replace(info, name=_local_target(folder) or info.name)
         tensors = _read_tensors(folder / MODEL, manifest["files"])
-        golden = None
+        golden: Golden | ScoreGolden | None = None
         if manifest["golden"] is not None:
-            golden = Golden.from_tensors(
+            kind = ScoreGolden if manifest["golden"].get("kind") == SCORES else Golden
+            golden = kind.from_tensors(
                 _read_tensors(folder / GOLDEN, manifest["files"]), manifest["golden"]["dtype"]
             )
+        _check_copies(folder, manifest["files"])
         artifact = cls(method, manifest["config"], info, tensors, golden, manifest["provenance"], folder)
         _compare_names(artifact._empty_module(), tensors, folder / MODEL)
         return artifact
@@ -199,19 +207,23 @@ class Artifact:
         files = {MODEL: save_tensors(self.tensors, metadata={"format": "pt"})}
         if self.golden is not None:
             files[GOLDEN] = save_tensors(self.golden.tensors())
-        shown = self._without_folders()
+        shown, spec = self._without_folders(), methods.get(self.method)
+        if spec.files is not None:
+            files |= spec.files(self.tensors, self.typed_config(), shown.target)
         manifest = {
             "schema": SCHEMA,
             "longtrain": longtrain.__version__,
             "method": self.method,
             "config": self.config,
             "target": shown.target.to_json(),
-            "golden": None if self.golden is None else {"dtype": self.golden.dtype},
+            "golden": self._golden_facts(),
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             "provenance": shown.provenance,
         }
         files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
-        files[CARD] = model_card(shown, name=folder.name, pictures=sorted(pictures)).encode()
+        copies = {path.partition("/")[0] for path in files if "/" in path}
+        card = model_card(shown, name=folder.name, pictures=sorted(pictures), copies=copies)
+        files[CARD] = card.encode()
         if is_path(self.target.name):
             where = {"target": str(Path(self.target.name).expanduser().absolute())}
             files[LOCAL] = (json.dumps(where, indent=2) + "\n").encode()
@@ -234,11 +246,18 @@ class Artifact:
         """
         if self.folder is None:
             raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
-        return upload(self.folder, repo, patterns=FILES, private=private)
+        more = [name for name in _read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
+        return upload(self.folder, repo, patterns=[*FILES, *more], private=private)
 
     def parameters(self) -> int:
         """Numbers in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    def _golden_facts(self) -> dict[str, str] | None:
+        if self.golden is None:
+            return None
+        kind = {"kind": SCORES} if isinstance(self.golden, ScoreGolden) else {}
+        return {"dtype": self.golden.dtype, **kind}
 
     def _without_folders(self) -> Artifact:
         """As others may read it: the target's folder and the paths of provenance by their last part."""
@@ -254,7 +273,8 @@ class Artifact:
         return module.to(dtype=view.dtype).eval().requires_grad_(False)
 
     def _parts(self, view: Any) -> Parts:
-        return _attach(methods.get(self.method), self._module(view), view, self.typed_config(), {})
+        spec = methods.get(self.method)
+        return _attach(spec, self._module(view), view, self.typed_config(), dict(spec.golden_keys))
 
     def _empty_module(self) -> nn.Module:
         config = self.typed_config()
@@ -330,6 +350,17 @@ def _read_tensors(path: Path, checksums: dict[str, str]) -> dict[str, Tensor]:
             f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
         )
     return tensors
+
+
+def _check_copies(folder: Path, checksums: dict[str, str]) -> None:
+    """Files in formats of other tools need not be there; where they are, they are what was exported."""
+    for name, checksum in checksums.items():
+        if "/" not in name or not (path := folder / name).is_file():
+            continue
+        if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
+            raise ArtifactError(
+                f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
+            )
 
 
 def _compare_names(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

@@ -99,7 +99,7 @@ class Golden:
         draft = _draft(attach, target)
         _, inputs = _decode(draft, target, script)
         logq_CDV = _replay(_draft(attach, WideTarget(target)), target, script, inputs)
-        return cls(script, inputs, logq_CDV.float(), _name(target.dtype))
+        return cls(script, inputs, logq_CDV.float(), dtype_name(target.dtype))
 
     def verify(self, attach: Attach, target: Target) -> float:
         """Ask again and compare.
@@ -117,7 +117,7 @@ class Golden:
         self._check_shapes(target)
         with exact_products():
             wide = _replay(_draft(attach, WideTarget(target)), target, self.script, self.inputs)
-        dtypes = {self.dtype, _name(target.dtype)}
+        dtypes = {self.dtype, dtype_name(target.dtype)}
         strict = STRICT if len(dtypes) == 1 else ROUNDED
         error = _compare("the draft in fp32 on stored inputs", wide, self.logq_CDV, strict)
         allowed = max(LOOSE.get(dtype, LOOSE["bfloat16"]) for dtype in dtypes)
@@ -129,8 +129,8 @@ class Golden:
                 )
             rows = stored.flatten(1).float()
             distance = float((inputs[name].flatten(1).float() - rows).norm() / rows.norm().clamp_min(1e-6))
-            _judge(f"the target's {name}", distance, allowed)
-        _compare(f"draft and target in {_name(target.dtype)}", native, self.logq_CDV, allowed)
+            judge(f"the target's {name}", distance, allowed)
+        _compare(f"draft and target in {dtype_name(target.dtype)}", native, self.logq_CDV, allowed)
         return error
 
     def tensors(self) -> dict[str, Tensor]:
@@ -247,7 +247,8 @@ def _log(laws_CDV: Tensor) -> Tensor:
     return laws_CDV.log().clamp_min(FLOOR)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -261,11 +262,12 @@ def _compare(what: str, got_CDV: Tensor, want_CDV: Tensor, allowed: float) -> fl
     got_CDV = (got_CDV - got_CDV.mean(-1, keepdim=True)).double()
     error_CD = (got_CDV - want_CDV).norm(dim=-1) / want_CDV.norm(dim=-1).clamp_min(1e-6)
     error = float(torch.nan_to_num(error_CD, nan=torch.inf).max())
-    _judge(what, error, allowed)
+    judge(what, error, allowed)
     return error
 
 
-def _judge(what: str, error: float, allowed: float) -> None:
+def judge(what: str, error: float, allowed: float) -> None:
+    """Refuse a relative error above what is allowed (and one that is not a number)."""
     if not error <= allowed:
         raise ArtifactError(
             f"golden outputs are not reproduced by {what}: relative error {error:.2g}, allowed {allowed:g}; "

@@ -14,7 +14,7 @@ def written_folder(folder: Path, files: dict[str, bytes]) -> None:
 
     Args:
         folder: the result; replaced when it exists.
-        files: content by file name.
+        files: content by file name, or path within the folder.
 
     Raises:
         ArtifactError: writing failed (disk full, no permission); `folder` is as it was before.
@@ -26,6 +26,7 @@ def written_folder(folder: Path, files: dict[str, bytes]) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, content in files.items():
+            (fresh / name).parent.mkdir(parents=True, exist_ok=True)
             with (fresh / name).open("wb") as stream:
                 stream.write(content)
                 stream.flush()

@@ -33,6 +33,7 @@ def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) 
         info: the target it was trained for.
     """
     use = {
+        "lora": bool(config.linears()),
         "n": config.n_lookahead,
         "pool": "max",
         "kernel": config.pool_kernel,
