@@ -138,6 +138,8 @@ def picture(rows: Sequence[Row]) -> bytes | None:
         if theory:
             left.plot(*zip(*theory, strict=True), linestyle=":", color=line[0].get_color())
     left.set_xscale("log", base=2)
+    places = sorted({row["prompt_tokens"] for row in measured})
+    left.set_xticks(places, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in places])
     if all(row["extra_ms"]["median"] > 0 for row in measured):
         left.set_yscale("log")
     _label(left, "prompt tokens", "added to the first token, ms (dotted: theory)")

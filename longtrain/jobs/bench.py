@@ -123,10 +123,12 @@ def _eviction(cfg: DictConfig) -> None:
     finally:  # what was measured before a fault is shown too
         text = eviction_report.markdown(rows, shape=settings.shape, device=_device_name(settings.device))
         provenance.replace_text(folder / "eviction.md", text)
+        written = ["eviction.json", "eviction.md"]
         if (png := eviction_report.picture(rows)) is not None:
             (folder / "eviction.png").write_bytes(png)
+            written.append("eviction.png")
         console.print(text, markup=False)
-        console.print(f"wrote {folder / 'eviction.json'}, eviction.md and eviction.png there", markup=False)
+        console.print(f"wrote {', '.join(written)} in {folder}", markup=False)
 
 
 def eviction_settings(cfg: DictConfig) -> Any:
