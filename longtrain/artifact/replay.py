@@ -139,9 +139,9 @@ class WideTarget:
         """Logits."""
         return linear(hidden, self.head_weight)
 
-    def rope(self, pos_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Cos and sin."""
-        return self._target.rope(pos_BT, dtype=self.dtype)
+        return self._target.rope(pos_BT, dtype=dtype or self.dtype)
 
 
 class _ForcedCoins:

@@ -24,17 +24,21 @@ class Norm(torch.nn.Module):
 
 def exact(target):
     """Give a target norms that compute in its own dtype."""
-    eps = target.info.rms_norm_eps
     for layer in target.model.model.layers:
-        for owner, name in (
-            (layer, "input_layernorm"),
-            (layer, "post_attention_layernorm"),
-            (layer.self_attn, "q_norm"),
-            (layer.self_attn, "k_norm"),
-        ):
-            if hasattr(owner, name):
-                setattr(owner, name, Norm(getattr(owner, name).weight, eps))
+        exact_layer(layer, target.info.rms_norm_eps)
     return target
+
+
+def exact_layer(layer, eps):
+    """The same of one decoder layer."""
+    for owner, name in (
+        (layer, "input_layernorm"),
+        (layer, "post_attention_layernorm"),
+        (layer.self_attn, "q_norm"),
+        (layer.self_attn, "k_norm"),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, Norm(getattr(owner, name).weight, eps))
 
 
 def weights(module, layer, name, scale, suffix):
@@ -55,9 +59,11 @@ def attention_of(target, x_SE, suffix, module=None, scale=0.0):
     """Attention probabilities of every layer, [H, S, S], of one sequence whose suffix rows have LoRA."""
     info, S = target.info, len(x_SE)
     cos, sin = target.rope(torch.arange(S)[None])
-    rotate = lambda x: (
-        x * cos[0][:, None] + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin[0][:, None]
-    )
+
+    def rotate(x):
+        low, high = x.chunk(2, -1)
+        return x * cos[0][:, None] + torch.cat((-high, low), -1) * sin[0][:, None]
+
     found = []
     for index, layer in enumerate(target.model.model.layers):
 
