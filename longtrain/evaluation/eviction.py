@@ -5,6 +5,8 @@ The figures made of what comes out are in `eviction_scores`, tables and pictures
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -53,11 +55,12 @@ def run(
             f"length {max(protocol.lengths)} with {protocol.max_new_tokens} new tokens exceeds the target's "
             f"context of {target.info.max_positions}; pass lengths of at most {most}"
         )
-    known = {
-        (one.name, length): pieces.get(f"{one.name}@{length}", protocol.settings(target, one))
+    settings = {
+        (one.name, length): {**protocol.settings(target, one), "text_sha256": _mark(prompts[length])}
         for length in protocol.lengths
         for one in contenders
     }
+    known = {key: pieces.get("{}@{}".format(*key), values) for key, values in settings.items()}
     oracle = next((one.make for one in contenders if one.kind == ORACLE), None)
     found: dict[tuple[str, int], Json] = {}
     for length in protocol.lengths:
@@ -68,17 +71,22 @@ def run(
         for one in contenders:
             piece = known[one.name, length]
             if piece is None:
-                settings = protocol.settings(target, one)
                 made = measure(
                     target, one, prompts[length], protocol=protocol, ranks=ranks, gold=gold, advance=advance
                 )
-                piece = pieces.put(f"{one.name}@{length}", settings, made)
+                piece = pieces.put(f"{one.name}@{length}", settings[one.name, length], made)
             else:
                 advance(f"{one.name} @ {length}", answers(one, protocol))
             if one.kind == FULL:
                 gold = piece["continued"]
             found[one.name, length] = piece
     return found
+
+
+def _mark(prompts: Sequence[Prompt]) -> str:
+    """What tells prompts of one text from those of another."""
+    tokens = json.dumps([prompt.whole for prompt in prompts])
+    return hashlib.sha256(tokens.encode()).hexdigest()
 
 
 def answers(contender: Contender, protocol: Protocol) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.artifact.folder import MODEL
 from longtrain.decoding.evict import Budget, Evictor
@@ -100,7 +101,8 @@ def _artifact(target: Target, entry: Json, budget: Budget, load: Callable[[str],
     where, label = str(entry.pop("artifact")), entry.pop("label", None)
     artifact = load(where)
     rows: Json = {"budget_tokens": budget.tokens, "budget_ratio": budget.ratio}
-    evictor = artifact.attach(target, **rows, **entry).evictor
+    takes = set(rows) <= set(methods.get(artifact.method).inference_keys)
+    evictor = artifact.attach(target, **rows, **entry).evictor if takes else None
     if evictor is None:
         raise ConfigError(
             f"artifact {where} ({artifact.method}) brings no evictor; the eviction suite needs one"

@@ -103,7 +103,7 @@ class Protocol:
     def settings(self, target: Target, contender: Contender) -> Json:
         """Everything that the answers of a contender follow from, its length aside."""
         values = asdict(self)
-        del values["lengths"]
+        del values["lengths"], values["sampling"]["seed"]
         return {
             **values,
             "budgets": [label(b) for b in self.budgets] if contender.make else [],

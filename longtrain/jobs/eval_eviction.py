@@ -116,12 +116,11 @@ def budgets_of(values: Any) -> tuple[Budget, ...]:
     """
     from longtrain.decoding.evict import Budget
 
-    values = sorted(set(values)) if isinstance(values, list) and values else values
-    numbers = isinstance(values, list) and all(type(v) in (int, float) for v in values)
-    if numbers and all(isinstance(v, int) and v >= 1 for v in values):
-        return tuple(Budget(tokens=v) for v in values)
-    if numbers and all(isinstance(v, float) and 0 < v <= 1 for v in values):
-        return tuple(Budget(ratio=v) for v in values)
+    if isinstance(values, list) and values:
+        if all(type(v) is int and v >= 1 for v in values):
+            return tuple(Budget(tokens=v) for v in sorted(set(values)))
+        if all(type(v) is float and 0 < v <= 1 for v in values):
+            return tuple(Budget(ratio=v) for v in sorted(set(values)))
     raise ConfigError(
         f"suite.budgets={values}; allowed: tokens of 1 or more ([64,128]) or shares of the prompt ([0.1,0.2])"
     )
