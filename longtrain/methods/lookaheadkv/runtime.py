@@ -65,6 +65,11 @@ class LookaheadEvictor:
         with torch.no_grad():
             self._adapters = module.adapters(target.dtype)
 
+    @property
+    def kernel(self) -> int:
+        """Slots of the max-pool, for policies that wrap this one (Ada-KV)."""
+        return self.config.pool_kernel
+
     def with_budget(self, budget: Budget) -> LookaheadEvictor:
         """The same with another budget."""
         other = copy.copy(self)
