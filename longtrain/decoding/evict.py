@@ -42,8 +42,8 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.ratio is None):
             raise ConfigError(
-                f"eviction budget tokens={self.tokens} ratio={self.ratio}; give one: "
-                "evict.budget_tokens=128 or evict.budget_ratio=0.1"
+                f"eviction budget tokens={self.tokens} ratio={self.ratio}; give one, the other is null: "
+                "evict.budget_tokens=128 or evict.budget_tokens=null evict.budget_ratio=0.1"
             )
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"evict.budget_tokens={self.tokens}; allowed: 1 or more")

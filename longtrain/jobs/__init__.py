@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig, ListConfig
 
+    from longtrain.decoding.evict import Evictor
     from longtrain.decoding.roles import TreeShape
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
@@ -124,6 +125,41 @@ def sampling_from(cfg: DictConfig) -> Sampling:
     return Sampling(**values, seed=convert(cfg.seed, int, "seed"))
 
 
+def evictor_from(cfg: DictConfig) -> Evictor | None:
+    """The eviction policy that `cfg.evict` names, with its budget and options; None without one.
+
+    Raises:
+        ConfigError: no such policy or option, a value of another kind, or no budget.
+    """
+    from longtrain.decoding.evict import Budget
+    from longtrain.methods import policies
+
+    keys = budget_keys(cfg)
+    options = {key: value for key, value in plain(cfg.evict).items() if value or key not in keys}
+    name = options.pop("policy")
+    if name is None:
+        return None
+    hints = get_type_hints(policies.policy_class(str(name)))
+    budget = Budget(keys["budget_tokens"], keys["budget_ratio"])
+    checked = {
+        key: convert(value, hints[key], f"evict.{key}") if _plain_kind(hints.get(key)) else value
+        for key, value in options.items()
+        if key not in ("budget_tokens", "budget_ratio")
+    }
+    return policies.get(str(name), budget=budget, **checked)
+
+
+def budget_keys(cfg: DictConfig) -> dict[str, Any]:
+    """`evict.budget_tokens`, `budget_ratio` and `adaptive`: what an eviction artifact is attached with.
+
+    Raises:
+        ConfigError: a budget that is no number.
+    """
+    kinds: dict[str, Any] = {"budget_tokens": int | None, "budget_ratio": float | None}
+    keys = {key: convert(cfg.evict.get(key), kind, f"evict.{key}") for key, kind in kinds.items()}
+    return {**keys, "adaptive": cfg.evict.get("adaptive", False)}
+
+
 def typed(kind: type, values: Mapping[str, Any], group: str, ignore: Iterable[str] = ()) -> Any:
     """A settings dataclass from a group's values, each as its field's annotation says.
 
@@ -171,6 +207,12 @@ def _as(value: Any, kind: Any) -> Any:
     if kind is int and isinstance(value, float) and not value.is_integer():
         raise ValueError
     return kind(value)
+
+
+def _plain_kind(kind: Any) -> bool:
+    """Whether `convert` knows what to do with a value of this kind."""
+    rest = [arg for arg in get_args(kind) if arg is not types.NoneType] or [kind]
+    return len(rest) == 1 and rest[0] in (bool, int, float, str)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

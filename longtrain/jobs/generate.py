@@ -1,4 +1,4 @@
-"""Stream text from a target, with or without an artifact, and end with one line of statistics."""
+"""Stream text from a target, with artifacts or without, and end with one line of statistics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs import convert, load_target_from, sampling_from, shape_from
+from longtrain.jobs import (
+    budget_keys,
+    convert,
+    evictor_from,
+    load_target_from,
+    plain,
+    sampling_from,
+    shape_from,
+)
 
 if TYPE_CHECKING:
+    from longtrain.artifact import Artifact
+    from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
     from longtrain.target.model import Target
 
@@ -25,6 +35,7 @@ def run(cfg: DictConfig) -> None:
 
     Raises:
         ConfigError: no prompt, or settings that do not fit each other.
+        ConflictError: two artifacts, or an artifact and `evict`, play one role.
         DataError: the prompt file cannot be read.
     """
     from longtrain.artifact import Artifact
@@ -32,13 +43,10 @@ def run(cfg: DictConfig) -> None:
 
     prompt, sampling = _prompt(cfg), sampling_from(cfg)
     count = convert(cfg.decode.max_new_tokens, int, "decode.max_new_tokens")
-    if isinstance(cfg.artifact, str | None):
-        artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
-    else:
-        raise ConfigError(f"artifact={cfg.artifact}; generate takes one artifact")
-    target = load_target_from(cfg, path=artifact.target.name if artifact else None)
+    artifacts = [Artifact.load(name, home=cfg.home) for name in _names(cfg)]
+    target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
     ids = _encode(target, prompt, chat=bool(cfg.chat))
-    parts = artifact.attach(target) if artifact else None
+    parts = _parts(cfg, target, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
     stop = [str(text) for text in cfg.stop]
     hold = max((len(text) for text in stop), default=0)
@@ -47,7 +55,7 @@ def run(cfg: DictConfig) -> None:
         [ids],
         max_new_tokens=count,
         sampling=sampling,
-        shape=shape_from(cfg) if artifact else None,
+        shape=shape_from(cfg) if parts.draft else None,
         stop=stop,
         stream=writer,
     )
@@ -63,10 +71,45 @@ def statistics(stats: Stats) -> str:
     ]
     if stats.draft_bytes:
         parts.append(f"acceptance length τ {stats.tau:.2f}, accepted {stats.acceptance_rate:.0%} of drafted")
-    parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB")
+    if stats.evicted:
+        parts.append(f"kept {sum(stats.kept_rows):.0f} of {sum(stats.prompt_tokens)} rows")
+        parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB, {stats.cache_bytes_full / 1e6:.1f} before")
+    else:
+        parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB")
     if stats.draft_bytes:
         parts.append(f"draft {stats.draft_bytes / 1e6:.2f} MB")
     return "[" + " | ".join(parts) + "]"
+
+
+def _names(cfg: DictConfig) -> list[str]:
+    """The artifacts asked for: `artifact=NAME` or `artifact=[DRAFT,EVICTION]`."""
+    asked = cfg.artifact if isinstance(cfg.artifact, str | None) else plain(cfg.artifact)
+    names = asked if isinstance(asked, list) else [asked] if asked else []
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"artifact={asked}; allowed: a name, or a list of names such as [draft,eviction]")
+    return names
+
+
+def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Parts:
+    """What the artifacts and `evict` bring, as one."""
+    from longtrain import methods
+    from longtrain.decoding.roles import Parts
+
+    keys, found = budget_keys(cfg), []
+    for artifact in artifacts:
+        known = methods.get(artifact.method).inference_keys
+        found.append(artifact.attach(target, **{key: keys[key] for key in known if key in keys}))
+    evictor = evictor_from(cfg)
+    if evictor is not None:
+        found.append(Parts(evictor=evictor, name=f"evict={evictor.name}"))
+    parts = Parts().merge(*found)
+    budget = keys["budget_tokens"] or keys["budget_ratio"]
+    if parts.evictor is None and budget is not None:
+        raise ConfigError(
+            f"an eviction budget of {budget} and nothing that evicts; pass evict=snapkv, say, or an eviction "
+            "artifact"
+        )
+    return parts
 
 
 def _prompt(cfg: DictConfig) -> str:

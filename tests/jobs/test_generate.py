@@ -4,7 +4,7 @@ import pytest
 
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
-from longtrain.errors import ArtifactError, ConfigError, DataError
+from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.jobs import generate
 from longtrain.methods.longspec.config import Config
 from longtrain.target.loading import load_target
@@ -45,6 +45,34 @@ def test_a_draft_changes_the_statistics_only(composed, artifact, plain_text, cap
     text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     assert text == plain_text("hello there")
     assert "acceptance length τ 1." in statistics and "draft 0." in statistics
+
+
+def test_eviction_to_a_budget_and_what_it_saves(composed, plain_text, capsys):
+    prompt = "it was a dark and stormy night; the rain fell in torrents" * 4
+    evict = ["evict=snapkv", "evict.budget_tokens=48", "evict.window=16"]
+    generate.run(composed("generate", *NEW, f"prompt='{prompt}'", *evict))
+    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    assert f"kept 48 of {len(prompt)} rows | cache 0." in statistics and statistics.endswith(" before]")
+    small, whole = (float(word) for word in statistics.rpartition("cache ")[2].split()[:3:2] if word != "MB,")
+    assert small < whole / 2 and text != plain_text(prompt)
+    generate.run(composed("generate", *NEW, f"prompt='{prompt}'", "evict=snapkv", "evict.budget_tokens=999"))
+    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    assert text == plain_text(prompt) and "kept" not in statistics
+
+
+def test_a_draft_on_an_evicted_cache_changes_nothing(composed, artifact, capsys):
+    prompt = "it was a dark and stormy night; the rain fell in torrents" * 4
+    evict = [f"prompt='{prompt}'", "evict=streaming_llm", "evict.budget_tokens=40"]
+    generate.run(composed("generate", *NEW, *evict))
+    plain = capsys.readouterr().out.rpartition("\n[")[0]
+    generate.run(composed("generate", *NEW, *evict, "artifact=[draft]"))
+    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    assert text == plain and "kept 40 of" in statistics and "draft 0." in statistics
+
+
+def test_two_drafts_are_one_too_many(composed, artifact):
+    with pytest.raises(ConflictError, match="'longspec' and 'longspec' both bring the engine's draft"):
+        generate.run(composed("generate", *NEW, "prompt=a", "artifact=[draft,draft]"))
 
 
 def test_the_target_of_an_artifact_is_found_here_and_named_only_elsewhere(
@@ -129,7 +157,28 @@ def test_what_may_be_a_stop_string_waits(capsys):
         (("prompt=a", "prompt_file=b"), ConfigError, "pass either"),
         (("prompt_file=/no/file",), DataError, "prompt_file=/no/file cannot be read"),
         (("prompt=a", "artifact=none"), ArtifactError, "no artifact 'none'"),
-        (("prompt=a", "artifact=[x,y]"), ConfigError, "generate takes one artifact"),
+        (("prompt=a", "artifact=[x,y]"), ArtifactError, "no artifact 'x'"),
+        (("prompt=a", "artifact=[x,3]"), ConfigError, "a list of names such as"),
+        (("prompt=a", "evict.budget_tokens=8"), ConfigError, "budget of 8 and nothing that evicts"),
+        (("prompt=a", "evict=snapkv", "evict.budget_tokens=0"), ConfigError, "budget_tokens=0; allowed: 1"),
+        (
+            ("prompt=a", "evict=snapkv", "evict.budget_tokens=few"),
+            ConfigError,
+            "few; allowed: a whole number",
+        ),
+        (("prompt=a", "evict=snapkv", "evict.budget_ratio=0.5"), ConfigError, "give one"),
+        (("prompt=a", "evict=snapkv", "evict.kernel=4"), ConfigError, "evict.kernel=4; allowed"),
+        (("prompt=a", "evict=snapkv", "evict.window=x"), ConfigError, "evict.window=x; allowed: a whole"),
+        (
+            ("prompt=a", "evict=snapkv", "+evict.sink=1"),
+            ConfigError,
+            "no option 'sink'; known: window, kernel",
+        ),
+        (
+            ("prompt=a", "evict.policy=snap"),
+            ConfigError,
+            "unknown eviction policy 'snap'; known: streaming_llm",
+        ),
         (("prompt=a", "decode.max_new_tokens=9999"), ConfigError, "exceed"),
         (("prompt=a", "decode.temperature=hot"), ConfigError, "decode.temperature=hot; allowed: a number"),
         (("prompt=a", "decode.top_k=1.5"), ConfigError, "decode.top_k=1.5; allowed: a whole number"),
