@@ -3,7 +3,9 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from longtrain.errors import ArtifactError, ConfigError, DataError, TrainingError
+from longtrain.methods.spec import Loss
 from longtrain.training import checkpoint, table
 from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
@@ -208,3 +211,52 @@ def test_seeds_make_runs_equal(tmp_path):
     toy.train(tmp_path / "b")
     assert (tmp_path / "a/metrics.csv").read_bytes() == (tmp_path / "b/metrics.csv").read_bytes()
     lightning.seed_everything(1, verbose=False)
+
+
+def test_a_loss_by_document_is_divided_by_the_steps_documents(tmp_path, monkeypatch):
+    """Rows of one, two and three documents in one step: as if the step were one row."""
+
+    class ByDocument(toy.Toy):
+        per_document = True
+
+        def forward(self, batch):
+            loss = super().forward(batch)
+            documents = len(batch.bounds) - 1
+            return Loss(loss.total / loss.tokens * documents, loss.tokens)
+
+    def steps(self, item, get=toy.Rows.__getitem__):
+        batch = get(self, item)
+        documents = 1 + batch.seed % 3
+        bounds = (*range(documents), len(batch.ids_T))
+        return replace(batch, bounds=bounds, documents_in_step=sum(1 + i % 3 for i in range(4)))
+
+    monkeypatch.setattr(toy.Rows, "__getitem__", steps)
+    draft, total = toy.Draft(), 0.0
+    for index in range(4):
+        ids_T, mask_T = toy.row(index)
+        loss = toy.Toy(draft)(toy.Batch(ids_T, (0, len(ids_T)), mask_T, seed=index, tokens_in_step=1))
+        total = total + loss.total / loss.tokens * (1 + index % 3)
+    (total / 7).backward()
+    norm = nn.utils.clip_grad_norm_(draft.parameters(), float("inf"))
+    settings = {"gradient_clip_val": None, "optim": PLAIN, "val_every": 0}
+    toy.train(tmp_path, steps=1, objective=ByDocument(toy.Draft()), **settings)
+    row = table.read(tmp_path / "metrics.csv")[0]
+    assert float(row["train/grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+    monkeypatch.undo()
+    with pytest.raises(DataError, match=r"step 1 has no document with a supervised token.*doc0"):
+        toy.train(tmp_path / "b", steps=1, objective=ByDocument(toy.Draft()), **settings)
+
+
+def test_an_objectives_learning_rates_count_where_the_settings_say_nothing(tmp_path):
+    class Faster(toy.Toy):
+        lr_multipliers = {"embed*": 3.0, "out*": 5.0}
+
+    optim = replace(PLAIN, lr_multipliers={"out*": 0.5})
+    module = TrainModule(Faster(toy.Draft()), optim)
+    module.trainer = Mock(precision="32-true", max_steps=10, strategy=Mock(root_device=torch.device("cpu")))
+    optimizer = module.configure_optimizers()["optimizer"]
+    rates = {id(p): group["initial_lr"] for group in optimizer.param_groups for p in group["params"]}
+    draft = module.objective.module
+    assert [rates[id(p)] / PLAIN.lr for p in (draft.embed.weight, draft.out.weight, draft.norm.weight)] == (
+        pytest.approx([3.0, 0.5, 1.0])
+    )
