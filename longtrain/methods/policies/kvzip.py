@@ -19,7 +19,7 @@ from longtrain.decoding.select import reduce_heads, top_adaptive
 from longtrain.errors import ConfigError
 from longtrain.kernels.importance import Span, importance, suffix_lse
 from longtrain.methods.policies.base import BasePolicy
-from longtrain.methods.policies.repeat import Repeat, longest_request, repeat_of
+from longtrain.methods.policies.repeat import LONGEST_REQUEST, Repeat, repeat_of
 
 
 @dataclass
@@ -60,7 +60,7 @@ class KVzip(BasePolicy):
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: a request and the chunk that answers it."""
-        return min(self.chunk, longest) + longest_request
+        return min(self.chunk, longest) + LONGEST_REQUEST
 
     def scores(self, run: PromptRun) -> Tensor:
         """See `Scorer`: the repeat rows' largest attention; 1 at the sinks, 0 in a chat header."""

@@ -20,7 +20,7 @@ LATER = "Repeat the part of the previous context exactly, starting with"
 _BEFORE = 8
 """Tokens of the chunk before that a later request quotes."""
 
-longest_request = 256
+LONGEST_REQUEST = 256
 """Most tokens of a request, chat headers included."""
 
 
@@ -73,10 +73,10 @@ def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
         quoted = prompt[max(start, at - _BEFORE) : at] if nth else ()
         requests.append((*tokenizer.encode(text, add_special_tokens=False), *quoted, *answer))
     longest = max(map(len, requests))
-    if longest > longest_request:
+    if longest > LONGEST_REQUEST:
         raise ConfigError(
             f"a request of evict=kvzip has {longest} tokens in the chat template of {target.info.name}; "
-            f"allowed: {longest_request}; pass a shorter one: target.chat_template=FILE"
+            f"allowed: {LONGEST_REQUEST}; pass a shorter one: target.chat_template=FILE"
         )
     return Repeat(chunks, tuple(requests), tuple(prompt))
 

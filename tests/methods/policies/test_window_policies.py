@@ -15,7 +15,7 @@ from .runs import kept, prefilled, prompts_of
 
 SHAPES = ["llama_micro", "qwen3_micro"]
 MIXED = (90, 37, 20, 64)
-"""Of these one is shorter than the budgets below; two are within one pooling kernel of a window's start."""
+"""Prompt lengths; one is within the budget below."""
 
 
 def window_scores(A_LHTT, n_kv_heads, window):
