@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longtrain.kernels.importance_triton import _LOG2E, _heads, _load, _row_of
+from longtrain.kernels.importance_triton import _LOG2E, _heads, _load, _rows_of
 
 
 @triton.jit
@@ -55,7 +55,9 @@ def query_kernel(
 
     k_at = k_ptr + seq * k_b + kv * k_g + (low + n).to(tl.int64)[:, None] * k_t + dim[None, :]
     v_at = v_ptr + seq * v_b + kv * v_g + (low + n).to(tl.int64)[:, None] * v_t + dim[None, :]
-    w_at = d_s_ptr + (seq * H + head)[:, None] * slots + (low + n)[None, :]
+    local = (pid % sets).to(tl.int32) * HEADS + tl.arange(0, HEADS)
+    w_at = d_s_ptr + (seq * H + kv * GROUP + local)[:, None] * slots + (low + n)[None, :]
+    there = (local < GROUP)[:, None]
     for start in range(low, high, KEYS):
         inside = n < high - start
         k = _load(k_at, inside, dim, D, WIDTH)
@@ -67,7 +69,8 @@ def query_kernel(
             g = tl.dot(d_out, tl.trans(v), input_precision="ieee") - delta[:, None]
             v_at += KEYS * v_t
         if SCORES:
-            w = tl.load(w_at, mask=inside[None, :] & keep[:, None], other=0.0) * share
+            w = tl.load(w_at, mask=inside[None, :] & there, other=0.0) * share
+            w = tl.reshape(tl.broadcast_to(w[:, None, :], (HEADS, ROWS, KEYS)), (M, KEYS))
             g += w
             dot += tl.sum(p * w, 1)
             mean = tl.dot(p.to(k.dtype), k, mean, input_precision="ieee")
@@ -101,29 +104,27 @@ def query_kernel(
 def merge_query_kernel(
     part_grad_ptr, part_mean_ptr, part_dot_ptr, blocks_ptr, d_q_ptr, dot_ptr, scale,
     PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, SCORES: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """d_q_NHD and D_NH of one packed row, from the partial sums of its items."""
-    pid = tl.program_id(0).to(tl.int64)
-    index, alive, first, count = _row_of(blocks_ptr, pid, PARTS, GROUP, HEADS, ROWS)
+    """d_q_NHD and D_NH of CHUNK packed rows, from the partial sums of their items."""
+    index, keep, slot, count = _rows_of(blocks_ptr, PARTS, GROUP, HEADS, ROWS, CHUNK, SPLITS)
     dim, split = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
-    slot = first + split * (PARTS * HEADS * ROWS)
-    grad = tl.zeros((WIDTH,), tl.float32)
-    mean = tl.zeros((WIDTH,), tl.float32)
-    dot = tl.zeros((1,), tl.float32)
+    grad = tl.zeros((CHUNK, WIDTH), tl.float32)
+    mean = tl.zeros((CHUNK, WIDTH), tl.float32)
+    dot = tl.zeros((CHUNK,), tl.float32)
     for start in range(0, count, SPLITS):
-        inside = split < count - start
-        at = slot[:, None] * WIDTH + dim[None, :]
-        grad += tl.sum(tl.load(part_grad_ptr + at, mask=inside[:, None], other=0.0), 0)
+        inside = (split < count - start)[:, None]
+        at = slot[:, :, None] * WIDTH + dim[None, None, :]
+        grad += tl.sum(tl.load(part_grad_ptr + at, mask=inside[:, :, None], other=0.0), 0)
         if SCORES:
-            mean += tl.sum(tl.load(part_mean_ptr + at, mask=inside[:, None], other=0.0), 0)
+            mean += tl.sum(tl.load(part_mean_ptr + at, mask=inside[:, :, None], other=0.0), 0)
             dot += tl.sum(tl.load(part_dot_ptr + slot, mask=inside, other=0.0), 0)
         slot += SPLITS * PARTS * HEADS * ROWS
     if SCORES:
-        grad -= dot * mean
-        one = tl.arange(0, 1)
-        tl.store(dot_ptr + index + one, dot, mask=one < alive)
-    tl.store(d_q_ptr + index * D + dim, (grad * scale).to(d_q_ptr.dtype.element_ty), mask=dim < D * alive)
+        grad -= dot[:, None] * mean
+        tl.store(dot_ptr + index, dot, mask=keep)
+    d_q = (grad * scale).to(d_q_ptr.dtype.element_ty)
+    tl.store(d_q_ptr + index[:, None] * D + dim[None, :], d_q, mask=keep[:, None] & (dim < D)[None, :])
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Launches the Triton kernels of `kernels.importance`: tiles, tables, partial buffers, and the autograd node.
 
-The tiles are the `Tile` constants below; they were chosen for compute capability 9.0 at head dim 128 in bf16
-and shrink by themselves where a row of K is larger.
+The tiles are the `Tile` constants below; they were chosen for compute capability 9.0 at head dim 128 in half
+precision (no register is spilled there) and shrink by themselves for larger head dims.
 Shapes: see `kernels.importance`; M packed rows of a tile.
 """
 
@@ -42,14 +42,23 @@ class Tile:
 
 
 ATTEND = Tile(rows=128, keys=64, warps=8, stages=3, waves=1)
-LSE = Tile(rows=128, keys=128, warps=8, stages=2, waves=2)
-COLUMN = Tile(rows=128, keys=128, warps=8, stages=2, waves=4)
-QUERY = Tile(rows=64, keys=64, warps=8, stages=2, waves=2)
+LSE = Tile(rows=128, keys=64, warps=8, stages=3, waves=4)
+COLUMN_FEW = Tile(rows=128, keys=64, warps=8, stages=3, waves=2)
+"""Column means of rows that fit in one tile; the keys go by."""
+COLUMN_MANY = Tile(rows=64, keys=128, warps=8, stages=3, waves=0)
+"""Column means of more rows; a program has one block of keys, and the rows go by."""
+QUERY = Tile(rows=128, keys=64, warps=8, stages=2, waves=1)
+FLOAT = Tile(rows=32, keys=32, warps=8, stages=2, waves=0)
+"""All of the above in fp32, whose products are plain multiply-adds: larger tiles would spill registers."""
 OWN = Tile(rows=32, keys=32, warps=4, stages=1, waves=0)
+OWN_FLOAT = Tile(rows=16, keys=16, warps=8, stages=1, waves=0)
+"""Gradients of the rows' own keys and values, at every head dim."""
 SPLITS = 32
 """Partial results that a merging program reads at once."""
-_ROW_BYTES = 256
-"""A row of K for which the tiles are meant: head dim 128 in half precision."""
+CHUNK = 1
+"""Packed rows of a merging program; interpreted programs take all of a tile, since each is slow to start."""
+_DIM = 128
+"""Head dim for which the tiles are meant; a larger one halves them."""
 _INTERPRETED = 8
 """Processors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
@@ -63,6 +72,7 @@ class Grid:
     keys: int
     parts: int
     programs: int
+    chunk: int
     const: dict[str, int]
     launch: dict[str, int]
 
@@ -95,8 +105,10 @@ def importance(
     B, T = k_BTGD.shape[:2]
     new = torch.empty if covers(spans, B, T) else torch.zeros
     s_BHT = new(B, q.shape[1], T, dtype=torch.float32, device=q.device)
-    grid = _grid(COLUMN, q, k_BTGD, spans)
+    grid = _grid(COLUMN_FEW, q, k_BTGD, spans)
     one = most_rows(spans) <= grid.rows
+    if not one:
+        grid = _grid(COLUMN_MANY, q, k_BTGD, spans)
     items = key_items(spans, grid.keys, grid.programs if one else 0, q.device)
     _columns(
         q, lse_NH, k_BTGD, k_BTGD.stride()[:3], s_BHT, s_BHT.stride(), items, scale, grid, one, max_=maximum
@@ -110,7 +122,7 @@ def own_importance(
     """s_NH in fp32; see `kernels.importance.own_importance`."""
     q, own_k = _rows(q_NHD, own_k_NGD), _rows(own_k_NGD, own_k_NGD)
     s_NH = q.new_empty(q.shape[:2], dtype=torch.float32)
-    grid = _grid(COLUMN, q, own_k[None], spans)
+    grid = _grid(COLUMN_MANY, q, own_k[None], spans)
     items = own_items(spans, grid.keys, q.device)
     strides = (0, 1, q.shape[1])
     _columns(q, lse_NH, own_k, (0, *own_k.stride()[:2]), s_NH, strides, items, scale, grid, False, own=True)
@@ -152,8 +164,8 @@ class _SuffixAttention(torch.autograd.Function):
                 *q.stride()[:2], *own_k.stride()[:2], *own_v.stride()[:2], *k.stride()[:3], *v.stride()[:3],
                 **grid.const, KEYS=grid.keys, VALUES=True, **grid.launch,
             )  # fmt: skip
-            front.merge_out_kernel[(len(blocks) * grid.parts * grid.heads * grid.rows,)](
-                part, part_out, blocks, lse_NH, out_NHD, **grid.const, SPLITS=SPLITS
+            front.merge_out_kernel[_merging(blocks, grid)](
+                part, part_out, blocks, lse_NH, out_NHD, **grid.const, CHUNK=grid.chunk, SPLITS=SPLITS
             )
         ctx.save_for_backward(q, own_k, own_v, k, v, out_NHD, lse_NH)
         ctx.spans, ctx.scale = spans, scale
@@ -201,17 +213,16 @@ def _backward(
             k.shape[1], *strides, *k.stride()[:3], *v.stride()[:3],
             **grid.const, KEYS=grid.keys, **given, **grid.launch,
         )  # fmt: skip
-        back.merge_query_kernel[(len(blocks) * grid.parts * grid.heads * grid.rows,)](
+        back.merge_query_kernel[_merging(blocks, grid)](
             part, mean, part_dot, blocks, d_q, dot, scale,
-            **grid.const, SPLITS=SPLITS, SCORES=given["SCORES"],
+            **grid.const, CHUNK=grid.chunk, SPLITS=SPLITS, SCORES=given["SCORES"],
         )  # fmt: skip
-        own = _grid(OWN, q, k, spans)
-        table = own_items(spans, OWN.keys, q.device)
-        G, GROUP = k.shape[2], own.const["GROUP"]
+        own = OWN_FLOAT if k.dtype == torch.float32 else OWN
+        table, G = own_items(spans, own.keys, q.device), k.shape[2]
+        sizes = {name: grid.const[name] for name in ("GROUP", "D", "WIDTH")}
         back.own_kernel[(len(table) * G,)](
             q, own_k, own_v, out, lse, d_out, dot, table, d_k, d_v, scale, scale * _LOG2E, *strides,
-            G=G, GROUP=GROUP, D=own.const["D"], WIDTH=own.const["WIDTH"], ROWS=OWN.rows, KEYS=OWN.keys,
-            **given, **own.launch,
+            G=G, **sizes, ROWS=own.rows, KEYS=own.keys, **given, num_warps=own.warps, num_stages=own.stages,
         )  # fmt: skip
     return [d_q, d_k, d_v]
 
@@ -238,8 +249,9 @@ def _grid(tile: Tile, q: Tensor, k: Tensor, spans: tuple[Span, ...]) -> Grid:
 def _cut(tile: Tile, n: int, H: int, G: int, D: int, size: int, device: torch.device) -> Grid:
     """The tile for spans of at most n rows: few leave room for several heads, a large D shrinks it."""
     width = max(16, _power(D))
-    shrink = max(1, width * size // _ROW_BYTES)
-    packed, keys = max(32, tile.rows // shrink), max(32, tile.keys // shrink)
+    sizes = FLOAT if size == 4 else tile
+    shrink = max(1, width // _DIM)
+    packed, keys = max(16, sizes.rows // shrink), max(16, sizes.keys // shrink)
     rows = min(_power(n), packed)
     heads = min(_power(H // G), packed // rows)
     rows = max(rows, 16 // heads)
@@ -253,8 +265,9 @@ def _cut(tile: Tile, n: int, H: int, G: int, D: int, size: int, device: torch.de
         keys=keys,
         parts=parts,
         programs=max(1, cores * tile.waves // parts),
+        chunk=min(CHUNK, heads * rows) if device.type == "cuda" else heads * rows,
         const={"PARTS": parts, "GROUP": H // G, "D": D, "WIDTH": width, "HEADS": heads, "ROWS": rows},
-        launch={"num_warps": tile.warps, "num_stages": tile.stages},
+        launch={"num_warps": sizes.warps, "num_stages": sizes.stages},
     )
 
 
@@ -266,6 +279,11 @@ def _rows(x: Tensor, k: Tensor) -> Tensor:
 
 def _empty(q: Tensor, items: int, grid: Grid, *width: int) -> Tensor:
     return q.new_empty(items * grid.parts, grid.heads * grid.rows, *width, dtype=torch.float32)
+
+
+def _merging(blocks: Tensor, grid: Grid) -> tuple[int]:
+    """Programs that merge all packed rows."""
+    return (len(blocks) * grid.parts * (grid.heads * grid.rows // grid.chunk),)
 
 
 def _on(x: Tensor) -> Any:

@@ -134,51 +134,54 @@ def merge_lse_kernel(
 
 
 @triton.jit
-def _row_of(
-    blocks_ptr, pid, PARTS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr
-):
-    """Of program (block * PARTS + part) * M + m: index n * H + h, whether it exists, first slot, slots."""
+def _rows_of(
+    blocks_ptr, PARTS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Packed rows of a merging program: index n * H + h, whether it exists, slots [SPLITS, CHUNK], splits."""
     M: tl.constexpr = HEADS * ROWS
+    chunks: tl.constexpr = M // CHUNK
     sets: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     H: tl.constexpr = PARTS // sets * GROUP
-    m, part = pid % M, pid // M % PARTS
-    block = blocks_ptr + pid // (M * PARTS) * 4
+    pid = tl.program_id(0).to(tl.int64)
+    m = (pid % chunks).to(tl.int32) * CHUNK + tl.arange(0, CHUNK)
+    part = (pid // chunks % PARTS).to(tl.int32)
+    block = blocks_ptr + pid // (chunks * PARTS) * 4
     local = part % sets * HEADS + m // ROWS
     row = tl.load(block) + m % ROWS
-    alive = tl.where((local < GROUP) & (row < tl.load(block + 1)), 1, 0)
-    count = tl.load(block + 3) * alive
-    first = (tl.load(block + 2).to(tl.int64) * PARTS + part) * M + m
-    return row.to(tl.int64) * H + part // sets * GROUP + local, alive, first, count
+    index = row.to(tl.int64) * H + part // sets * GROUP + local
+    first = tl.load(block + 2).to(tl.int64) + tl.arange(0, SPLITS)
+    slot = (first * PARTS + part)[:, None] * M + m[None, :]
+    return index, (local < GROUP) & (row < tl.load(block + 1)), slot, tl.load(block + 3)
 
 
 @triton.jit
 def merge_out_kernel(
     part_lse_ptr, part_out_ptr, blocks_ptr, lse_ptr, out_ptr,
     PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """lse_NH and out_NHD of one packed row, from the partial ones of its items."""
-    pid = tl.program_id(0).to(tl.int64)
-    index, alive, first, count = _row_of(blocks_ptr, pid, PARTS, GROUP, HEADS, ROWS)
+    """lse_NH and out_NHD of CHUNK packed rows, from the partial ones of their items."""
+    index, keep, slot, count = _rows_of(blocks_ptr, PARTS, GROUP, HEADS, ROWS, CHUNK, SPLITS)
     dim, split = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
-    slot = first + split * (PARTS * HEADS * ROWS)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((WIDTH,), tl.float32)
+    top = tl.full((CHUNK,), float("-inf"), tl.float32)
+    total = tl.zeros((CHUNK,), tl.float32)
+    acc = tl.zeros((CHUNK, WIDTH), tl.float32)
     for start in range(0, count, SPLITS):
-        inside = split < count - start
+        inside = (split < count - start)[:, None]
         lse = tl.load(part_lse_ptr + slot, mask=inside, other=float("-inf"))
-        out = tl.load(part_out_ptr + slot[:, None] * WIDTH + dim[None, :], mask=inside[:, None], other=0.0)
+        at = slot[:, :, None] * WIDTH + dim[None, None, :]
+        out = tl.load(part_out_ptr + at, mask=inside[:, :, None], other=0.0)
         new = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2(lse - new)
+        weight = tl.exp2(lse - new[None, :])
         shrink = tl.exp2(top - new)
         total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(weight[:, None] * out, 0)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * out, 0)
         top = new
         slot += SPLITS * PARTS * HEADS * ROWS
-    tl.store(out_ptr + index * D + dim, (acc / total).to(out_ptr.dtype.element_ty), mask=dim < D * alive)
-    one = tl.arange(0, 1)
-    tl.store(lse_ptr + index + one, (top + tl.log2(total)) * _LN2, mask=one < alive)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + index[:, None] * D + dim[None, :], out, mask=keep[:, None] & (dim < D)[None, :])
+    tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=keep)
 
 
 @triton.jit

@@ -91,7 +91,8 @@ def row_items(
     blocks = [(row, min(row + rows, span.rows[1]), span) for span in spans for row in range(*span.rows, rows)]
     total = sum(span.keys[1] - span.keys[0] for _, _, span in blocks)
     piece = max(_up(total, programs), 2 * keys)
-    items, table = [], []
+    items: list[tuple[int, ...]] = []
+    table: list[tuple[int, ...]] = []
     for row, stop, span in blocks:
         (low, high), first, n = span.keys, span.rows[0], span.rows[1] - span.rows[0]
         pieces = max(1, _up(high - low, piece))
