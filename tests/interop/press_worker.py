@@ -174,6 +174,16 @@ def two_questions() -> bool:
 
 
 @check
+def asked_again() -> bool:
+    """ChunkKVPress scores a prompt shorter than a chunk twice: it keeps what the press keeps alone."""
+    ids = ids_of(job["prompts"][0])
+    chunked = kvpress.ChunkKVPress(press(budget=8), chunk_length=10_000)
+    whole, alone = prefill(ids)[0], prefill(ids, press(budget=8))[0]
+    found, want = kept(prefill(ids, chunked)[0], whole), kept(alone, whole)
+    return [[[sorted(head) for head in row] for row in layer] for layer in found] == want
+
+
+@check
 def wrappers() -> dict:
     """Rows that stay of each layer, over its KV heads, with a ratio and two budgets; each generates."""
     S, G = len(job["prompts"][0]), model.config.num_key_value_heads

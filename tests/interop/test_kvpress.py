@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, max_pool1d, silu
 
+from longtrain.artifact.folder import Artifact
 from longtrain.decoding.prefill import prefill
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
@@ -83,9 +84,7 @@ def write_artifact(folder: Path, target: Target, config: Config) -> LookaheadKV:
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             tensor.normal_(0, 1.0 if "embeddings" in name else 0.2)
-    for name, content in SPEC.files(module.state_dict(), config, target.info).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
+    Artifact.from_module("lookaheadkv", config, module=module, target=target).save(folder)
     return module
 
 
@@ -104,13 +103,11 @@ class Spy:
 
 
 def of_longtrain(
-    module: LookaheadKV, config: Config, target: Target, prompts: list[list[int]], setting: dict[str, Any]
+    artifact: Artifact, target: Target, prompts: list[list[int]], setting: dict[str, Any]
 ) -> list:
     """Positions kept [prompt][layer][1][KV head], the prompts of different lengths in one batch."""
     share = 1 - setting["compression_ratio"] if "compression_ratio" in setting else None
-    parts = SPEC.attach(
-        module, target, config, {"budget_tokens": setting.get("budget"), "budget_ratio": share}
-    )
+    parts = artifact.attach(target, budget_tokens=setting.get("budget"), budget_ratio=share)
     spy = Spy(parts.evictor)
     prefill(target, target.new_cache, prompts, max_new_tokens=1, nodes=1, evictor=spy)
     assert spy.keep is not None
@@ -200,7 +197,7 @@ def ran(
         module = write_artifact(folder / name, target, config)
         for setting in SETTINGS:
             settings.append({"artifact": str(folder / name), **setting})
-            by_longtrain.append(of_longtrain(module, config, target, prompts, setting))
+            by_longtrain.append(of_longtrain(Artifact.load(folder / name), target, prompts, setting))
             sizes = [min(len(prompt), kept_of(setting, len(prompt))) for prompt in prompts]
             by_definition.append(
                 [defined(double, module, config, p, n) for p, n in zip(prompts, sizes, strict=True)]
@@ -208,7 +205,7 @@ def ran(
     job: dict[str, Any] = {"folder": str(folder), "model": str(folder / "model"), "settings": settings}
     job |= {"artifact": str(folder / "paper"), "prompts": prompts, "checks": ["selections"]}
     job["checks"] += ["outputs_unchanged", "all_fits", "reuse", "after_failure", "batch", "generated"]
-    job["checks"] += ["two_questions", "wrappers", "refusals"]
+    job["checks"] += ["two_questions", "asked_again", "wrappers", "refusals"]
     (folder / "job.json").write_text(json.dumps(job))
     worker = Path(__file__).with_name("press_worker.py")
     call(interpreter, worker, folder / "job.json", folder / "result.json")
@@ -238,7 +235,16 @@ def test_keeps_what_the_definition_and_longtrain_keep(ran: tuple[dict, dict], so
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "check",
-    ["outputs_unchanged", "all_fits", "reuse", "after_failure", "batch", "generated", "two_questions"],
+    [
+        "outputs_unchanged",
+        "all_fits",
+        "reuse",
+        "after_failure",
+        "batch",
+        "generated",
+        "two_questions",
+        "asked_again",
+    ],
 )
 def test_in_use(ran: tuple[dict, dict], check: str) -> None:
     assert ran[1][check] is True
