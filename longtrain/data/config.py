@@ -9,7 +9,17 @@ from typing import Any
 from longtrain.errors import ConfigError
 
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
-PATH_KEYS = ("text", "jsonl", "conversations", "books", "code", "instruct", "questions", "held_out")
+FREE_KEYS = (
+    "text",
+    "jsonl",
+    "conversations",
+    "books",
+    "code",
+    "instruct",
+    "questions",
+    "prompts",
+    "held_out",
+)
 """Keys a data config may hold only so that its sources refer to them and the command line can set them."""
 
 
@@ -201,7 +211,7 @@ class DataConfig:
             ConfigError: an unknown key, or a value that is not allowed.
         """
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known - set(PATH_KEYS))
+        unknown = sorted(set(values) - known - set(FREE_KEYS))
         if unknown:
             raise ConfigError(f"unknown key data.{unknown[0]}; known: {sorted(known)}")
         rest = {k: v for k, v in values.items() if k in known - {"sources", "stages"} and v is not None}

@@ -98,6 +98,15 @@ class DataModule(lightning.LightningDataModule):
         self._world, self._rank = world, rank
         self._plans: dict[tuple[int, int], Plan] = {}
         check_context(config.stages, context_tokens)
+        longest = int(self.data.manifest["counts"]["longest"])
+        shortest_stage = min((stage.doc_tokens for stage in config.stages), default=longest)
+        if (config.labels == "last_answer" or config.prompt_tokens) and shortest_stage < longest:
+            log.warning(
+                "a stage cuts documents at doc_tokens=%d and the longest has tokens=%d: a prompt would lose "
+                "its beginning; raise data.stages' doc_tokens, or lower data.max_doc_tokens",
+                shortest_stage,
+                longest,
+            )
 
     @property
     def world(self) -> int:

@@ -139,3 +139,15 @@ def test_batches_move_whole(data):
     batch = next(iter(DataModule(data.folder, config(Stage(64, 64, steps=1))).train_dataloader()))
     moved = batch.to("meta")
     assert moved.ids_T.device.type == moved.loss_mask_T.device.type == "meta" and moved.bounds == batch.bounds
+
+
+def test_a_stage_that_would_cut_prompts_from_their_answers_is_told(data, caplog):
+    values = {"labels": "last_answer", "long_documents": "truncate"}
+    longest = int(data.length.max())
+    with caplog.at_level("WARNING"):
+        DataModule(data.folder, config(Stage(longest, longest, steps=1), **values))
+        DataModule(data.folder, config(Stage(longest, longest - 1, steps=1)))
+    assert not caplog.records
+    with caplog.at_level("WARNING"):
+        DataModule(data.folder, config(Stage(longest, longest - 1, steps=1), **values))
+    assert f"doc_tokens={longest - 1}" in caplog.text

@@ -1,0 +1,61 @@
+"""`longtrain prepare` for the eviction recipe of the bundled target, offline, end to end."""
+
+import numpy as np
+import pytest
+
+from longtrain import cli
+from longtrain.data.mask import spans
+from longtrain.data.prepared import Prepared
+
+SMALL = (
+    "+recipe=lookaheadkv_tiny",
+    "quiet=true",
+    "data.prompt_tokens=[200,280]",
+    "data.questions=6",
+    "data.answer_tokens=6",
+    "data.sources.0.prompts=1",
+    "data.sources.1.prompts=1",
+)
+
+
+def prepared(monkeypatch, home, *overrides):
+    monkeypatch.setattr("sys.argv", ["longtrain", "prepare", *SMALL, f"home={home}", *overrides])
+    cli.main()
+    (folder,) = (home / "data").glob("lookaheadkv_tiny-*/")
+    return Prepared.open(folder, verify=True)
+
+
+def test_the_target_answers_questions_and_goes_on_with_novels(monkeypatch, tmp_path, capsys):
+    data = prepared(monkeypatch, tmp_path, "show=2")
+    shown = capsys.readouterr().out
+    assert "label, to be predicted" in shown and "labels of" in shown
+    assert data.names[:7] == [name for name in data.names if "#" not in name]
+    assert data.names[7:] == [f"questions#{i}" for i in range(6)]
+    assert {"book"} < set(data.kinds) <= {"book", "needles", "chains", "table", "quote"}
+    for start, length in zip(data.start.tolist(), data.length.tolist(), strict=True):
+        ((begin, end),) = spans(np.asarray(data.mask[start : start + length]))
+        assert end == length and 200 <= begin <= 280 and end - begin <= 6
+    assert not any(val for name, val in zip(data.names, data.val, strict=True) if name.startswith("doyle"))
+    answers = next((tmp_path / "data").glob("*.answers.jsonl")).read_text().splitlines()
+    assert len(answers) == 13
+    before = data.folder.joinpath("manifest.json").stat().st_mtime_ns
+    again = prepared(monkeypatch, tmp_path)  # nothing changed: nothing is done
+    assert again.folder.joinpath("manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("question", ["prompt", "response"])
+def test_gold_answers_with_the_question_in_or_out_of_the_prompt(monkeypatch, tmp_path, question):
+    from transformers import AutoTokenizer
+
+    from longtrain.assets import asset_dir
+
+    tokenizer = AutoTokenizer.from_pretrained(asset_dir("bundled") / "tiny")
+    data = prepared(
+        monkeypatch, tmp_path, "data.answers=source", f"data.question={question}", "data.answer_tokens=64"
+    )
+    at = data.names.index("questions#0")
+    ids = data.ids[data.start[at] : data.start[at] + data.length[at]]
+    mask = np.asarray(data.mask[data.start[at] : data.start[at] + data.length[at]]).astype(bool)
+    labels = tokenizer.decode(ids[mask].tolist())
+    assert ("<|assistant|>" in labels) == (question == "response")
+    assert labels.endswith("<|end|>")
