@@ -6,8 +6,9 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from longtrain.evaluation.eviction_protocol import FULL, ORACLE, Json
+from longtrain.evaluation.eviction_protocol import ARTIFACT, FULL, ORACLE, Json
 from longtrain.evaluation.eviction_ranks import RECALLS
+from longtrain.evaluation.eviction_tasks import CONTINUE
 from longtrain.evaluation.report import interval, markdown, tokens
 
 BOUNDS = (FULL, ORACLE)
@@ -28,62 +29,68 @@ def table(scores: Json, timings: Json) -> str:
 def accuracy_picture(scores: Json) -> bytes:
     """A PNG: exact match against budget, a panel a length; full cache and oracle as bounds."""
     figure, panels = _panels(len(scores["lengths"]))
+    styles = _styles(scores["policies"])
     for axes, length in zip(panels, scores["lengths"], strict=True):
         for policy, cell in _at(scores, length):
             rows = cell["budgets"]
-            values = [row["exact"]["value"] for row in rows]
+            marks = [row[figure_of(scores)] for row in rows]
+            values = [mark["value"] for mark in marks]
             if policy["kind"] == FULL:
                 axes.axhline(values[0], color="black", linestyle="--", linewidth=1, label=policy["name"])
                 continue
-            below = [max(0.0, row["exact"]["value"] - row["exact"]["low"]) for row in rows]
-            above = [max(0.0, row["exact"]["high"] - row["exact"]["value"]) for row in rows]
-            bound = {"color": "grey", "linestyle": "--"} if policy["kind"] in BOUNDS else {}
-            axes.errorbar(
-                _places(scores),
-                values,
-                yerr=[below, above],
-                marker="o",
-                markersize=4,
-                capsize=2,
-                label=policy["name"],
-                **bound,
-            )
+            below = [max(0.0, mark["value"] - mark["low"]) for mark in marks]
+            above = [max(0.0, mark["high"] - mark["value"]) for mark in marks]
+            bars = {"yerr": [below, above], "markersize": 4, "capsize": 2}
+            axes.errorbar(_places(scores), values, **bars, **styles[policy["name"]], label=policy["name"])
         axes.set_xscale("log", base=2)
         axes.set_xticks(_places(scores), scores["budgets"], minor=False)
         axes.minorticks_off()
         axes.set_ylim(-0.02, 1.02)
-        _label(axes, f"{tokens(length)} tokens", _budget_name(scores), "exact match (95% interval)")
+        _label(axes, f"{tokens(length)} tokens", _budget_name(scores), f"{name_of(scores)} (95% interval)")
     return _png(figure)
 
 
 def overhead_picture(scores: Json, timings: Json) -> bytes:
     """A PNG: exact match at the timed budget against overhead over the full cache's time to first token."""
     figure, panels = _panels(len(scores["lengths"]))
+    styles = _styles(scores["policies"])
     for axes, length in zip(panels, scores["lengths"], strict=True):
         timed = {row["name"]: row for row in timings["rows"] if row["length"] == length}
         for policy, cell in _at(scores, length):
-            rows = {found["budget"]: found["exact"]["value"] for found in cell["budgets"]}
+            rows = {found["budget"]: found[figure_of(scores)]["value"] for found in cell["budgets"]}
             if policy["kind"] == FULL:
                 axes.axhline(rows[None], color="black", linestyle="--", linewidth=1, label=policy["name"])
             row = timed.get(policy["name"])
             if row is None:
                 continue
             value = rows[row["times"]["budget"]]
-            axes.plot(100 * row["overhead_share"], value, marker="o", linestyle="none", label=policy["name"])
+            style = {**styles[policy["name"]], "linestyle": "none"}
+            axes.plot(100 * row["overhead_share"], value, **style, label=policy["name"])
         axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(-0.02, 1.02)
         budget = timings["rows"][0]["times"]["budget"] if timings["rows"] else ""
         title = f"{tokens(length)} tokens, budget {budget}"
-        _label(axes, title, "overhead of the first token, %", "exact match")
+        _label(axes, title, "overhead of the first token, %", name_of(scores))
     return _png(figure)
 
 
 def summary(scores: Json) -> list[list[str]]:
-    """Lines of a short table: policy, context, exact match at each budget."""
+    """Lines of a short table: policy, context, accuracy at each budget."""
     return [
-        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "exact", digits=3, short=True)]
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, figure_of(scores), short=True)]
         for policy, cell in _cells(scores)
     ]
+
+
+def figure_of(scores: Json) -> str:
+    """What stands for accuracy: exact match, or agreement where plain text alone is continued."""
+    return "share" if scores["tasks"] == [CONTINUE] else "exact"
+
+
+def name_of(scores: Json) -> str:
+    """Its name."""
+    return "agreement with the full cache" if scores["tasks"] == [CONTINUE] else "exact match"
 
 
 def _headline(scores: Json) -> str:
@@ -95,9 +102,9 @@ def _headline(scores: Json) -> str:
     )
     several = f", {scores['samples']} answers a prompt" if scores["samples"] > 1 else ""
     judged = (
-        "\nTask `continue`: exact match means the whole continuation equals the full cache's, and contained "
-        "is the share of its tokens that do."
-        if "continue" in scores["tasks"]
+        "\nTask `continue`: exact match means the whole continuation equals the full cache's, and the "
+        "share contained is that of its tokens that do."
+        if CONTINUE in scores["tasks"]
         else ""
     )
     return (
@@ -110,7 +117,7 @@ def _headline(scores: Json) -> str:
 
 def _exact(scores: Json) -> str:
     rows = [
-        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "exact", digits=3)]
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "exact")]
         for policy, cell in _cells(scores)
     ]
     return "## Exact match (95% intervals)\n\n" + markdown(["policy", "context", *_columns(scores)], rows)
@@ -118,7 +125,7 @@ def _exact(scores: Json) -> str:
 
 def _of_full(scores: Json) -> str:
     rows = [
-        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "of_full")]
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "of_full", digits=2)]
         for policy, cell in _cells(scores)
         if policy["kind"] != FULL
     ]
@@ -144,7 +151,13 @@ def _tasks(scores: Json) -> str:
             found = [row["by_task"].get(task) for task in scores["tasks"]]
             marks = ["-" if one is None else f"{one['value']:.3f}" for one in found]
             rows.append(
-                [policy["name"], tokens(cell["length"]), row["budget"] or "-", *marks, f"{row['share']:.3f}"]
+                [
+                    policy["name"],
+                    tokens(cell["length"]),
+                    row["budget"] or "-",
+                    *marks,
+                    interval(row["share"], 3),
+                ]
             )
     header = ["policy", "context", "budget", *scores["tasks"], "values contained"]
     return "## Exact match by task\n\n" + markdown(header, rows)
@@ -208,7 +221,7 @@ def _times(scores: Json, timings: Json) -> str:
     )
 
 
-def _by_budget(cell: Json, scores: Json, figure: str, *, digits: int = 2, short: bool = False) -> list[str]:
+def _by_budget(cell: Json, scores: Json, figure: str, *, digits: int = 3, short: bool = False) -> list[str]:
     """A figure at each budget; the full cache has one for all."""
     rows = cell["budgets"] * (len(scores["budgets"]) if len(cell["budgets"]) == 1 else 1)
     if not short:
@@ -237,11 +250,27 @@ def _budget_name(scores: Json) -> str:
     return "budget, share of the prompt" if shares else "budget, rows of each KV head"
 
 
+def _styles(policies: Sequence[Json]) -> dict[str, Json]:
+    """Line and marker of each policy, the same in every picture: artifacts squares, the oracle grey."""
+    from matplotlib import colormaps
+
+    colours = [i for i in (*range(0, 20, 2), *range(1, 20, 2)) if i // 2 != 7]  # without the greys
+    styles: dict[str, Json] = {}
+    for at, policy in enumerate(one for one in policies if one["kind"] not in BOUNDS):
+        marker = "s" if policy["kind"] == ARTIFACT else "o"
+        styles[policy["name"]] = {
+            "color": colormaps["tab20"](colours[at % len(colours)]),
+            "marker": marker,
+        }
+    grey = {"color": "grey", "marker": "o", "linestyle": "--"}
+    return {**styles, **{one["name"]: grey for one in policies if one["kind"] in BOUNDS}}
+
+
 def _panels(count: int) -> tuple[Any, Sequence[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1 + 4.6 * count, 4.0), layout="constrained")
+    figure = Figure(figsize=(2.2 + 4.2 * count, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, count, squeeze=False)[0]
 
@@ -251,11 +280,11 @@ def _label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
 
 
 def _png(figure: Any) -> bytes:
+    """The picture, with one legend for all panels beside them."""
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110, metadata={"Software": None})
     return picture.getvalue()

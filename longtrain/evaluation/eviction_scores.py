@@ -98,9 +98,9 @@ class Figures:
 
     def _cell(self, row: Json, full: Json) -> Json:
         answers, samples, n = row["answers"], self.protocol.samples, len(row["answers"])
-        quotient = paired_quotient(
-            _right(row), _right(full), seed=self.protocol.seed, resamples=self.resamples
-        )
+        draw = {"seed": self.protocol.seed, "resamples": self.resamples}
+        quotient = paired_quotient(_right(row), _right(full), **draw)
+        shares = pooled_ratio([answer["share"] for answer in answers], [samples] * n, **draw)
         tasks = {
             task: [answer for answer in answers if answer["task"] == task] for task in self.protocol.tasks
         }
@@ -108,7 +108,7 @@ class Figures:
             "budget": row["budget"],
             "exact": self._exact(answers).to_json(),
             "of_full": quotient.to_json(),
-            "share": fmean(answer["share"] / samples for answer in answers),
+            "share": shares.to_json(),
             "by_task": {task: self._exact(some).to_json() for task, some in tasks.items() if some},
             "kept_rows": row["kept_rows"] / n,
             "kept_share": row["kept_rows"] / row["prompt_rows"],

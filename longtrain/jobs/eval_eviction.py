@@ -148,13 +148,13 @@ def _texts(cfg: DictConfig) -> dict[str, str]:
 
 
 def _show(scores: dict[str, Any], path: Path) -> None:
-    """Exact match on the terminal; the table on disk has the rest."""
+    """Accuracy on the terminal; the table on disk has the rest."""
     from rich.console import Console
     from rich.table import Table
 
-    from longtrain.evaluation.eviction_report import summary
+    from longtrain.evaluation.eviction_report import name_of, summary
 
-    shown = Table(box=None, header_style="bold", title="exact match", title_justify="left")
+    shown = Table(box=None, header_style="bold", title=name_of(scores), title_justify="left")
     for column in ("policy", "context", *scores["budgets"]):
         shown.add_column(column, no_wrap=column != "policy")
     for row in summary(scores):

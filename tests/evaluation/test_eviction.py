@@ -178,7 +178,7 @@ def test_a_budget_above_the_prompt_is_the_full_cache(target, tmp_path: Path) -> 
     for policy in scores["policies"]:
         for cell in policy["lengths"]:
             (row,) = cell["budgets"]
-            assert row["exact"]["value"] == row["share"] == row["kept_share"] == 1.0
+            assert row["exact"]["value"] == row["share"]["value"] == row["kept_share"] == 1.0
 
 
 def test_a_continuation_is_judged_by_the_full_cache(target, tmp_path: Path) -> None:

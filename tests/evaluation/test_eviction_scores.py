@@ -76,7 +76,7 @@ def test_shares_by_hand(figures: Figures) -> None:
         "table": 0.5,
     }
     assert (mine["kept_rows"], mine["kept_share"]) == (8, 0.125)
-    assert (mine["bytes_before"], mine["bytes_after"], mine["share"]) == (1000, 250, 0.5)
+    assert (mine["bytes_before"], mine["bytes_after"], mine["share"]["value"]) == (1000, 250, 0.5)
     assert found["oracle"]["budgets"][1]["of_full"]["value"] == pytest.approx(7 / 6)
     assert found["mine"]["ranks"]["tau"] == pytest.approx(0.6)
     assert found["mine"]["ranks"]["recall"]["256"] == pytest.approx(0.6) and found["full"]["ranks"] is None
@@ -103,7 +103,7 @@ def test_several_answers_a_prompt_are_pooled() -> None:
     cell = Figures([FULL_CACHE], protocol, some, resamples=50).scores()["policies"][0]["lengths"][0][
         "budgets"
     ][0]
-    assert cell["exact"]["value"] == 0.5 and cell["exact"]["n"] == 2 and cell["share"] == 0.125
+    assert cell["exact"]["value"] == 0.5 and cell["exact"]["n"] == 2 and cell["share"]["value"] == 0.125
     assert (cell["exact"]["low"], cell["exact"]["high"]) == (0.25, 0.75)
 
 
