@@ -1,0 +1,150 @@
+"""What stays: against sorting in plain Python, with ties, padding and protected rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.select import keep_all, max_pool, reduce_heads, top, top_adaptive
+from longtrain.errors import ConfigError
+
+LENGTHS = (11, 4, 7)
+
+
+def scores(*, L=2, G=3, S=11, values=4, seed=0):
+    """Few different values, so that there are many ties."""
+    coins = torch.Generator().manual_seed(seed)
+    return torch.randint(values, (L, len(LENGTHS), G, S), generator=coins).float()
+
+
+def kept(keep):
+    """{(layer, sequence, head): positions}"""
+    L, B, G = keep.n_LBG.shape
+    assert not keep.n_LBG.is_cuda and keep.n_LBG.dtype == torch.int64
+    found = {}
+    for at in ((l, b, g) for l in range(L) for b in range(B) for g in range(G)):
+        n = int(keep.n_LBG[at])
+        found[at] = keep.idx_LBGK[at][:n].tolist()
+        assert not keep.idx_LBGK[at][n:].any()
+    return found
+
+
+def best(row, length, n, first=0, last=0):
+    """The best n of a row's first `length`, sorted: protected ones first, then by score, then from the left."""
+    order = sorted(range(length), key=lambda i: (not (i < first or i >= length - last), -row[i], i))
+    return sorted(order[:n])
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 3), (2, 0), (1, 2)])
+@pytest.mark.parametrize("budget", [Budget(3), Budget(6), Budget(ratio=0.8), Budget(ratio=1.0), Budget(50)])
+def test_top_is_a_stable_sort(budget, first, last):
+    s = scores()
+    if first + last and budget.tokens == 3 and first + last > 3:
+        pytest.skip("refused")
+    for (layer, b, g), found in kept(top(s, LENGTHS, budget, protect_first=first, protect_last=last)).items():
+        n = min(budget.of(LENGTHS[b]), LENGTHS[b])
+        assert found == best(s[layer, b, g].tolist(), LENGTHS[b], n, first, last)
+
+
+def test_budgets_of_each_layer():
+    s, budgets = scores(values=1000), [[5, 2, 9], [3, 4, 1]]
+    for (layer, b, g), found in kept(top(s, LENGTHS, budgets)).items():
+        n = min(budgets[layer][b], LENGTHS[b])
+        assert found == best(s[layer, b, g].tolist(), LENGTHS[b], n)
+
+
+def test_all_equal_scores_keep_the_first():
+    assert kept(top(torch.zeros(1, 1, 1, 9), (9,), Budget(4)))[0, 0, 0] == [0, 1, 2, 3]
+
+
+def test_a_budget_below_what_is_protected_is_refused():
+    with pytest.raises(ConfigError, match=r"budget of 3 rows is below the 4 .* set evict.budget_tokens=4"):
+        top(scores(), LENGTHS, Budget(3), protect_last=4)
+    with pytest.raises(ConfigError, match="budget of 3 rows is below the 5"):
+        top_adaptive(scores(), LENGTHS, Budget(3), protect_last=4, protect_first=1)
+    whole = kept(top(scores()[:, 1:2, :, :4], (4,), Budget(4), protect_last=32))  # it fits: nothing to refuse
+    assert all(rows == [0, 1, 2, 3] for rows in whole.values())
+
+
+def test_pooling_stays_within_its_sequence():
+    s = torch.zeros(1, 2, 1, 9)
+    s[0, 0, 0, 4], s[0, 1, 0, 6] = 1.0, 5.0  # the second lies beyond its sequence's end
+    pooled = max_pool(s, (9, 5), kernel=5)[0, :, 0]
+    assert pooled[0].tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0]
+    assert pooled[1, :5].tolist() == [0] * 5
+    assert torch.equal(max_pool(s[:, :1], (9,), kernel=1), s[:, :1])
+    with pytest.raises(ConfigError, match="kernel 4; allowed: 1"):
+        max_pool(s, (9, 5), kernel=4)
+
+
+def test_heads_are_reduced_group_by_group():
+    s = torch.tensor([[[1.0, 0], [3, 4], [5, 6], [7, 0]]])
+    assert reduce_heads(s, 2).tolist() == [[[2, 2], [6, 3]]]
+    assert reduce_heads(s, 2, "max").tolist() == [[[3, 4], [7, 6]]]
+
+
+@pytest.mark.parametrize("across", ["heads", "layers"])
+@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("budget", [Budget(5), Budget(ratio=0.6)])
+def test_adaptive_budgets_follow_the_rule(across, floor, budget):
+    s, last = scores(values=1000, seed=3), 2
+    keep = top_adaptive(s, LENGTHS, budget, protect_last=last, floor=floor, across=across)
+    L, B, G, _ = s.shape
+    found = kept(keep)
+    for b, length in enumerate(LENGTHS):
+        spare = budget.of(length) - last
+        if budget.of(length) >= length:
+            assert all(found[l, b, g] == list(range(length)) for l in range(L) for g in range(G))
+            continue
+        for rivals in [range(L)] if across == "layers" else [[l] for l in range(L)]:
+            flat = [
+                (-float(s[l, b, g, i]), at, l, g)
+                for at, (l, g, i) in enumerate(
+                    (l, g, i) for l in rivals for g in range(G) for i in range(length - last)
+                )
+            ]
+            won = sorted(flat)[: spare * len(rivals) * G]
+            for l in rivals:
+                for g in range(G):
+                    c = sum((l, g) == entry[2:] for entry in won)
+                    n = max(1, round(c * (1 - floor) + int(spare * floor)) + last)
+                    assert found[l, b, g] == best(s[l, b, g].tolist(), length, min(n, length), 0, last)
+
+
+def test_adaptive_budgets_move_rows_to_the_heads_that_want_them():
+    s = torch.rand(1, 1, 2, 50)
+    s[0, 0, 1] *= 0.01
+    n = top_adaptive(s, (50,), Budget(10), floor=0.2).n_LBG[0, 0]
+    assert n.tolist() == [18, 2]
+    assert top_adaptive(s, (50,), Budget(10), floor=1.0).n_LBG[0, 0].tolist() == [10, 10]
+    with pytest.raises(ConfigError, match=r"evict.floor=1.5; allowed: 0 to 1"):
+        top_adaptive(s, (50,), Budget(10), floor=1.5)
+
+
+def test_keep_all():
+    assert kept(keep_all(2, 1, (3, 1), "cpu")) == {
+        (0, 0, 0): [0, 1, 2], (0, 1, 0): [0], (1, 0, 0): [0, 1, 2], (1, 1, 0): [0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "give one"),
+        ({"tokens": 5, "ratio": 0.5}, "give one"),
+        ({"tokens": 0}, "budget_tokens=0; allowed: 1 or more"),
+        ({"ratio": 0.0}, "budget_ratio=0.0; allowed: above 0"),
+        ({"ratio": 1.5}, "budget_ratio=1.5"),
+    ],
+)
+def test_budgets_that_are_none(given, words):
+    with pytest.raises(ConfigError, match=words):
+        Budget(**given)
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_the_same():
+    s = torch.randint(50, (4, 1, 8, 5000)).float()
+    here, there = (top(x, (5000,), Budget(128), protect_last=32) for x in (s, s.cuda()))
+    assert torch.equal(here.idx_LBGK, there.idx_LBGK.cpu())
