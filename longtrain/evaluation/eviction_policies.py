@@ -80,9 +80,11 @@ def _oracle(protocol: Protocol) -> Contender:
     """Scores of the greedy answer on the full cache; with the question out of view it is told the answer."""
     if protocol.after:
         return Contender("oracle", ORACLE, ToldOracle, {"policy": "oracle", "told": True})
-    return Contender(
-        "oracle", ORACLE, lambda budget: policies.get("oracle", budget=budget), {"policy": "oracle"}
-    )
+
+    def make(budget: Budget) -> Evictor:
+        return policies.get("oracle", budget=budget, n_tokens=protocol.max_new_tokens)
+
+    return Contender("oracle", ORACLE, make, {"policy": "oracle"})
 
 
 def _policy(entry: Json) -> Contender:

@@ -113,10 +113,12 @@ def test_end_to_end(target, tmp_path: Path) -> None:
     names = [policy["name"] for policy in scores["policies"]]
     assert names == ["full", "oracle", "streaming_llm", "snapkv window=8"]
     for policy in scores["policies"][1:]:
-        for cell in policy["lengths"]:
+        for cell, whole in zip(policy["lengths"], scores["policies"][0]["lengths"], strict=True):
             assert [row["kept_rows"] for row in cell["budgets"]] == [16, 64]
             assert all(row["bytes_after"] < row["bytes_before"] for row in cell["budgets"])
             assert cell["budgets"][0]["kept_share"] == 16 / cell["length"]
+            full = whole["budgets"][0]
+            assert cell["budgets"][0]["bytes_before"] == full["bytes_before"] == full["bytes_after"]
     ranks = {policy["name"]: policy["lengths"][0]["ranks"] for policy in scores["policies"]}
     assert ranks["full"] is None and ranks["streaming_llm"] is None
     assert ranks["oracle"]["prompts"] == 5 and ranks["oracle"]["tau"] == pytest.approx(1)
