@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def kept(keep):
     L, B, G = keep.n_LBG.shape
     assert not keep.n_LBG.is_cuda and keep.n_LBG.dtype == torch.int64
     found = {}
-    for at in ((l, b, g) for l in range(L) for b in range(B) for g in range(G)):
+    for at in product(range(L), range(B), range(G)):
         n = int(keep.n_LBG[at])
         found[at] = keep.idx_LBGK[at][:n].tolist()
         assert not keep.idx_LBGK[at][n:].any()
@@ -31,7 +33,7 @@ def kept(keep):
 
 
 def best(row, length, n, first=0, last=0):
-    """The best n of a row's first `length`, sorted: protected ones first, then by score, then from the left."""
+    """The best n of a row's first `length`, sorted: protected ones, then by score, then from the left."""
     order = sorted(range(length), key=lambda i: (not (i < first or i >= length - last), -row[i], i))
     return sorted(order[:n])
 
@@ -90,26 +92,21 @@ def test_heads_are_reduced_group_by_group():
 def test_adaptive_budgets_follow_the_rule(across, floor, budget):
     s, last = scores(values=1000, seed=3), 2
     keep = top_adaptive(s, LENGTHS, budget, protect_last=last, floor=floor, across=across)
-    L, B, G, _ = s.shape
+    L, G = s.shape[0], s.shape[2]
     found = kept(keep)
     for b, length in enumerate(LENGTHS):
         spare = budget.of(length) - last
         if budget.of(length) >= length:
-            assert all(found[l, b, g] == list(range(length)) for l in range(L) for g in range(G))
+            assert all(found[layer, b, g] == list(range(length)) for layer, g in product(range(L), range(G)))
             continue
-        for rivals in [range(L)] if across == "layers" else [[l] for l in range(L)]:
-            flat = [
-                (-float(s[l, b, g, i]), at, l, g)
-                for at, (l, g, i) in enumerate(
-                    (l, g, i) for l in rivals for g in range(G) for i in range(length - last)
-                )
-            ]
-            won = sorted(flat)[: spare * len(rivals) * G]
-            for l in rivals:
-                for g in range(G):
-                    c = sum((l, g) == entry[2:] for entry in won)
-                    n = max(1, round(c * (1 - floor) + int(spare * floor)) + last)
-                    assert found[l, b, g] == best(s[l, b, g].tolist(), length, min(n, length), 0, last)
+        for layers in [range(L)] if across == "layers" else [[layer] for layer in range(L)]:
+            places = list(product(layers, range(G), range(length - last)))
+            flat = [(-float(s[layer, b, g, i]), at) for at, (layer, g, i) in enumerate(places)]
+            won = [places[at] for _, at in sorted(flat)[: spare * len(layers) * G]]
+            for layer, g in product(layers, range(G)):
+                c = sum((layer, g) == place[:2] for place in won)
+                n = min(max(1, round(c * (1 - floor) + int(spare * floor)) + last), length)
+                assert found[layer, b, g] == best(s[layer, b, g].tolist(), length, n, 0, last)
 
 
 def test_adaptive_budgets_move_rows_to_the_heads_that_want_them():
