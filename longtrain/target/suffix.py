@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
+from longtrain.errors import ConflictError
 from longtrain.kernels.importance import Span, suffix_attention
 
 if TYPE_CHECKING:
@@ -45,9 +46,109 @@ class Lora:
     b: Mapping[str, Tensor]
     scale: float
 
+    def block(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+        """The B of all `names` as one matrix [X, sum of sizes], zero where one reads another's A; kept."""
+        kept = self.__dict__.setdefault("_block", {})
+        if tuple(names) not in kept:
+            whole_XO = self.a_XE.new_zeros(self.a_XE.shape[0], sum(sizes))
+            at = 0
+            order = list(self.b)
+            for name, size in zip(names, sizes, strict=True):
+                if name in self.b:
+                    rank = self.b[name].shape[1]
+                    first = order.index(name) * rank
+                    whole_XO[first : first + rank, at : at + size] = self.b[name].t()
+                at += size
+            kept[tuple(names)] = whole_XO
+        return kept[tuple(names)]
+
 
 LayerLora = Mapping[str, Lora]
 """Key of `GROUPS` -> its LoRA; a group that is missing has none."""
+
+
+class SuffixRun:
+    """Rows on their way through the frozen decoder; each sees its prompt and its span's rows up to itself.
+
+    What the prompts' tokens compute is untouched: they are not run again, and nothing is written to a cache.
+    The way ends with the last layer's scores: no output of that layer, no final norm, no head. With gradients
+    on, only activations of the N rows are kept; the prefix is constant, which is exact (the prompt does not
+    depend on rows that follow it).
+
+    A layer's step may follow at once when the prompt's K and V of that layer are there (a `Watch` of the
+    prefill): the device then still has the prefill to do while the host launches the many small operators of
+    the rows. It gives the same numbers as a pass afterwards.
+
+    Args:
+        target: the frozen model.
+        embeds_NE: inputs in the dtype to compute in; weights of another dtype are cast as they are used.
+        pos_N: rotary positions, int64, on the target's device.
+        spans: which rows belong to which prompt and which of its slots they see.
+        adapters: LoRA of each layer.
+
+    Source: LookaheadKV §3.1, Eq. 3 (LoRA on the suffix rows only).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        embeds_NE: Tensor,
+        pos_N: Tensor,
+        spans: Sequence[Span],
+        adapters: Sequence[LayerLora],
+    ) -> None:
+        self._target, self._spans, self._adapters = target, spans, adapters
+        self._x_NE, self._layer = embeds_NE, 0
+        with torch.autocast(embeds_NE.device.type, enabled=False):
+            self._rope = _rope(target, pos_N, embeds_NE.dtype)
+
+    def step(self, k_BTGD: Tensor, v_BTGD: Tensor) -> Tensor:
+        """Through the next layer: s_BHT in fp32, the column mean of each span's attention on its prompt.
+
+        Args:
+            k_BTGD: that layer's keys of the prompts, after RoPE and k_norm.
+            v_BTGD: its values.
+
+        Raises:
+            ConflictError: the last layer is behind the rows already.
+        """
+        index, info = self._layer, self._target.info
+        if index >= info.n_layers:
+            raise ConflictError(f"rows asked through layer {index} of {info.n_layers}; start a new SuffixRun")
+        self._layer += 1
+        layer, last = self._target.model.model.layers[index], index == info.n_layers - 1
+        with torch.autocast(self._x_NE.device.type, enabled=False):
+            q_NHD, k_NGD, v_NGD = self._heads(layer, self._adapters[index].get("qkv"), last)
+            mixed_NHD, s_BHT = suffix_attention(
+                q_NHD, k_NGD, v_NGD, k_BTGD, v_BTGD, self._spans, scale=layer.self_attn.scaling
+            )
+            if not last:
+                self._output(layer, self._adapters[index], mixed_NHD.flatten(1))
+        return s_BHT
+
+    def _heads(self, layer: Any, lora: Lora | None, last: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the rows; the last layer's values are not used."""
+        info, attention = self._target.info, layer.self_attn
+        H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
+        names = LAST if last else GROUPS["qkv"]
+        sizes = (H * D, G * D, G * D)[: len(names)]
+        all_NX = _together(layer, names, sizes, _norm(layer.input_layernorm, self._x_NE), lora)
+        qk_NXD = all_NX[:, : (H + G) * D].unflatten(-1, (H + G, D))
+        if info.qk_norm:
+            parts = _norm(attention.q_norm, qk_NXD[:, :H]), _norm(attention.k_norm, qk_NXD[:, H:])
+            qk_NXD = torch.cat(parts, 1)
+        qk_NXD = _rotated(qk_NXD, self._rope)
+        q_NHD, k_NGD = qk_NXD[:, :H], qk_NXD[:, H:]
+        return q_NHD, k_NGD, k_NGD.detach() if last else all_NX[:, (H + G) * D :].unflatten(-1, (G, D))
+
+    def _output(self, layer: Any, lora: LayerLora, mixed_NX: Tensor) -> None:
+        """The rest of the layer: output projection, MLP, both residuals."""
+        x_NE = _added(self._x_NE, layer.self_attn.o_proj, mixed_NX, lora.get("o"))
+        inner = layer.mlp.gate_proj.weight.shape[0]
+        normed_NE = _norm(layer.post_attention_layernorm, x_NE)
+        both_NI = _together(layer, GROUPS["gate_up"], (inner, inner), normed_NE, lora.get("gate_up"))
+        hidden_NI = layer.mlp.act_fn(both_NI[:, :inner]) * both_NI[:, inner:]
+        self._x_NE = _added(x_NE, layer.mlp.down_proj, hidden_NI, lora.get("down"))
 
 
 def suffix_pass(
@@ -59,66 +160,63 @@ def suffix_pass(
     adapters: Sequence[LayerLora],
     each: Callable[[int, Tensor], None],
 ) -> None:
-    """Run rows through the frozen decoder; each sees its prompt's keys and its span's rows up to itself.
-
-    What the prompts' tokens compute is untouched: they are not run again, and nothing is written to a cache.
-    It ends with the last layer's scores: no output of that layer, no final norm, no head. With gradients on,
-    only activations of the N rows are kept; the prefix is constant, which is exact (the prompt does not
-    depend on rows that follow it).
+    """A `SuffixRun` through all layers of prompts that are in a cache already.
 
     Args:
         target: the frozen model.
-        embeds_NE: inputs in the dtype to compute in; weights of another dtype are cast as they are used.
-        pos_N: rotary positions, int64.
+        embeds_NE: see `SuffixRun`, as `pos_N`, `spans` and `adapters`.
+        pos_N: rotary positions.
         prefix: layer -> K (after RoPE and k_norm) and V of the prompts, each [B, T, G, D].
-        spans: which rows belong to which prompt and which of its slots they see.
+        spans: who sees what.
         adapters: LoRA of each layer.
-        each: called with (layer, s_BHT in fp32): the column mean of each span's attention on its prompt.
-
-    Source: LookaheadKV §3.1, Eq. 3 (LoRA on the suffix rows only).
+        each: called with (layer, s_BHT).
     """
-    info = target.info
-    with torch.autocast(embeds_NE.device.type, enabled=False):
-        rope = _rope(target, pos_N, embeds_NE.dtype)
-        x_NE = embeds_NE
-        for index in range(info.n_layers):
-            layer, last = target.model.model.layers[index], index == info.n_layers - 1
-            lora, attention = adapters[index], layer.self_attn
-            normed_NE = _norm(layer.input_layernorm, x_NE)
-            names = LAST if last else GROUPS["qkv"]
-            q_NX, k_NX, *v_NX = _linears(layer, names, normed_NE, lora.get("qkv"))
-            q_NHD = q_NX.unflatten(-1, (info.n_heads, info.head_dim))
-            k_NGD = k_NX.unflatten(-1, (info.n_kv_heads, info.head_dim))
-            if info.qk_norm:
-                q_NHD, k_NGD = _norm(attention.q_norm, q_NHD), _norm(attention.k_norm, k_NGD)
-            q_NHD, k_NGD = _rotated(q_NHD, rope), _rotated(k_NGD, rope)
-            # The last layer's output is not used, so neither are its values.
-            v_NGD = k_NGD.detach() if last else v_NX[0].unflatten(-1, (info.n_kv_heads, info.head_dim))
-            k_BTGD, v_BTGD = prefix(index)
-            mixed_NHD, s_BHT = suffix_attention(
-                q_NHD, k_NGD, v_NGD, k_BTGD, v_BTGD, spans, scale=attention.scaling
-            )
-            each(index, s_BHT)
-            if last:
-                return
-            (out_NE,) = _linears(layer, GROUPS["o"], mixed_NHD.flatten(1), lora.get("o"))
-            x_NE = x_NE + out_NE
-            normed_NE = _norm(layer.post_attention_layernorm, x_NE)
-            gate_NI, up_NI = _linears(layer, GROUPS["gate_up"], normed_NE, lora.get("gate_up"))
-            (out_NE,) = _linears(layer, GROUPS["down"], layer.mlp.act_fn(gate_NI) * up_NI, lora.get("down"))
-            x_NE = x_NE + out_NE
+    run = SuffixRun(target, embeds_NE, pos_N, spans, adapters)
+    for layer in range(target.info.n_layers):
+        each(layer, run.step(*prefix(layer)))
 
 
-def _linears(layer: Any, names: Sequence[str], x_NE: Tensor, lora: Lora | None) -> list[Tensor]:
-    """Outputs of linears of one input; their LoRA's first halves are one product."""
+def _together(
+    layer: Any, names: Sequence[str], sizes: Sequence[int], x_NE: Tensor, lora: Lora | None
+) -> Tensor:
+    """Outputs of linears of one input side by side, [N, sum of sizes]."""
+    modules = [layer.get_submodule(name) for name in names]
+    if torch.is_grad_enabled():
+        return torch.cat(_linears(names, modules, x_NE, lora), -1)
+    all_NX = x_NE.new_empty(len(x_NE), sum(sizes))
+    for module, out_NX in zip(modules, all_NX.split(list(sizes), -1), strict=True):
+        torch.mm(x_NE, module.weight.to(x_NE.dtype).t(), out=out_NX)
+        if module.bias is not None:
+            out_NX += module.bias.to(x_NE.dtype)
+    if lora is not None:
+        low_NR = torch.mm(x_NE, lora.a_XE.t())
+        all_NX.addmm_(low_NR, lora.block(names, sizes), alpha=lora.scale)
+    return all_NX
+
+
+def _added(x_NE: Tensor, module: Any, in_NX: Tensor, lora: Lora | None) -> Tensor:
+    """The residual stream with a linear's output added; one of LoRA has this linear alone."""
+    if torch.is_grad_enabled():
+        (out_NE,) = _linears(list(lora.b) if lora else [""], [module], in_NX, lora)
+        return x_NE + out_NE
+    x_NE = torch.addmm(x_NE, in_NX, module.weight.to(x_NE.dtype).t())
+    if module.bias is not None:
+        x_NE += module.bias.to(x_NE.dtype)
+    if lora is not None:
+        x_NE.addmm_(
+            torch.mm(in_NX, lora.a_XE.t()), lora.block(list(lora.b), [len(x_NE[0])]), alpha=lora.scale
+        )
+    return x_NE
+
+
+def _linears(names: Sequence[str], modules: Sequence[Any], x_NE: Tensor, lora: Lora | None) -> list[Tensor]:
+    """Outputs of linears of one input, with gradients; their LoRA's first halves are one product."""
     low: dict[str, Tensor] = {}
     if lora is not None:
         parts = linear(x_NE, lora.a_XE).chunk(len(lora.b), -1)
         low = dict(zip(lora.b, parts, strict=True))
     outs = []
-    for name in names:
-        part, leaf = name.split(".")
-        module = getattr(getattr(layer, part), leaf)
+    for name, module in zip(names, modules, strict=True):
         bias = None if module.bias is None else module.bias.to(x_NE.dtype)
         out = linear(x_NE, module.weight.to(x_NE.dtype), bias)
         if lora is not None and name in low:

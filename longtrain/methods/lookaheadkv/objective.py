@@ -1,7 +1,7 @@
 """What LookaheadKV minimises: predicted against true importance, in one prefill and one pass of few rows.
 
 Shapes: T tokens of a packed row, P prompts, M lookahead tokens, N = P * M rows, B batch (1), L layers,
-H query heads, E hidden dim.
+H query heads, X heads of several layers, E hidden dim.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from longtrain.methods.lookaheadkv.rows import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import Sample, Truth, moved, positions, prompt_ids, samples
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.spec import Loss, Objective
-from longtrain.target.suffix import suffix_pass
+from longtrain.target.suffix import SuffixRun
 
 if TYPE_CHECKING:
     from longtrain.data.batch import Batch
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.methods.lookaheadkv.modules import LookaheadKV
     from longtrain.target.model import Target
+
+
+_TOGETHER = 2**24
+"""Scores of several layers that are compared at once, at most."""
 
 
 class LookaheadObjective(Objective):
@@ -69,39 +73,36 @@ class LookaheadObjective(Objective):
         config, device, info = self.config, batch.ids_T.device, self.target.info
         ranking = None if self.training else Ranking(found, info.n_kv_heads)
         windows = {config.suffix_window} - {0} | ({WINDOW} if ranking else set())
-        truth = Truth(found, info.head_dim**-0.5, windows=windows, device=device)
-        self._prefill(batch, truth)
         prompt_T = moved(prompt_ids(found, len(batch.ids_T)), device)
         mixed_T = None
-        if config.suffix_window in truth.recent:
+        if config.suffix_window and any(sample.length > config.suffix_window for sample in found):
             mixed_T = moved(_longer(found, len(batch.ids_T), config.suffix_window), device)
-        whole: list[Tensor] = []
-        narrow: list[Tensor] = []
-
-        def each(layer: int, s_BHT: Tensor) -> None:
-            pred_HT, true_HT = s_BHT[0], truth.true[layer]
-            if mixed_T is not None:
-                both_HT = (pred_HT + truth.recent[config.suffix_window][layer]) / 2
-                pred_HT = torch.where(mixed_T, both_HT, pred_HT)
-            whole.append(importance_kl(pred_HT, true_HT, prompt_T, len(found)))
-            if config.budgets:
-                rank_HT = ranks(true_HT, prompt_T, len(found))
-                for budget in config.budgets:
-                    best_HT = rank_HT < budget
-                    narrow.append(importance_kl(pred_HT * best_HT, true_HT * best_HT, prompt_T, len(found)))
-            if ranking is not None:
-                ranking.add(pred_HT.detach(), true_HT, truth.recent.get(WINDOW, [])[layer : layer + 1])
-
+        divergence = _Divergence(config, prompt_T, len(found))
         keys = [(sample.start, sample.prompt) for sample in found]
         embeds_NE, pos_N, spans = lookahead_rows(self.module, keys, [0] * len(keys), self.target.dtype)
         adapters = self.module.adapters(self.target.dtype)
-        suffix_pass(self.target, embeds_NE, moved(pos_N, device), truth.prefix, spans, adapters, each)
-        kl = torch.stack(whole).sum() / info.n_layers
+        rows = SuffixRun(self.target, embeds_NE, moved(pos_N, device), spans, adapters)
+        grads = torch.is_grad_enabled()  # here; the prefill runs without
+
+        def each(layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
+            with torch.set_grad_enabled(grads):
+                pred_HT, true_HT = rows.step(k_BTGD, v_BTGD)[0], truth.true[layer]
+                if mixed_T is not None:
+                    both_HT = (pred_HT + truth.recent[config.suffix_window][layer]) / 2
+                    pred_HT = torch.where(mixed_T, both_HT, pred_HT)
+                divergence.add(pred_HT, true_HT)
+            if ranking is not None:
+                ranking.add(pred_HT.detach(), true_HT, truth.recent.get(WINDOW, [])[layer : layer + 1])
+
+        truth = Truth(found, info.head_dim**-0.5, then=each, windows=windows, device=device)
+        # Layer by layer behind the prompt: the host launches the rows' operators while the device is busy.
+        self._prefill(batch, truth)
+        kl, narrow = divergence.means()
         documents = torch.full((), len(found), device=device)
         figures = {} if ranking is None else ranking.figures()
         total = kl
-        if narrow:
-            total = kl + config.budget_weight * torch.stack(narrow).sum() / len(narrow)
+        if narrow is not None:
+            total = kl + config.budget_weight * narrow
             figures["kl"] = (kl.detach(), documents)
         figures["loss"] = (total.detach(), documents)
         return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
@@ -114,6 +115,52 @@ class LookaheadObjective(Objective):
         self.target.packed(
             batch.ids_T, pos_T, batch.bounds, kv_layer=last, hidden=False, stop=True, watch=truth
         )
+
+
+class _Divergence:
+    """KL of layer after layer; those of several short rows are computed together, since each costs launches.
+
+    Args:
+        config: hyperparameters.
+        prompt_T: the prompt of each token.
+        prompts: P.
+    """
+
+    def __init__(self, config: Config, prompt_T: Tensor, prompts: int) -> None:
+        self._config, self._prompt_T, self._prompts = config, prompt_T, prompts
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._heads = 0
+        self._whole: list[Tensor] = []
+        self._narrow: list[Tensor] = []
+
+    def add(self, pred_HT: Tensor, true_HT: Tensor) -> None:
+        """Take in one layer."""
+        self._waiting.append((pred_HT, true_HT))
+        if (len(self._waiting) + 1) * pred_HT.numel() > _TOGETHER:
+            self._flush()
+
+    def means(self) -> tuple[Tensor, Tensor | None]:
+        """Sums over prompts, means over layers and heads: of all tokens, and over the budgets' best ones."""
+        self._flush()
+        whole = torch.stack(self._whole).sum() / self._heads
+        if not self._narrow:
+            return whole, None
+        return whole, torch.stack(self._narrow).sum() / self._heads / len(self._config.budgets)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        pred_XT, true_XT = (torch.cat(side) for side in zip(*self._waiting, strict=True))
+        self._waiting = []
+        heads, about = len(pred_XT), (self._prompt_T, self._prompts)
+        self._heads += heads
+        self._whole.append(importance_kl(pred_XT, true_XT, *about) * heads)
+        if self._config.budgets:
+            rank_XT = ranks(true_XT, *about)
+            for budget in self._config.budgets:
+                best_XT = rank_XT < budget
+                narrow = importance_kl(pred_XT * best_XT, true_XT * best_XT, *about)
+                self._narrow.append(narrow * heads)
 
 
 def _longer(found: list[Sample], tokens: int, window: int) -> Tensor:

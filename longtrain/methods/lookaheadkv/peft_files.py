@@ -39,7 +39,6 @@ def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) 
         "kernel": config.pool_kernel,
         "reduction": config.reduction,
         "suffix_window": config.suffix_window,
-        "lora": bool(config.linears()),
         "base_model": info.name,
         "base_sha": info.weights_hash,
         "train_max_len": None,

@@ -20,7 +20,7 @@ from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
 from longtrain.methods.lookaheadkv.rows import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import moved
-from longtrain.target.suffix import suffix_pass
+from longtrain.target.suffix import SuffixRun
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
@@ -61,9 +61,9 @@ class LookaheadEvictor:
     ) -> None:
         self.module, self.target, self.config = module, target, config
         self.budget, self.adaptive = budget, adaptive
-        self._heads: Literal["mean", "max"] = "max" if config.reduction == "max" else "mean"
+        self.head_reduction: Literal["mean", "max"] = "max" if config.reduction == "max" else "mean"
         with torch.no_grad():
-            self._adapters = module.adapters(target.dtype)
+            self.adapters = module.adapters(target.dtype)
 
     @property
     def kernel(self) -> int:
@@ -80,10 +80,9 @@ class LookaheadEvictor:
         """See `Evictor`: none."""
         return 0
 
-    def watch(self, lengths: Sequence[int]) -> Watch | None:
-        """See `Evictor`: the prompt's last queries where a suffix window is averaged in, else nothing."""
-        window = self.config.suffix_window
-        return LastQueries(lengths, window) if window else None
+    def watch(self, lengths: Sequence[int]) -> Watch:
+        """See `Evictor`: the lookahead rows, which follow the prompts layer by layer."""
+        return LookaheadRows(self, lengths)
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
         """See `Evictor`; `scores` are those of this run where they are known already."""
@@ -103,45 +102,73 @@ class LookaheadEvictor:
     def scores(self, run: PromptRun) -> Tensor:
         """Importance of every prompt token, s_LBGS in fp32, reduced over query heads and not pooled.
 
+        The rows ran along with the prefill where it was watched; else they go through the cache now.
+
         Raises:
             ConflictError: a suffix window is wanted and the prefill was not watched.
         """
-        longest, found = max(run.lengths), []
-        keys = [(0, length) for length in run.lengths]
-        embeds_NE, pos_N, spans = lookahead_rows(self.module, keys, range(len(keys)), self.target.dtype)
-
-        def prefix(layer: int) -> tuple[Tensor, Tensor]:
-            k_BTGD, v_BTGD = run.cache.prefix(layer)
-            return k_BTGD[:, :longest], v_BTGD[:, :longest]
-
-        def each(layer: int, s_BHT: Tensor) -> None:
-            if self.config.suffix_window:
-                s_BHT = self._mixed(run, layer, s_BHT, prefix(layer)[0])
-            found.append(reduce_heads(s_BHT, self.target.info.n_kv_heads, self._heads))
-
-        pos_N = moved(pos_N, embeds_NE.device)
-        suffix_pass(self.target, embeds_NE, pos_N, prefix, spans, self._adapters, each)
-        return torch.stack(found)
-
-    def _mixed(self, run: PromptRun, layer: int, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
-        """Half of each: the lookahead rows' scores and the last queries'; short prompts stay as they are.
-
-        Source: LookaheadKV, Appendix E.2 and Table 7.
-        """
-        rows = run.watched
-        if not isinstance(rows, LastQueries):
+        if isinstance(run.watched, LookaheadRows):
+            return torch.stack(run.watched.scores)
+        if self.config.suffix_window:
             raise ConflictError(
                 f"suffix_window={self.config.suffix_window} needs the prefill's last queries, and nothing "
                 "watched them; run it through Engine.generate"
             )
-        spans = rows.spans()
+        rows, longest = LookaheadRows(self, run.lengths), max(run.lengths)
+        for layer in range(self.target.info.n_layers):
+            k_BTGD, v_BTGD = run.cache.prefix(layer)
+            rows.step(k_BTGD[:, :longest], v_BTGD[:, :longest])
+        return torch.stack(rows.scores)
+
+
+class LookaheadRows:
+    """The lookahead rows of a batch of prompts, a layer behind the prefill (`target.attention.Watch`).
+
+    Args:
+        evictor: whose rows they are.
+        lengths: prompt tokens, on the host.
+    """
+
+    def __init__(self, evictor: LookaheadEvictor, lengths: Sequence[int]) -> None:
+        module, target = evictor.module, evictor.target
+        self._config, self._scale = evictor.config, target.info.head_dim**-0.5
+        self._heads, self._n_kv_heads = evictor.head_reduction, target.info.n_kv_heads
+        window = self._config.suffix_window
+        self._recent = LastQueries(lengths, window) if window else None
+        keys = [(0, length) for length in lengths]
+        with torch.no_grad():
+            embeds_NE, pos_N, spans = lookahead_rows(module, keys, range(len(keys)), target.dtype)
+            pos_N = moved(pos_N, embeds_NE.device)
+            self._run = SuffixRun(target, embeds_NE, pos_N, spans, evictor.adapters)
+        self.scores: list[Tensor] = []
+        """s_BGS of the layers so far, fp32, not pooled."""
+
+    @torch.no_grad()
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See one layer of the prefill."""
+        if self._recent is not None:
+            self._recent(layer, q_BHTD, k_BGTD, v_BGTD)
+        self.step(k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2))
+
+    def step(self, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
+        """Take the rows through the next layer of the prompts."""
+        s_BHT = self._run.step(k_BTGD, v_BTGD)
+        if self._recent is not None:
+            s_BHT = self._mixed(self._recent, s_BHT, k_BTGD)
+        self.scores.append(reduce_heads(s_BHT, self._n_kv_heads, self._heads))
+
+    def _mixed(self, recent: LastQueries, s_BHT: Tensor, k_BTGD: Tensor) -> Tensor:
+        """Half of each: the lookahead rows' scores and the last queries'; short prompts stay as they are.
+
+        Source: LookaheadKV, Appendix E.2 and Table 7.
+        """
+        spans = recent.spans()
         if not spans:
             return s_BHT
-        q_NHD, own_k_NGD = rows.layer(layer)
-        scale = self.target.info.head_dim**-0.5
-        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
-        recent_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale)
-        own_NH = own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale=scale)
+        q_NHD, own_k_NGD = recent.layer(len(self.scores))
+        lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=self._scale)
+        recent_BHT = importance(q_NHD, lse_NH, k_BTGD, spans, scale=self._scale)
+        own_NH = own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale=self._scale)
         mixed_BHT = s_BHT.clone()
         for span in spans:
             (first, last), stop = span.rows, span.keys[1]

@@ -6,7 +6,7 @@ D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -115,11 +115,12 @@ class Observers:
 class Truth:
     """Watches the one prefill of prompts and responses (`target.attention.Watch`).
 
-    Each layer's true scores are computed as it passes; its K and V are kept for the lookahead rows.
+    Each layer's true scores are computed as it passes, and its K and V are handed on at once.
 
     Args:
         found: the samples of the row.
         scale: of the softmax.
+        then: called with (layer, k_BTGD, v_BTGD) when the layer's scores are there.
         windows: numbers of last rows of a prompt whose scores are wanted too (SnapKV's).
         device: where the row is.
 
@@ -128,9 +129,15 @@ class Truth:
     """
 
     def __init__(
-        self, found: list[Sample], scale: float, *, windows: Collection[int] = (), device: torch.device
+        self,
+        found: list[Sample],
+        scale: float,
+        *,
+        then: Callable[[int, Tensor, Tensor], None],
+        windows: Collection[int] = (),
+        device: torch.device,
     ) -> None:
-        self._scale = scale
+        self._scale, self._then = scale, then
         responses, prompts = [(s.prompt, s.stop) for s in found], [(s.start, s.prompt) for s in found]
         self._response = Observers(responses, prompts, device)
         self._windows: dict[int, Observers] = {}
@@ -143,15 +150,10 @@ class Truth:
         """s_HT of each layer."""
         self.recent: dict[int, list[Tensor]] = {window: [] for window in self._windows}
         """The same by so many last rows of each longer prompt, their own columns included."""
-        self._kv: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """See one layer."""
-        self._kv.append((k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2)))
         self.true.append(self._response.scores(q_BHTD, k_BGTD, self._scale))
         for window, rows in self._windows.items():
             self.recent[window].append(rows.scores(q_BHTD, k_BGTD, self._scale, own=True))
-
-    def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, [B, T, G, D] each."""
-        return self._kv[layer]
+        self._then(layer, k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2))
