@@ -149,12 +149,14 @@ class _ImportanceKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
         wide = torch.promote_types(pred_HT.dtype, torch.float32)
-        pred_HT, true_HT = pred_HT.to(wide), true_HT.to(wide)
+        inside_T = prompt_T < prompts
+        pred_HT, true_HT = (x_HT.to(wide).where(inside_T, 0.0) for x_HT in (pred_HT, true_HT))
 
         def spread(x_HT: Tensor) -> Tensor:
-            """Each prompt's sum, at each of its tokens; 0 at tokens of none."""
+            """Each prompt's sum, at each of its tokens."""
+            if prompts == 1:
+                return x_HT.sum(-1, keepdim=True)
             sum_HP = x_HT.new_zeros(x_HT.shape[0], prompts + 1).index_add_(1, prompt_T, x_HT)
-            sum_HP[:, prompts:] = 0
             return sum_HP[:, prompt_T]
 
         total_HT = spread(pred_HT)
@@ -166,8 +168,7 @@ class _ImportanceKL(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             used_HT = true_HT * counts_HT
             grad_HT = spread(used_HT) / total_HT - used_HT / pred_HT.where(counts_HT, pred_HT.new_ones(()))
-            inside_HT = (prompt_T < prompts) & (total_HT > 0)
-            ctx.save_for_backward(torch.where(inside_HT, grad_HT, 0.0) / len(pred_HT))
+            ctx.save_for_backward(torch.where(inside_T & (total_HT > 0), grad_HT, 0.0) / len(pred_HT))
         return kl
 
     @staticmethod

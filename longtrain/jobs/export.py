@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from longtrain.artifact import Artifact
+    from longtrain.decoding.evict import Keep, PromptRun
     from longtrain.decoding.roles import Draft, Parts, TokenTree
     from longtrain.methods.spec import MethodSpec
     from longtrain.target.model import Target
@@ -36,7 +37,7 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: nothing was trained under this name, or with another method.
         ArtifactError: the checkpoint is damaged, of another module, other settings or another target, the
-            disk is full, or what was written does not draft what the module in memory does.
+            disk is full, or what was written does not do what the module in memory does.
     """
     from longtrain.artifact import Artifact
     from longtrain.training import checkpoint
@@ -179,44 +180,63 @@ def _load(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target, artifact: Artifact) -> None:
-    """Greedy tokens and every drafted tree of the module in memory and of the one read back are the same."""
+    """Tokens, drafted trees and kept rows of the module in memory and the one read back are the same."""
     if spec.attach is None:
         return
-    mine = _drafted(spec.attach(module, target, config, {}), target)
-    theirs = _drafted(artifact.attach(target), target)
+    keys = dict(spec.golden_keys)
+    mine = _done(spec.attach(module, target, config, keys), target)
+    theirs = _done(artifact.attach(target, **keys), target)
     if mine != theirs:
         raise ArtifactError(
-            f"{artifact.folder} does not draft what the module in memory does over {COMPARED_TOKENS} greedy "
+            f"{artifact.folder} does not do what the module in memory does over {COMPARED_TOKENS} greedy "
             "tokens; do not use it, and report this with its config.yaml"
         )
 
 
-def _drafted(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
-    """New tokens, and the token of every node drafted on the way."""
+def _done(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
+    """New tokens, the token of every node drafted on the way, and the rows kept of the prompt."""
     import torch
 
     from longtrain.decoding.engine import Engine
+    from longtrain.decoding.evict import Budget
+    from longtrain.methods.policies.base import Scorer
 
-    if parts.draft is None:
-        return [], []
+    seen: list[Any] = []
+    if parts.draft is not None:
+        parts = dataclasses.replace(parts, draft=_Recorder(parts.draft, seen))
+    if isinstance(parts.evictor, Scorer):
+        evictor = _Witness(parts.evictor.with_budget(Budget(COMPARED_TOKENS)), seen)
+        parts = dataclasses.replace(parts, evictor=evictor)
     gen = torch.Generator().manual_seed(1)
     prompt = torch.randint(target.info.vocab_size, (64,), generator=gen).tolist()
-    draft = _Recorder(parts.draft)
-    engine = Engine(target, dataclasses.replace(parts, draft=draft))
+    engine = Engine(target, parts)
     tokens = engine.generate([prompt], max_new_tokens=COMPARED_TOKENS, ignore_eos=True).tokens
-    return tokens, draft.trees
+    return tokens, seen
+
+
+class _Witness:
+    """An evictor that writes down what it keeps."""
+
+    def __init__(self, evictor: Any, seen: list[Any]) -> None:
+        self.evictor, self.name, self.seen = evictor, evictor.name, seen
+        self.extra_rows, self.watch = evictor.extra_rows, evictor.watch
+
+    def select(self, run: PromptRun) -> Keep | None:
+        """Ask the evictor."""
+        keep = self.evictor.select(run)
+        self.seen.append(None if keep is None else (keep.idx_LBGK.tolist(), keep.n_LBG.tolist()))
+        return keep
 
 
 class _Recorder:
     """A draft that writes down what it proposes."""
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft, self.want = draft, draft.want
+    def __init__(self, draft: Draft, seen: list[Any]) -> None:
+        self.draft, self.want, self.seen = draft, draft.want, seen
         self.start, self.observe, self.bytes = draft.start, draft.observe, draft.bytes
-        self.trees: list[Any] = []
 
     def propose(self, *args: Any) -> TokenTree:
         """Ask the draft."""
         tree = self.draft.propose(*args)
-        self.trees.append(tree.tokens_BN.tolist())
+        self.seen.append(tree.tokens_BN.tolist())
         return tree
