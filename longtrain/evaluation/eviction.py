@@ -67,7 +67,7 @@ def run(
         ranks = (
             Ranks(target, oracle(protocol.budgets[0]), protocol) if oracle and protocol.rank_prompts else None
         )
-        gold: list[list[int] | None] = []
+        gold: list[list[list[int] | None]] = []
         for one in contenders:
             piece = known[one.name, length]
             if piece is None:

@@ -95,11 +95,12 @@ def name_of(scores: Json) -> str:
 
 def _headline(scores: Json) -> str:
     heat = "greedy" if not scores["temperature"] else f"temperature {scores['temperature']:g}"
-    asked = (
-        "at the end of the prompt, seen by every policy"
+    asked = " Questions stand " + (
+        "at the end of the prompt, seen by every policy."
         if scores["question"] == "prompt"
-        else "after eviction, seen by none of the policies (the oracle is told it and its answer)"
+        else "after eviction, seen by none of the policies (the oracle is told it and its answer)."
     )
+    asked = "" if scores["tasks"] == [CONTINUE] else asked
     several = f", {scores['samples']} answers a prompt" if scores["samples"] > 1 else ""
     judged = (
         "\nTask `continue`: exact match means the whole continuation equals the full cache's, and the "
@@ -110,17 +111,18 @@ def _headline(scores: Json) -> str:
     return (
         f"# Eviction: {scores.get('target', '')}\n\n{scores['prompts']} prompts of each length "
         f"({', '.join(scores['tasks'])}, in equal parts), the same for every policy; {heat}{several}, at "
-        f"most {scores['max_new_tokens']} new tokens. The question stands {asked}. Budgets count rows of "
+        f"most {scores['max_new_tokens']} new tokens.{asked} Budgets count rows of "
         f"each layer and KV head.{judged}"
     )
 
 
 def _exact(scores: Json) -> str:
     rows = [
-        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, "exact")]
+        [policy["name"], tokens(cell["length"]), *_by_budget(cell, scores, figure_of(scores))]
         for policy, cell in _cells(scores)
     ]
-    return "## Exact match (95% intervals)\n\n" + markdown(["policy", "context", *_columns(scores)], rows)
+    title = f"## {name_of(scores).capitalize()} (95% intervals)\n\n"
+    return title + markdown(["policy", "context", *_columns(scores)], rows)
 
 
 def _of_full(scores: Json) -> str:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from longtrain.target.attention import Watch
     from longtrain.target.model import Target
 
+Gold = Sequence[Sequence[Sequence[int] | None]]
+"""Tokens by sample and prompt; None for prompts of other tasks than `continue`."""
 EXAMPLES = 3
 """Wrong answers kept of each budget."""
 
@@ -66,7 +68,7 @@ def measure(
     *,
     protocol: Protocol,
     ranks: Ranks | None,
-    gold: Sequence[Sequence[int] | None],
+    gold: Gold,
     advance: Advance,
 ) -> Json:
     """Answers, ranking and times of one contender at one length, as plain JSON values.
@@ -77,7 +79,7 @@ def measure(
         prompts: of one length.
         protocol: how.
         ranks: true scores; None: nothing is compared.
-        gold: the full cache's tokens for prompts of the task `continue`, None for others; empty for itself.
+        gold: the full cache's answers to the task `continue`; empty for the full cache itself.
         advance: told of answers done.
     """
     budgets: list[Budget | None] = [*protocol.budgets] if contender.make else [None]
@@ -93,7 +95,8 @@ def measure(
                 tell(evictor, some)
             for sample in range(protocol.samples):
                 made = _generate(engine, some, protocol, first=first, sample=sample)
-                row.take(made, some, gold[first : first + len(some)], sample)
+                said = gold[sample][first : first + len(some)] if gold else made.tokens
+                row.take(made, some, said, sample)
             advance(f"{contender.name} @ {length}", len(some))
             known = scores.get("scores")
             if ranks is not None and known is not None and row is rows[0] and first < protocol.rank_prompts:
@@ -135,7 +138,7 @@ class _Row:
         self.budget = budget
         self.answers: list[Json] = []
         self.wrong: list[Json] = []
-        self.continued: list[list[int] | None] = []
+        self.continued: list[list[list[int] | None]] = []
         self.kept_rows = 0.0
         self.prompt_rows = self.bytes_before = self.bytes_after = 0
 
@@ -149,16 +152,19 @@ class _Row:
         """Judge a batch of answers; a prompt's later samples add to its first."""
         assert made.texts is not None
         start = len(self.answers) - (len(prompts) if sample else 0)
+        if sample == len(self.continued):
+            self.continued.append([])
+        self.continued[sample] += [
+            tokens if prompt.task == CONTINUE else None
+            for prompt, tokens in zip(prompts, made.tokens, strict=True)
+        ]
         for i, (prompt, tokens, text) in enumerate(zip(prompts, made.tokens, made.texts, strict=True)):
-            if prompt.task == CONTINUE:
-                marks = agreement(tokens, (gold[i] if gold else tokens) or ())
-            else:
-                marks = judge(prompt, text)
+            plain = prompt.task == CONTINUE
+            marks = agreement(tokens, gold[i] or ()) if plain else judge(prompt, text)
             if sample == 0:
                 self.answers.append({"task": prompt.task, "right": 0, "share": 0.0})
-                self.continued.append(tokens if prompt.task == CONTINUE else None)
             self._mark(start + i, marks)
-            if not marks.exact and prompt.task != CONTINUE and len(self.wrong) < EXAMPLES:
+            if not marks.exact and not plain and len(self.wrong) < EXAMPLES:
                 self.wrong.append({"task": prompt.task, "expected": prompt.answer, "answer": text})
         if sample == 0:
             self._sizes(made.stats)

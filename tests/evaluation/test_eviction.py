@@ -191,7 +191,7 @@ def test_a_continuation_is_judged_by_the_full_cache(target, tmp_path: Path) -> N
     cut = Engine(target, Parts(evictor=policies.get("streaming_llm", budget=Budget(tokens=16))))
     tokens = cut.generate([p.whole for p in prompts], max_new_tokens=12).tokens
     answers = pieces["streaming_llm", 224]["budgets"][0]["answers"]
-    assert pieces["full", 224]["continued"] == plain
+    assert pieces["full", 224]["continued"] == [plain]
     assert [a["share"] for a in answers] == [
         agreement(a, b).share for a, b in zip(tokens, plain, strict=True)
     ]
@@ -285,9 +285,14 @@ def test_sampled_answers_count_by_prompt(target, tmp_path: Path) -> None:
     protocol = replace(SMALL, sampling=heat, samples=3, lengths=(224,), rank_prompts=0, time_prompts=0)
     pieces, scores = go(target, tmp_path, replace(protocol, tasks=("continue",)), ["streaming_llm"])
     assert len(pieces["full", 224]["budgets"][0]["answers"]) == 6
-    right = [a["right"] for a in pieces["full", 224]["budgets"][0]["answers"]]
-    assert all(1 <= count <= 3 for count in right)  # the first sample is what the others are compared with
-    assert scores["policies"][0]["lengths"][0]["budgets"][0]["exact"]["value"] == sum(right) / 18
+    first, second, third = pieces["full", 224]["continued"]
+    assert first != second != third and [len(one) for one in (first, second, third)] == [6, 6, 6]
+    made = {policy["name"]: policy["lengths"][0]["budgets"] for policy in scores["policies"]}
+    assert made["full"][0]["exact"]["value"] == 1.0  # each sample is compared with the same coins' answer
+    everything = replace(protocol, tasks=("continue",), budgets=(Budget(ratio=1.0),))
+    whole = go(target, tmp_path / "whole", everything, ["snapkv"])[1]["policies"][2]["lengths"][0]["budgets"]
+    assert whole[0]["share"] == {"value": 1.0, "low": 1.0, "high": 1.0, "n": 6}
+    assert made["streaming_llm"][0]["share"]["value"] < 1
 
 
 @pytest.mark.parametrize(
