@@ -242,19 +242,19 @@ def _columns(
 
 
 def _grid(tile: Tile, q: Tensor, k: Tensor, spans: tuple[Span, ...]) -> Grid:
-    return _cut(tile, most_rows(spans), q.shape[1], k.shape[2], q.shape[2], k.element_size(), q.device)
+    return _cut(tile, spans, q.shape[1], k.shape[2], q.shape[2], k.element_size(), q.device)
 
 
 @lru_cache(maxsize=256)
-def _cut(tile: Tile, n: int, H: int, G: int, D: int, size: int, device: torch.device) -> Grid:
-    """The tile for spans of at most n rows: few leave room for several heads, a large D shrinks it."""
+def _cut(
+    tile: Tile, spans: tuple[Span, ...], H: int, G: int, D: int, size: int, device: torch.device
+) -> Grid:
+    """The tile for these spans: short ones leave room for several heads, a large head dim shrinks it."""
     width = max(16, _power(D))
     sizes = FLOAT if size == 4 else tile
     shrink = max(1, width // _DIM)
     packed, keys = max(16, sizes.rows // shrink), max(16, sizes.keys // shrink)
-    rows = min(_power(n), packed)
-    heads = min(_power(H // G), packed // rows)
-    rows = max(rows, 16 // heads)
+    heads, rows = _shape(spans, H // G, packed, tile)
     parts = G * -(-(H // G) // heads)
     cores = _INTERPRETED
     if device.type == "cuda":
@@ -269,6 +269,25 @@ def _cut(tile: Tile, n: int, H: int, G: int, D: int, size: int, device: torch.de
         const={"PARTS": parts, "GROUP": H // G, "D": D, "WIDTH": width, "HEADS": heads, "ROWS": rows},
         launch={"num_warps": sizes.warps, "num_stages": sizes.stages},
     )
+
+
+def _shape(spans: tuple[Span, ...], group: int, packed: int, tile: Tile) -> tuple[int, int]:
+    """Heads and rows of a tile of at most `packed`: those that waste the least.
+
+    A tile below 64 takes as long as one of 64. Of equal waste, most heads share the keys best; but where the
+    rows go by, few heads make the sums over rows cheap, and where the keys go by, all rows must fit.
+    """
+    n = _power(most_rows(spans))
+    most = packed // min(n, packed) if tile is COLUMN_FEW else packed // 8
+    best = None
+    for heads in (1 << i for i in range(min(_power(group), most).bit_length())):
+        rows = max(min(max(8, n), packed // heads), 16 // heads)
+        work = sum(-(-(s.rows[1] - s.rows[0]) // rows) * (s.keys[1] - s.keys[0] + 1) for s in spans)
+        size = max(heads * rows, min(64, packed))
+        cost = (-(-group // heads) * size * work, heads if tile is COLUMN_MANY else -heads)
+        best = min(best or (cost, heads, rows), (cost, heads, rows))
+    assert best is not None
+    return best[1], best[2]
 
 
 def _rows(x: Tensor, k: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ def _columns(k, q, lse2, scale2, row, col, HEADS: tl.constexpr, ROWS: tl.constex
     return tl.max(p, 2) if MAX else tl.sum(p, 2)
 
 
-@triton.jit(do_not_specialize=["s_b", "s_h", "s_t"])
+@triton.jit(do_not_specialize=["s_b", "s_h"])
 def column_kernel(
     q_ptr, lse_ptr, k_ptr, items_ptr, s_ptr, scale2,
     q_n, q_h, k_b, k_t, k_g, s_b, s_h, s_t,
