@@ -222,6 +222,8 @@ def _near(evictor: Any, view: _NearTarget, ids_T: Tensor, inputs: dict[str, Tens
         dtype=view.dtype,
     )
     watch = evictor.watch([length])
+    if watch is not None and "q_0" not in inputs:
+        raise ArtifactError("the evictor reads the target's queries, which it was not exported with")
     for layer in range(info.n_layers):
         rows = {
             name: inputs[f"{name}_{layer}"].to(device, view.dtype).transpose(0, 1)[None]

@@ -80,13 +80,15 @@ class LookaheadEvictor:
         """See `Evictor`: none."""
         return 0
 
-    def watch(self, lengths: Sequence[int]) -> Watch:
-        """See `Evictor`: the lookahead rows, which follow the prompts layer by layer."""
+    def watch(self, lengths: Sequence[int]) -> Watch | None:
+        """See `Evictor`: the lookahead rows, which follow the prompts layer by layer; None where all fit."""
+        if self._fits(lengths) and not self.config.suffix_window:
+            return None
         return LookaheadRows(self, lengths)
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
         """See `Evictor`; `scores` are those of this run where they are known already."""
-        if all(length <= self.budget.of(length) for length in run.lengths):
+        if self._fits(run.lengths):
             return None
         s_LBGS = self.scores(run) if scores is None else scores
         if self.adaptive:
@@ -119,6 +121,9 @@ class LookaheadEvictor:
             k_BTGD, v_BTGD = run.cache.prefix(layer)
             rows.step(k_BTGD[:, :longest], v_BTGD[:, :longest])
         return torch.stack(rows.scores)
+
+    def _fits(self, lengths: Sequence[int]) -> bool:
+        return all(length <= self.budget.of(length) for length in lengths)
 
 
 class LookaheadRows:

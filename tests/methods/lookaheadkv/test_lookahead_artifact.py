@@ -37,7 +37,7 @@ def made(target, make_module):
 
 
 def attach(target, module, config=CONFIG, **keys):
-    return methods.get("lookaheadkv").attach(module, target, config, keys or {"budget_tokens": 8})
+    return methods.get("lookaheadkv").attach(module, target, config, keys or {"budget_ratio": 1.0})
 
 
 def prefilled(target, lengths, watch=None, seed=2):

@@ -13,6 +13,7 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.errors import ConflictError
 from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.runtime import LookaheadRows
 from longtrain.methods.policies.base import Scorer
 from longtrain.target.step import Rows, Want
 
@@ -54,6 +55,16 @@ def test_scores_of_a_batch_are_those_of_the_equations(three_layers, make_module,
             grouped = s.view(target.info.n_kv_heads, -1, len(ids)).mean(1)
             torch.testing.assert_close(got[layer, b, :, : len(ids)], grouped.detach(), rtol=1e-9, atol=1e-12)
         assert not got[:, b, :, len(ids) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_behind_the_prefill_and_rows_over_its_cache_agree(three_layers, make_module, dtype):
+    target = three_layers("qwen3", dtype)
+    one = evictor(target, make_module(target, dtype=dtype))
+    run = prefilled(target, prompts(target), one)
+    assert isinstance(run.watched, LookaheadRows)
+    torch.testing.assert_close(one.scores(run), one.scores(replace(run, watched=None)), rtol=1e-5, atol=1e-8)
+    assert one.with_budget(Budget(max(LENGTHS))).watch(LENGTHS) is None  # nobody pays for prompts that fit
 
 
 def naive_kept(s, kernel, budget):
