@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.evict import Budget, Evictor
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.evaluation.eviction_tasks import CONTINUE, Prompt
@@ -95,6 +96,11 @@ class Protocol:
             wrong.append("suite.question=after has no question for the task 'continue'; leave that task out")
         if wrong:
             raise ConfigError(wrong[0])
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds that let a batch of this size through."""
+        return Limits(batch=max(self.batch, self.time_batch))
 
     def seen(self, prompt: Prompt) -> list[int]:
         """What of a prompt is there when rows are evicted."""

@@ -112,7 +112,7 @@ class Ranks:
         if first not in self._truth:
             tell(self.oracle, prompts)
             look = _Look(self.oracle, self.protocol.max_new_tokens)
-            engine = Engine(self.target, Parts(evictor=look, name="oracle"))
+            engine = Engine(self.target, Parts(evictor=look, name="oracle"), limits=self.protocol.limits)
             engine.generate([self.protocol.seen(prompt) for prompt in prompts], max_new_tokens=1)
             assert look.found is not None
             self._truth[first] = look.found.cpu()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longtrain.decoding.engine import Engine, Generation
 from longtrain.decoding.evict import Budget, Evictor, Keep, PromptRun
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Parts
 from longtrain.evaluation.eviction_protocol import ORACLE, Advance, Contender, Json, Protocol, label
 from longtrain.evaluation.eviction_ranks import Ranks, tell
@@ -90,7 +91,8 @@ def measure(
     for first, some in _batches(prompts, protocol.batch):
         scores: dict[str, Tensor | None] = {}
         for row, evictor in zip(rows, evictors, strict=True):
-            engine = _engine(target, contender, Shared(evictor, scores) if evictor else None)
+            limits = protocol.limits
+            engine = _engine(target, contender, Shared(evictor, scores) if evictor else None, limits)
             if evictor:
                 tell(evictor, some)
             for sample in range(protocol.samples):
@@ -119,8 +121,8 @@ def times(target: Target, contender: Contender, prompts: Sequence[Prompt], *, pr
         return found
     evictor = contender.make(protocol.budgets[0])
     engines = {
-        "full_s": _engine(target, contender, None),
-        "first_token_s": _engine(target, contender, evictor),
+        "full_s": _engine(target, contender, None, protocol.limits),
+        "first_token_s": _engine(target, contender, evictor, protocol.limits),
     }
     timed = list(_batches(prompts[: protocol.time_prompts], protocol.time_batch))
     for turn, (first, some) in enumerate([*timed[:1], *timed]):
@@ -192,8 +194,8 @@ class _Row:
         self.bytes_after += stats.cache_bytes
 
 
-def _engine(target: Target, contender: Contender, evictor: Any) -> Engine:
-    return Engine(target, Parts(evictor=evictor, name=contender.name))
+def _engine(target: Target, contender: Contender, evictor: Any, limits: Limits) -> Engine:
+    return Engine(target, Parts(evictor=evictor, name=contender.name), limits=limits)
 
 
 def _generate(

@@ -280,6 +280,12 @@ def test_the_told_oracle_reads_the_answers_rows_alone(target) -> None:
         torch.testing.assert_close(seen["scores"][layer, 0], want_GS, atol=1e-6, rtol=1e-4)
 
 
+def test_batches_may_be_larger_than_an_engine_takes_unasked(target, tmp_path: Path) -> None:
+    protocol = replace(SMALL, prompts=34, batch=34, lengths=(224,), budgets=SMALL.budgets[:1], rank_prompts=1)
+    _, scores = go(target, tmp_path, protocol, ["streaming_llm"])
+    assert scores["policies"][2]["lengths"][0]["budgets"][0]["exact"]["n"] == 34
+
+
 def test_sampled_answers_count_by_prompt(target, tmp_path: Path) -> None:
     heat = Sampling(temperature=1.0)
     protocol = replace(SMALL, sampling=heat, samples=3, lengths=(224,), rank_prompts=0, time_prompts=0)
