@@ -60,6 +60,15 @@ def test_eviction_to_a_budget_and_what_it_saves(composed, plain_text, capsys):
     assert text == plain_text(prompt) and "kept" not in statistics
 
 
+def test_the_bundled_target_with_half_of_its_prompt(composed, capsys):
+    call = [*NEW, "target.path=tiny", "prompt='" + "The quick brown fox jumps over the lazy dog. " * 20 + "'"]
+    ratio = ["evict=snapkv", "evict.budget_tokens=null", "evict.budget_ratio=0.5"]
+    generate.run(composed("generate", *call, *ratio))
+    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    kept, total = (int(statistics.split("kept ")[1].split()[at]) for at in (0, 2))
+    assert text and kept == total // 2 and f"after {total} " in statistics
+
+
 def test_a_draft_on_an_evicted_cache_changes_nothing(composed, artifact, capsys):
     prompt = "it was a dark and stormy night; the rain fell in torrents" * 4
     evict = [f"prompt='{prompt}'", "evict=streaming_llm", "evict.budget_tokens=40"]
