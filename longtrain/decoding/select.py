@@ -29,7 +29,7 @@ def reduce_heads(s_BHS: Tensor, n_kv_heads: int, how: Literal["mean", "max"] = "
 
 
 def max_pool(s_LBGS: Tensor, lengths: Sequence[int], *, kernel: int = 7) -> Tensor:
-    """Each slot's maximum over `kernel` slots around it, within its sequence; what padding gets means nothing.
+    """Each slot's maximum over `kernel` slots around it, within its sequence; padding means nothing.
 
     Raises:
         ConfigError: `kernel` is even or below 1.
