@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 from longtrain.assets import asset_dir
@@ -26,8 +27,8 @@ class Haystack:
     """Running text as words, cut into sentences.
 
     A needle stands between two sentences. RULER finds them with NLTK's trained splitter, which must be
-    downloaded; here a sentence ends at a full stop, question or exclamation mark that is not an abbreviation's
-    and that a capital, digit or opening quote follows. Only the places where a needle can stand depend on it.
+    downloaded; here a sentence ends at a full stop, question or exclamation mark that is no abbreviation's
+    and that a capital or digit follows. Only the places where a needle can stand depend on it.
 
     Args:
         name: what reports call it.
@@ -60,8 +61,8 @@ class Haystack:
             text = json.loads(path.read_text(encoding="utf-8"))["text"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"haystack {path} cannot be read ({type(error).__name__}: {error}); allowed: a JSON object with "
-                "the key 'text', as RULER's download_paulgraham_essay.py writes, or a text file"
+                f"haystack {path} cannot be read ({type(error).__name__}: {error}); allowed: a JSON object "
+                "with the key 'text', as RULER's download_paulgraham_essay.py writes, or a text file"
             ) from None
         if not isinstance(text, str):
             raise DataError(f"haystack {path}: 'text' is {type(text).__name__}; allowed: a string")
@@ -85,10 +86,8 @@ class Haystack:
         times = -(-n_words // len(self.words))
         words = " ".join((self.words * times)[:n_words]).strip().split(" ")
         ends = [
-            _END.search(word) is not None and _BEGIN.match(after) is not None and not _ABBREVIATION.search(word)
-            for word, after in zip(words, words[1:], strict=False)
+            bool(_END.search(word) and _BEGIN.match(after) and not _ABBREVIATION.search(word))
+            for word, after in pairwise(words)
         ]
         starts = [0, *(i + 1 for i, end in enumerate(ends) if end), len(words)]
-        return [" ".join(words[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
-
-
+        return [" ".join(words[a:b]) for a, b in pairwise(starts)]

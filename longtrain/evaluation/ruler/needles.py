@@ -1,4 +1,4 @@
-"""Needles in a haystack: special magic numbers or uuids under keys, in noise, in essays or among other needles."""
+"""Needles in a haystack: magic numbers or uuids under keys, in noise, in essays or among other needles."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer
 class NeedleWriter:
     """Writes the eight needle tasks. Sizes are words of an essay, or lines.
 
-    Keys of one prompt differ from each other, distractors' too, so that a question has one answer (the official
-    generator leaves that to chance).
+    Keys of one prompt differ from each other, distractors' too, so that a question has one answer (the
+    official generator leaves that to chance).
 
     Args:
         task: a task of the family `niah`.
@@ -61,7 +61,8 @@ class NeedleWriter:
         values = [self._values(rng) for _ in keys]
         needles = [self._needle(key, value) for key, row in zip(keys, values, strict=True) for value in row]
         Random(self.seed).shuffle(needles)
-        context = self._essay(needles, size, rng) if self.kind == "essay" else self._lines(needles, size, rng, seen)
+        hide = self._essay if self.kind == "essay" else self._lines
+        context = hide(needles, size, rng, seen)
         asked = rng.sample(range(self.keys), self.queries)
         names = [keys[i] for i in asked]
         query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
@@ -76,7 +77,7 @@ class NeedleWriter:
             tuple(value for i in asked for value in values[i]),
         )
 
-    def _essay(self, needles: list[str], size: int, rng: Random) -> str:
+    def _essay(self, needles: list[str], size: int, rng: Random, seen: set[str]) -> str:
         sentences = self.haystack.sentences(size)
         depths = rng.sample(DEPTHS, len(needles))
         places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]

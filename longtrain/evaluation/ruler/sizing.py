@@ -41,7 +41,9 @@ class Framing:
         self.tokenizer = tokenizer
         self.chat = bool(tokenizer.chat_template) if chat is None else chat
         if self.chat and not tokenizer.chat_template:
-            raise ConfigError("chat=true, and the tokenizer has no chat template; pass chat=false, or give one")
+            raise ConfigError(
+                "chat=true, but the tokenizer has no chat template; pass chat=false, or give one"
+            )
         self.before, self.after = self._around(dict(options or {})) if self.chat else ("", "")
         self.tokens = self._count([self.before + self.after])[0]
         """Tokens of the frame alone."""
@@ -82,8 +84,8 @@ class Framing:
 def largest(count: Callable[[int], int], limit: int, *, least: int, unit: int = 1) -> int | None:
     """The largest size `least + k * unit` whose count is at most `limit`.
 
-    The official generator halves an interval; here probes are placed by interpolation, since counts grow nearly
-    in proportion to sizes, with a halving now and then so that it always ends soon.
+    The official generator halves an interval; here probes are placed by interpolation, since counts grow
+    nearly in proportion to sizes, with a halving now and then so that it always ends soon.
 
     Args:
         count: tokens of a prompt of a size; need not grow strictly.
@@ -123,5 +125,7 @@ def back_off(writer: Writer, size: int, index: int) -> int:
     Note: below one step the official generator draws again for ever; here it goes on by eighths.
     """
     least = writer.least(index)
-    smaller = size - writer.step if size > writer.step else size - max(1, size // (8 * writer.unit)) * writer.unit
+    smaller = (
+        size - writer.step if size > writer.step else size - max(1, size // (8 * writer.unit)) * writer.unit
+    )
     return max(least, smaller)

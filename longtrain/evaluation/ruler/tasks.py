@@ -1,7 +1,7 @@
 """The 13 tasks of RULER as data: wording, parameters and answer lengths of the official release.
 
-Source: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?", and the
-official generator (NVIDIA/RULER, Apache-2.0), whose prompts these are, to the letter.
+Source: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?", and
+the official generator (NVIDIA/RULER, Apache-2.0), whose prompts these are, to the letter.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Family:
 
 FAMILIES = {
     "niah": Family(
-        "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I "
-        "will quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic "
+        "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic "
         "{type_needle_v} for {query} mentioned in the provided text?",
         " The special magic {type_needle_v} for {query} mentioned in the provided text are",
         128,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 from string import ascii_uppercase
 
@@ -21,7 +22,7 @@ SHORT_STEP = 5
 class VariableWriter:
     """Writes `vt`. Sizes are lines of noise.
 
-    The solved example's lines stand alike in every prompt of a run; its names and value are drawn anew for each.
+    The solved example's lines stand alike in every prompt of a run; its names and value are drawn anew.
 
     Args:
         task: the task of the family `variable_tracking`.
@@ -78,7 +79,7 @@ class VariableWriter:
         lines = [NOISE] * size
         for names, value in zip(chains, values, strict=True):
             chain = [f"VAR {names[0]} = {value}"]
-            chain += [f"VAR {new} = VAR {old} " for old, new in zip(names, names[1:], strict=False)]
+            chain += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
             places = sorted(rng.sample(range(len(lines)), len(chain)))
             for shift, (place, statement) in enumerate(zip(places, chain, strict=True)):
                 lines.insert(place + shift, statement)

@@ -62,8 +62,8 @@ class Vocabulary:
         found = list(found.values()) if isinstance(found, dict) else found
         if not isinstance(found, list) or not found or not all(isinstance(word, str) for word in found):
             raise DataError(
-                f"word list {file} is no list of words; allowed: a word a line, a JSON list, or a JSON object "
-                "with words as values"
+                f"word list {file} is no list of words; allowed: a word a line, a JSON list, or a JSON "
+                "object with words as values"
             )
         return replace(self, name=f"{self.name}+{file.name}", more=tuple(dict.fromkeys(found)))
 

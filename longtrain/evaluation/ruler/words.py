@@ -1,4 +1,4 @@
-"""Word counting: the ten common words of a numbered list, and the three most frequent words of a coded text."""
+"""Word counting: the common words of a numbered list, and the most frequent words of a coded text."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ class CodedWordsWriter:
 
     def _aligned(self, first: int) -> int:
         fourth, fifth = self.shares[3], (*self.shares, 0.0)[4]
-        safe = next(n for n in range(int(1 / (fourth - fifth)) + 1, 0, -1) if not _apart(n - 1, fourth, fifth))
+        safe = next(
+            n for n in range(int(1 / (fourth - fifth)) + 1, 0, -1) if not _apart(n - 1, fourth, fifth)
+        )
         return first - (first - safe) // self.unit * self.unit
 
 

@@ -1,0 +1,224 @@
+"""Questions over documents: SQuAD 2.0 and HotpotQA (distractor), among documents of other questions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.ruler.tasks import Draft, Task
+
+Row = TypeVar("Row")
+
+STEP = 10
+DOCUMENT = "Document {i}:\n{document}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its answers and documents (indices into `Questions.documents`).
+
+    Args:
+        query: the question.
+        answers: any of them is right.
+        own: documents that belong to it.
+        near: documents of the same article, taken before others.
+    """
+
+    query: str
+    answers: tuple[str, ...]
+    own: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions in their file's order, and all its documents, each once, sorted."""
+
+    name: str
+    documents: tuple[str, ...]
+    items: tuple[Question, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything, for protocols."""
+        rows = [self.documents, [[q.query, q.answers, q.own, q.near] for q in self.items]]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def read_squad(path: str | Path) -> Questions:
+    """SQuAD 2.0 in its own format (dev-v2.0.json); questions that cannot be answered are left out.
+
+    Raises:
+        DataError: the file cannot be read or has another format.
+    """
+    file, data = _read(path)
+
+    def rows() -> list[tuple[str, list[str], str, list[str]]]:
+        found = []
+        for article in data["data"]:
+            paragraphs = [_string(paragraph["context"]) for paragraph in article["paragraphs"]]
+            for paragraph, context in zip(article["paragraphs"], paragraphs, strict=True):
+                for row in paragraph["qas"]:
+                    if row["is_impossible"]:
+                        continue
+                    texts = [_string(answer["text"]) for answer in row["answers"]]
+                    found.append((_string(row["question"]), texts, context, paragraphs))
+        return found
+
+    where = "data[].paragraphs[].{context, qas[].{question, is_impossible, answers[].text}}"
+    read = _checked(rows, file, "SQuAD 2.0", where)
+    documents = sorted({_string(p["context"]) for article in data["data"] for p in article["paragraphs"]})
+    place = {document: i for i, document in enumerate(documents)}
+    items = [
+        Question(query, tuple(texts), (place[own],), tuple(place[p] for p in article if p != own))
+        for query, texts, own, article in read
+    ]
+    return _made(file, documents, items)
+
+
+def read_hotpotqa(path: str | Path) -> Questions:
+    """HotpotQA in its own format (hotpot_dev_distractor_v1.json): a question has up to ten documents.
+
+    Raises:
+        DataError: the file cannot be read or has another format.
+    """
+    file, data = _read(path)
+
+    def rows() -> list[tuple[str, str, list[str]]]:
+        found = []
+        for row in data:
+            documents = [f"{_string(title)}\n{''.join(sentences)}" for title, sentences in row["context"]]
+            found.append((_string(row["question"]), _string(row["answer"]), documents))
+        return found
+
+    read = _checked(rows, file, "HotpotQA", "[].{question, answer, context[].[title, [sentence]]}")
+    documents = sorted({document for _, _, own in read for document in own})
+    place = {document: i for i, document in enumerate(documents)}
+    items = [Question(query, (answer,), tuple(place[d] for d in own)) for query, answer, own in read]
+    return _made(file, documents, items)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """How to read a question file, and where to get it."""
+
+    read: Callable[[str | Path], Questions]
+    url: str
+
+
+DATASETS = {
+    "squad": Dataset(read_squad, "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
+    "hotpotqa": Dataset(
+        read_hotpotqa, "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json"
+    ),
+}
+
+
+class QuestionWriter:
+    """Writes `qa_1` and `qa_2`. Sizes are documents; example i asks question i.
+
+    Note: HotpotQA's questions that are answered with yes or no stay, as in the official data.
+
+    Args:
+        task: a task of the family `qa`.
+        seed: of the run; it orders the documents, alike in every example of as many.
+        questions: what was read from the dataset's file.
+
+    Raises:
+        ConfigError: no questions were given.
+    """
+
+    unit = 1
+    step = STEP
+
+    def __init__(self, task: Task, *, seed: int, questions: Questions | None) -> None:
+        if questions is None:
+            name = str(task.options["dataset"])
+            raise ConfigError(
+                f"RULER task {task.name} needs the questions of {name}; give its file "
+                f"(questions=read_{name}(FILE)), to be had from {DATASETS[name].url}"
+            )
+        self.questions, self.seed = questions, seed
+        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+
+    def least(self, index: int) -> int:
+        """The question's own documents."""
+        return len(self._question(index).own)
+
+    def write(self, size: int, index: int, stream: str) -> Draft:
+        """See `Writer`."""
+        rng = Random(stream)
+        question, documents = self._question(index), self.questions.documents
+        chosen = self._choose(question, size, rng)
+        Random(self.seed).shuffle(chosen)
+        context = "\n\n".join(
+            DOCUMENT.format(i=place, document=documents[which]) for place, which in enumerate(chosen, 1)
+        )
+        return Draft(
+            self.template.format(context=context, query=question.query), self.prefix, question.answers
+        )
+
+    def _choose(self, question: Question, size: int, rng: Random) -> list[int]:
+        """The question's own documents, then near ones, then any; all, repeated, where they run out."""
+        own, near, total = list(question.own), list(question.near), len(self.questions.documents)
+        if size >= total:
+            return (list(range(total)) * -(-size // total))[:size]
+        missing = size - len(own)
+        if missing <= len(near):
+            return own + rng.sample(near, missing)
+        taken = {*own, *near}
+        others = [i for i in range(total) if i not in taken]
+        return own + near + rng.sample(others, missing - len(near))
+
+    def _question(self, index: int) -> Question:
+        items = self.questions.items
+        if index >= len(items):
+            raise DataError(
+                f"question {index} of {self.questions.name} was asked for, it has {len(items)}; take fewer "
+                "examples"
+            )
+        return items[index]
+
+
+def _read(path: str | Path) -> tuple[Path, Any]:
+    file = Path(path).expanduser()
+    try:
+        return file, json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"question file {file} cannot be read as JSON: {error}") from None
+
+
+def _checked(rows: Callable[[], list[Row]], file: Path, what: str, where: str) -> list[Row]:
+    try:
+        found = rows()
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(
+            f"question file {file} is not in {what}'s format ({reason}); expected: {where}"
+        ) from None
+    if not found:
+        raise DataError(f"question file {file} has no question with an answer; expected {what}: {where}")
+    return found
+
+
+def _made(file: Path, documents: list[str], items: list[Question]) -> Questions:
+    for item in items:
+        if not item.answers or not item.own:
+            raise DataError(
+                f"question file {file}: question '{item.query[:60]}' has {len(item.answers)} answers and "
+                f"{len(item.own)} documents; allowed: at least one of each"
+            )
+    return Questions(file.name, tuple(documents), tuple(items))
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is {type(value).__name__} where a string is expected")
+    return value
