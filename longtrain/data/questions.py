@@ -24,6 +24,7 @@ from longtrain.errors import ConfigError
 QUESTION_TASKS = ("needles", "chains", "table", "quote")
 MOST_KEYS, MOST_VALUES, MOST_CHAINS, MOST_LINES = 16, 4, 6, 96
 LEAST_TOKENS = 160
+TABLE_DIGITS = 7
 CUE = 12
 """Tokens that a passage to be quoted is asked for with."""
 
@@ -39,8 +40,8 @@ class Question:
         answer_T: the expected answer with its end mark.
         answer: the expected answer as text.
         values: what a right answer must hold: the numbers or names asked for, in the order of the text, or
-            the quoted passage. How long a quotation goes on is not said in its question: compare as many
-            tokens as the answer has.
+            the quoted passage. Targets word their answers in ways of their own, so look for these in what they
+            say. How long a quotation goes on is not said in its question: compare as many tokens as it has.
     """
 
     task: str
@@ -142,7 +143,7 @@ class QuestionWriter(Phrases):
         return Question("chains", *question, np.concatenate(answer), text, tuple(names))
 
     def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> Question:
-        width = int(rng.integers(3, 8))
+        width = TABLE_DIGITS
         sep, newline, dot = (self.phrase(text) for text in (": ", "\n", "."))
         intro = self.phrase(TABLE_INTRO)
         digits = max(len(number) for number in self._numbers(width, 1, rng))
