@@ -1,4 +1,4 @@
-"""On a GPU: a training step does not wait, half precision is close, and the prompt does not notice the rows."""
+"""On a GPU: a step does not wait, half precision is close, and the prompt does not notice the rows."""
 
 from __future__ import annotations
 
