@@ -40,8 +40,8 @@ class Question:
         answer_T: the expected answer with its end mark.
         answer: the expected answer as text.
         values: what a right answer must hold: the numbers or names asked for, in the order of the text, or
-            the quoted passage. Targets word their answers in ways of their own, so look for these in what they
-            say. How long a quotation goes on is not said in its question: compare as many tokens as it has.
+            the quoted passage. Targets word their answers in ways of their own: look for these in what they
+            say. How long a quotation goes on is not said in its question: compare as many tokens.
     """
 
     task: str
