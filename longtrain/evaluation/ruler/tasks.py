@@ -6,17 +6,21 @@ the official generator (NVIDIA/RULER, Apache-2.0), whose prompts these are, to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longtrain.errors import ConfigError
+from longtrain.evaluation.metrics.ruler import clean, match_all, match_part
 
 SEED = 42
 """The official seed."""
 
 SHORT = 4096
 """Below this length the official generator takes smaller steps and fewer repeats."""
+
+METRICS = {"string_match_all": match_all, "string_match_part": match_part}
+"""The official names of the metrics: all answers are wanted, or any."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,20 @@ class Task:
 
     @property
     def metric(self) -> str:
-        """The metric's name."""
+        """The metric's name, one of `METRICS`."""
         return self.wording.metric
+
+    def mark(self, prediction: str, answers: Sequence[str]) -> float:
+        """An answer's mark, 0 to 1; `metrics.ruler.percent` makes a task's score of them.
+
+        Args:
+            prediction: the raw answer; cleaned here as officially.
+            answers: the example's.
+
+        Raises:
+            DataError: no answers.
+        """
+        return METRICS[self.metric](clean(prediction), answers)
 
 
 def _niah(name: str, haystack: str, key: str, value: str, *, keys: int, values: int, queries: int) -> Task:
