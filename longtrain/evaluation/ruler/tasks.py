@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longtrain.errors import ConfigError
-from longtrain.evaluation.metrics.ruler import clean, match_all, match_part
+from longtrain.evaluation.ruler.metrics import METRICS, clean
 
 SEED = 42
 """The official seed."""
 
 SHORT = 4096
 """Below this length the official generator takes smaller steps and fewer repeats."""
-
-METRICS = {"string_match_all": match_all, "string_match_part": match_part}
-"""The official names of the metrics: all answers are wanted, or any."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +97,11 @@ class Task:
 
     @property
     def metric(self) -> str:
-        """The metric's name, one of `METRICS`."""
+        """The metric's name."""
         return self.wording.metric
 
     def mark(self, prediction: str, answers: Sequence[str]) -> float:
-        """An answer's mark, 0 to 1; `metrics.ruler.percent` makes a task's score of them.
+        """An answer's mark, 0 to 1; `metrics.score` makes a task's score of them.
 
         Args:
             prediction: the raw answer; cleaned here as officially.
