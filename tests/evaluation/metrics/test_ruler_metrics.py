@@ -1,0 +1,90 @@
+"""RULER's string matches against a transcription of the published definitions."""
+
+import random
+import re
+
+import pytest
+
+from longtrain.errors import DataError
+from longtrain.evaluation.metrics.ruler import clean, match_all, match_part, percent
+
+
+def official_post(text: str) -> str:
+    text = text.strip()
+    return re.compile(r"[\x00-\x1f]").sub("\n", text).strip()
+
+
+def summed(values) -> float:
+    """`sum` of the Pythons before 3.12, which do not correct for lost digits."""
+    total = 0
+    for value in values:
+        total = total + value
+    return total
+
+
+def official_all(preds: list[str], refs: list[list[str]]) -> float:
+    parts = [
+        summed([1.0 if r.lower() in pred.lower() else 0.0 for r in ref]) / len(ref)
+        for pred, ref in zip(preds, refs, strict=True)
+    ]
+    return round(summed(parts) / len(preds) * 100, 2)
+
+
+def official_part(preds: list[str], refs: list[list[str]]) -> float:
+    parts = [
+        max([1.0 if r.lower() in pred.lower() else 0.0 for r in ref])
+        for pred, ref in zip(preds, refs, strict=True)
+    ]
+    return round(summed(parts) / len(preds) * 100, 2)
+
+
+def test_equal_to_the_official_definitions() -> None:
+    rng = random.Random(0)
+    pieces = (
+        "12",
+        "1",
+        "Ab",
+        "aB",
+        "İ",
+        "i̇",
+        "ß",
+        "SS",
+        " ",
+        "\n",
+        "\x00",
+        "\x1f",
+        "\x7f",
+        ",",
+        "\u00a0",
+        "\x85",
+        "",
+    )
+    rows = 0
+    for count in (1, 2, 3, 7, 50, 500):
+        for _ in range(1 if count > 7 else 200):
+            raw = ["".join(rng.choices(pieces, k=rng.randrange(9))) for _ in range(count)]
+            refs = [
+                ["".join(rng.choices(pieces, k=rng.randrange(3))) for _ in range(rng.randrange(1, 6))]
+                for _ in range(count)
+            ]
+            assert [clean(text) for text in raw] == [official_post(text) for text in raw]
+            preds = [official_post(text) for text in raw]
+            every = [match_all(clean(text), ref) for text, ref in zip(raw, refs, strict=True)]
+            some = [match_part(clean(text), ref) for text, ref in zip(raw, refs, strict=True)]
+            assert percent(every) == official_all(preds, refs) and percent(some) == official_part(preds, refs)
+            rows += count
+    assert rows > 2000
+
+
+def test_by_hand() -> None:
+    assert clean(" \x00a\x01b\t\n") == "a\nb" and clean("\x00") == ""
+    assert match_all("It is ABC and 12.", ["abc", "12", "13", ""]) == 0.75
+    assert match_part("It is ABC", ["x", "abc"]) == 1.0 and match_part("", ["x"]) == 0.0
+    assert percent([1.0, 0.0, 0.0]) == 33.33
+
+
+def test_nothing_to_score_is_an_error() -> None:
+    with pytest.raises(DataError, match="no answer"):
+        match_all("x", [])
+    with pytest.raises(DataError, match="no scored example"):
+        percent([])
