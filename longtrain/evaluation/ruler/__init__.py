@@ -2,10 +2,9 @@
 
 from longtrain.evaluation.ruler.generate import Example, generate
 from longtrain.evaluation.ruler.haystack import Haystack
-from longtrain.evaluation.ruler.metrics import METRICS, score
 from longtrain.evaluation.ruler.questions import DATASETS, Questions, read_hotpotqa, read_squad
 from longtrain.evaluation.ruler.sizing import Framing
-from longtrain.evaluation.ruler.tasks import TASKS
+from longtrain.evaluation.ruler.tasks import METRICS, TASKS
 from longtrain.evaluation.ruler.vocabulary import Vocabulary, vocabulary
 
 __all__ = [
@@ -20,6 +19,5 @@ __all__ = [
     "generate",
     "read_hotpotqa",
     "read_squad",
-    "score",
     "vocabulary",
 ]

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longtrain.errors import ConfigError
-from longtrain.evaluation.ruler.metrics import METRICS, clean
+from longtrain.evaluation.metrics.ruler import clean, match_all, match_part
+
+METRICS = {"string_match_all": match_all, "string_match_part": match_part}
+"""The official names of the metrics: all answers are wanted, or any."""
 
 SEED = 42
 """The official seed."""
@@ -101,7 +104,7 @@ class Task:
         return self.wording.metric
 
     def mark(self, prediction: str, answers: Sequence[str]) -> float:
-        """An answer's mark, 0 to 1; `metrics.score` makes a task's score of them.
+        """An answer's mark, 0 to 1; `metrics.ruler.percent` makes a task's score of them.
 
         Args:
             prediction: the raw answer; cleaned here as officially.
