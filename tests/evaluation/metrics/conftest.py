@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-WORDS = """
+_WORDS = """
 the a an The A AN cat sat mat on of and Ü naïve don't e.g. U.S. 3.5 7 07 ٣ ७ ７ ² 日本 数字 ... . .. - -- '
-Paragraph paragraph yes no unanswerable \ufeff İ ß ﬁ x,y (z) [w] $5 100% a.b .c d. — “quoted” 🙂 the. .the \u0301
-""".split()
+Paragraph paragraph yes no unanswerable \ufeff İ ß ﬁ x,y (z) [w] $5 100% a.b .c d. — “quoted” 🙂
+the. .the \u0301
+"""
+WORDS = _WORDS.split()
 SPACES = (" ", " ", " ", " ", "  ", "\n", "\t", "\u00a0", "\u3000", "\x1c", "\r\n", "")
 EDGES = (
     *("", " ", "\n", "\t \n", ".", "..", "...", ". . .", " . ", "a", "the", "the a an", "A.", ".A", "a.b.c"),

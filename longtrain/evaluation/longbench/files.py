@@ -1,0 +1,133 @@
+"""The published rows of LongBench, from a local folder, a zip file or the Hub."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longtrain.data.files import PACKED_SUFFIXES, read_jsonl
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.task import Example
+
+HUB = "THUDM/LongBench"
+ARCHIVE = "data.zip"
+"""The file of the Hub's data set that holds `data/TASK.jsonl` of every task."""
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "input": (str,),
+    "context": (str,),
+    "answers": (list,),
+    "length": (int,),
+    "dataset": (str,),
+    "language": (str,),
+    "all_classes": (list, type(None)),
+    "_id": (str,),
+}
+"""Field of a row -> its types."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, ...]]:
+    """The rows of each task, in the order of its file.
+
+    Args:
+        where: a folder with `TASK.jsonl` files (plain, .xz or .gz; also in a folder `data` in it), a zip file
+            of one, or a data set on the Hub, e.g. `HUB`. What exists on disk goes first.
+        names: tasks.
+
+    Raises:
+        ConfigError: `where` is nothing of these.
+        DataError: a task's file is missing or empty, a row lacks a field or has one of another type (file and
+            line are named), or the Hub does not answer.
+    """
+    path = Path(where).expanduser()
+    if path.is_dir():
+        return {name: read_rows(_file(path, name), name) for name in names}
+    if not path.exists() and _HUB_ID.fullmatch(where):
+        path = _fetch(where)
+    if not (path.is_file() and zipfile.is_zipfile(path)):
+        raise ConfigError(
+            f"LongBench data at {where}: no folder, no zip file and no Hub id; pass a folder with files like "
+            f"{names[0]}.jsonl, or {HUB} while online"
+        )
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
+        wanted = {f"{name}.jsonl" for name in names}
+        for member in archive.infolist():
+            if Path(member.filename).name in wanted and "__MACOSX" not in member.filename:
+                member.filename = Path(member.filename).name
+                archive.extract(member, folder)
+        return {name: read_rows(_file(Path(folder), name, shown=str(path)), name) for name in names}
+
+
+def read_rows(path: Path, name: str) -> tuple[Example, ...]:
+    """The checked rows of one task's file; a row whose `_id` was there before gets `#2`, `#3` and so on.
+
+    Raises:
+        DataError: no row, or a wrong one.
+    """
+    rows: list[Example] = []
+    seen: dict[str, int] = {}
+    for place, fields in read_jsonl(path):
+        _check(fields, place, name)
+        identity = fields["_id"]
+        seen[identity] = seen.get(identity, 0) + 1
+        rows.append(Example(identity if seen[identity] == 1 else f"{identity}#{seen[identity]}", fields))
+    if not rows:
+        raise DataError(f"{path} holds no row; LongBench's {name} was expected there")
+    return tuple(rows)
+
+
+def _file(folder: Path, name: str, shown: str = "") -> Path:
+    """The file of a task in a folder or in `data` below it."""
+    for parent in (folder, folder / "data"):
+        for packed in PACKED_SUFFIXES:
+            if (file := parent / f"{name}.jsonl{packed}").is_file():
+                return file
+    there = sorted(file.name for file in folder.glob("*.jsonl*")) or ["no .jsonl file"]
+    raise DataError(
+        f"{shown or folder} has no {name}.jsonl, it has {', '.join(there)}; add the file or "
+        "leave out the task"
+    )
+
+
+def _check(fields: Mapping[str, Any], place: str, name: str) -> None:
+    for field, types in FIELDS.items():
+        if field not in fields:
+            raise DataError(
+                f"{place}: field '{field}' is missing, there are {', '.join(fields) or 'none'}; a LongBench "
+                f"row has {', '.join(FIELDS)}"
+            )
+        if not isinstance(fields[field], types) or isinstance(fields[field], bool):
+            allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+            raise DataError(
+                f"{place}: field '{field}' is a {type(fields[field]).__name__}; it must be {allowed}"
+            )
+    for field in ("answers", "all_classes"):
+        for item in fields[field] or ():
+            if not isinstance(item, str):
+                raise DataError(f"{place}: field '{field}' holds {item!r}; it must hold strings alone")
+    if name == "trec" and not fields["all_classes"]:
+        raise DataError(f"{place}: field 'all_classes' is empty; {name} needs the list of all classes")
+    if name == "passage_retrieval_en":
+        for answer in fields["answers"]:
+            if not re.search(r"Paragraph \d", answer):
+                raise DataError(f"{place}: answer {answer!r} must hold e.g. 'Paragraph 7'")
+
+
+def _fetch(where: str) -> Path:
+    """The archive of a data set on the Hub, in the local cache."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(where, ARCHIVE, repo_type="dataset"))
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"data set {where}: {ARCHIVE} could not be fetched from the Hub ({reason}); check the id and the "
+            "network, or pass a folder of jsonl files"
+        ) from error

@@ -1,0 +1,65 @@
+"""From a prompt's text to token ids: cut in the middle if too long, then put into the chat template.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a prompt, and whether its middle was left out."""
+
+    ids: tuple[int, ...]
+    cut: bool
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tokens: int) -> Encoded:
+    """The tokens the target is given.
+
+    As in the official runner, the text is measured with its special tokens and without the chat template. If
+    it is too long, its first and last `max_tokens // 2` tokens are turned back into text, special tokens left
+    out, and joined; that text is tokenised anew, so that the prompt can come out a few tokens longer or
+    shorter than `max_tokens`, the chat template not counted.
+
+    Args:
+        tokenizer: the target's.
+        text: the filled template of a task.
+        chat: put the text into the chat template as a user's message, thinking switched off.
+        max_tokens: most tokens of the text.
+
+    Raises:
+        ConfigError: `max_tokens` below 2, or `chat` without a chat template.
+
+    Source: LongBench, pred.py, `get_pred`.
+    """
+    if max_tokens < 2:
+        raise ConfigError(f"max_tokens={max_tokens} leaves no prompt; allowed: 2 or more")
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(
+            "this task's prompt is a chat message and the tokenizer has no chat template; set "
+            "target.chat_template, or run without chat (the result then says so)"
+        )
+    ids: Any = tokenizer(text, verbose=False).input_ids
+    cut = len(ids) > max_tokens
+    if cut:
+        half = max_tokens // 2
+        halves = ids[:half], ids[-half:]
+        text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in halves)
+    if chat:
+        message = [{"role": "user", "content": text}]
+        whole = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        )
+        ids = tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
+    elif cut:
+        ids = tokenizer(text, verbose=False).input_ids
+    return Encoded(tuple(ids), cut)
