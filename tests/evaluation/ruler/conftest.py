@@ -1,0 +1,103 @@
+"""The bundled tokenizer, and question files in the official formats with answers that can be read off."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from longtrain.assets import asset_dir
+from longtrain.evaluation.ruler import Haystack, read_hotpotqa, read_squad
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(asset_dir("bundled") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def haystack():
+    return Haystack.bundled()
+
+
+def names(seed: int, count: int) -> list[str]:
+    """Different made-up words."""
+    rng = Random(seed)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        pairs = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(4)]
+        found["".join(pairs).capitalize()] = None
+    return list(found)
+
+
+PLACES = names(1, 400)
+TRADES = [name.lower() for name in names(2, 400)]
+
+
+def passage(which: int, rng: Random) -> str:
+    """A document that answers what the main trade of a place is."""
+    before, after = (
+        f"People have lived there for {rng.randrange(10, 900)} years. " * rng.randrange(4) for _ in "ab"
+    )
+    return f"{before}The main trade of {PLACES[which]} is {TRADES[which]}. {after}".strip()
+
+
+@pytest.fixture(scope="session")
+def squad_rows():
+    """SQuAD 2.0: 40 articles of 8 paragraphs, one question each, and one that has no answer."""
+    rng = Random(3)
+    articles = []
+    for first in range(0, 320, 8):
+        paragraphs = []
+        for which in range(first, first + 8):
+            answers = [
+                {"text": TRADES[which], "answer_start": 0},
+                {"text": f"{TRADES[which]}.", "answer_start": 0},
+            ]
+            question = f"What is the main trade of {PLACES[which]}?"
+            rows = [
+                {"question": question, "id": str(which), "answers": answers, "is_impossible": False},
+                {"question": "Who rules it?", "id": f"{which}n", "answers": [], "is_impossible": True},
+            ]
+            paragraphs.append({"context": passage(which, rng), "qas": rows})
+        articles.append({"title": f"Article {first}", "paragraphs": paragraphs})
+    return {"version": "v2.0", "data": articles}
+
+
+@pytest.fixture(scope="session")
+def hotpot_rows():
+    """HotpotQA: 120 questions with ten documents each, one of which answers."""
+    rng = Random(4)
+    rows = []
+    for which in range(120):
+        near = rng.sample([i for i in range(400) if i != which], 9)
+        documents = [[f"On {PLACES[i]}", ["It is a place. ", passage(i, Random(i))]] for i in [which, *near]]
+        question = f"What is the main trade of {PLACES[which]}?"
+        rows.append({"_id": str(which), "question": question, "answer": TRADES[which], "context": documents})
+    return rows
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory, squad_rows, hotpot_rows):
+    folder = tmp_path_factory.mktemp("questions")
+    (folder / "squad.json").write_text(json.dumps(squad_rows))
+    (folder / "hotpot.json").write_text(json.dumps(hotpot_rows))
+    return {"qa_1": read_squad(folder / "squad.json"), "qa_2": read_hotpotqa(folder / "hotpot.json")}
+
+
+@pytest.fixture(scope="session")
+def make(tokenizer, haystack, questions):
+    """`make(task, length=..., n=...)`: a list of examples."""
+    from longtrain.evaluation.ruler import generate
+
+    def call(task, **options):
+        return list(
+            generate(
+                task, tokenizer, **{"haystack": haystack, "questions": questions.get(task), "n": 2, **options}
+            )
+        )
+
+    return call

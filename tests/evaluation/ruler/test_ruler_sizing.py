@@ -1,0 +1,147 @@
+"""How much haystack is taken: the most that fits, then the official steps back; what does not fit says so."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from longtrain.errors import ConfigError
+from longtrain.evaluation.ruler import TASKS, Framing
+from longtrain.evaluation.ruler.generate import _Run
+from longtrain.evaluation.ruler.sizing import largest
+
+STEPS = {
+    "essay": (500, 500),
+    "noise": (25, 5),
+    "needle": (25, 5),
+    "vt": (10, 5),
+    "cwe": (10, 10),
+    "qa": (10, 10),
+}
+"""Steps back from 4096 tokens on, and below."""
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_largest_is_the_largest(seed: int) -> None:
+    rng = Random(seed)
+    costs = [rng.randrange(0, rng.choice([2, 30, 500])) + (seed % 2) for _ in range(400)]
+    totals, total = [], rng.randrange(200)
+    for cost in costs:
+        total += cost
+        totals.append(total)
+    least, unit = rng.randrange(0, 5), rng.choice([1, 3, 17])
+    limit = rng.randrange(totals[least], max(totals[300], totals[least] + 1))
+    probes: list[int] = []
+
+    def count(size: int) -> int:
+        probes.append(size)
+        return totals[size] if size < len(totals) else totals[-1] + 1000 * (size - 399)
+
+    size = largest(count, limit, least=least, unit=unit)
+    assert size is not None
+    assert (size - least) % unit == 0
+    assert count(size) <= limit < count(size + unit)
+    assert len(probes) <= 40
+    assert largest(count, totals[least] - 1, least=least, unit=unit) is None
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize("task", TASKS)
+def test_haystack_is_the_most_that_fits(tokenizer, haystack, questions, task: str, length: int) -> None:
+    run = _Run(TASKS[task], length, 7, Framing(tokenizer))
+    writer = run.writer(haystack, None, questions.get(task))
+    room = length - TASKS[task].max_new_tokens
+
+    def tokens(size: int, index: int, stream: str) -> int:
+        return run.framing.count([writer.write(size, index, stream)])[0]
+
+    if task == "fwe":
+        step = writer.unit
+        assert step == (room - run.framing.tokens) // 32
+    else:
+        kind = TASKS[task].options.get("haystack", task.split("_")[0])
+        step = STEPS[kind][0 if length >= 4096 else 1]
+        assert writer.unit == 1
+    assert writer.step == step
+    most = run._size(writer)
+    assert tokens(most, 0, run.stream("size")) <= room
+    if task[:2] in ("ni", "vt"):  # elsewhere a larger prompt holds other words, and may be shorter
+        assert tokens(most + writer.unit, 0, run.stream("size")) > room
+    for example in run.examples(writer, range(6)):
+        size = most
+        while tokens(size, example.index, run.stream(example.index)) > room:
+            size = max(size - step, writer.least(example.index))
+        assert example.size == size
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_too_short_says_how_long(make, task: str) -> None:
+    with pytest.raises(ConfigError, match="pass a length of at least") as caught:
+        make(task, length=140)
+    least = int(str(caught.value).rsplit(" ", 1)[1])
+    for _ in range(12):  # the shortest prompt of another length or example can be a little longer
+        try:
+            examples = make(task, length=least, n=3)
+            break
+        except ConfigError as error:
+            least = int(str(error).rsplit(" ", 1)[1])
+    assert all(example.length_tokens <= least for example in examples)
+    assert least < 1800
+
+
+def test_bad_numbers(make) -> None:
+    for options in ({"length": 0}, {"length": 4096, "n": 0}, {"length": 4096, "start": -1}):
+        with pytest.raises(ConfigError, match="allowed"):
+            make("vt", **options)
+    with pytest.raises(ConfigError, match="known: niah_single_1"):
+        make("niah", length=4096)
+
+
+def test_frames(tokenizer, make) -> None:
+    framing = Framing(tokenizer)
+    assert (framing.before, framing.after, framing.tokens) == ("<|user|>", "<|assistant|>", 2)
+    with_chat, without = make("vt", length=2048)[0], make("vt", length=2048, chat=False)[0]
+    assert framing.ids(with_chat.input, with_chat.answer_prefix)[0] == tokenizer.convert_tokens_to_ids(
+        "<|user|>"
+    )
+    assert len(framing.ids(with_chat.input, with_chat.answer_prefix)) == with_chat.prompt_tokens
+    assert with_chat.frame_tokens == 2
+    assert without.frame_tokens == 0
+    assert without.prompt_tokens == len(tokenizer(without.input + without.answer_prefix).input_ids)
+
+
+class Plain:
+    """A tokenizer of one token a character, with a mark before each text, and no chat template."""
+
+    chat_template = None
+
+    def __call__(self, text, *, add_special_tokens: bool, verbose: bool):
+        texts = [text] if isinstance(text, str) else text
+        ids = [[0] * add_special_tokens + [ord(c) for c in t] for t in texts]
+        return type("Encoding", (), {"input_ids": ids[0] if isinstance(text, str) else ids})
+
+
+def test_another_tokenizer(haystack) -> None:
+    from longtrain.evaluation.ruler import generate
+
+    for task in ("niah_single_2", "niah_multikey_3", "vt", "cwe", "fwe"):
+        for example in generate(task, Plain(), length=9000, n=2, haystack=haystack):
+            assert example.prompt_tokens == 1 + len(example.input + example.answer_prefix)
+            assert example.frame_tokens == 1
+            assert 5500 < example.length_tokens <= 9000
+    with pytest.raises(ConfigError, match="no chat template"):
+        generate("vt", Plain(), length=9000, n=1, chat=True)
+
+
+def test_template_that_drops_the_user() -> None:
+    class Mute(Plain):
+        chat_template = "x"
+
+        def apply_chat_template(self, messages, **options) -> str:
+            return "nothing"
+
+    from longtrain.errors import DataError
+
+    with pytest.raises(DataError, match="does not render"):
+        Framing(Mute())
