@@ -36,12 +36,12 @@ class Question:
     Args:
         task: one of `QUESTION_TASKS`.
         context_T: the chat's opening and the text, up to where the question begins.
-        question_T: the question and the mark after which the assistant writes.
-        answer_T: the expected answer with its end mark.
-        answer: the expected answer as text.
+        question_T: the question, the mark after which the assistant writes, and the words that every right
+            answer begins with (RULER's answer prefix): targets would word them in ways of their own.
+        answer_T: the expected rest of the answer with its end mark.
+        answer: the same as text.
         values: what a right answer must hold: the numbers or names asked for, in the order of the text, or
-            the quoted passage. Targets word their answers in ways of their own: look for these in what they
-            say. How long a quotation goes on is not said in its question: compare as many tokens.
+            the quoted passage. How long a quotation goes on is not said in its question.
     """
 
     task: str
@@ -81,7 +81,6 @@ class QuestionWriter(Phrases):
         made_up = rng.random() < 0.3
         first, second = self.words_made_up if made_up else self.words_listed
         picked = rng.choice(len(first) * len(second), n_keys, replace=False).tolist()
-        names = [f"{first[p // len(second)]}-{second[p % len(second)]}" for p in picked]
         keys = [
             np.concatenate(
                 [self.phrase(f" {first[p // len(second)]}"), self.phrase(f"-{second[p % len(second)]}")]
@@ -95,18 +94,16 @@ class QuestionWriter(Phrases):
         asked = int(owner[0])  # the first needle stays whatever the room
         single = int(counts[asked]) == 1 and rng.random() < 0.3
         ask = self._question(keys[asked], single=single, opening=True)
-        room = n_tokens - self._fixed(NEEDLE_INTRO, ask) - MARGIN
+        number, verb = ("number", "is") if single else ("numbers", "are")
+        said = [self.phrase(f"The special magic {number} for"), keys[asked]]
+        prefix = np.concatenate([*said, self.phrase(f" mentioned in the provided text {verb}")])
+        room = n_tokens - self._fixed(NEEDLE_INTRO, ask) - len(prefix) - MARGIN
         sizes = np.cumsum([max(len(spaced), len(line)) for spaced, line in runs])
         kept = rng.permutation(max(1, int(np.searchsorted(sizes, room, side="right"))))
         found = [int(i) for i in kept if owner[i] == asked]
-        answer = Draft()
-        self._answer(answer, keys[asked], [spelt[i] for i in found], single=single)
-        question = self._asked(NEEDLE_INTRO, [runs[i] for i in kept.tolist()], ask, n_tokens, rng)
-        number, verb = ("number", "is") if single else ("numbers", "are")
-        values = tuple(str(numbers[i]) for i in found)
-        said = f"The special magic {number} for {names[asked]} mentioned in the provided text {verb} "
-        text = said + ", ".join(values) + "."
-        return Question("needles", *question, np.concatenate(answer.runs), text, values)
+        hidden = [runs[i] for i in kept.tolist()]
+        parts = self._asked(NEEDLE_INTRO, hidden, ask, prefix, n_tokens, rng)
+        return self._answered("needles", parts, tuple(str(numbers[i]) for i in found))
 
     def _one_of_chains(self, n_tokens: int, rng: np.random.Generator) -> Question:
         numbers = self._draw(5, int(rng.integers(1, MOST_CHAINS + 1)), rng)
@@ -117,7 +114,8 @@ class QuestionWriter(Phrases):
             self.phrase(" in the text above."),
         ]
         ask = np.concatenate(ask_ids)
-        room = n_tokens - self._fixed(CHAIN_INTRO, ask) - MARGIN
+        prefix = self.phrase("The variables are:")
+        room = n_tokens - self._fixed(CHAIN_INTRO, ask) - len(prefix) - MARGIN
         chains: list[tuple[list[str], list[tuple[Ids, Ids]]]] = []
         for value in spelt:
             names = [self._letters(rng) for _ in range(int(rng.integers(2, 5)))]
@@ -133,14 +131,8 @@ class QuestionWriter(Phrases):
         order = rng.permutation(np.repeat(np.arange(len(chains)), [len(lines) for _, lines in chains]))
         left = [iter(lines) for _, lines in chains]
         hidden = [next(left[i]) for i in order.tolist()]
-        names = chains[0][0]
-        answer = [self.phrase("The variables are:")]
-        for i, name in enumerate(names):
-            answer += [*([self.phrase(",")] if i else []), self._word(name)]
-        answer += [self.phrase("."), self.end]
-        text = f"The variables are: {', '.join(names)}."
-        question = self._asked(CHAIN_INTRO, hidden, ask, n_tokens, rng)
-        return Question("chains", *question, np.concatenate(answer), text, tuple(names))
+        parts = self._asked(CHAIN_INTRO, hidden, ask, prefix, n_tokens, rng)
+        return self._answered("chains", parts, tuple(chains[0][0]))
 
     def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> Question:
         width = TABLE_DIGITS
@@ -148,7 +140,7 @@ class QuestionWriter(Phrases):
         intro = self.phrase(TABLE_INTRO)
         digits = max(len(number) for number in self._numbers(width, 1, rng))
         line = 2 * digits + len(sep) + len(newline)
-        fixed = self._fixed(TABLE_INTRO, self.phrase("Look up ")) + digits + len(dot)
+        fixed = self._fixed(TABLE_INTRO, self.phrase("Look up ")) + 2 * digits + len(dot) + 1
         share = int((n_tokens - fixed) * rng.uniform(0.2, 0.7))
         n_lines = max(1, min(share // line, MOST_LINES))
         keys, numbers = self._draw(width, n_lines, rng), self._draw(width, n_lines, rng)
@@ -159,13 +151,12 @@ class QuestionWriter(Phrases):
         for key, value in zip(spelt, values, strict=True):
             body.add(Role.PROMPT, key, sep, value, newline)
         at = int(rng.integers(n_lines))
-        question_T = np.concatenate([self.phrase("Look up "), spelt[at], dot, self.assistant])
+        question = [self.phrase("Look up "), spelt[at], dot, self.assistant, spelt[at], self.phrase(":")]
+        question_T = np.concatenate(question)
         n_context = n_tokens - len(question_T) - len(self.start)
         context = self._filled(body, n_context, rng)
-        text = f"{numbers[at]}."
         context_T = np.concatenate([self.start, *context.runs])
-        answer_T = np.concatenate([values[at], dot, self.end])
-        return Question("table", context_T, question_T, answer_T, text, (str(numbers[at]),))
+        return self._answered("table", (context_T, question_T), (str(numbers[at]),))
 
     def _one_of_quote(self, n_tokens: int, rng: np.random.Generator) -> Question:
         length = int(rng.integers(24, 65))
@@ -189,11 +180,23 @@ class QuestionWriter(Phrases):
         """Tokens of a prompt that are not its text."""
         return len(self.start) + len(self.user) + len(self.phrase(intro)) + len(ask) + len(self.assistant)
 
+    def _answered(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> Question:
+        """The values one after the other are the rest of the answer."""
+        text = f" {', '.join(values)}."
+        answer_T = np.concatenate([np.array(self.encode(text), dtype=np.int32), self.end])
+        return Question(task, *parts, answer_T, text, values)
+
     def _asked(
-        self, intro: str, hidden: list[tuple[Ids, Ids]], ask: Ids, n_tokens: int, rng: np.random.Generator
+        self,
+        intro: str,
+        hidden: list[tuple[Ids, Ids]],
+        ask: Ids,
+        prefix: Ids,
+        n_tokens: int,
+        rng: np.random.Generator,
     ) -> tuple[Ids, Ids]:
         """Context with sentences hidden in it in their order, and the question, `n_tokens` together."""
-        question_T = np.concatenate([ask, self.assistant])
+        question_T = np.concatenate([ask, self.assistant, prefix])
         doc = Draft()
         n_context = n_tokens - len(question_T) - len(self.start)
         self._context(doc, intro, hidden, n_context, rng, in_order=True)

@@ -6,6 +6,7 @@ Shapes: T tokens.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 CONTINUE = "continue"
 """The task of going on with plain text, judged against the full cache's own continuation."""
 TASKS = (*QUESTION_TASKS, CONTINUE)
-VALUE = re.compile(r"\w+")
+NUMBER, NAME = re.compile(r"\d+"), re.compile(r"\b[A-Z]{2,}\b")
+"""What answers are made of: numbers, and the names of variables."""
+QUOTED = 8
+"""Words of a quotation that are compared."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +116,20 @@ def make_prompts(
 def judge(prompt: Prompt, text: str) -> Judged:
     """Marks of an answer to a question.
 
-    Right is the expected text and nothing else, white space around it aside. A quotation is right if it
-    begins with the passage: its question does not say how long it goes on.
+    Right are exactly the values asked for, in any order, and no other number or name. A quotation is right
+    if it begins with the passage's first `QUOTED` words: its question does not say how long it goes on.
 
     Args:
         prompt: what was asked; not of the task `continue`.
         text: the answer, its end mark taken off.
     """
-    got, gold = text.strip(), prompt.answer.strip()
     if prompt.task == "quote":
-        words, said = gold.split(), got.split()
-        return Judged(got.startswith(gold), _leading(words, said) / max(1, len(words)))
-    there = set(VALUE.findall(got))
-    found = sum(value in there for value in prompt.values)
-    return Judged(got == gold, found / max(1, len(prompt.values)))
+        words, said = prompt.answer.split()[:QUOTED], text.split()
+        return Judged(said[: len(words)] == words, _leading(words, said) / max(1, len(words)))
+    kind = NAME if prompt.task == "chains" else NUMBER
+    got, gold = Counter(kind.findall(text)), Counter(prompt.values)
+    there = sum((got & gold).values())
+    return Judged(got == gold, there / max(1, len(prompt.values)))
 
 
 def agreement(tokens: Sequence[int], gold: Sequence[int]) -> Judged:
