@@ -104,8 +104,8 @@ def test_variable_tracking(row) -> None:
         r"Question: Find all variables that are assigned the value (\d{5}) in the text above\."
     )
     said = (
-        r" Answer: According to the chain\(s\) of variable assignment in the text above, 5 variables are assigned "
-        r"the value (\d{5}), they are: "
+        r" Answer: According to the chain\(s\) of variable assignment in the text above, 5 variables are "
+        r"assigned the value (\d{5}), they are: "
     )
     solved, asked, shown, names, context, value = whole(
         section + said + r" (\w{3} \w{3} \w{3} \w{3} \w{3})\n\n" + section, got["input"]
@@ -125,8 +125,9 @@ def test_variable_tracking(row) -> None:
 def test_common_words(row, length: int, solved: tuple[int, int, int], main: tuple[int, int]) -> None:
     got = row("cwe", length=length)
     section = (
-        r"Below is a numbered list of words\. In these words, some appear more often than others\. Memorize the "
-        r"ones that appear most often\.\n([^\n]*)\nQuestion: What are the 10 most common words in the above list\?"
+        r"Below is a numbered list of words\. In these words, some appear more often "
+        r"than others\. Memorize the ones that appear most often\.\n([^\n]*)\n"
+        r"Question: What are the 10 most common words in the above list\?"
     )
     prefix = " Answer: The top 10 words that appear most often in the list are:"
     first, shown, second = whole(
@@ -147,8 +148,9 @@ def test_coded_words(row) -> None:
     scipy_special = pytest.importorskip("scipy.special")
     got = row("fwe", length=4096)
     context = whole(
-        r"Read the following coded text and track the frequency of each coded word\. Find the three most "
-        r"frequently appeared coded words\. ([^\n]*)\nQuestion: Do not provide any explanation\. Please ignore the dots "
+        r"Read the following coded text and track the frequency of each coded word\. "
+        r"Find the three most frequently appeared coded words\. ([^\n]*)\n"
+        r"Question: Do not provide any explanation\. Please ignore the dots "
         r"'\.\.\.\.'\. What are the three most frequently appeared words in the above coded text\?",
         got["input"],
     )[1]
@@ -175,7 +177,8 @@ def test_documents(row, questions) -> None:
     only = "Only give me the answer and do not output any other words."
     context, query = whole(
         rf"Answer the question based on the given documents\. {re.escape(only)}\n\nThe following are given "
-        rf"documents\.\n\n(.*)\n\nAnswer the question based on the given documents\. {re.escape(only)}\n\nQuestion: (.*)",
+        rf"documents\.\n\n(.*)\n\nAnswer the question based on the given documents\. {re.escape(only)}\n\n"
+        r"Question: (.*)",
         got["input"],
     ).groups()
     assert got["answer_prefix"] == " Answer:"
