@@ -11,7 +11,7 @@ from longtrain.evaluation.longbench.tasks import SPECS
 
 WHOLE = "LongBench"
 VARIANT = "Variant of LongBench"
-"""The two names a result can have. A subset, or prompts cut shorter than the target could read, is `VARIANT`."""
+"""The names a result can have: a subset, or prompts cut shorter than the target can read, is a `VARIANT`."""
 
 
 @dataclass(frozen=True)
