@@ -18,7 +18,7 @@ DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=
 
 STEPS = {"essay": 500, "noise": 25, "needle": 25}
 SHORT_STEP = 5
-SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
+SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
 """What becomes of the template where one value is asked for, in order."""
 
 

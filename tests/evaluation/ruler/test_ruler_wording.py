@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -194,3 +195,19 @@ def test_documents(row, questions) -> None:
     texts = [part.split("\n", 1)[1] for part in got["input"].split("\n\n") if part.startswith("Document ")]
     assert set(texts) > own
     assert len(own) == 10
+
+
+def test_orders_are_the_seeds(make, questions) -> None:
+    """The official generator orders documents and lists by the run's seed, alike in every example."""
+    for seed in (42, 9):
+        examples = make("qa_1", length=2048, n=12, seed=seed)
+        for example in examples:
+            order = list(range(example.size))
+            Random(seed).shuffle(order)
+            own = questions["qa_1"].documents[questions["qa_1"].items[example.index].own[0]]
+            assert f"Document {order.index(0) + 1}:\n{own}" in example.input
+        for example in make("cwe", length=2048, n=3, seed=seed):
+            words = re.findall(r"\d+\. (\S+)", example.input[example.input.rindex("often.\n") :])
+            order = [*(list(range(10)) * 6), *range(10, example.size)]
+            Random(seed).shuffle(order)
+            assert [words[place] for place in map(order.index, range(10))] == list(example.answers)
