@@ -32,9 +32,24 @@ def writer() -> RetrievalWriter:
     return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
 
 
+PREFIXES = {
+    "needles": r"The special magic number(s|) for (\S+) mentioned in the provided text (are|is)",
+    "chains": r"The variables are:",
+    "table": r"(\d{7}):",
+    "quote": r"",
+}
+"""What the assistant's turn begins with, by task: the same words whoever answers."""
+ASKED = {
+    "needles": r"\nWhat (are all|is) the special magic number(s|) for (\S+) mentioned in the provided text\?",
+    "chains": r"\nFind all variables that are assigned the value (\d{5}) in the text above\.",
+    "table": r"Look up (\d{7})\.",
+    "quote": r"\nQuote the passage that continues after:.{12}",
+}
+
+
 @pytest.mark.parametrize("task", QUESTION_TASKS)
 def test_a_question_stands_at_the_end_of_a_prompt_of_exact_length(writer: RetrievalWriter, task: str) -> None:
-    for n in (420, 777, 2000, 4096):
+    for n in (430, 777, 2000, 4096):
         made, again = (writer.question(task, n, np.random.default_rng([n, 5])) for _ in range(2))
         assert len(made.context_T) + len(made.question_T) == n and made.task == task
         assert all(
@@ -42,10 +57,53 @@ def test_a_question_stands_at_the_end_of_a_prompt_of_exact_length(writer: Retrie
         )
         context, question = decode(made.context_T), decode(made.question_T)
         assert context.startswith("<user>") and context.count("<user>") == 1
-        assert question.endswith("<assistant>") and question.count("<assistant>") == 1
+        assert re.fullmatch(f"{ASKED[task]}<assistant>{PREFIXES[task]}", question, re.DOTALL)
         assert "<assistant>" not in context
         assert decode(made.answer_T) == made.answer + "<end>"
-        assert all(value in made.answer for value in made.values)
+        assert made.answer == (made.values[0] if task == "quote" else f" {', '.join(made.values)}.")
+
+
+def test_what_an_answer_begins_with_fits_the_question(writer: RetrievalWriter) -> None:
+    numbers = set()
+    for seed in range(80):
+        needles = decode(writer.question("needles", 900, np.random.default_rng(seed)).question_T)
+        verb, s, key = re.search(ASKED["needles"], needles).groups()
+        said, its, begun = re.search(f"<assistant>{PREFIXES['needles']}$", needles).groups()
+        assert (said, its) == (s, key) and (begun, s) in {("are", "s"), ("is", "")} and begun in verb
+        numbers.add(begun)
+        table = decode(writer.question("table", 900, np.random.default_rng(seed)).question_T)
+        asked, begun = re.findall(r"\d{7}", table)
+        assert asked == begun
+    assert numbers == {"are", "is"}
+
+
+@pytest.mark.parametrize("task", QUESTION_TASKS)
+def test_the_shortest_prompts_hold_every_question(writer: RetrievalWriter, task: str) -> None:
+    least = writer.least_tokens(task)
+    values = set()
+    for seed in range(200):
+        made = writer.question(task, least, np.random.default_rng(seed))
+        assert len(made.context_T) + len(made.question_T) == least
+        assert all(value in decode(made.context_T) for value in made.values)
+        values.add(len(made.values))
+    assert min(values) == {"chains": 2}.get(task, 1)
+    with pytest.raises(ConfigError, match=rf"{least - 1} tokens is too short .*'{task}'.* {least} or more"):
+        writer.question(task, least - 1, np.random.default_rng(0))
+
+
+def test_the_shortest_prompts_are_found_where_numbers_are_not_spelt_by_digits() -> None:
+    def pairs(text: str) -> list[int]:
+        """Two digits a token, the first with a token of its own before it."""
+        spaced = re.sub(r"\d+", lambda m: "\x01" + re.sub("..?", lambda p: chr(128 + int(p[0])), m[0]), text)
+        return encode(spaced)
+
+    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
+    other = RetrievalWriter(pairs, ChatIds((256,), (257,), (258,)), [stream])
+    assert other.digits is None
+    for task in QUESTION_TASKS:
+        for seed in range(50):
+            made = other.question(task, other.least_tokens(task), np.random.default_rng(seed))
+            assert len(made.context_T) + len(made.question_T) == other.least_tokens(task)
 
 
 def test_needle_questions_are_about_what_the_context_says(writer: RetrievalWriter) -> None:
@@ -53,8 +111,8 @@ def test_needle_questions_are_about_what_the_context_says(writer: RetrievalWrite
     for seed in range(60):
         made = writer.question("needles", 8000, np.random.default_rng(seed))
         said = re.findall(r"One of the special magic numbers for (\S+) is: (\d{7})\.", decode(made.context_T))
-        key = re.search(r"for (\S+) mentioned", decode(made.question_T))[1]
-        assert key in made.answer
+        key, begun = re.findall(r"for (\S+) mentioned", decode(made.question_T))
+        assert key == begun
         assert made.values == tuple(value for name, value in said if name == key)
         keys_seen.add(len({name for name, _ in said}))
         values_seen.add(len(made.values))
@@ -98,5 +156,5 @@ def test_questions_that_cannot_be_written_are_refused(writer: RetrievalWriter) -
     rng = np.random.default_rng(0)
     with pytest.raises(ConfigError, match="known: needles, chains, table, quote"):
         writer.question("copy", 2000, rng)
-    with pytest.raises(ConfigError, match="160 or more"):
+    with pytest.raises(ConfigError, match=r"100 tokens is too short .* 4\d\d or more"):
         writer.question("needles", 100, rng)

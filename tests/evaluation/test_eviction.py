@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 
+from longtrain.data.questions import QUESTION_TASKS
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
@@ -19,7 +21,7 @@ from longtrain.evaluation.eviction_ranks import ToldOracle
 from longtrain.evaluation.eviction_report import accuracy_picture, overhead_picture, table
 from longtrain.evaluation.eviction_runs import measure
 from longtrain.evaluation.eviction_scores import Figures
-from longtrain.evaluation.eviction_tasks import Prompt, agreement, judge, make_prompts
+from longtrain.evaluation.eviction_tasks import Judged, Prompt, agreement, judge, make_prompts
 from longtrain.evaluation.pieces import Pieces
 from longtrain.evaluation.report import as_json
 from longtrain.methods import policies
@@ -30,7 +32,7 @@ from longtrain.target.tokenizer import train_tokenizer
 
 TEXT = "The sea was calm that day. A boat came in\nand the men went home. " * 90
 SMALL = Protocol(
-    (224, 288),
+    (320, 384),
     (Budget(tokens=16), Budget(tokens=64)),
     prompts=6,
     tasks=("needles", "table", "quote"),
@@ -79,29 +81,69 @@ def go(target, folder, protocol=SMALL, entries=ENTRIES, advance=lambda what, don
 def test_prompts_have_their_length_and_do_not_depend_on_their_number(target) -> None:
     some, more = (prompts_of(target, replace(SMALL, prompts=n)) for n in (4, 7))
     assert all(len(prompt.whole) == length for length, made in more.items() for prompt in made)
-    assert [prompt.task for prompt in more[224]] == ["needles", "table", "quote"] * 2 + ["needles"]
-    assert some[288] == more[288][:4] and len(set(more[288])) == 7
+    assert [prompt.task for prompt in more[320]] == ["needles", "table", "quote"] * 2 + ["needles"]
+    assert some[384] == more[384][:4] and len(set(more[384])) == 7
     assert prompts_of(target, replace(SMALL, prompts=4, seed=1)) != some
 
 
 def test_what_is_continued_ends_at_the_same_places_at_every_length(target) -> None:
     made = prompts_of(target, replace(SMALL, tasks=("continue", "table"), prompts=5))
-    short, long = ([p for p in made[n] if p.task == "continue"] for n in (224, 288))
+    short, long = ([p for p in made[n] if p.task == "continue"] for n in (320, 384))
     assert len(short) == 3
-    assert all(a.context[1:] == b.context[-223:] for a, b in zip(short, long, strict=True))
+    assert all(a.context[1:] == b.context[-319:] for a, b in zip(short, long, strict=True))
     with pytest.raises(DataError, match=r"fewer suite\.prompts"):
         prompts_of(target, replace(SMALL, tasks=("continue",), prompts=500))
 
 
 def test_marks_by_hand() -> None:
-    needles = Prompt("needles", (1,), (2,), "They are 12, 345.", ("12", "345"))
-    assert judge(needles, " They are 12, 345.\n") == replace(judge(needles, ""), exact=True, share=1.0)
-    assert judge(needles, "They are 345.").exact is False and judge(needles, "They are 345.").share == 0.5
-    assert judge(needles, "They are 12, 3456.").share == 0.5  # 3456 is no 345
-    assert judge(needles, "They are 12, 345. And more.").exact is False
-    quote = Prompt("quote", (1,), (2,), "went home. A", ("went home. A",))
-    assert judge(quote, "went home. A boat came").exact and judge(quote, "went home. A boat").share == 1.0
-    assert judge(quote, "went out. A").share == pytest.approx(1 / 3)
+    needles = Prompt("needles", (1,), (2,), " 12, 345.", ("12", "345"))
+    for right in (" 12, 345.<end>", " 345 and 12", " They are 12, 345. And more.", "12\n345"):
+        assert judge(needles, right) == Judged(exact=True, share=1.0)
+    for text, share in {
+        "": 0.0,
+        " 345.": 0.5,
+        " 12, 3456.": 0.5,  # 3456 is no 345
+        " 12345.": 0.0,
+        " 12, 345, 678.": 1.0,  # all are there, and one that was not asked for
+        " 12, 345, 345.": 1.0,
+        " 12, 12.": 0.5,
+    }.items():
+        assert judge(needles, text) == Judged(exact=False, share=share), text
+    again = replace(needles, values=("12", "12"))
+    assert judge(again, " 12, 12.").exact and judge(again, " 12.") == Judged(exact=False, share=0.5)
+    assert judge(replace(needles, task="table", values=("7654321",)), " 7654321\n").exact
+    assert not judge(replace(needles, task="table", values=("7654321",)), " 7654321 7654321\n").exact
+
+
+def test_marks_of_variables_by_hand() -> None:
+    chains = Prompt("chains", (1,), (2,), " ABCDE, FGHIJ.", ("ABCDE", "FGHIJ"))
+    assert judge(chains, " FGHIJ, ABCDE. These 2 have the value 12345, I think.").exact
+    assert judge(chains, " ABCDE.") == Judged(exact=False, share=0.5)
+    assert judge(chains, " ABCDE, FGHIJ, KLMNO.") == Judged(exact=False, share=1.0)
+    assert judge(chains, " ABCDEFGHIJ.") == judge(chains, " abcde, fghij.") == Judged(exact=False, share=0.0)
+
+
+def test_marks_of_quotations_by_hand() -> None:
+    said = "and the men went home. A boat came in at last"
+    quote = Prompt("quote", (1,), (2,), said, (said,))
+    for right in (said, said + " and left.", "and the men went\nhome. A boat came out again"):
+        assert judge(quote, right) == Judged(exact=True, share=1.0)  # eight words are compared
+    assert judge(quote, "and the men went home. A boat") == Judged(exact=False, share=7 / 8)
+    assert judge(quote, "and the men stayed home. A boat came") == Judged(exact=False, share=3 / 8)
+    assert judge(quote, "so " + said) == judge(quote, "") == Judged(exact=False, share=0.0)
+    short = Prompt("quote", (1,), (2,), "went home. A", ("went home. A",))
+    assert judge(short, "went home. A boat").exact and judge(short, "went out. A").share == 1 / 3
+
+
+def test_expected_answers_are_right(target) -> None:
+    protocol = replace(SMALL, tasks=QUESTION_TASKS, prompts=40)
+    for prompt in chain.from_iterable(prompts_of(target, protocol).values()):
+        assert judge(prompt, prompt.answer) == Judged(exact=True, share=1.0)
+        assert judge(prompt, target.tokenizer.decode(prompt.answer_ids)).exact
+        assert not judge(prompt, "").exact
+
+
+def test_agreement_by_hand() -> None:
     assert (agreement([1, 2, 3, 4], [1, 2, 9, 4]).share, agreement([1, 2], [1, 2]).exact) == (0.75, True)
     assert agreement([1, 2], [1, 2, 3, 4]).share == 0.5 and not agreement([1, 2], [1, 2, 3, 4]).exact
 
@@ -141,7 +183,7 @@ def test_budgets_that_share_scores_give_what_each_gives_alone(target, tmp_path: 
         {"name": "adakv", "options": {"window": 8}},
     ]
     seen = measured(target, entries)
-    prompts = prompts_of(target, SMALL)[224]
+    prompts = prompts_of(target, SMALL)[320]
     for at, budget in enumerate(SMALL.budgets):
         for one in asked(target, entries, SMALL)[1:]:
             engine = Engine(target, Parts(evictor=one.make(budget)))
@@ -150,8 +192,8 @@ def test_budgets_that_share_scores_give_what_each_gives_alone(target, tmp_path: 
 
 
 def measured(target, entries) -> dict[str, dict]:
-    """Pieces at 224 tokens; a random target is wrong everywhere, so wrong answers are the first ones."""
-    prompts = prompts_of(target, SMALL)[224]
+    """Pieces at 320 tokens; a random target is wrong everywhere, so wrong answers are the first ones."""
+    prompts = prompts_of(target, SMALL)[320]
     keys = {"protocol": SMALL, "ranks": None, "gold": [], "advance": lambda what, done: None}
     return {one.name: measure(target, one, prompts, **keys) for one in asked(target, entries, SMALL)}
 
@@ -167,7 +209,7 @@ def test_scores_are_computed_once_a_batch(target, monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(kind, "scores", scores)
     protocol = replace(SMALL, time_prompts=0)
-    prompts = prompts_of(target, protocol)[224]
+    prompts = prompts_of(target, protocol)[320]
     for one in asked(target, [ENTRIES[1], {"name": "laq", "window": 8, "n_tokens": 4}], protocol)[2:]:
         measure(target, one, prompts, protocol=protocol, ranks=None, gold=[], advance=lambda what, done: None)
     batches = 2
@@ -186,12 +228,12 @@ def test_a_budget_above_the_prompt_is_the_full_cache(target, tmp_path: Path) -> 
 def test_a_continuation_is_judged_by_the_full_cache(target, tmp_path: Path) -> None:
     protocol = replace(SMALL, budgets=(Budget(tokens=16),), tasks=("continue",), max_new_tokens=12)
     pieces, _ = go(target, tmp_path, protocol, ["streaming_llm"])
-    prompts = prompts_of(target, protocol)[224]
+    prompts = prompts_of(target, protocol)[320]
     plain = Engine(target).generate([p.whole for p in prompts], max_new_tokens=12).tokens
     cut = Engine(target, Parts(evictor=policies.get("streaming_llm", budget=Budget(tokens=16))))
     tokens = cut.generate([p.whole for p in prompts], max_new_tokens=12).tokens
-    answers = pieces["streaming_llm", 224]["budgets"][0]["answers"]
-    assert pieces["full", 224]["continued"] == [plain]
+    answers = pieces["streaming_llm", 320]["budgets"][0]["answers"]
+    assert pieces["full", 320]["continued"] == [plain]
     assert [a["share"] for a in answers] == [
         agreement(a, b).share for a, b in zip(tokens, plain, strict=True)
     ]
@@ -203,7 +245,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(target, tmp_path: Path)
 
     def killed(what: str, done: int) -> None:
         seen.append(what)
-        if what == "snapkv window=8 @ 224":
+        if what == "snapkv window=8 @ 320":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -235,9 +277,9 @@ def test_no_policy_sees_a_question_that_comes_after(
     kind = policies.policy_class("snapkv")
     own = kind.scores
     monkeypatch.setattr(kind, "scores", lambda self, run: seen.append(run) or own(self, run))
-    protocol = replace(SMALL, after=True, lengths=(224,), time_prompts=0)
+    protocol = replace(SMALL, after=True, lengths=(320,), time_prompts=0)
     _, scores = go(target, tmp_path, protocol)
-    prompts = prompts_of(target, protocol)[224]
+    prompts = prompts_of(target, protocol)[320]
     assert [n for run in seen for n in run.lengths] == [len(p.context) for p in prompts]
     oracle = scores["policies"][1]["lengths"][0]
     assert oracle["ranks"]["tau"] == pytest.approx(1) and oracle["budgets"][0]["kept_rows"] == 16
@@ -245,7 +287,7 @@ def test_no_policy_sees_a_question_that_comes_after(
 
 def test_the_told_oracle_reads_the_answers_rows_alone(target) -> None:
     """Against attention of one forward over context, question and answer, written out."""
-    prompt = prompts_of(target, SMALL)[224][0]
+    prompt = prompts_of(target, SMALL)[320][0]
     seen = {}
 
     class Look:
@@ -281,17 +323,17 @@ def test_the_told_oracle_reads_the_answers_rows_alone(target) -> None:
 
 
 def test_batches_may_be_larger_than_an_engine_takes_unasked(target, tmp_path: Path) -> None:
-    protocol = replace(SMALL, prompts=34, batch=34, lengths=(224,), budgets=SMALL.budgets[:1], rank_prompts=1)
+    protocol = replace(SMALL, prompts=34, batch=34, lengths=(320,), budgets=SMALL.budgets[:1], rank_prompts=1)
     _, scores = go(target, tmp_path, protocol, ["streaming_llm"])
     assert scores["policies"][2]["lengths"][0]["budgets"][0]["exact"]["n"] == 34
 
 
 def test_sampled_answers_count_by_prompt(target, tmp_path: Path) -> None:
     heat = Sampling(temperature=1.0)
-    protocol = replace(SMALL, sampling=heat, samples=3, lengths=(224,), rank_prompts=0, time_prompts=0)
+    protocol = replace(SMALL, sampling=heat, samples=3, lengths=(320,), rank_prompts=0, time_prompts=0)
     pieces, scores = go(target, tmp_path, replace(protocol, tasks=("continue",)), ["streaming_llm"])
-    assert len(pieces["full", 224]["budgets"][0]["answers"]) == 6
-    first, second, third = pieces["full", 224]["continued"]
+    assert len(pieces["full", 320]["budgets"][0]["answers"]) == 6
+    first, second, third = pieces["full", 320]["continued"]
     assert first != second != third and [len(one) for one in (first, second, third)] == [6, 6, 6]
     made = {policy["name"]: policy["lengths"][0]["budgets"] for policy in scores["policies"]}
     assert made["full"][0]["exact"]["value"] == 1.0  # each sample is compared with the same coins' answer
@@ -312,7 +354,7 @@ def test_sampled_answers_count_by_prompt(target, tmp_path: Path) -> None:
         ([{"window": 3}], SMALL, "allowed: NAME"),
         (["streaming_llm", "streaming_llm"], SMALL, "do not differ in name"),
         ([], replace(SMALL, lengths=(508,)), "lengths of at most 507"),
-        ([], replace(SMALL, lengths=(100,)), "too short"),
+        ([], replace(SMALL, lengths=(100,)), r"100 tokens is too short .*'needles'.* 2\d\d or more"),
         ([], replace(SMALL, tasks=("needle",)), "suite.tasks=.*continue"),
     ],
 )
