@@ -21,7 +21,7 @@ from longtrain.target.loading import load_target
 
 SMALL = (
     "suite=eviction_quick",
-    "lengths=[400,600]",
+    "lengths=[440,600]",
     "suite.budgets=[32,64]",
     "suite.prompts=2",
     "suite.tasks=[needles,table]",
@@ -31,7 +31,7 @@ SMALL = (
     "suite.time_prompts=1",
 )
 
-SHORT = Protocol((400,), (Budget(tokens=32),), prompts=1)
+SHORT = Protocol((440,), (Budget(tokens=32),), prompts=1)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_files_and_a_second_run_that_adds_a_policy(run, tmp_path, capsys) -> Non
     assert {path.name for path in folder.iterdir()} == names | {"config.yaml", "provenance.json"}
     scores = json.loads((folder / "scores.json").read_text())
     assert [p["name"] for p in scores["policies"]] == ["full", "oracle", "streaming_llm", "snapkv"]
-    assert [c["length"] for c in scores["policies"][0]["lengths"]] == scores["lengths"] == [400, 600]
+    assert [c["length"] for c in scores["policies"][0]["lengths"]] == scores["lengths"] == [440, 600]
     assert "snapkv" in capsys.readouterr().out
     stamps = {path: path.stat().st_mtime_ns for path in (folder / "pieces").iterdir()}
     run("suite.policies=[streaming_llm,snapkv,{name:adakv,over:snapkv}]")
@@ -88,7 +88,7 @@ def test_artifacts_beside_their_baselines(run, tmp_path, target_folder) -> None:
     module = methods.get("lookaheadkv").build(config, target.info)
     made = Artifact.from_module("lookaheadkv", config, module=module, target=target)
     made.save(tmp_path / "checkpoints" / "mine")
-    run("artifact=mine", "suite.policies=[snapkv,{artifact:mine,adaptive:heads}]", "lengths=[400]")
+    run("artifact=mine", "suite.policies=[snapkv,{artifact:mine,adaptive:heads}]", "lengths=[440]")
     scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
     names = [policy["name"] for policy in scores["policies"]]
     assert names == ["full", "oracle", "mine", "snapkv", "mine adaptive=heads"]

@@ -1,5 +1,8 @@
 """`longtrain prepare` for the eviction recipe of the bundled target, offline, end to end."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -30,14 +33,16 @@ def test_the_target_answers_questions_and_goes_on_with_novels(monkeypatch, tmp_p
     shown = capsys.readouterr().out
     assert "label, to be predicted" in shown and "labels of" in shown
     assert data.names[:7] == [name for name in data.names if "#" not in name]
-    assert data.names[7:] == [f"questions#{i}" for i in range(6)]
+    answers = next((tmp_path / "data").glob("*.answers.jsonl")).read_text().splitlines()
+    said = [len(json.loads(answer)["ids"]) > 1 for answer in answers]  # not the end mark alone
+    asked = [f"questions#{i}" for i in range(6)]
+    assert len(said) == 13 and len(data.names) == sum(said)  # an empty answer has nothing to learn from
+    assert data.names[7:] == [name for name in asked if name in data.names] and len(data.names) > 9
     assert {"book"} < set(data.kinds) <= {"book", "needles", "chains", "table", "quote"}
     for start, length in zip(data.start.tolist(), data.length.tolist(), strict=True):
         ((begin, end),) = spans(np.asarray(data.mask[start : start + length]))
         assert end == length and 200 <= begin <= 280 and end - begin <= 6
     assert not any(val for name, val in zip(data.names, data.val, strict=True) if name.startswith("doyle"))
-    answers = next((tmp_path / "data").glob("*.answers.jsonl")).read_text().splitlines()
-    assert len(answers) == 13
     before = data.folder.joinpath("manifest.json").stat().st_mtime_ns
     again = prepared(monkeypatch, tmp_path)  # nothing changed: nothing is done
     assert again.folder.joinpath("manifest.json").stat().st_mtime_ns == before
@@ -50,12 +55,13 @@ def test_gold_answers_with_the_question_in_or_out_of_the_prompt(monkeypatch, tmp
     from longtrain.assets import asset_dir
 
     tokenizer = AutoTokenizer.from_pretrained(asset_dir("bundled") / "tiny")
-    data = prepared(
-        monkeypatch, tmp_path, "data.answers=source", f"data.question={question}", "data.answer_tokens=64"
-    )
+    overrides = ("data.answers=source", "data.answer_tokens=64", "+data.sources.2.options.tasks=[needles]")
+    data = prepared(monkeypatch, tmp_path, *overrides, f"data.question={question}")
     at = data.names.index("questions#0")
     ids = data.ids[data.start[at] : data.start[at] + data.length[at]]
     mask = np.asarray(data.mask[data.start[at] : data.start[at] + data.length[at]]).astype(bool)
-    labels = tokenizer.decode(ids[mask].tolist())
-    assert ("<|assistant|>" in labels) == (question == "response")
-    assert labels.endswith("<|end|>")
+    labels, read = (tokenizer.decode(ids[part].tolist()) for part in (mask, ~mask))
+    begun = r"What .*\?<\|assistant\|>The special magic numbers? for .* provided text (is|are)"
+    values = r"( \d{7}[,.])+<\|end\|>"
+    assert bool(re.search(f"{begun}$", read)) == (question == "prompt")
+    assert re.fullmatch(values if question == "prompt" else rf"\n{begun}{values}", labels)
