@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import rms_norm
 
 from longtrain.errors import ConflictError
 from longtrain.kernels.importance import Span, suffix_attention
+from longtrain.target.suffix_ops import lora_linears, rotated
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -45,22 +46,6 @@ class Lora:
     a_XE: Tensor
     b: Mapping[str, Tensor]
     scale: float
-
-    def block(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
-        """The B of all `names` as one matrix [X, sum of sizes], zero where one reads another's A; kept."""
-        kept = self.__dict__.setdefault("_block", {})
-        if tuple(names) not in kept:
-            whole_XO = self.a_XE.new_zeros(self.a_XE.shape[0], sum(sizes))
-            at = 0
-            order = list(self.b)
-            for name, size in zip(names, sizes, strict=True):
-                if name in self.b:
-                    rank = self.b[name].shape[1]
-                    first = order.index(name) * rank
-                    whole_XO[first : first + rank, at : at + size] = self.b[name].t()
-                at += size
-            kept[tuple(names)] = whole_XO
-        return kept[tuple(names)]
 
 
 LayerLora = Mapping[str, Lora]
@@ -131,24 +116,21 @@ class SuffixRun:
         info, attention = self._target.info, layer.self_attn
         H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
         names = LAST if last else GROUPS["qkv"]
-        sizes = (H * D, G * D, G * D)[: len(names)]
-        all_NX = _together(layer, names, sizes, _norm(layer.input_layernorm, self._x_NE), lora)
-        qk_NXD = all_NX[:, : (H + G) * D].unflatten(-1, (H + G, D))
+        normed_NE = _norm(layer.input_layernorm, self._x_NE)
+        q_NX, k_NX, *v_NX = _linears(layer, names, normed_NE, lora)
+        q_NHD, k_NGD = q_NX.view(-1, H, D), k_NX.view(-1, G, D)
         if info.qk_norm:
-            parts = _norm(attention.q_norm, qk_NXD[:, :H]), _norm(attention.k_norm, qk_NXD[:, H:])
-            qk_NXD = torch.cat(parts, 1)
-        qk_NXD = _rotated(qk_NXD, self._rope)
-        q_NHD, k_NGD = qk_NXD[:, :H], qk_NXD[:, H:]
-        return q_NHD, k_NGD, k_NGD.detach() if last else all_NX[:, (H + G) * D :].unflatten(-1, (G, D))
+            q_NHD, k_NGD = _norm(attention.q_norm, q_NHD), _norm(attention.k_norm, k_NGD)
+        q_NHD, k_NGD = rotated(torch.cat((q_NHD, k_NGD), 1), *self._rope, H)
+        return q_NHD, k_NGD, k_NGD.detach() if last else v_NX[0].view(-1, G, D)
 
     def _output(self, layer: Any, lora: LayerLora, mixed_NX: Tensor) -> None:
         """The rest of the layer: output projection, MLP, both residuals."""
-        x_NE = _added(self._x_NE, layer.self_attn.o_proj, mixed_NX, lora.get("o"))
-        inner = layer.mlp.gate_proj.weight.shape[0]
+        (x_NE,) = _linears(layer, GROUPS["o"], mixed_NX, lora.get("o"), add_to=self._x_NE)
         normed_NE = _norm(layer.post_attention_layernorm, x_NE)
-        both_NI = _together(layer, GROUPS["gate_up"], (inner, inner), normed_NE, lora.get("gate_up"))
-        hidden_NI = layer.mlp.act_fn(both_NI[:, :inner]) * both_NI[:, inner:]
-        self._x_NE = _added(x_NE, layer.mlp.down_proj, hidden_NI, lora.get("down"))
+        gate_NI, up_NI = _linears(layer, GROUPS["gate_up"], normed_NE, lora.get("gate_up"))
+        hidden_NI = layer.mlp.act_fn(gate_NI) * up_NI
+        (self._x_NE,) = _linears(layer, GROUPS["down"], hidden_NI, lora.get("down"), add_to=x_NE)
 
 
 def suffix_pass(
@@ -176,53 +158,16 @@ def suffix_pass(
         each(layer, run.step(*prefix(layer)))
 
 
-def _together(
-    layer: Any, names: Sequence[str], sizes: Sequence[int], x_NE: Tensor, lora: Lora | None
-) -> Tensor:
-    """Outputs of linears of one input side by side, [N, sum of sizes]."""
+def _linears(
+    layer: Any, names: Sequence[str], x_NE: Tensor, lora: Lora | None, *, add_to: Tensor | None = None
+) -> list[Tensor]:
+    """Outputs of a layer's linears of one input, LoRA included."""
     modules = [layer.get_submodule(name) for name in names]
-    if torch.is_grad_enabled():
-        return torch.cat(_linears(names, modules, x_NE, lora), -1)
-    all_NX = x_NE.new_empty(len(x_NE), sum(sizes))
-    for module, out_NX in zip(modules, all_NX.split(list(sizes), -1), strict=True):
-        torch.mm(x_NE, module.weight.to(x_NE.dtype).t(), out=out_NX)
-        if module.bias is not None:
-            out_NX += module.bias.to(x_NE.dtype)
-    if lora is not None:
-        low_NR = torch.mm(x_NE, lora.a_XE.t())
-        all_NX.addmm_(low_NR, lora.block(names, sizes), alpha=lora.scale)
-    return all_NX
-
-
-def _added(x_NE: Tensor, module: Any, in_NX: Tensor, lora: Lora | None) -> Tensor:
-    """The residual stream with a linear's output added; one of LoRA has this linear alone."""
-    if torch.is_grad_enabled():
-        (out_NE,) = _linears(list(lora.b) if lora else [""], [module], in_NX, lora)
-        return x_NE + out_NE
-    x_NE = torch.addmm(x_NE, in_NX, module.weight.to(x_NE.dtype).t())
-    if module.bias is not None:
-        x_NE += module.bias.to(x_NE.dtype)
-    if lora is not None:
-        x_NE.addmm_(
-            torch.mm(in_NX, lora.a_XE.t()), lora.block(list(lora.b), [len(x_NE[0])]), alpha=lora.scale
-        )
-    return x_NE
-
-
-def _linears(names: Sequence[str], modules: Sequence[Any], x_NE: Tensor, lora: Lora | None) -> list[Tensor]:
-    """Outputs of linears of one input, with gradients; their LoRA's first halves are one product."""
-    low: dict[str, Tensor] = {}
-    if lora is not None:
-        parts = linear(x_NE, lora.a_XE).chunk(len(lora.b), -1)
-        low = dict(zip(lora.b, parts, strict=True))
-    outs = []
-    for name, module in zip(names, modules, strict=True):
-        bias = None if module.bias is None else module.bias.to(x_NE.dtype)
-        out = linear(x_NE, module.weight.to(x_NE.dtype), bias)
-        if lora is not None and name in low:
-            out = torch.addmm(out, low[name], lora.b[name].t(), alpha=lora.scale)
-        outs.append(out)
-    return outs
+    weights = [module.weight.to(x_NE.dtype) for module in modules]
+    biases = [None if module.bias is None else module.bias.to(x_NE.dtype) for module in modules]
+    b = [None if lora is None else lora.b.get(name) for name in names]
+    a_XE, scale = (None, 1.0) if lora is None else (lora.a_XE, lora.scale)
+    return lora_linears(x_NE, weights, biases, a_XE, b, scale, add_to=add_to)
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
@@ -238,9 +183,3 @@ def _rope(target: Target, pos_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     half = sin_BND.shape[-1] // 2
     sin_ND = torch.cat((-sin_BND[0, :, :half], sin_BND[0, :, half:]), -1)
     return cos_BND[0][:, None], sin_ND[:, None]
-
-
-def _rotated(x_NHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE with halves paired as Hugging Face's Llama does, in three operators."""
-    cos_N1D, sin_N1D = rope
-    return torch.addcmul(x_NHD * cos_N1D, x_NHD.roll(x_NHD.shape[-1] // 2, -1), sin_N1D)
