@@ -173,8 +173,9 @@ def test_interpreted_kernels_follow_the_definition():
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
-# On a GPU. Inputs are rounded to the kernels' dtype first, so only the kernels' own rounding counts: weights
-# become bf16 (8 bits, relative error 2^-9) before they meet values or keys; errors of many keys average out.
+# On a GPU, and in small on a CPU, where the reference serves. Inputs are rounded to the kernels' dtype first,
+# so only the kernels' own rounding counts: weights become bf16 (8 bits, relative error 2^-9) before they meet
+# values or keys; errors of many keys average out.
 
 
 def chunked(case: Case, q, own_k, own_v, k, v, d_out, d_s):
@@ -190,9 +191,9 @@ def chunked(case: Case, q, own_k, own_v, k, v, d_out, d_s):
         cache = [x[:, :, g : g + 1].float() for x in (k, v)]
         out, s = reference.suffix_attention(*rows, *cache, case.spans, scale=case.scale)
         grads = torch.autograd.grad((out * d_out[:, heads]).sum() + (s * d_s[:, heads]).sum(), rows)
-        parts.append((out.detach(), s.detach().transpose(1, 2), *grads))
-    out, s, *grads = (torch.cat(x, -2) for x in zip(*parts, strict=True))
-    return out, s.transpose(1, 2), grads
+        parts.append((out.detach(), s.detach(), *grads))
+    out, s, *grads = (torch.cat(x, -2) for x in zip(*parts, strict=True))  # heads are the last dim but one
+    return out, s, grads
 
 
 GPU_CASES = {
@@ -208,15 +209,22 @@ GPU_CASES = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
-def test_bf16_on_a_gpu(case):
-    inputs = case.tensors(torch.bfloat16, "cuda")
+def shrunk(case: Case) -> Case:
+    """The heads and strides of a case over few rows and keys."""
+    if len(case.spans) > 1:
+        return case
+    (_, rows), (start, stop) = case.spans[0].rows, case.spans[0].keys
+    return one(min(rows, 20), min(stop - start, 70), case.H, case.G, case.D, strided=case.strided)
+
+
+def bf16_stays_near_fp32(case: Case, device: str) -> None:
+    """Results and gradients against `chunked`, the single functions against the reference."""
+    inputs = case.tensors(torch.bfloat16, device)
     q, own_k, _, k, _ = inputs
-    assert kernels_serve(q, k)
-    coins = torch.Generator("cuda").manual_seed(1)
-    d_out = torch.randn(q.shape, device="cuda", generator=coins).bfloat16()
-    d_s = torch.randn(case.B, case.H, case.T, device="cuda", generator=coins)
+    assert kernels_serve(q, k) == (device == "cuda")
+    coins = torch.Generator(device).manual_seed(1)
+    d_out = torch.randn(q.shape, device=device, generator=coins).bfloat16()
+    d_s = torch.randn(case.B, case.H, case.T, device=device, generator=coins)
     want_out, want_s, want_grads = chunked(case, *inputs, d_out.float(), d_s)
     out, s = suffix_attention(*inputs, case.spans, scale=case.scale)
     grads = torch.autograd.grad((out, s), inputs[:3], (d_out, d_s))
@@ -241,15 +249,29 @@ def test_bf16_on_a_gpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
+def test_bf16_on_a_gpu(case):
+    bf16_stays_near_fp32(case, "cuda")
+
+
+@pytest.mark.parametrize("case", GPU_CASES.values(), ids=GPU_CASES)
+def test_bf16_on_a_cpu(case):
+    bf16_stays_near_fp32(shrunk(case), "cpu")
+
+
+DEVICES = [pytest.param("cuda", 1500, marks=pytest.mark.gpu), ("cpu", 90)]
+
+
+@pytest.mark.parametrize(("device", "keys"), DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 3e-3)], ids=["fp32", "fp16"]
 )
-def test_other_dtypes_on_a_gpu(dtype, tolerance):
+def test_other_dtypes(dtype, tolerance, device, keys):
     """fp32 products are not rounded to tf32."""
-    case = one(20, 1500, 8, 2, 64)
-    inputs = case.tensors(dtype, "cuda")
-    d_out = torch.randn(inputs[0].shape, device="cuda").to(dtype)
-    d_s = torch.randn(case.B, case.H, case.T, device="cuda")
+    case = one(20, keys, 8, 2, 64)
+    inputs = case.tensors(dtype, device)
+    d_out = torch.randn(inputs[0].shape, device=device).to(dtype)
+    d_s = torch.randn(case.B, case.H, case.T, device=device)
     want_out, want_s, want_grads = chunked(case, *inputs, d_out.float(), d_s)
     out, s = suffix_attention(*inputs, case.spans, scale=case.scale)
     grads = torch.autograd.grad((out, s), inputs[:3], (d_out, d_s))
