@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,7 +13,8 @@ from omegaconf import DictConfig
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
-from longtrain.jobs import plain
+from longtrain.errors import ConfigError
+from longtrain.jobs import plain, train
 
 TARGETS = ("llama1b", "llama3b", "llama8b", "qwen3_1b7", "qwen3_4b", "qwen3_8b")
 
@@ -71,7 +73,52 @@ def test_variants_are_one_key_each_of_the_data(name: str) -> None:
         assert made.labels == "last_answer"
 
 
+def test_the_small_mixture_is_of_questions_for_the_most_part() -> None:
+    """With 60 novels and 4000 files of code that are long enough for a prompt."""
+    data = recipe("small", "data.books=books", "data.code=code").data
+    made = DataConfig.parse(plain(data))
+    books, code, _, questions = made.sources
+    counts = [60 * books.prompts * books.weight, 4000 * code.prompts * code.weight, questions.rows]
+    shares = [count / sum(counts) for count in counts]
+    assert shares == pytest.approx([0.15, 0.10, 0.75], abs=0.01) and questions.rows == 14_000
+    assert all(made.written_by_target(source) for source in made.sources)
+    assert made.answer_batch_tokens >= made.prompt_tokens[1] + made.answer_tokens
+
+
 @pytest.mark.parametrize("name", ["small", "tiny"])
 def test_no_stage_cuts_a_prompt_from_its_answer(name: str) -> None:
     data = recipe(name).data
     assert all(s.doc_tokens >= data.prompt_tokens[1] + data.answer_tokens for s in data.stages)
+
+
+@pytest.mark.parametrize(
+    ("question", "response", "message"),
+    [
+        (
+            "response",
+            "answer",
+            r"data\.question=response .*pass method\.response=question_answer or data\.question=prompt$",
+        ),
+        (
+            "prompt",
+            "question_answer",
+            r"data\.question=prompt .*pass method\.response=answer or data\.question=response$",
+        ),
+        ("prompt", "answer", None),
+        ("response", "question_answer", None),
+    ],
+)
+def test_data_and_method_agree_on_the_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str, response: str, message: str | None
+) -> None:
+    class ReachedError(Exception):
+        """The run went on to load the target."""
+
+    def load(*args: object, **keys: object) -> None:
+        raise ReachedError
+
+    monkeypatch.setattr(train, "load_target_from", load)
+    chosen = (f"data.question={question}", f"method.response={response}")
+    cfg = recipe("tiny", f"home={tmp_path}", "name=one", "trainer=cpu", *chosen)
+    with pytest.raises(ConfigError if message else ReachedError, match=message):
+        train.run(cfg)

@@ -33,6 +33,7 @@ def run(cfg: DictConfig) -> None:
         TrainingError: the loss is not finite, or the disk is full.
         SystemExit: with code 0, when a signal asked the run to leave and it was saved.
     """
+    from longtrain.jobs.prepare import data_config
     from longtrain.training import checkpoint
     from longtrain.training import loop as training
     from longtrain.training.callbacks import Stopped
@@ -40,6 +41,8 @@ def run(cfg: DictConfig) -> None:
 
     spec = _spec(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    if spec.check_data is not None:
+        spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")
     settings = _loop(cfg)
     folder = Path(cfg.run_dir) / "train"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longtrain.data.batch import Batch
 
 if TYPE_CHECKING:
+    from longtrain.data.config import DataConfig
     from longtrain.decoding.roles import Parts
     from longtrain.target.info import TargetInfo
     from longtrain.target.model import Target
@@ -97,6 +98,7 @@ class MethodSpec:
             the golden outputs of an artifact are recorded on a prompt of this length.
         inference_keys: names of the keys that `attach` takes.
         golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
+        check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
     """
@@ -112,4 +114,5 @@ class MethodSpec:
     golden_tokens: Callable[[Any], int] = _past_window
     inference_keys: tuple[str, ...] = ()
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
+    check_data: Callable[[Any, DataConfig], None] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None

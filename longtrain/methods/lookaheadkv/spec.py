@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from longtrain.data.config import DataConfig
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
@@ -73,6 +74,21 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     return Parts(evictor=evictor, name="lookaheadkv")
 
 
+def _check_data(config: Config, data: DataConfig) -> None:
+    """That the response the module foretells is what the data labels.
+
+    Raises:
+        ConfigError: one of the two holds the question and the other does not.
+    """
+    labelled = "question_answer" if data.question == "response" else "answer"
+    if labelled != config.response:
+        asked = "response" if config.response == "question_answer" else "prompt"
+        raise ConfigError(
+            f"data.question={data.question} labels what method.response={labelled} stands for, and method."
+            f"response={config.response} is set; pass method.response={labelled} or data.question={asked}"
+        )
+
+
 SPEC = MethodSpec(
     name="lookaheadkv",
     config=Config,
@@ -84,5 +100,6 @@ SPEC = MethodSpec(
     golden_tokens=lambda config: 128 + config.suffix_window,
     inference_keys=KEYS,
     golden_keys={"budget_ratio": 1.0},
+    check_data=_check_data,
     files=peft_files,
 )
