@@ -8,7 +8,7 @@ from typing import Any
 
 from longtrain.evaluation.eviction_protocol import ARTIFACT, FULL, ORACLE, Json
 from longtrain.evaluation.eviction_ranks import RECALLS
-from longtrain.evaluation.eviction_tasks import CONTINUE
+from longtrain.evaluation.eviction_tasks import CONTINUE, QUOTED
 from longtrain.evaluation.report import interval, markdown, tokens
 
 BOUNDS = (FULL, ORACLE)
@@ -102,6 +102,11 @@ def _headline(scores: Json) -> str:
     )
     asked = "" if scores["tasks"] == [CONTINUE] else asked
     several = f", {scores['samples']} answers a prompt" if scores["samples"] > 1 else ""
+    marks = [
+        *(["exactly the values asked for, in any order"] if {*scores["tasks"]} - {CONTINUE, "quote"} else []),
+        *([f"a quotation's first {QUOTED} words"] if "quote" in scores["tasks"] else []),
+    ]
+    exact = f" Exact match means {'; or '.join(marks)}." if marks else ""
     judged = (
         "\nTask `continue`: exact match means the whole continuation equals the full cache's, and the "
         "share contained is that of its tokens that do."
@@ -112,7 +117,7 @@ def _headline(scores: Json) -> str:
         f"# Eviction: {scores.get('target', '')}\n\n{scores['prompts']} prompts of each length "
         f"({', '.join(scores['tasks'])}, in equal parts), the same for every policy; {heat}{several}, at "
         f"most {scores['max_new_tokens']} new tokens.{asked} Budgets count rows of "
-        f"each layer and KV head.{judged}"
+        f"each layer and KV head.{exact}{judged}"
     )
 
 

@@ -114,6 +114,13 @@ def test_the_report(figures: Figures) -> None:
     assert "| full | 64 | 0.750 [0.409, 0.929] | 0.750 [0.409, 0.929] |" in report
     assert "| mine | 64 | 8 | 3 | 1200.00 | 1000.00 | 200.00 | 20.00% |" in report
     assert "launched one by one" in report
+    said = "Exact match means exactly the values asked for, in any order"
+    assert f"{said}." in report and "Exact match means" not in table(
+        {**scores, "tasks": ["continue"]}, timings
+    )
+    assert f"{said}; or a quotation's first 8 words." in table(
+        {**scores, "tasks": ["chains", "quote"]}, timings
+    )
     assert summary(scores)[2] == ["mine", "64", "0.500", "0.750"]
     assert accuracy_picture(scores) == accuracy_picture(scores)
     assert overhead_picture(scores, timings).startswith(b"\x89PNG")
