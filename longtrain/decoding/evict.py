@@ -6,7 +6,7 @@ N observing rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.evicted import compact
-from longtrain.errors import ConfigError
+from longtrain.decoding.sampling import HashCoins, Sampling, probs
+from longtrain.errors import ConfigError, ConflictError
 from longtrain.target.attention import Watch
 from longtrain.target.step import Rows, Want
 
@@ -102,6 +103,7 @@ class PromptRun:
         root_B: the first answer token of each prompt, as the target chooses it greedily.
         watched: what `Evictor.watch` gave for this prefill.
         max_new_tokens: most tokens of the answer that is to come.
+        logits_BV: logits of the first answer token; needed where an answer is sampled.
     """
 
     target: Target
@@ -112,6 +114,7 @@ class PromptRun:
     root_B: Tensor
     watched: Watch | None = None
     max_new_tokens: int = 0
+    logits_BV: Tensor | None = None
 
     def follow(self, tokens: Sequence[Sequence[int]], watch: Watch) -> None:
         """Run more rows after each prompt (teacher-forced, right-padded) and forget them again.
@@ -137,23 +140,36 @@ class PromptRun:
         _count(watch, counts)
 
     def decode(
-        self, n_tokens: int, *, keep: Keep | None = None, watch: Watch | None = None
+        self,
+        n_tokens: int,
+        *,
+        keep: Keep | None = None,
+        watch: Watch | None = None,
+        sampling: Sampling | None = None,
     ) -> list[list[int]]:
-        """Continue each prompt greedily and forget it again: the first `n_tokens` of the answer.
+        """Continue each prompt and forget it again: the first `n_tokens` of the answer.
 
         Args:
             n_tokens: tokens, 1 or more; of a sequence that ends earlier what there is, its end included.
             keep: decode on a copy with these rows alone (LAQ); None: on the whole cache (oracle).
             watch: sees the queries, keys and values of every token of the answer, a call a token and layer
                 (T = 1); told how many tokens of each prompt are real if it has a `count`.
+            sampling: how tokens are chosen; None: greedily.
 
         Raises:
+            ConflictError: sampling is asked for and the first token's logits were not kept.
             ConfigError: the cache has no room for so many rows (`Evictor.extra_rows`).
         """
         cache: KVCache = self.cache
         if keep is not None:
             cache = compact(self.cache, keep, self.lengths, room=n_tokens)
-        steps_BT, pos_B = [self.root_B], self.n_B.clone()
+        choose = self._chooser(sampling)
+        first_B = self.root_B
+        if sampling is not None and not sampling.greedy:
+            if self.logits_BV is None:
+                raise ConflictError("an answer is sampled from logits, and this run has none; pass logits_BV")
+            first_B = choose(self.logits_BV, self.n_B)
+        steps_BT, pos_B = [first_B], self.n_B.clone()
         one_B = torch.ones_like(pos_B)
         texts = _cut(torch.stack(steps_BT, 1), self.target.info.eos_ids)
         while True:
@@ -166,13 +182,20 @@ class PromptRun:
                 break
             assert step.logits_BTV is not None
             pos_B = pos_B + 1
-            steps_BT.append(step.logits_BTV[:, -1].argmax(-1))
+            steps_BT.append(choose(step.logits_BTV[:, -1], pos_B))
             if len(steps_BT) % _READ == 0 or len(steps_BT) == n_tokens:
                 texts = _cut(torch.stack(steps_BT, 1), self.target.info.eos_ids)
         if keep is None:
             self.cache.rewind(self.lengths)
         _count(watch, [len(text) for text, _ in texts])
         return [text for text, _ in texts]
+
+    def _chooser(self, sampling: Sampling | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """(logits_BV, position_B) -> token_B."""
+        if sampling is None or sampling.greedy:
+            return lambda logits_BV, pos_B: logits_BV.argmax(-1)
+        coins = HashCoins(sampling.seed, torch.arange(len(self.lengths), device=self.n_B.device))
+        return lambda logits_BV, pos_B: coins.draw(probs(logits_BV, sampling), pos_B, "target")
 
 
 _READ = 8

@@ -82,8 +82,9 @@ def prefill(
     full_bytes, kept_rows = cache.bytes(), [float(length) for length in lengths]
     if evictor:
         assert isinstance(cache, DenseCache) and step.logits_BTV is not None
-        root_B = step.logits_BTV[:, -1].argmax(-1)
-        run = PromptRun(target, cache, lengths, tokens_BS, n_B, root_B, watch, max_new_tokens)
+        logits_BV = step.logits_BTV[:, -1]
+        root_B = logits_BV.argmax(-1)
+        run = PromptRun(target, cache, lengths, tokens_BS, n_B, root_B, watch, max_new_tokens, logits_BV)
         keep = evictor.select(run)
         if keep is not None:
             cache = compact(run.cache, keep, lengths, room=room + nodes)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import AllQueries, observed
+from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.methods.policies.base import Policy
 
@@ -27,6 +28,9 @@ class Oracle(Policy):
         window: 0: nothing stays but for its score.
         kernel: of the selection's max-pool; 1 keeps the true best tokens.
         n_tokens: most tokens of the answer that are looked at, where more are asked for.
+        temperature: of the answer looked at; above 0 it is sampled, which shows how far scores depend on the
+            words (LookaheadKV, Table 8).
+        seed: of its coins.
 
     Source: LookaheadKV (arXiv 2603.10899), section 3 (ground-truth scores); 512 tokens as in its training.
     """
@@ -34,11 +38,14 @@ class Oracle(Policy):
     name: ClassVar[str] = "oracle"
     window: int = 0
     n_tokens: int = 512
+    temperature: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_tokens < 1:
             raise ConfigError(f"evict.n_tokens={self.n_tokens}; allowed: 1 or more")
+        self._sampling = Sampling(temperature=self.temperature, seed=self.seed)
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: the answer."""
@@ -46,7 +53,8 @@ class Oracle(Policy):
 
     def scores(self, run: PromptRun) -> Tensor:
         """See `Scorer`."""
-        answers = run.decode(min(run.max_new_tokens or self.n_tokens, self.n_tokens))
+        most = min(run.max_new_tokens or self.n_tokens, self.n_tokens)
+        answers = run.decode(most, sampling=self._sampling)
         rows = AllQueries(run.lengths)
         run.follow(answers, rows)
         return observed(run, rows)

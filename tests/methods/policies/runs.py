@@ -40,6 +40,7 @@ def prefilled(
         root_B=step.logits_BTV[:, -1].argmax(-1),
         watched=watched,
         max_new_tokens=max_new_tokens,
+        logits_BV=step.logits_BTV[:, -1],
     )
 
 

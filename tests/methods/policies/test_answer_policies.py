@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, PromptRun
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods import policies
 from longtrain.methods.policies import speckv
 from longtrain.target.loading import load_target
@@ -235,3 +237,21 @@ def test_pooling_moves_the_oracle_but_not_its_scores():
     assert kept(plain.select(run, scores), 0) != kept(wide.select(run, scores), 0)
     row = scores[0, 0, 0].tolist()
     assert pooled(row, 1) == row
+
+
+def test_oracle_of_a_sampled_answer_scores_that_answer():
+    target = micro("llama_micro")
+    eager, prompts = Eager(target), prompts_of(*MIXED)
+    policy = policies.get("oracle", budget=Budget(TOKENS), temperature=1.5, seed=3)
+    run = prefilled(target, prompts, policy, max_new_tokens=M)
+    answers = run.decode(M, sampling=Sampling(temperature=1.5, seed=3))
+    engine = Engine(target).generate(prompts, max_new_tokens=M, sampling=Sampling(1.5, seed=3))
+    assert answers == engine.tokens != run.decode(M)
+    s_LBGS = policy.scores(run)
+    for seq, prompt in enumerate(prompts):
+        n = len(prompt)
+        expected = rows_on_prompt(eager.attention([*prompt, *answers[seq]]), n, n)
+        torch.testing.assert_close(s_LBGS[:, seq, :, :n], expected, atol=1e-10, rtol=1e-10)
+    run.logits_BV = None
+    with pytest.raises(ConflictError, match="logits_BV"):
+        policy.scores(run)
