@@ -146,12 +146,13 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
         dtype=cache.k_LBGSD.dtype,
         base=base,
     )
+    idx_LBGK = keep.idx_LBGK.to(device, non_blocking=True)
     if even:
-        idx = keep.idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)
+        idx = idx_LBGK[..., :base, None].expand(-1, -1, -1, -1, D)
         tail.k_LBGSD[..., :base, :] = cache.k_LBGSD.gather(3, idx)
         tail.v_LBGSD[..., :base, :] = cache.v_LBGSD.gather(3, idx)
         return EvictedCache(tail, None, lengths, n_LBG)
-    prefixes = [_prefix(cache, layer, keep.idx_LBGK[layer], n_LBG[layer]) for layer in range(L)]
+    prefixes = [_prefix(cache, layer, idx_LBGK[layer], n_LBG[layer]) for layer in range(L)]
     return EvictedCache(tail, prefixes, lengths, n_LBG)
 
 
