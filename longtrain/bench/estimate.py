@@ -89,3 +89,32 @@ def draft_flops(info: TargetInfo, row: Row, *, trained: int, window: int) -> int
     own = 3 * 4 * heads * row.tokens * min(window, row.doc_tokens)
     head = 6 * info.hidden_size * info.vocab_size * row.tokens
     return linear + cross + own + head
+
+
+def suffix_input_bytes(info: TargetInfo, row: Row, *, itemsize: int) -> int:
+    """What rows behind prompts read of a packed row: K and V of all layers, scores and their gradient."""
+    scores = 2 * info.n_layers * info.n_heads * 4
+    return row.tokens * (kv_bytes_per_token(info, itemsize=itemsize) + scores)
+
+
+def suffix_bytes(info: TargetInfo, row: Row, *, rows: int, itemsize: int) -> int:
+    """Activations that `rows` rows behind each document keep in all layers for their backward."""
+    width = 4 * info.hidden_size + 3 * info.n_heads * info.head_dim + 3 * info.intermediate_size
+    return _documents(row) * rows * info.n_layers * width * itemsize
+
+
+def suffix_flops(info: TargetInfo, row: Row, *, rows: int, response: int) -> int:
+    """Forward and backward of `rows` rows behind each document, and the scores of both sides.
+
+    Weights are frozen: 2 a weight and row forward, 2 backward. Attention reads all of a document: products
+    with K and V forward, five backward, one for the scores; the response's scores take two.
+    """
+    heads = info.n_heads * info.head_dim
+    linear = 4 * info.n_layers * layer_parameters(info) * rows
+    attention = 2 * info.n_layers * heads * row.doc_tokens * (8 * rows + 2 * response)
+    return _documents(row) * (linear + attention)
+
+
+def _documents(row: Row) -> int:
+    """Documents in a packed row, each as long as they may be."""
+    return max(1, row.tokens // row.doc_tokens)

@@ -55,16 +55,21 @@ def run(cfg: DictConfig) -> None:
         raise ConfigError("data.stages is empty; a recipe says how its rows are packed")
     columns = {
         "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk", "inputs GiB": "inputs",
-        "target pass GiB": "target_pass", "draft chunk GiB": "draft_chunk", "peak GiB": "peak",
+        "target pass GiB": "target_pass", "module GiB": "module", "peak GiB": "peak",
         "PFLOP a row": "pflop", "tokens/s": "tokens_per_s", "s a step": "step_s", "steps": "steps",
         "hours": "hours",
     }  # fmt: skip
     console.print(table(rows, columns), markup=False)
     console.print(
         f"Times assume {cfg.gpu_tflops:g} TFLOP/s on each of {cfg.devices} device(s). All figures are "
-        "estimates; measure with: longtrain bench suite=draft_memory",
+        f"estimates; measure with: longtrain bench suite={_suite(config)}",
         markup=False,
     )
+
+
+def _suite(config: Any) -> str:
+    """The suite of `bench` that measures what is planned here."""
+    return "eviction" if hasattr(config, "n_lookahead") else "draft_memory"
 
 
 def _stage(
@@ -73,14 +78,18 @@ def _stage(
     """One line of the table."""
     size = ITEMSIZE.get(str(cfg.target.dtype), 2)
     row = estimate.Row(stage.row_tokens, stage.doc_tokens, getattr(config, "chunk_tokens", 0))
-    hidden = getattr(config, "objective", "kl") == "kl"
-    inputs = estimate.input_bytes(info, row, itemsize=size, hidden=hidden)
     target_pass = estimate.target_pass_bytes(info, row, itemsize=size)
-    chunk = estimate.draft_chunk_bytes(info, row, itemsize=size)
     flops = estimate.target_flops(info, row)
-    flops += estimate.draft_flops(
-        info, row, trained=trained, window=getattr(config, "window", row.doc_tokens)
-    )
+    if rows := getattr(config, "n_lookahead", 0):
+        inputs = estimate.suffix_input_bytes(info, row, itemsize=size)
+        module = estimate.suffix_bytes(info, row, rows=rows, itemsize=size)
+        flops += estimate.suffix_flops(info, row, rows=rows, response=int(cfg.data.get("answer_tokens") or 0))
+    else:
+        hidden = getattr(config, "objective", "kl") == "kl"
+        inputs = estimate.input_bytes(info, row, itemsize=size, hidden=hidden)
+        module = estimate.draft_chunk_bytes(info, row, itemsize=size)
+        window = getattr(config, "window", row.doc_tokens)
+        flops += estimate.draft_flops(info, row, trained=trained, window=window)
     seconds = flops / (cfg.gpu_tflops * 1e12)
     devices = int(cfg.devices)
     asked = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own
@@ -92,8 +101,8 @@ def _stage(
         "chunk": row.chunk,
         "inputs": inputs / GIB,
         "target_pass": target_pass / GIB,
-        "draft_chunk": chunk / GIB,
-        "peak": (fixed + trained * estimate.STATE_BYTES + inputs + max(target_pass, chunk)) / GIB,
+        "module": module / GIB,
+        "peak": (fixed + trained * estimate.STATE_BYTES + inputs + max(target_pass, module)) / GIB,
         "pflop": flops / 1e15,
         "tokens_per_s": row.tokens / seconds * int(cfg.devices),
         "step_s": seconds * rows_per_step,

@@ -39,6 +39,32 @@ def test_memory_grows_by_the_inputs_and_flops_with_the_documents() -> None:
     assert estimate.target_flops(info, long) > 2 * estimate.target_flops(info, short)
 
 
+def test_a_suffix_costs_what_it_reads_and_little_else() -> None:
+    from dataclasses import replace
+
+    info = replace(
+        random_target("llama_micro").info,
+        n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336,
+    )  # fmt: skip
+    row = estimate.Row(16384, 16384, chunk_tokens=0)
+    # Llama-3.1-8B at 16K: K and V 2.15 GB, score vectors 67 MB twice; 2.2 TF of rows, 4.4 TF of true scores.
+    assert estimate.suffix_input_bytes(info, row, itemsize=2) == 16384 * (131072 + 2 * 32 * 32 * 4)
+    alone = estimate.suffix_flops(info, row, rows=32, response=0)
+    assert 0.9e12 < alone < 2.7e12
+    assert estimate.suffix_flops(info, row, rows=32, response=512) - alone == 4 * 32 * 4096 * 512 * 16384
+    packed = estimate.Row(16384, 4096, chunk_tokens=0)
+    assert estimate.suffix_bytes(info, packed, rows=32, itemsize=2) == 4 * estimate.suffix_bytes(
+        info, row, rows=32, itemsize=2
+    )
+
+
+def test_plan_of_an_eviction_module(tmp_path: Path) -> None:
+    out = plan("+recipe=lookaheadkv_llama8b", cwd=tmp_path).stdout
+    row = [cell.strip() for cell in out.splitlines()[-2].split("|")]
+    assert "bench suite=eviction" in out
+    assert float(row[7]) == pytest.approx(19.3, abs=0.3)  # measured: 19.9 GiB
+
+
 def plan(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "longtrain", "plan", *args, "quiet=true"]
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
