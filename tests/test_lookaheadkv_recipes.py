@@ -74,8 +74,10 @@ def test_variants_are_one_key_each_of_the_data(name: str) -> None:
 
 
 def test_the_small_mixture_is_of_questions_for_the_most_part() -> None:
-    """With 60 novels and 4000 files of code that are long enough for a prompt."""
-    data = recipe("small", "data.books=books", "data.code=code").data
+    """With 60 novels and 4000 files of code that are long enough for a prompt; the recipe has half of it."""
+    small = recipe("small", "data.books=books", "data.code=code").data
+    assert DataConfig.parse(plain(small)).sources[-1].rows == small.questions == 7168
+    data = compose("train", overrides=["data=lookaheadkv_small", "data.books=books", "data.code=code"]).data
     made = DataConfig.parse(plain(data))
     books, code, _, questions = made.sources
     counts = [60 * books.prompts * books.weight, 4000 * code.prompts * code.weight, questions.rows]
