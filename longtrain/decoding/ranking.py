@@ -13,6 +13,9 @@ from torch import Tensor
 
 from longtrain.errors import ConfigError
 
+RECALLS = (64, 128, 256, 512)
+"""The k that reports give recall at, each of prompts with more than k ranked tokens alone."""
+
 
 def recall_at(pred_XS: Tensor, true_XS: Tensor, k: int, valid_XS: Tensor | None = None) -> Tensor:
     """Share of the true best `k` that stand among the predicted best `k`.

@@ -103,6 +103,11 @@ def _artifact(target: Target, entry: Json, budget: Budget, load: Callable[[str],
     where, label = str(entry.pop("artifact")), entry.pop("label", None)
     artifact = load(where)
     rows: Json = {"budget_tokens": budget.tokens, "budget_ratio": budget.ratio}
+    if own := sorted(set(entry) & set(rows)):
+        raise ConfigError(
+            f"suite.policies entry of artifact {where}: {own[0]}={entry[own[0]]}; every policy runs at the "
+            "budgets of the suite: pass suite.budgets=[64,128] and leave it out here"
+        )
     takes = set(rows) <= set(methods.get(artifact.method).inference_keys)
     evictor = artifact.attach(target, **rows, **entry).evictor if takes else None
     if evictor is None:

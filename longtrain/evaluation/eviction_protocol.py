@@ -120,5 +120,5 @@ class Protocol:
 
 
 def label(budget: Budget) -> str:
-    """`128` tokens, or `0.1` of the prompt."""
-    return str(budget.tokens) if budget.tokens is not None else f"{budget.ratio:g}"
+    """`128` tokens, or `10%` of the prompt."""
+    return str(budget.tokens) if budget.ratio is None else f"{100 * budget.ratio:g}%"

@@ -15,7 +15,7 @@ from torch import Tensor
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Evictor, Keep, PromptRun
 from longtrain.decoding.observe import AllQueries
-from longtrain.decoding.ranking import kendall_tau, recall_at
+from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.select import reduce_heads
 from longtrain.evaluation.eviction_protocol import Json, Protocol
@@ -26,8 +26,6 @@ from longtrain.methods.policies.base import Policy, Scorer
 if TYPE_CHECKING:
     from longtrain.target.attention import Watch
     from longtrain.target.model import Target
-
-RECALLS = (64, 128, 256, 512)
 
 
 @dataclass
@@ -93,6 +91,8 @@ class Ranks:
     def compare(self, first: int, prompts: Sequence[Prompt], s_LBGS: Tensor) -> list[Json]:
         """Recall and tau of a batch's scores, mean over layers and KV heads, one entry a prompt.
 
+        Recall at k is None for prompts of k ranked tokens or fewer, all of which would be among the best.
+
         Args:
             first: number of the batch's first prompt; those from `rank_prompts` on are left out.
             prompts: the batch.
@@ -104,7 +104,9 @@ class Ranks:
             size = max(1, len(self.protocol.seen(prompt)) - self.protocol.rank_skip)
             true_XS = self._true(first, prompts)[:, b, :, :size].flatten(0, 1).to(s_LBGS.device)
             pred_XS = s_LBGS[:, b, :, :size].flatten(0, 1)
-            recall = {str(k): float(recall_at(pred_XS, true_XS, k).mean()) for k in RECALLS}
+            recall = {
+                str(k): float(recall_at(pred_XS, true_XS, k).mean()) if size > k else None for k in RECALLS
+            }
             found.append({"recall": recall, "tau": _mean(kendall_tau(pred_XS, true_XS))})
         return found
 

@@ -6,8 +6,8 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from longtrain.decoding.ranking import RECALLS
 from longtrain.evaluation.eviction_protocol import ARTIFACT, FULL, ORACLE, Json
-from longtrain.evaluation.eviction_ranks import RECALLS
 from longtrain.evaluation.eviction_tasks import CONTINUE, QUOTED
 from longtrain.evaluation.report import interval, markdown, tokens
 
@@ -175,16 +175,23 @@ def _ranks(scores: Json) -> str:
     for policy, cell in _cells(scores):
         ranks = cell["ranks"]
         if ranks is not None:
-            recalls = [f"{ranks['recall'][str(k)]:.3f}" for k in RECALLS]
-            tau = "-" if ranks["tau"] is None else f"{ranks['tau']:.3f}"
-            rows.append([policy["name"], tokens(cell["length"]), str(ranks["prompts"]), *recalls, tau])
+            found = [*(ranks["recall"][str(k)] for k in RECALLS), ranks["tau"]]
+            marks = ["-" if value is None else f"{value:.3f}" for value in found]
+            rows.append([policy["name"], tokens(cell["length"]), str(ranks["prompts"]), *marks])
     if not rows:
         return ""
     header = ["policy", "context", "prompts", *(f"recall@{k}" for k in RECALLS), "Kendall τ"]
+    after = (
+        " With the question after eviction the true scores are those of the answer's rows alone; modules "
+        "trained with method.response=question_answer foretell the rows of question and answer together."
+        if scores["question"] == "after"
+        else ""
+    )
     return (
         "## Ranking beside the true scores\n\nNeither side pooled; mean over layers and KV heads. The last "
         f"{scores['rank_skip']} positions of a prompt, which a policy's window holds unscored, are left "
-        "out for all. Scores that depend on the budget are those of the first.\n\n" + markdown(header, rows)
+        "out for all; recall at k is of prompts with more than k positions left. Scores that depend on the "
+        f"budget are those of the first.{after}\n\n" + markdown(header, rows)
     )
 
 
@@ -249,11 +256,12 @@ def _at(scores: Json, length: int) -> Iterator[tuple[Json, Json]]:
 
 
 def _places(scores: Json) -> list[float]:
-    return [float(budget) for budget in scores["budgets"]]
+    """Where budgets stand on an axis: rows, or percent."""
+    return [float(budget.removesuffix("%")) for budget in scores["budgets"]]
 
 
 def _budget_name(scores: Json) -> str:
-    shares = any("." in budget or "e" in budget for budget in scores["budgets"])
+    shares = any(budget.endswith("%") for budget in scores["budgets"])
     return "budget, share of the prompt" if shares else "budget, rows of each KV head"
 
 

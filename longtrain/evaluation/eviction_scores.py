@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from longtrain.decoding.ranking import RECALLS
 from longtrain.evaluation.eviction_protocol import ARTIFACT, BASELINE, Contender, Json, Protocol, label
-from longtrain.evaluation.eviction_ranks import RECALLS
 from longtrain.evaluation.statistics import (
     RESAMPLES,
     Interval,
@@ -163,7 +163,7 @@ def _ranks(compared: Sequence[Json]) -> Json | None:
         return None
     return {
         "prompts": len(compared),
-        "recall": {str(k): fmean(one["recall"][str(k)] for one in compared) for k in RECALLS},
+        "recall": {str(k): _mean(one["recall"][str(k)] for one in compared) for k in RECALLS},
         "tau": _mean(one["tau"] for one in compared),
     }
 

@@ -132,7 +132,7 @@ def _entries(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
 
     asked = cfg.artifact if isinstance(cfg.artifact, ListConfig | list) else [cfg.artifact]
     entries: list[Any] = [{"artifact": str(where)} for where in asked if where]
-    entries += list(plain(cfg.suite.policies) or [])
+    entries += list(plain(cfg.suite.policies)) if cfg.suite.policies else []  # null: none
     wanted = [str(e["artifact"]) for e in entries if isinstance(e, dict) and "artifact" in e]
     return entries, {where: Artifact.load(where, home=cfg.home) for where in dict.fromkeys(wanted)}
 

@@ -38,7 +38,7 @@ def piece(*rows: dict, tau: float | None = None, times: tuple[list, list] = ((),
         []
         if tau is None
         else [
-            {"recall": dict.fromkeys(("64", "128", "256", "512"), t), "tau": t}
+            {"recall": {**dict.fromkeys(("64", "128", "256"), t), "512": None}, "tau": t}
             for t in (tau, None or tau + 0.2)
         ]
     )
@@ -80,6 +80,7 @@ def test_shares_by_hand(figures: Figures) -> None:
     assert found["oracle"]["budgets"][1]["of_full"]["value"] == pytest.approx(7 / 6)
     assert found["mine"]["ranks"]["tau"] == pytest.approx(0.6)
     assert found["mine"]["ranks"]["recall"]["256"] == pytest.approx(0.6) and found["full"]["ranks"] is None
+    assert found["mine"]["ranks"]["recall"]["512"] is None  # of prompts with no more tokens than that
 
 
 def test_artifacts_are_compared_with_each_baseline_over_the_same_prompts(figures: Figures) -> None:
@@ -113,7 +114,8 @@ def test_the_report(figures: Figures) -> None:
     assert "| mine | 64 | 0.500 [" in report and "| mine | snapkv | 64 | 8 | 0.375 [" in report
     assert "| full | 64 | 0.750 [0.409, 0.929] | 0.750 [0.409, 0.929] |" in report
     assert "| mine | 64 | 8 | 3 | 1200.00 | 1000.00 | 200.00 | 20.00% |" in report
-    assert "launched one by one" in report
+    assert "| mine | 64 | 2 | 0.600 | 0.600 | 0.600 | - | 0.600 |" in report
+    assert "launched one by one" in report and "answer's rows alone" not in report
     said = "Exact match means exactly the values asked for, in any order"
     assert f"{said}." in report and "Exact match means" not in table(
         {**scores, "tasks": ["continue"]}, timings

@@ -67,10 +67,18 @@ def test_shares_of_the_prompt_and_a_question_after_eviction(run, tmp_path) -> No
     run("suite.budgets=[0.1,0.25]", "suite.question=after", "lengths=[600]", "suite.time_prompts=0")
     folder = tmp_path / "runs" / "one" / "eval"
     scores = json.loads((folder / "scores.json").read_text())
-    assert scores["budgets"] == ["0.1", "0.25"] and scores["question"] == "after"
+    assert scores["budgets"] == ["10%", "25%"] and scores["question"] == "after"
     assert not (folder / "overhead.png").exists()
+    report = (folder / "table.md").read_text()
+    assert "| budget 10% | budget 25% |" in report and "those of the answer's rows alone" in report
     cell = scores["policies"][3]["lengths"][0]["budgets"][1]
     assert cell["kept_share"] == pytest.approx(0.25, abs=0.01)
+
+
+def test_no_policies_leaves_the_bounds(run, tmp_path) -> None:
+    run("suite.policies=null", "lengths=[440]", "suite.time_prompts=0", "suite.rank_prompts=0")
+    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
+    assert [policy["name"] for policy in scores["policies"]] == ["full", "oracle"]
 
 
 def test_an_artifact_that_evicts_nothing(run, tmp_path, target_folder, trained) -> None:
@@ -97,6 +105,8 @@ def test_artifacts_beside_their_baselines(run, tmp_path, target_folder) -> None:
     assert found["mine"]["ranks"] == found["mine adaptive=heads"]["ranks"]  # the same scores, other budgets
     pairs = {(gap["first"], gap["second"]) for gap in scores["differences"]}
     assert pairs == {("mine", "snapkv"), ("mine adaptive=heads", "snapkv")}
+    with pytest.raises(ConfigError, match=r"budget_tokens=16; every policy .* pass suite\.budgets="):
+        run("suite.policies=[{artifact:mine,budget_tokens:16}]", "lengths=[440]")
     other = load_target(target_folder)
     other.info = replace(other.info, weights_hash="0" * 64)
     artifact = Artifact.load("mine", home=tmp_path)

@@ -41,7 +41,6 @@ def peft_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) 
         "suffix_window": config.suffix_window,
         "base_model": info.name,
         "base_sha": info.weights_hash,
-        "train_max_len": None,
         "query_aware": config.response == "answer",
     }
     files: dict[str, bytes] = {

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.decoding.ranking import kendall_tau, recall_at
+from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.select import reduce_heads
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.samples import Sample
-
-RECALLS = (64, 128, 256, 512)
 
 WINDOW = 32
 """SnapKV's observing rows. It keeps them in any case, so nobody's ranking of them is compared."""
