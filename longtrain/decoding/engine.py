@@ -135,6 +135,7 @@ class Engine:
             hidden=hidden,
             evictor=evictor,
             after=after,
+            sequence_ids=sequence_ids,
         )
         cache = read.cache
         if draft:

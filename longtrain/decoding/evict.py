@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from longtrain.target.model import Target
 
 
+_TOLERANCE = 1e-6
+"""How far a product may lie below a whole number and count as it; far above its rounding error."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """Rows kept of each layer and KV head, on average: a number of tokens, or a share of the prompt.
@@ -52,8 +56,14 @@ class Budget:
             raise ConfigError(f"evict.budget_ratio={self.ratio}; allowed: above 0, at most 1")
 
     def of(self, length: int) -> int:
-        """Rows for a prompt of `length` tokens; at least 1. Above `length`: nothing is evicted."""
-        return self.tokens if self.tokens is not None else max(1, int(length * (self.ratio or 0)))
+        """Rows for a prompt of `length` tokens; at least 1. Above `length`: nothing is evicted.
+
+        A share is rounded down, decimal fractions as they are written: 0.29 of 100 is 29, although the
+        product of the binary fractions lies a little below.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        return max(1, int(length * (self.ratio or 0) + _TOLERANCE))
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class PromptRun:
         watched: what `Evictor.watch` gave for this prefill.
         max_new_tokens: most tokens of the answer that is to come.
         logits_BV: logits of the first answer token; needed where an answer is sampled.
+        sequence_ids: what the coins of a sampled answer know each prompt by; None numbers the prompts.
     """
 
     target: Target
@@ -115,6 +126,7 @@ class PromptRun:
     watched: Watch | None = None
     max_new_tokens: int = 0
     logits_BV: Tensor | None = None
+    sequence_ids: Sequence[int] | None = None
 
     def follow(self, tokens: Sequence[Sequence[int]], watch: Watch) -> None:
         """Run more rows after each prompt (teacher-forced, right-padded) and forget them again.
@@ -194,7 +206,8 @@ class PromptRun:
         """(logits_BV, position_B) -> token_B."""
         if sampling is None or sampling.greedy:
             return lambda logits_BV, pos_B: logits_BV.argmax(-1)
-        coins = HashCoins(sampling.seed, torch.arange(len(self.lengths), device=self.n_B.device))
+        ids = range(len(self.lengths)) if self.sequence_ids is None else self.sequence_ids
+        coins = HashCoins(sampling.seed, torch.tensor(list(ids), dtype=torch.int64, device=self.n_B.device))
         return lambda logits_BV, pos_B: coins.draw(probs(logits_BV, sampling), pos_B, "target")
 
 

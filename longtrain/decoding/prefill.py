@@ -31,7 +31,8 @@ class Prefilled:
         tokens_BS: everything read, right-padded.
         n_B: how many of each.
         step: logits of each last token; hidden states of everything read.
-        full_bytes: bytes of the cache before eviction.
+        full_bytes: bytes of the cache before eviction, as decoding without an evictor would have it; rows
+            that only the evictor needs (pseudo answers) are not counted.
         kept_rows: rows of each prompt in the cache after it, mean over layers and KV heads.
         forwards: of the target.
     """
@@ -55,6 +56,7 @@ def prefill(
     hidden: tuple[int, ...] = (),
     evictor: Evictor | None = None,
     after: Sequence[Sequence[int]] | None = None,
+    sequence_ids: Sequence[int] | None = None,
 ) -> Prefilled:
     """Read the prompts in one forward, evict, and read what comes after.
 
@@ -67,11 +69,13 @@ def prefill(
         hidden: layers whose output is wanted.
         evictor: chooses what of the prompts stays; it sees nothing of `after`.
         after: rows of each sequence that follow its prompt, none empty.
+        sequence_ids: what random coins know a sequence by; None numbers the prompts.
     """
     lengths, device = tuple(map(len, prompts)), target.device
     room = max_new_tokens + (max(map(len, after)) if after else 0)
     extra = evictor.extra_rows(max(lengths)) if evictor else 0
-    cache = new_cache(len(prompts), max(lengths) + room, max(nodes, extra - room))
+    scratch = max(0, extra - room - nodes)
+    cache = new_cache(len(prompts), max(lengths) + room, nodes + scratch)
     tokens_BS, n_B = pad(prompts, device)
     watch = evictor.watch(lengths) if evictor else None
     pos_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
@@ -82,9 +86,12 @@ def prefill(
     full_bytes, kept_rows = cache.bytes(), [float(length) for length in lengths]
     if evictor:
         assert isinstance(cache, DenseCache) and step.logits_BTV is not None
+        full_bytes -= scratch * (cache.k_LBGSD[..., 0, :].nbytes + cache.v_LBGSD[..., 0, :].nbytes)
         logits_BV = step.logits_BTV[:, -1]
         root_B = logits_BV.argmax(-1)
-        run = PromptRun(target, cache, lengths, tokens_BS, n_B, root_B, watch, max_new_tokens, logits_BV)
+        run = PromptRun(
+            target, cache, lengths, tokens_BS, n_B, root_B, watch, max_new_tokens, logits_BV, sequence_ids
+        )
         keep = evictor.select(run)
         if keep is not None:
             cache = compact(run.cache, keep, lengths, room=room + nodes)

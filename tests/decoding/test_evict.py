@@ -236,6 +236,15 @@ def test_bytes_and_rows_are_counted():
     assert not Engine(model).generate(prompts_of(10), max_new_tokens=4).stats.evicted
 
 
+def test_rows_that_only_the_evictor_needs_are_not_bytes_before():
+    model, prompts = target(dtype=torch.float32), prompts_of(60, 25)
+    plain = Engine(model).generate(prompts, max_new_tokens=4).stats.cache_bytes
+    for n_tokens in (2, 40):
+        laq = policies.get("laq", budget=Budget(16), window=8, n_tokens=n_tokens)
+        stats = Engine(model, Parts(evictor=laq)).generate(prompts, max_new_tokens=4).stats
+        assert stats.cache_bytes_full == plain > stats.cache_bytes
+
+
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("evictor", [None, "snapkv", "ragged"])
 def test_rows_after_eviction(evictor, draft):

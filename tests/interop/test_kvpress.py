@@ -214,7 +214,7 @@ def ran(
 
 
 def kept_of(fields: dict[str, Any], length: int) -> int:
-    return fields["budget"] if "budget" in fields else int(length * (1 - fields["compression_ratio"]))
+    return fields["budget"] if "budget" in fields else int(length * (1 - fields["compression_ratio"]) + 1e-6)
 
 
 @pytest.mark.slow

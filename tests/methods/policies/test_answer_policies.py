@@ -9,6 +9,7 @@ import torch
 
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, PromptRun
+from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods import policies
@@ -239,6 +240,28 @@ def test_pooling_moves_the_oracle_but_not_its_scores():
     assert pooled(row, 1) == row
 
 
+def test_a_sampled_oracle_does_not_depend_on_the_place_in_the_batch():
+    target, prompts, ids = micro("llama_micro"), prompts_of(60, 45, 60), (4, 9, 2)
+    seen = []
+
+    class Spy(policies.policy_class("oracle")):
+        def select(self, run, scores=None):
+            keep = super().select(run, scores)
+            seen.append([kept(keep, seq) for seq in range(len(run.lengths))])
+            return keep
+
+    def keeps(order):
+        spy = Spy(Budget(20), temperature=1.5, seed=3)
+        Engine(target, Parts(evictor=spy)).generate(
+            [prompts[i] for i in order], max_new_tokens=M, sequence_ids=[ids[i] for i in order]
+        )
+        return dict(zip(order, seen[-1], strict=True))
+
+    together = keeps([0, 1, 2])
+    assert keeps([2, 0, 1]) == together
+    assert {i: keeps([i])[i] for i in range(3)} == together
+
+
 def test_oracle_of_a_sampled_answer_scores_that_answer():
     target = micro("llama_micro")
     eager, prompts = Eager(target), prompts_of(*MIXED)
@@ -252,6 +275,11 @@ def test_oracle_of_a_sampled_answer_scores_that_answer():
         n = len(prompt)
         expected = rows_on_prompt(eager.attention([*prompt, *answers[seq]]), n, n)
         torch.testing.assert_close(s_LBGS[:, seq, :, :n], expected, atol=1e-10, rtol=1e-10)
+    run.sequence_ids = (7, 1, 5, 2)[: len(prompts)]
+    settings = {"max_new_tokens": M, "sampling": Sampling(1.5, seed=3), "sequence_ids": run.sequence_ids}
+    assert (
+        run.decode(M, sampling=Sampling(1.5, seed=3)) == Engine(target).generate(prompts, **settings).tokens
+    )
     run.logits_BV = None
     with pytest.raises(ConflictError, match="logits_BV"):
         policy.scores(run)
