@@ -53,7 +53,7 @@ def top(
     """The best rows of each layer, sequence and KV head; of equal scores the lower position.
 
     Args:
-        s_LBGS: scores, any float; slots from a sequence's length on count for nothing.
+        s_LBGS: scores, any float; slots from a sequence's length on count for nothing, and NaN for the least.
         lengths: prompt tokens of each sequence, on the host.
         budgets: rows kept, the protected ones included; where it is no less than the length, all are.
         protect_last: rows at the end of each prompt that stay whatever their score (a window).
@@ -85,11 +85,12 @@ def top_adaptive(
     protect_first: int = 0,
     floor: float = 0.2,
     across: Literal["heads", "layers"] = "heads",
+    exact: bool = True,
 ) -> Keep:
     """As `top`, with rows moved to the heads whose scores want them; the budget holds on average.
 
     With b = budget - protected, the best b rows a head are found among all heads of a layer (or of all
-    layers); a head with c of them keeps round(c (1 - floor) + int(b floor)) of its own best, at least one.
+    layers); a head with c of them keeps c (1 - floor) + b floor of its own best, in whole rows.
 
     Args:
         s_LBGS: as in `top`; comparable between heads.
@@ -99,12 +100,15 @@ def top_adaptive(
         protect_first: as in `top`.
         floor: share of the budget that every head keeps.
         across: what shares one budget: the heads of a layer, or those of all layers.
+        exact: shares are rounded down and the rows left over go to the largest fractions, so that those who
+            share a budget keep its total to the row. Else each keeps round(c (1 - floor) + int(b floor)).
+            Either way at least one.
 
     Raises:
         ConfigError: the budget is below the protected rows, or `floor` is out of range.
 
-    Source: Ada-KV (arXiv 2407.11550), Algorithm 1 with its safeguard.
-    Note: rounding may miss the budget's total by up to half a row a head.
+    Source: Ada-KV (arXiv 2407.11550), Algorithm 1 with its safeguard; their code rounds as `exact=False`.
+    Note: with `exact=False` the total may be missed: up to about 1.5 rows a head fewer, or half a row more.
     """
     if not 0 <= floor <= 1:
         raise ConfigError(f"evict.floor={floor}; allowed: 0 to 1")
@@ -121,13 +125,22 @@ def top_adaptive(
     shared = G if across == "heads" else L * G
     groups_XS = rivals.transpose(0, 1).reshape(B * L if across == "heads" else B, -1)
     each = torch.tensor([max(1, spare * shared) for spare in spare_B]).repeat_interleave(len(groups_XS) // B)
-    won_BLGS = _chosen(groups_XS, each).view(B, L, G, S)
+    won_BLGS = (_chosen(groups_XS, each) & (groups_XS > -torch.inf)).view(B, L, G, S)
     won_LBG = won_BLGS.sum(-1).transpose(0, 1).cpu().double()
     spare_B1 = torch.tensor(spare_B, dtype=torch.float64)[:, None]
     won_LBG = won_LBG * (spare_B1 > 0)  # of none to spare nobody won the one counted above
     length_B1 = torch.tensor(lengths)[:, None]
-    n_LBG = (won_LBG * (1 - floor) + (spare_B1 * floor).floor()).round().long().clamp(min=0) + protected
     fits_B1 = torch.tensor([budget.of(length) >= length for length in lengths])[:, None]
+    if exact:
+        n_LBG = torch.empty(L, B, G, dtype=torch.int64)
+        for b, (length, spare) in enumerate(zip(lengths, spare_B, strict=True)):
+            share_XH = (won_LBG[:, b] * (1 - floor) + spare * floor).reshape(-1, shared).tolist()
+            rows_XH = [
+                _whole(row, spare * shared, 1 - min(1, protected), length - protected) for row in share_XH
+            ]
+            n_LBG[:, b] = torch.tensor(rows_XH).view(L, G) + protected
+    else:
+        n_LBG = (won_LBG * (1 - floor) + (spare_B1 * floor).floor()).round().long().clamp(min=0) + protected
     n_LBG = torch.where(fits_B1, length_B1, n_LBG.clamp(min=1).minimum(length_B1))
     return _best(_protected(free, lengths, protect_first, protect_last, torch.inf), n_LBG)
 
@@ -154,6 +167,23 @@ def check_protected(rows: int, protected: int) -> None:
         )
 
 
+def _whole(shares: Sequence[float], total: int, least: int, most: int) -> list[int]:
+    """Shares as whole rows, `least` to `most` each, that sum to `total` as far as these bounds let them.
+
+    Of a share's whole rows all count; those left over go to the largest fractions, of equal ones the first.
+    """
+    shares = [round(share, 9) for share in shares]  # 4.999999999999 is 5
+    rows = [min(max(int(share), least), most) for share in shares]
+    while left := total - sum(rows):
+        step, bound = (1, most) if left > 0 else (-1, least)
+        open_ = [h for h, n in enumerate(rows) if n != bound]
+        if not open_:
+            break
+        for h in sorted(open_, key=lambda h: -step * (shares[h] - rows[h]))[: abs(left)]:
+            rows[h] += step
+    return rows
+
+
 def _of(budgets: Budgets, layer: int, b: int, length: int) -> int:
     return budgets.of(length) if isinstance(budgets, Budget) else int(budgets[layer][b])
 
@@ -166,11 +196,12 @@ def _slots(s_LBGS: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _only_real(s_LBGS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Scores with -inf from each sequence's end on."""
-    if min(lengths) >= s_LBGS.shape[-1]:
-        return s_LBGS
-    slot_S, n_B11 = _slots(s_LBGS, lengths)
-    return s_LBGS.masked_fill(slot_S >= n_B11, -torch.inf)
+    """Scores with -inf from each sequence's end on, and where they are not a number."""
+    nothing = s_LBGS.isnan()
+    if min(lengths) < s_LBGS.shape[-1]:
+        slot_S, n_B11 = _slots(s_LBGS, lengths)
+        nothing |= slot_S >= n_B11
+    return s_LBGS.masked_fill(nothing, -torch.inf)
 
 
 def _protected(s_LBGS: Tensor, lengths: Sequence[int], first: int, last: int, value: float) -> Tensor:

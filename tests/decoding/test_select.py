@@ -91,7 +91,7 @@ def test_heads_are_reduced_group_by_group():
 @pytest.mark.parametrize("budget", [Budget(5), Budget(ratio=0.6)])
 def test_adaptive_budgets_follow_the_rule(across, floor, budget):
     s, last = scores(values=1000, seed=3), 2
-    keep = top_adaptive(s, LENGTHS, budget, protect_last=last, floor=floor, across=across)
+    keep = top_adaptive(s, LENGTHS, budget, protect_last=last, floor=floor, across=across, exact=False)
     L, G = s.shape[0], s.shape[2]
     found = kept(keep)
     for b, length in enumerate(LENGTHS):
@@ -117,6 +117,64 @@ def test_adaptive_budgets_move_rows_to_the_heads_that_want_them():
     assert top_adaptive(s, (50,), Budget(10), floor=1.0).n_LBG[0, 0].tolist() == [10, 10]
     with pytest.raises(ConfigError, match=r"evict.floor=1.5; allowed: 0 to 1"):
         top_adaptive(s, (50,), Budget(10), floor=1.5)
+
+
+@pytest.mark.parametrize("across", ["heads", "layers"])
+@pytest.mark.parametrize("protected", [0, 2])
+@pytest.mark.parametrize("floor", [0.0, 0.2, 0.37, 1.0])
+@pytest.mark.parametrize("tokens", [3, 4, 10])
+def test_exact_adaptive_budgets_sum_to_the_total(tokens, floor, protected, across):
+    L, G, lengths = 3, 5, (11, 40, 4)
+    for seed in range(5):
+        s = torch.rand(L, 3, G, 40, generator=torch.Generator().manual_seed(seed)) ** 4
+        s[1, :, 2] *= 1e-3
+        asked = {"protect_last": protected, "floor": floor, "across": across}
+        keep = top_adaptive(s, lengths, Budget(tokens), **asked)
+        loose = top_adaptive(s, lengths, Budget(tokens), **asked, exact=False)
+        for b, length in enumerate(lengths):
+            n_LG = keep.n_LBG[:, b]
+            rows = min(tokens, length)
+            assert n_LG.sum() == L * G * rows
+            if across == "heads":
+                assert (n_LG.sum(-1) == G * rows).all()
+            assert n_LG.min() >= max(1, protected) and n_LG.max() <= length
+            if protected and tokens < length:  # without protected rows every head gets one first
+                assert (n_LG - loose.n_LBG[:, b]).abs().max() <= 2
+        for (layer, b, g), found in kept(keep).items():
+            n = int(keep.n_LBG[layer, b, g])
+            assert found == best(s[layer, b, g].tolist(), lengths[b], n, 0, protected)
+
+
+def test_the_published_rounding_loses_rows_that_exact_budgets_keep():
+    s = torch.rand(1, 1, 5, 50, generator=torch.Generator().manual_seed(2))
+    asked = {"floor": 0.2}
+    loose = top_adaptive(s, (50,), Budget(9), **asked, exact=False).n_LBG.sum()
+    assert 45 - 1.5 * 5 <= loose < 45
+    assert top_adaptive(s, (50,), Budget(9), **asked).n_LBG.sum() == 45
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_scores_that_are_no_numbers_come_last(kernel):
+    s = scores(values=1000) + 1
+    bad = s.clone()
+    bad[0, 0, 0, 2:5] = torch.nan
+    bad[1, 2, 1] = torch.nan  # a whole head
+    less = bad.nan_to_num(nan=-1.0)
+    for choose in (top, top_adaptive):
+        pool = [max_pool(x, LENGTHS, kernel=kernel) for x in (bad, less)]
+        assert kept(choose(pool[0], LENGTHS, Budget(6))) == kept(choose(pool[1], LENGTHS, Budget(6)))
+    assert not {2, 3, 4} & set(kept(top(bad, LENGTHS, Budget(6)))[0, 0, 0])
+    n = top_adaptive(bad, LENGTHS, Budget(6)).n_LBG
+    assert (n.sum(-1) == torch.tensor([18, 12, 18])).all()
+
+
+def test_a_share_is_rounded_down_as_it_is_written():
+    for percent in range(1, 101):
+        for length in (100, 1000, 12800, 100_000):
+            assert Budget(ratio=percent / 100).of(length) == percent * length // 100
+            assert Budget(ratio=1 - (100 - percent) / 100).of(length) == percent * length // 100
+    assert Budget(ratio=0.29).of(100) == 29 and Budget(ratio=0.2999).of(100) == 29
+    assert Budget(ratio=0.001).of(5) == 1
 
 
 def test_keep_all():
