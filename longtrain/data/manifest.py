@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -19,6 +20,7 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 FORMATS = ("datasets", "jsonl", "mds")
+Row = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class Part:
         columns: the corpus's column for each of the adapter's, where they differ.
         kind: text kind; empty: the adapter's.
         share: of the manifest's rows, when there are several parts.
+        shuffle_buffer: rows held to draw the next one from, so that a few rows of a large corpus are not its
+            first ones; 0: the order of the corpus. Of `datasets` the order of its files is drawn too.
+        shuffle_seed: of those draws.
         source_tokenizer: tokenizer of already tokenised corpora, a Hub id; they are decoded to text with it.
     """
 
@@ -51,6 +56,8 @@ class Part:
     columns: dict[str, str] = field(default_factory=dict)
     kind: str = ""
     share: float = 1.0
+    shuffle_buffer: int = 0
+    shuffle_seed: int = 0
     source_tokenizer: str | None = None
 
 
@@ -112,8 +119,8 @@ def resolve(part: Part, known: str | None = None) -> str:
     return str(commit)
 
 
-def rows(part: Part, commit: str, limit: int | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Named rows of a part, in the order of the corpus, streamed.
+def rows(part: Part, commit: str, limit: int | None) -> Iterator[Row]:
+    """Named rows of a part, streamed: in the order of the corpus, or drawn from `shuffle_buffer` of them.
 
     Raises:
         DataError: the Hub cannot be reached or has no such file, split or configuration.
@@ -127,23 +134,43 @@ def rows(part: Part, commit: str, limit: int | None) -> Iterator[tuple[str, Mapp
         ) from error
 
 
-def _stream(part: Part, commit: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _stream(part: Part, commit: str) -> Iterator[Row]:
     from datasets import load_dataset
 
     files = list(part.files) or None
     stream = load_dataset(
         part.hub, part.config, split=part.split, revision=commit, data_files=files, streaming=True
     )
+    if part.shuffle_buffer:
+        stream = stream.shuffle(seed=part.shuffle_seed, buffer_size=part.shuffle_buffer)
     for number, row in enumerate(stream):
         yield f"{part.hub}#{number}", row
 
 
-def _jsonl(part: Part, commit: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for path in _download(part, commit):
-        yield from read_jsonl(path)
+def _jsonl(part: Part, commit: str) -> Iterator[Row]:
+    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path)))
 
 
-def _mds(part: Part, commit: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _drawn(part: Part, named: Iterator[Row]) -> Iterator[Row]:
+    """The rows, each drawn from the next `shuffle_buffer` of them."""
+    rng = random.Random(part.shuffle_seed)
+    held = list(islice(named, part.shuffle_buffer))
+    for row in named:
+        if not held:
+            yield row
+            continue
+        at = rng.randrange(len(held))
+        row, held[at] = held[at], row
+        yield row
+    rng.shuffle(held)
+    yield from held
+
+
+def _mds(part: Part, commit: str) -> Iterator[Row]:
+    yield from _drawn(part, _samples(part, commit))
+
+
+def _samples(part: Part, commit: str) -> Iterator[Row]:
     decode = _decoder(part.source_tokenizer) if part.source_tokenizer else None
     for path in _download(part, commit):
         for number, sample in enumerate(read_shard(path)):
@@ -199,6 +226,10 @@ def _part(values: dict[str, Any], path: Path) -> Part:
             f"{path}: format={part.format} files={part.files}; "
             f"allowed: {', '.join(FORMATS)}, the last two with files"
         )
+    for key in ("shuffle_buffer", "shuffle_seed"):
+        value = getattr(part, key)
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{path}: {key}={value}; allowed: a whole number, 0 or more")
     return part
 
 

@@ -108,6 +108,25 @@ class DataModule(lightning.LightningDataModule):
                 longest,
             )
 
+    def refuse_cuts(self) -> None:
+        """Refuse stages that cut documents, for what is trained on a prompt and its response together.
+
+        Raises:
+            ConfigError: a stage's `doc_tokens` is below the longest document with labels.
+        """
+        if not self.config.stages or not len(self.data.length):
+            return
+        shortest = min(stage.doc_tokens for stage in self.config.stages)
+        at = int((self.data.length * (self.data.labels > 0)).argmax())
+        longest = int(self.data.length[at])
+        if longest > shortest and self.data.labels[at]:
+            raise ConfigError(
+                f"data.stages doc_tokens={shortest} would cut document {self.data.names[at]} of {longest} "
+                f"tokens, and this method needs prompt and response whole; raise doc_tokens (and row_tokens) "
+                f"of data.stages to {longest} or more, or set data.max_doc_tokens={shortest} with "
+                "data.long_documents=truncate"
+            )
+
     @property
     def world(self) -> int:
         """Ranks."""

@@ -17,6 +17,7 @@ from longtrain.bench import estimate
 from longtrain.bench.report import GIB, table
 from longtrain.errors import ConfigError
 from longtrain.jobs import plain, typed
+from longtrain.jobs.prepare import data_config
 from longtrain.target.info import TargetInfo
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
@@ -60,11 +61,26 @@ def run(cfg: DictConfig) -> None:
         "hours": "hours",
     }  # fmt: skip
     console.print(table(rows, columns), markup=False)
+    times = (
+        "No times are estimated for trainer.accelerator=cpu."
+        if _on_cpu(cfg)
+        else f"Times assume {cfg.gpu_tflops:g} TFLOP/s on each of {cfg.devices} device(s)."
+    )
     console.print(
-        f"Times assume {cfg.gpu_tflops:g} TFLOP/s on each of {cfg.devices} device(s). All figures are "
-        f"estimates; measure with: longtrain bench suite={_suite(config)}",
+        f"{times} All figures are estimates; measure with: longtrain bench suite={_suite(config)}",
         markup=False,
     )
+    if spec.data is None and data_config(cfg).asks_target:
+        console.print(
+            "data.answers=target: the target's answers are written first, by prepare, and are not in the "
+            "estimate.",
+            markup=False,
+        )
+
+
+def _on_cpu(cfg: DictConfig) -> bool:
+    """Whether the run is on a processor, of whose speed nothing is known here."""
+    return str(cfg.trainer.get("accelerator")) == "cpu"
 
 
 def _suite(config: Any) -> str:
@@ -95,6 +111,7 @@ def _stage(
     asked = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own
     all_rows = int(asked) if asked else int(cfg.trainer.accumulate_grad_batches) * devices
     steps, rows_per_step = _steps(cfg, stage, all_rows), all_rows / devices
+    step_s = None if _on_cpu(cfg) else seconds * rows_per_step
     return {
         "row_tokens": row.tokens,
         "doc_tokens": row.doc_tokens,
@@ -104,10 +121,10 @@ def _stage(
         "module": module / GIB,
         "peak": (fixed + trained * estimate.STATE_BYTES + inputs + max(target_pass, module)) / GIB,
         "pflop": flops / 1e15,
-        "tokens_per_s": row.tokens / seconds * int(cfg.devices),
-        "step_s": seconds * rows_per_step,
+        "tokens_per_s": None if step_s is None else row.tokens / seconds * devices,
+        "step_s": step_s,
         "steps": steps,
-        "hours": None if steps is None else steps * seconds * rows_per_step / 3600,
+        "hours": None if steps is None or step_s is None else steps * step_s / 3600,
     }
 
 

@@ -33,6 +33,7 @@ def run(cfg: DictConfig) -> None:
         TrainingError: the loss is not finite, or the disk is full.
         SystemExit: with code 0, when a signal asked the run to leave and it was saved.
     """
+    from longtrain.data.module import DataModule
     from longtrain.jobs.prepare import data_config
     from longtrain.training import checkpoint
     from longtrain.training import loop as training
@@ -64,6 +65,8 @@ def run(cfg: DictConfig) -> None:
     objective = spec.objective(module, target, config) if spec.objective is not None else None
     if objective is None:
         raise ConfigError(f"method={spec.name} has nothing to train; choose another one for this job")
+    if objective.per_document and isinstance(data, DataModule):
+        data.refuse_cuts()
     facts = {**_facts(cfg, target.info if target is not None else None, data), **start_from}
     if trainer.is_global_zero and resume == "never":
         training.clean(folder)

@@ -131,6 +131,16 @@ def test_shards_are_decoded_and_fetched_only_as_far_as_needed(hub, tmp_path):
     assert [text for _, _, text in read(hub, tmp_path, MDS, 9)["docs"]][2:] == ["Third."]
 
 
+def test_rows_are_drawn_from_a_buffer(hub, tmp_path):
+    drawn = MANIFESTS + "shuffle_buffer: 3\n"
+    first, some = (read(hub, tmp_path, drawn, n)["docs"] for n in (9, 2))
+    names = [name for name, _, _ in first]
+    assert sorted(names) == [f"rows.jsonl:{i + 1}" for i in range(5)] != names
+    assert some == first[:2]  # the same draws, however many are taken
+    other = read(hub, tmp_path, drawn + "shuffle_seed: 4\n", 9)["docs"]
+    assert sorted(other) == sorted(first) and other != first
+
+
 def test_a_file_that_is_not_there_is_named(hub, tmp_path):
     with pytest.raises(AssertionError, match=r"has no file like poems/\*"):
         read(hub, tmp_path, MDS.replace("book/*.mds", "poems/*"), 1)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from longtrain.data.manifest import Manifest, Part, resolve, rows
@@ -22,6 +24,7 @@ def test_an_unknown_manifest_lists_the_known():
         ("hub: a/b\nlicence: x\nadapter: csv\n", "csv"),
         ("hub: a/b\nlicence: x\nadapter: text\ncolour: red\n", "colour"),
         ("hub: a/b\nlicence: x\nadapter: text\nformat: mds\n", "files"),
+        ("hub: a/b\nlicence: x\nadapter: text\nshuffle_buffer: -1\n", "shuffle_buffer=-1"),
     ],
 )
 def test_mistakes_in_a_manifest_are_named(tmp_path, text, word):
@@ -45,5 +48,9 @@ def test_rows_of_a_dataset_are_streamed(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
     part = Part(str(tmp_path), "x", "text", files=(str(tmp_path / "train.jsonl"),))
     assert [row["text"] for _, row in rows(part, "main", 2)] == ["a", "b"]
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "{i:02}"}}\n' for i in range(40)))
+    drawn = [row["text"] for _, row in rows(replace(part, shuffle_buffer=20), "main", None)]
+    assert sorted(drawn) == [f"{i:02}" for i in range(40)] != drawn
+    assert [row["text"] for _, row in rows(replace(part, shuffle_buffer=20), "main", 5)] == drawn[:5]
     with pytest.raises(DataError, match="test"):
         list(rows(Part(str(tmp_path), "x", "text", split="test"), "main", 2))

@@ -151,3 +151,14 @@ def test_a_stage_that_would_cut_prompts_from_their_answers_is_told(data, caplog)
     with caplog.at_level("WARNING"):
         DataModule(data.folder, config(Stage(longest, longest - 1, steps=1), **values))
     assert f"doc_tokens={longest - 1}" in caplog.text
+
+
+def test_a_stage_that_would_cut_documents_is_refused_where_they_must_be_whole(data):
+    longest = int(data.length.max())
+    name = data.names[int(data.length.argmax())]
+    DataModule(data.folder, config(Stage(longest, longest, steps=1))).refuse_cuts()
+    cut = DataModule(
+        data.folder, config(Stage(longest, longest, steps=1), Stage(longest, longest - 1, steps=1))
+    )
+    with pytest.raises(ConfigError, match=rf"cut document {name} of {longest} tokens.* to {longest} or more"):
+        cut.refuse_cuts()

@@ -29,3 +29,16 @@ def test_without_data_the_steps_are_not_known(composed, text, monkeypatch):
     monkeypatch.setattr(plan, "table", lambda rows, columns: tables.append(rows) or "")
     plan.run(composed("plan", "method=longspec", "data=text", f"data.text={text}", STAGE))
     assert tables[0][0]["steps"] is None
+
+
+def test_no_times_on_a_processor_and_what_prepare_writes_is_told(composed, text, monkeypatch, capsys):
+    tables = []
+    monkeypatch.setattr(plan, "table", lambda rows, columns: tables.append(rows) or "")
+    base = ("data=text", f"data.text={text}", "data.stages=[{steps: 3, row_tokens: 64, doc_tokens: 32}]")
+    plan.run(composed("plan", "method=longspec", *base, "trainer.accelerator=cuda"))
+    assert tables[-1][0]["hours"] > 0 and "written first" not in capsys.readouterr().out
+    answers = ("data.prompt_tokens=[8,16]", "data.answers=target")
+    plan.run(composed("plan", "method=longspec", *base, *answers, "trainer.accelerator=cpu"))
+    assert [tables[-1][0][key] for key in ("hours", "step_s", "tokens_per_s")] == [None] * 3
+    said = capsys.readouterr().out
+    assert "No times" in said and "TFLOP/s" not in said and "written first, by prepare" in said

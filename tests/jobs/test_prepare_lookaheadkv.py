@@ -65,3 +65,12 @@ def test_gold_answers_with_the_question_in_or_out_of_the_prompt(monkeypatch, tmp
     values = r"( \d{7}[,.])+<\|end\|>"
     assert bool(re.search(f"{begun}$", read)) == (question == "prompt")
     assert re.fullmatch(values if question == "prompt" else rf"\n{begun}{values}", labels)
+
+
+def test_training_refuses_a_stage_that_cuts_prompts_from_their_answers(monkeypatch, tmp_path, capsys):
+    stage = "data.stages=[{fraction: 1.0, row_tokens: 1024, doc_tokens: 128}]"
+    argv = ["longtrain", "train", *SMALL, "data.answers=source", stage, f"home={tmp_path}", "job=train"]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "doc_tokens=128 would cut document" in "".join(capsys.readouterr())
