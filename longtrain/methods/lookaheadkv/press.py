@@ -132,8 +132,8 @@ class LookaheadKVPress(ScorerPress):
         self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: dict
     ) -> tuple[Tensor, Tensor]:
         """Keep the best rows of each KV head in the prompt's order; of equal ones the earlier."""
-        S, ratio = keys.shape[2], self.__dict__["compression_ratio"]
-        n_kept = min(self.budget, S) if self.budget is not None else _rows_of(S, 1 - ratio)
+        S, ratio = keys.shape[2], self.__dict__["compression_ratio"]  # 10 of 100 at 0.9: 1 - 0.9 is below 0.1
+        n_kept = min(self.budget, S) if self.budget is not None else max(1, int(S * (1 - ratio) + 1e-6))
         if n_kept == S:
             return keys, values
         scores_BGS = self.score(module, hidden_states, keys, values, attentions, kwargs)
@@ -271,11 +271,6 @@ def _attend(
 
 
 _USE = "Use it alone or in AdaKVPress, CriticalKVPress, CriticalAdaKVPress or ChunkKVPress"
-
-
-def _rows_of(length: int, share: float) -> int:
-    """Rows kept, rounded down as Longtrain's budget_ratio is: 10 of 100, although 1 - 0.9 lies below 0.1."""
-    return max(1, int(length * share + 1e-6))
 
 
 def _layers(model: Any) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+import torch
 
 from longtrain.decoding.evict import Budget
 
@@ -20,5 +22,10 @@ def test_the_press_keeps_as_many_rows_as_a_budget_of_that_share(root, monkeypatc
     spec.loader.exec_module(press)
     for percent in range(1, 100):
         for length in (3, 100, 4097, 12800):
-            rows = press._rows_of(length, 1 - (100 - percent) / 100)
-            assert rows == Budget(ratio=percent / 100).of(length) == max(1, percent * length // 100)
+            keys = torch.arange(float(length)).view(1, 1, length, 1)
+            given = SimpleNamespace(budget=None, compression_ratio=(100 - percent) / 100)
+            given.score = lambda *_, n=length: torch.arange(float(n)).view(1, 1, n)
+            kept, _ = press.LookaheadKVPress.compress(given, None, None, keys, keys, None, {})
+            rows = Budget(ratio=percent / 100).of(length)
+            assert rows == max(1, percent * length // 100)
+            assert torch.equal(kept, keys[:, :, length - rows :])
