@@ -94,7 +94,7 @@ def _policy(entry: Json) -> Contender:
     label = label or " ".join([f"{name}{over}", *words])
 
     def make(budget: Budget) -> Evictor:
-        return policies.get(name, budget=budget, **entry)
+        return policies.make(name, budget, entry)
 
     return Contender(str(label), BASELINE, make, {"policy": name, **entry})
 
@@ -126,8 +126,6 @@ def _check(one: Contender, budget: Budget, lengths: Sequence[int]) -> None:
     if one.make is None:
         return
     evictor: Any = one.make(budget)
-    evictor = getattr(evictor, "over", evictor)  # a wrapper keeps what it wraps keeps
-    kept = getattr(evictor, "protected", getattr(evictor, "window", 0)) + getattr(evictor, "sinks", 0)
     for length in lengths:
         if budget.of(length) < length:
-            check_protected(budget.of(length), kept)
+            check_protected(budget.of(length), getattr(evictor, "least_budget", 1))

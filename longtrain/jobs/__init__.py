@@ -135,8 +135,10 @@ def evictor_from(cfg: DictConfig) -> Evictor | None:
     from longtrain.methods import policies
 
     keys = budget_keys(cfg)
-    options = {key: value for key, value in plain(cfg.evict).items() if value or key not in keys}
+    options = {key: value for key, value in plain(cfg.evict).items() if key not in keys or key == "adaptive"}
     name = options.pop("policy")
+    if keys["adaptive"] is False:
+        options.pop("adaptive", None)
     if name is None:
         return None
     hints = get_type_hints(policies.policy_class(str(name)))
@@ -144,20 +146,23 @@ def evictor_from(cfg: DictConfig) -> Evictor | None:
     checked = {
         key: convert(value, hints[key], f"evict.{key}") if _plain_kind(hints.get(key)) else value
         for key, value in options.items()
-        if key not in ("budget_tokens", "budget_ratio")
     }
-    return policies.get(str(name), budget=budget, **checked)
+    return policies.make(str(name), budget, checked)
 
 
 def budget_keys(cfg: DictConfig) -> dict[str, Any]:
     """`evict.budget_tokens`, `budget_ratio` and `adaptive`: what an eviction artifact is attached with.
 
     Raises:
-        ConfigError: a budget that is no number.
+        ConfigError: a budget that is no number, or another way to share it out than there is.
     """
     kinds: dict[str, Any] = {"budget_tokens": int | None, "budget_ratio": float | None}
     keys = {key: convert(cfg.evict.get(key), kind, f"evict.{key}") for key, kind in kinds.items()}
-    return {**keys, "adaptive": cfg.evict.get("adaptive", False)}
+    adaptive = cfg.evict.get("adaptive", False)
+    if adaptive is not False and adaptive not in ("heads", "layers"):
+        shown = {None: "null", True: "true"}.get(adaptive, adaptive)
+        raise ConfigError(f"evict.adaptive={shown}; allowed: false, heads, layers")
+    return {**keys, "adaptive": adaptive}
 
 
 def typed(kind: type, values: Mapping[str, Any], group: str, ignore: Iterable[str] = ()) -> Any:

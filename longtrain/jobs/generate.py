@@ -95,19 +95,25 @@ def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Pa
     from longtrain import methods
     from longtrain.decoding.roles import Parts
 
-    keys, found = budget_keys(cfg), []
+    keys, found, taken = budget_keys(cfg), [], set[str]()
     for artifact in artifacts:
         known = methods.get(artifact.method).inference_keys
         found.append(artifact.attach(target, **{key: keys[key] for key in known if key in keys}))
+        taken.update(known)
     evictor = evictor_from(cfg)
     if evictor is not None:
         found.append(Parts(evictor=evictor, name=f"evict={evictor.name}"))
     parts = Parts().merge(*found)
-    budget = keys["budget_tokens"] or keys["budget_ratio"]
+    budget = keys["budget_ratio"] if keys["budget_tokens"] is None else keys["budget_tokens"]
     if parts.evictor is None and budget is not None:
         raise ConfigError(
             f"an eviction budget of {budget} and nothing that evicts; pass evict=snapkv, say, or an eviction "
             "artifact"
+        )
+    if keys["adaptive"] is not False and "adaptive" not in taken:
+        raise ConfigError(
+            f"evict.adaptive={keys['adaptive']} and nothing that takes it; allowed: with a LookaheadKV "
+            "artifact; for a policy pass evict=adakv evict.over=snapkv, say"
         )
     return parts
 

@@ -170,6 +170,23 @@ def test_what_may_be_a_stop_string_waits(capsys):
         (("prompt=a", "artifact=[x,3]"), ConfigError, "a list of names such as"),
         (("prompt=a", "evict.budget_tokens=8"), ConfigError, "budget of 8 and nothing that evicts"),
         (("prompt=a", "evict=snapkv", "evict.budget_tokens=0"), ConfigError, "budget_tokens=0; allowed: 1"),
+        (("prompt=a", "evict.budget_tokens=0"), ConfigError, "budget of 0 and nothing that evicts"),
+        (("prompt=a", "evict.adaptive=heads"), ConfigError, "adaptive=heads and nothing that takes it"),
+        (("prompt=a", "evict.adaptive=0"), ConfigError, "adaptive=0; allowed: false, heads, layers"),
+        (("prompt=a", "evict.adaptive=true"), ConfigError, "adaptive=true; allowed: false, heads, layers"),
+        (
+            ("prompt=a", "evict=snapkv", "+evict.adaptive=heads"),
+            ConfigError,
+            "'snapkv' has no option 'adaptive'",
+        ),
+        (("prompt=a", "evict=snapkv", "+evict.adaptive=0"), ConfigError, "adaptive=0; allowed: false"),
+        (("prompt=a", "evict=snapkv", "+evict.budget=5"), ConfigError, "'snapkv' has no option 'budget'"),
+        (("prompt=a", "evict=speckv", "evict.draft=5"), ConfigError, "^evict.draft=5; allowed: text or"),
+        (
+            ("prompt=a", "evict=adakv", "+evict.options.window=abc"),
+            ConfigError,
+            "^evict.options.window=abc; allowed: a whole number$",
+        ),
         (
             ("prompt=a", "evict=snapkv", "evict.budget_tokens=few"),
             ConfigError,

@@ -49,6 +49,8 @@ class LookaheadEvictor:
     """
 
     name = "lookaheadkv"
+    wrappable = True
+    least_budget = 1
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
             "evict.budget_ratio=0.1 (in Python: attach(target, budget_tokens=128))"
         )
     adaptive = given.get("adaptive", False)
-    if adaptive not in ADAPTIVE:
+    if adaptive not in ADAPTIVE or (adaptive == 0 and adaptive is not False):
         raise ConfigError(
             f"evict.adaptive={adaptive}; allowed: {', '.join(str(way).lower() for way in ADAPTIVE)}"
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from longtrain.errors import ConfigError
+from longtrain.methods.policies.options import checked
 
 if TYPE_CHECKING:
     from longtrain.decoding.evict import Budget
@@ -50,7 +52,22 @@ def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
         options: fields of the policy's dataclass.
 
     Raises:
-        ConfigError: no such policy or option, or a needed option is missing.
+        ConfigError: no such policy or option, a value of another kind, or a needed option is missing.
+    """
+    return make(name, budget, options)
+
+
+def make(name: str, budget: Budget, options: Mapping[str, Any], *, group: str = "evict") -> BasePolicy:
+    """As `get`, from options that were typed, whatever their names.
+
+    Args:
+        name: a key of `POLICIES`.
+        budget: rows to keep.
+        options: fields of the policy's dataclass; not the budget.
+        group: what options are called in messages: `evict.window`.
+
+    Raises:
+        ConfigError: as in `get`.
     """
     kind = policy_class(name)
     known = {field.name: field for field in fields(kind) if field.init and field.name != "budget"}
@@ -61,5 +78,7 @@ def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
         )
     for key, field in known.items():
         if field.default is MISSING and field.default_factory is MISSING and key not in options:
-            raise ConfigError(f"policy '{name}' needs evict.{key}; set it")
-    return kind(budget, **options)
+            raise ConfigError(f"policy '{name}' needs {group}.{key}; set it")
+    hints = get_type_hints(kind)
+    values = {key: checked(value, hints[key], f"{group}.{key}") for key, value in options.items()}
+    return kind(budget, **values)

@@ -15,7 +15,7 @@ from torch import Tensor
 from longtrain.decoding.evict import Budget, Evictor, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top_adaptive
 from longtrain.errors import ConfigError
-from longtrain.methods.policies import get
+from longtrain.methods.policies import POLICIES, make, policy_class
 from longtrain.methods.policies.base import BasePolicy, Scorer
 from longtrain.target.attention import Watch
 
@@ -32,7 +32,7 @@ class AdaKV(BasePolicy):
     and a head keeps round(c (1 - floor) + int(b floor)) of its own best rows and the protected ones.
 
     Args:
-        over: whose scores: a policy's name, or an evictor with `scores` and `with_budget` (LookaheadKV).
+        over: whose scores: the name of a policy that is `wrappable`, or such an evictor (LookaheadKV's).
         options: options of the policy named by `over`.
         floor: share of the budget that every head keeps.
         normalise: weigh each head's scores by the share of its mass that its best b rows hold, before heads
@@ -40,7 +40,8 @@ class AdaKV(BasePolicy):
         across: what shares one budget: the heads of a layer ("heads", the paper) or of all ("layers").
 
     Raises:
-        ConfigError: the policy has no scores, or an option is wrong.
+        ConfigError: what is to be wrapped has no scores that heads can be compared by, or brings budgets of
+            its own (pyramidkv, kvzip, streaming_llm, adakv); or an option is wrong.
 
     Source: Ada-KV (arXiv 2407.11550), Algorithm 1; `normalise` is that of the authors' code.
     Note: rounding is that of the authors' code, so the total of those who share a budget may be missed: up to
@@ -61,14 +62,11 @@ class AdaKV(BasePolicy):
         if self.across not in ("heads", "layers"):
             raise ConfigError(f"evict.across={self.across}; allowed: heads, layers")
         if isinstance(self.over, str):
-            if self.over == self.name:
-                raise ConfigError("evict.over=adakv; allowed: a policy with scores, such as snapkv")
-            self.over = get(self.over, budget=self.budget, **dict(self.options))
-        if not isinstance(self.over, Scorer) or isinstance(self.over, AdaKV):
-            raise ConfigError(
-                f"evict.over={getattr(self.over, 'name', self.over)} has no scores; allowed: snapkv, h2o, "
-                "tova, laq, speckv, random, oracle, or an evictor with scores"
-            )
+            if not policy_class(self.over).wrappable:
+                raise ConfigError(_refusal(self.over))
+            self.over = make(self.over, self.budget, self.options, group="evict.options")
+        if not isinstance(self.over, Scorer) or not getattr(self.over, "wrappable", False):
+            raise ConfigError(_refusal(getattr(self.over, "name", self.over)))
 
     @property
     def wrapped(self) -> ScoringEvictor:
@@ -80,6 +78,11 @@ class AdaKV(BasePolicy):
     def scores_depend_on_budget(self) -> bool:
         """Whether the wrapped policy's do."""
         return bool(getattr(self.wrapped, "scores_depend_on_budget", False))
+
+    @property
+    def least_budget(self) -> int:
+        """See `BasePolicy`: the wrapped policy's."""
+        return int(getattr(self.wrapped, "least_budget", 1))
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: the wrapped policy's."""
@@ -100,9 +103,7 @@ class AdaKV(BasePolicy):
             ConfigError: the wrapped policy has no scores.
         """
         if scores is None:
-            raise ConfigError(
-                f"evict.over={self.wrapped.name} has no scores; allowed: snapkv, h2o, tova, ..."
-            )
+            raise ConfigError(_refusal(self.wrapped.name))
         protected = int(getattr(self.wrapped, "protected", getattr(self.wrapped, "window", 0)))
         pooled = max_pool(scores, run.lengths, kernel=int(getattr(self.wrapped, "kernel", 1)))
         if self.normalise:
@@ -120,6 +121,14 @@ class AdaKV(BasePolicy):
     def with_budget(self, budget: Budget) -> Self:
         """See `Scorer`; the wrapped policy gets it too."""
         return replace(self, budget=budget, over=self.wrapped.with_budget(budget))
+
+
+def _refusal(what: object) -> str:
+    allowed = ", ".join(name for name in POLICIES if policy_class(name).wrappable)
+    return (
+        f"evict.over={what}: it has no scores by which heads can be compared, or budgets of its own; "
+        f"allowed: {allowed}, or the evictor of a trained method that is `wrappable`"
+    )
 
 
 def _mass(s_LBGS: Tensor, lengths: Sequence[int], budget: Budget, protected: int) -> Tensor:

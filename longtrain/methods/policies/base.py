@@ -43,6 +43,13 @@ class BasePolicy:
 
     budget: Budget
     name: ClassVar[str] = ""
+    wrappable: ClassVar[bool] = False
+    """Whether `AdaKV` may take its scores: heads can be compared by them, and budgets are not its own."""
+
+    @property
+    def least_budget(self) -> int:
+        """Rows below which a budget is refused: those that stay in any case."""
+        return 1
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: none."""
@@ -86,6 +93,11 @@ class Policy(BasePolicy):
     window: int = 32
     kernel: int = 7
     least_window: ClassVar[int] = 0
+
+    @property
+    def least_budget(self) -> int:
+        """See `BasePolicy`: the window."""
+        return max(1, self.window)
 
     def __post_init__(self) -> None:
         if self.window < self.least_window:

@@ -38,6 +38,7 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
+    wrappable: ClassVar[bool] = True
     kernel: int = 1
     chunk: int = 1024
 

@@ -58,6 +58,11 @@ class KVzip(BasePolicy):
         if self.across not in ("heads", "layers"):
             raise ConfigError(f"evict.across={self.across}; allowed: heads, layers")
 
+    @property
+    def least_budget(self) -> int:
+        """See `BasePolicy`: the sinks."""
+        return max(1, self.sinks)
+
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: a request and the chunk that answers it."""
         return min(self.chunk, longest) + LONGEST_REQUEST

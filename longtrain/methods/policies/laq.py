@@ -47,6 +47,11 @@ class LAQ(SnapKV):
             raise ConfigError(f"evict.n_tokens={self.n_tokens}; allowed: 1 or more (32 in the paper)")
 
     @property
+    def least_budget(self) -> int:
+        """See `BasePolicy`: the window, which the copy's cut keeps, although the last one need not."""
+        return max(1, self.window)
+
+    @property
     def protected(self) -> int:
         """Rows at the end of each prompt that stay whatever their score."""
         return self.window if self.plus else 0

@@ -36,6 +36,7 @@ class Oracle(Policy):
     """
 
     name: ClassVar[str] = "oracle"
+    wrappable: ClassVar[bool] = True
     window: int = 0
     n_tokens: int = 512
     temperature: float = 0.0

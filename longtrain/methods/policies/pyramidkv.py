@@ -28,6 +28,7 @@ class PyramidKV(SnapKV):
     """
 
     name: ClassVar[str] = "pyramidkv"
+    wrappable: ClassVar[bool] = False
     beta: int = 20
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ class Random(Policy):
     """
 
     name: ClassVar[str] = "random"
+    wrappable: ClassVar[bool] = True
     kernel: int = 1
     seed: int = 0
 

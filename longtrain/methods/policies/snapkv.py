@@ -25,6 +25,7 @@ class SnapKV(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
+    wrappable: ClassVar[bool] = True
     least_window: ClassVar[int] = 1
 
     def watch(self, lengths: Sequence[int]) -> LastQueries:

@@ -43,6 +43,7 @@ class SpecKV(Policy):
     """
 
     name: ClassVar[str] = "speckv"
+    wrappable: ClassVar[bool] = True
     draft: str | Target | None = None
     n_tokens: int = 32
     reduction: Literal["max", "mean"] = "max"

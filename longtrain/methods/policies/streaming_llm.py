@@ -38,6 +38,11 @@ class StreamingLLM(BasePolicy):
         if self.sinks < 0:
             raise ConfigError(f"evict.sinks={self.sinks}; allowed: 0 or more")
 
+    @property
+    def least_budget(self) -> int:
+        """See `BasePolicy`: the sinks."""
+        return max(1, self.sinks)
+
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
         """See `BasePolicy`: the later a row, the better."""
         info, S = run.target.info, max(run.lengths)

@@ -30,6 +30,7 @@ class TOVA(Policy):
     """
 
     name: ClassVar[str] = "tova"
+    wrappable: ClassVar[bool] = True
     window: int = 1
     kernel: int = 1
 

@@ -74,6 +74,8 @@ def test_attach_says_how_to_pass_a_budget(made, target):
         made.attach(target, budget_tokens=0)
     with pytest.raises(ConfigError, match="adaptive=rows; allowed: false, heads, layers"):
         made.attach(target, budget_tokens=4, adaptive="rows")
+    with pytest.raises(ConfigError, match="adaptive=0; allowed: false, heads, layers"):
+        made.attach(target, budget_tokens=4, adaptive=0)
 
 
 def test_another_target_is_refused(made, three_layers):

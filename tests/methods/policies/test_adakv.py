@@ -109,6 +109,7 @@ class Learned:
     budget: Budget
     kernel: int = 3
     name = "learned"
+    wrappable = True
 
     def extra_rows(self, longest):
         return 5
@@ -126,6 +127,10 @@ class Learned:
 
     def with_budget(self, budget):
         return replace(self, budget=budget)
+
+
+class Unwrappable(Learned):
+    wrappable = False
 
 
 def test_over_an_evictor_object():
@@ -148,7 +153,11 @@ def test_over_an_evictor_object():
         ({"over": "adakv"}, "over"),
         ({"over": "snap"}, "snap"),
         ({"over": object()}, "no scores"),
+        ({"over": Unwrappable(Budget(1))}, "evict.over=learned: .*; allowed: snapkv, h2o"),
         ({"options": {"windows": 3}}, "windows"),
+        ({"options": {"budget": 3}}, "policy 'snapkv' has no option 'budget'"),
+        ({"options": {"window": "abc"}}, "evict.options.window=abc; allowed: a whole number"),
+        ({"options": 3}, "evict.options=3; allowed: a mapping"),
     ],
 )
 def test_bad_options_are_refused(options, word):
@@ -156,11 +165,23 @@ def test_bad_options_are_refused(options, word):
         policies.get("adakv", budget=Budget(64), **options)
 
 
-def test_a_policy_without_scores_is_refused():
-    target = micro()
-    with pytest.raises(ConfigError, match="no scores"):
-        policy = policies.get("adakv", budget=Budget(20), over="streaming_llm")
-        policy.select(prefilled(target, prompts_of(40), policy))
+ALLOWED = "snapkv, h2o, tova, laq, speckv, random, oracle"
+
+
+@pytest.mark.parametrize("name", policies.POLICIES)
+def test_what_may_be_wrapped(name, root):
+    words = (root / "conf" / "evict" / "adakv.yaml").read_text(encoding="utf-8")
+    assert f"whose scores: {ALLOWED};" in words
+    options = {"draft": "some/draft"} if name == "speckv" else {}
+    if name in ALLOWED.split(", "):
+        policy = policies.get("adakv", budget=Budget(64), over=name, options=options)
+        assert (
+            policy.least_budget == policy.wrapped.least_budget >= max(1, getattr(policy.wrapped, "window", 0))
+        )
+        return
+    with pytest.raises(ConfigError, match=f"evict.over={name}: ") as error:
+        policies.get("adakv", budget=Budget(64), over=name)
+    assert {*ALLOWED.split(", ")} < {*str(error.value).replace(";", ",").replace("allowed: ", "").split(", ")}
 
 
 def test_a_budget_below_the_window_is_refused():
