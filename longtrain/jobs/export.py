@@ -148,12 +148,20 @@ def _sources(home: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
     """Where the training text is from and under which licences, as its manifest says; none if it is gone."""
     for manifest in map(read_manifest, sorted((home / "data").glob(f"{data.get('name')}-*"))):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
-            return [entry for item in manifest["sources"] for entry in _entries(item)]
+            items = manifest["sources"]
+            texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]
+            return [entry for item in items for entry in _entries(item, texts)]
     return []
 
 
-def _entries(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """A source of prepared data as lines of the model card."""
+def _is_text(source: dict[str, Any]) -> bool:
+    """Whether synthetic sources write into its text: running text that is trained on."""
+    rows_of_text = source["reader"] == "jsonl" and source.get("adapter") in (None, "", "text")
+    return (source["reader"] == "text" or rows_of_text) and source.get("split") != "val"
+
+
+def _entries(item: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
+    """A source of prepared data as lines of the model card; `texts` are what synthetic ones are written into."""
     source, inputs = item["source"], item["inputs"]
     kind = source.get("kind")
     if "parts" in inputs:
@@ -163,6 +171,8 @@ def _entries(item: dict[str, Any]) -> list[dict[str, Any]]:
         ]
     files = inputs.get("files") or ()
     name = str(source["where"]) if files else f"{source['reader']} {source['where']}"
+    if "synthetic" in inputs and texts:
+        name += f", written into {', '.join(texts)}"
     licence = "public domain, see bundled/text/README.md" if name.startswith("bundled:") else None
     return [
         {"name": name, "kind": kind, "revision": f"{len(files)} files" if files else None, "license": licence}

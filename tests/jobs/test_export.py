@@ -120,3 +120,19 @@ def test_push_without_login_is_one_clear_error(composed, trained, tmp_path, monk
     with pytest.raises(ConfigError, match="cannot push to org/one"):
         export.run(composed("export", "push=org/one"))
     assert (tmp_path / "checkpoints" / "one" / "longtrain.json").is_file()
+
+
+def test_a_synthetic_source_names_the_text_it_is_written_into():
+    def item(reader, where, inputs, **more):
+        return {"source": {"reader": reader, "where": where, **more}, "inputs": inputs}
+
+    files = {"files": [{}]}
+    items = [
+        item("text", "bundled:train", files, split="train"),
+        item("text", "bundled:heldout", files, split="val"),
+        item("jsonl", "asked", files, adapter="instruct"),
+    ]
+    texts = [one["source"]["where"] for one in items if export._is_text(one["source"])]
+    (entry,) = export._entries(item("synthetic", "questions", {"synthetic": "questions"}), texts)
+    assert entry["name"] == "synthetic questions, written into bundled:train"
+    assert export._entries(items[2], texts)[0]["name"] == "asked"
