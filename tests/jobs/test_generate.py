@@ -7,6 +7,8 @@ from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.jobs import generate
 from longtrain.methods.longspec.config import Config
+from longtrain.methods.lookaheadkv import config as lookaheadkv
+from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.target.loading import load_target
 
 NEW = ("decode.max_new_tokens=20",)
@@ -67,6 +69,22 @@ def test_the_bundled_target_with_half_of_its_prompt(composed, capsys):
     text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     kept, total = (int(statistics.split("kept ")[1].split()[at]) for at in (0, 2))
     assert text and kept == total // 2 and f"after {total} " in statistics
+
+
+def test_an_eviction_artifact_takes_adaptive_budgets(composed, target_folder, tmp_path, capsys):
+    target, config = (
+        load_target(target_folder),
+        lookaheadkv.Config(n_lookahead=4, lora_rank=2, lora_alpha=4.0),
+    )
+    module = LookaheadKV(config, target.info)
+    Artifact.from_module("lookaheadkv", config, module=module, target=target).save(
+        tmp_path / "checkpoints" / "evict"
+    )
+    prompt = "it was a dark and stormy night; the rain fell in torrents" * 2
+    asked = [*NEW, f"prompt='{prompt}'", "artifact=evict", "evict.budget_tokens=24"]
+    for adaptive in ("false", "heads", "layers"):
+        generate.run(composed("generate", *asked, f"evict.adaptive={adaptive}"))
+        assert f"kept 24 of {len(prompt)} rows" in capsys.readouterr().out
 
 
 def test_a_draft_on_an_evicted_cache_changes_nothing(composed, artifact, capsys):

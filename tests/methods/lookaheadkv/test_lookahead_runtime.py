@@ -12,6 +12,7 @@ from longtrain import methods
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.errors import ConflictError
+from longtrain.methods import policies
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.runtime import LookaheadRows
 from longtrain.methods.policies.base import Scorer
@@ -123,6 +124,15 @@ def test_adaptive_budgets_keep_the_total_and_give_heads_what_they_want(three_lay
     scores = one.scores(run)
     scores[:, :, 0] *= 100  # a head's scale says nothing: scores are shares of its mass
     assert torch.equal(one.select(run, scores).n_LBG, n)
+
+
+def test_ada_kv_wraps_the_evictor(three_layers, make_module):
+    target = three_layers()
+    one = evictor(target, make_module(target))
+    wrapper = policies.get("adakv", budget=Budget(12), over=one, floor=1.0)
+    run = prefilled(target, prompts(target), wrapper)
+    assert torch.equal(wrapper.scores(run), one.scores(run)) and wrapper.least_budget == 1
+    assert torch.equal(wrapper.select(run).idx_LBGK, one.with_budget(Budget(12)).select(run).idx_LBGK)
 
 
 def test_a_window_without_its_queries_is_told(three_layers, make_module):
