@@ -161,7 +161,7 @@ def _is_text(source: dict[str, Any]) -> bool:
 
 
 def _entries(item: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
-    """A source of prepared data as lines of the model card; `texts` are what synthetic ones are written into."""
+    """A source of prepared data as lines of the model card; synthetic ones are written into `texts`."""
     source, inputs = item["source"], item["inputs"]
     kind = source.get("kind")
     if "parts" in inputs:
