@@ -122,14 +122,7 @@ class Golden:
         error = _compare("the draft in fp32 on stored inputs", wide, self.logq_CDV, strict)
         allowed = max(LOOSE.get(dtype, LOOSE["bfloat16"]) for dtype in dtypes)
         native, inputs = _decode(_draft(attach, target), target, self.script)
-        for name, stored in self.inputs.items():
-            if name not in inputs:
-                raise ArtifactError(
-                    f"the draft no longer reads the target's {name}, which it was exported with"
-                )
-            rows = stored.flatten(1).float()
-            distance = float((inputs[name].flatten(1).float() - rows).norm() / rows.norm().clamp_min(1e-6))
-            judge(f"the target's {name}", distance, allowed)
+        judge_inputs("draft", self.inputs, inputs, allowed)
         _compare(f"draft and target in {dtype_name(target.dtype)}", native, self.logq_CDV, allowed)
         return error
 
@@ -264,6 +257,16 @@ def _compare(what: str, got_CDV: Tensor, want_CDV: Tensor, allowed: float) -> fl
     error = float(torch.nan_to_num(error_CD, nan=torch.inf).max())
     judge(what, error, allowed)
     return error
+
+
+def judge_inputs(who: str, stored: dict[str, Tensor], found: dict[str, Tensor], allowed: float) -> None:
+    """Refuse a target that gives a draft or evictor other keys, values or hidden states than were stored."""
+    for name, tensor in stored.items():
+        if name not in found:
+            raise ArtifactError(f"the {who} no longer reads the target's {name}, which it was exported with")
+        rows = tensor.flatten(1).float()
+        distance = float((found[name].flatten(1).float() - rows).norm() / rows.norm().clamp_min(1e-6))
+        judge(f"the target's {name}", distance, allowed)
 
 
 def judge(what: str, error: float, allowed: float) -> None:

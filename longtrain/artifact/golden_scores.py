@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longtrain.artifact.golden import LOOSE, PERIOD, ROUNDED, STRICT, dtype_name, judge
+from longtrain.artifact.golden import LOOSE, PERIOD, ROUNDED, STRICT, dtype_name, judge, judge_inputs
 from longtrain.artifact.replay import WideTarget, exact_products
 from longtrain.cache.dense import DenseCache
 from longtrain.decoding.evict import PromptRun
@@ -100,14 +100,7 @@ class ScoreGolden:
         error = _compare("the evictor in fp32 on stored inputs", near_FGT, self.near_FGT, strict)
         allowed = max(LOOSE.get(dtype, LOOSE["bfloat16"]) for dtype in dtypes)
         scores_LGT, inputs = _native(_scorer(attach, target), target, self.ids_T)
-        for name, stored in self.inputs.items():
-            if name not in inputs:
-                raise ArtifactError(
-                    f"the evictor no longer reads the target's {name}, which it was exported with"
-                )
-            rows = stored.flatten(1).float()
-            distance = float((inputs[name].flatten(1).float() - rows).norm() / rows.norm().clamp_min(1e-6))
-            judge(f"the target's {name}", distance, allowed)
+        judge_inputs("evictor", self.inputs, inputs, allowed)
         _compare(f"evictor and target in {dtype_name(target.dtype)}", scores_LGT, self.scores_LGT, allowed)
         return error
 

@@ -6,7 +6,7 @@ H query heads, G KV heads, D head dim, R LoRA rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,31 +131,6 @@ class SuffixRun:
         gate_NI, up_NI = _linears(layer, GROUPS["gate_up"], normed_NE, lora.get("gate_up"))
         hidden_NI = layer.mlp.act_fn(gate_NI) * up_NI
         (self._x_NE,) = _linears(layer, GROUPS["down"], hidden_NI, lora.get("down"), add_to=x_NE)
-
-
-def suffix_pass(
-    target: Target,
-    embeds_NE: Tensor,
-    pos_N: Tensor,
-    prefix: Callable[[int], tuple[Tensor, Tensor]],
-    spans: Sequence[Span],
-    adapters: Sequence[LayerLora],
-    each: Callable[[int, Tensor], None],
-) -> None:
-    """A `SuffixRun` through all layers of prompts that are in a cache already.
-
-    Args:
-        target: the frozen model.
-        embeds_NE: see `SuffixRun`, as `pos_N`, `spans` and `adapters`.
-        pos_N: rotary positions.
-        prefix: layer -> K (after RoPE and k_norm) and V of the prompts, each [B, T, G, D].
-        spans: who sees what.
-        adapters: LoRA of each layer.
-        each: called with (layer, s_BHT).
-    """
-    run = SuffixRun(target, embeds_NE, pos_N, spans, adapters)
-    for layer in range(target.info.n_layers):
-        each(layer, run.step(*prefix(layer)))
 
 
 def _linears(

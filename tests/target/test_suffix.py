@@ -9,7 +9,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.kernels.importance import Span
 from longtrain.target.loading import random_target
 from longtrain.target.step import Rows, Want
-from longtrain.target.suffix import GROUPS, LAST, Lora, suffix_pass
+from longtrain.target.suffix import GROUPS, LAST, Lora, SuffixRun
 
 FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
 LENGTHS = [23, 9, 17]
@@ -56,7 +56,8 @@ def run(target, cache, embeds, adapters, lengths=LENGTHS):
         Span((first, first + M), b, (0, n)) for b, (first, n) in enumerate(zip(rows, lengths, strict=True))
     ]
     pos = torch.cat([torch.arange(n, n + M) for n in lengths])
-    suffix_pass(target, embeds, pos, cache.prefix, spans, adapters, lambda layer, s: scores.append(s))
+    run = SuffixRun(target, embeds, pos, spans, adapters)
+    scores += [run.step(*cache.prefix(layer)) for layer in range(target.info.n_layers)]
     return scores
 
 

@@ -68,7 +68,7 @@ class LookaheadKV(nn.Module):
         self.register_load_state_dict_post_hook(_loaded)
 
     def adapters(self, dtype: torch.dtype) -> list[LayerLora]:
-        """The LoRA of each layer for `suffix_pass`, cast; gradients flow back into the parameters.
+        """The LoRA of each layer for `SuffixRun`, cast; gradients flow back into the parameters.
 
         All of them are cast in one piece, in which the A of linears that share an input are neighbours.
         """

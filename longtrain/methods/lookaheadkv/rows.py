@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def lookahead_rows(
     module: LookaheadKV, keys: Sequence[tuple[int, int]], seqs: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[Span]]:
-    """Inputs, positions and spans for `suffix_pass`.
+    """Inputs, positions and spans for `SuffixRun`.
 
     Args:
         module: the lookahead tokens.
