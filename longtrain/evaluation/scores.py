@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from longtrain.decoding.stats import Cycle
+from longtrain.decoding.stats import Cycle, Stats
 from longtrain.evaluation.acceptance import Cell, Protocol, Runs, Variant
 from longtrain.evaluation.statistics import RESAMPLES, paired_difference, pooled_ratio, wilson
 
@@ -92,6 +92,52 @@ def scores(
     }
 
 
+def acceptance_of(
+    rows: Sequence[Sequence[Cycle]],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    positions: Sequence[int] | None = None,
+) -> Json:
+    """How drafts were accepted, pooled over texts; texts are what the bootstrap resamples.
+
+    `tau` is tokens a cycle, the target's own included (LongSpec's acceptance length); `acceptance_rate` is
+    accepted drafts over drafted levels (QuantSpec's); `node_rate` is accepted drafts over drafted nodes.
+
+    Args:
+        rows: the cycles of each text.
+        seed: of the bootstrap.
+        resamples: bootstrap replicates.
+        positions: ascending bounds in generated tokens for `by_position`; None: equal parts of the longest
+            text (`position_edges`).
+
+    Source: LongSpec Section 4; QuantSpec Section 5, "acceptance rate".
+    """
+    draw = Draw(seed, resamples)
+    edges = position_edges(_longest(rows)) if positions is None else list(positions)
+    stats = Stats(rows=[list(row) for row in rows])
+    return {
+        "tau": _pooled(tau_of(rows), draw),
+        "acceptance_rate": _pooled(_sums(rows, lambda c: (c.accepted, c.drafted)), draw),
+        "node_rate": _pooled(_sums(rows, lambda c: (c.accepted, c.nodes)), draw),
+        "by_depth": [
+            {"depth": depth, "accepted": hits, "tried": tried, "rate": wilson(hits, tried).to_json()}
+            for depth, (hits, tried) in enumerate(stats.by_depth(), 1)
+        ],
+        "by_position": [
+            {"from": low, "below": high, "tau": _pooled(tau_of(_within(rows, low, high)), draw)}
+            for low, high in pairwise(edges)
+            if low < high
+        ],
+        "cycles": sum(not cycle.ended for row in rows for cycle in row),
+    }
+
+
+def position_edges(tokens: int, parts: int = POSITIONS) -> list[int]:
+    """Bounds that cut the tokens which cycles generate (all but the first) into equal parts."""
+    return [1 + round(i * (tokens - 1) / parts) for i in range(parts + 1)]
+
+
 def differences(variants: Sequence[Variant], runs: Runs, draw: Draw) -> list[Json]:
     """Acceptance length of the first variant minus that of each other, over the same prompts, by length."""
     first, *others = variants
@@ -117,33 +163,19 @@ def _cell(cell: Cell, protocol: Protocol, kinds: list[str], draw: Draw) -> Json:
     shares = [r / max(1, n) for r, n in zip(stats.repeated_tokens, stats.output_tokens, strict=True)]
     fresh = [row for row, share in zip(stats.rows, shares, strict=True) if share <= LOOPING]
     empty = sum(all(cycle.ended for cycle in row) for row in stats.rows)
-    edges = [1 + round(i * (protocol.max_new_tokens - 1) / POSITIONS) for i in range(POSITIONS + 1)]
+    edges = position_edges(protocol.max_new_tokens)
+    figures = acceptance_of(stats.rows, **asdict(draw), positions=edges)
     return {
         "length": cell.length,
         "prompts": len(stats.rows) - empty,
         "dropped": {"text ended within the first cycle": empty} if empty else {},
-        "tau": _pooled(tau_of(stats.rows), draw),
-        "acceptance_rate": _pooled(_sums(stats.rows, lambda c: (c.accepted, c.drafted)), draw),
-        "node_rate": _pooled(_sums(stats.rows, lambda c: (c.accepted, c.nodes)), draw),
-        "by_depth": [
-            {"depth": depth, "accepted": hits, "tried": tried, "rate": wilson(hits, tried).to_json()}
-            for depth, (hits, tried) in enumerate(stats.by_depth(), 1)
-        ],
-        "by_position": [
-            {
-                "from": low,
-                "below": high,
-                "tau": _pooled(tau_of(_within(stats.rows, low, high)), draw),
-            }
-            for low, high in pairwise(edges)
-        ],
+        **figures,
         "by_kind": {
             kind: _pooled(tau_of(_of_kind(stats.rows, kinds, kind)), draw) for kind in sorted(set(kinds))
         },
         "repeated_share": _plain(stats.repeated_share),
         "repetitive_prompts": len(stats.rows) - len(fresh),
         "tau_not_repetitive": _pooled(tau_of(fresh), draw),
-        "cycles": sum(not cycle.ended for row in stats.rows for cycle in row),
         "target_forwards": stats.target_forwards,
         "cache_bytes": stats.cache_bytes,
         "draft_bytes": stats.draft_bytes,
@@ -163,6 +195,11 @@ def _pooled(figure: Figure, draw: Draw) -> Json:
 
 def _of_kind(rows: Sequence[list[Cycle]], kinds: list[str], kind: str) -> list[list[Cycle]]:
     return [row for row, its in zip(rows, kinds, strict=True) if its == kind]
+
+
+def _longest(rows: Iterable[Sequence[Cycle]]) -> int:
+    """Tokens of the longest text; 1 where nothing was drafted."""
+    return max((row[-1].position + row[-1].emitted for row in rows if row), default=1)
 
 
 def _within(rows: Iterable[Sequence[Cycle]], low: int, high: int) -> list[list[Cycle]]:
