@@ -1,0 +1,21 @@
+"""The suites that `longtrain eval` runs through its harness, one module each.
+
+A module has `build(settings, target, *, seed) -> Suite`: `settings` is the plain mapping of the configuration's
+`suite` group, `target` the loaded target and `seed` the run's.
+"""
+
+from __future__ import annotations
+
+SUITES: dict[str, str] = {
+    "longbench": "longtrain.evaluation.suites.longbench",
+    "ruler": "longtrain.evaluation.suites.ruler",
+    "longproc": "longtrain.evaluation.suites.longproc",
+    "aime24": "longtrain.evaluation.suites.aime24",
+    "needle": "longtrain.evaluation.suites.needle",
+    "mtbench": "longtrain.evaluation.suites.mtbench",
+    "longbench_write": "longtrain.evaluation.suites.longbench_write",
+    "speculation": "longtrain.evaluation.suites.speculation",
+    "documents": "longtrain.evaluation.suites.documents",
+    "perplexity": "longtrain.evaluation.suites.perplexity",
+}
+"""`suite.name` -> module."""
