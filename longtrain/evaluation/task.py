@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
+from longtrain.evaluation.prompts import Encoded, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from longtrain.decoding.roles import Parts
+    from longtrain.target.model import Target
+
+Facet = int | float | str
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a benchmark with its examples.
+    """A task of a benchmark with its examples. A benchmark of another kind overrides methods.
 
     Args:
         name: as the benchmark writes it.
@@ -38,10 +45,14 @@ class Task:
         max_new_tokens: most tokens of an answer.
         metric: name of the metric, for the protocol.
         judge: (what was generated, special tokens left out; example) -> score from 0 to 1. It does the
-            benchmark's own post-processing.
+            benchmark's own post-processing. None: `score` gives None, and a judge model marks it later.
         chat: whether the prompt becomes a user's message of the chat template.
         stops: texts whose last token ends an answer, beside the target's own end tokens.
         min_new_tokens: tokens that no end token may stand among.
+        n_turns: answers asked of an example, one after the other.
+        ignore_eos: let no token end an answer, so that each has `max_new_tokens`.
+        max_prompt_tokens: most tokens of the prompt's text; None: what the target's window leaves.
+        protocol: further JSON values that prompts, decoding or scores follow from, to be hashed.
     """
 
     name: str
@@ -49,10 +60,14 @@ class Task:
     template: str
     max_new_tokens: int
     metric: str
-    judge: Callable[[str, Example], float]
+    judge: Callable[[str, Example], float] | None
     chat: bool = True
     stops: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    n_turns: int = 1
+    ignore_eos: bool = False
+    max_prompt_tokens: int | None = None
+    protocol: Mapping[str, Any] = field(default_factory=dict)
 
     def examples(self) -> Iterator[Example]:
         """The examples, in the published order."""
@@ -62,9 +77,43 @@ class Task:
         """The text of an example, before truncation and chat template."""
         return self.template.format(**example.fields)
 
-    def score(self, text: str, example: Example) -> float:
-        """The score of a generated text, 0 to 1."""
-        return self.judge(text, example)
+    def size(self, example: Example) -> int:
+        """How long its prompt is, in whatever unit: examples of like size are decoded together."""
+        return len(self.prompt(example))
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The tokens that the target is given.
+
+        Args:
+            example: of this task.
+            tokenizer: the target's.
+            max_tokens: most tokens of the prompt's text.
+            answers: what was answered in the turns before this one.
+        """
+        return encode(tokenizer, self.prompt(example), chat=self.chat, max_tokens=max_tokens)
+
+    def temperature(self, example: Example) -> float | None:
+        """Temperature of an example's answers; None: the run's own (`decode.temperature`)."""
+        return None
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """What figures are split by: `{"length": 4096, "depth": 50, "category": "math"}`."""
+        return {}
+
+    def references(self, example: Example) -> list[str]:
+        """Expected answers, to be read beside the output."""
+        return []
+
+    def score(self, text: str, example: Example) -> float | None:
+        """The score of a generated text, 0 to 1; None where a judge model gives it."""
+        return None if self.judge is None else self.judge(text, example)
 
     def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """Tokens that end an answer, beside the target's own end tokens.
@@ -84,7 +133,10 @@ class Task:
         return tuple(ids)
 
     def settings(self) -> dict[str, Any]:
-        """JSON values that the prompts and scores follow from, to be hashed into a result."""
+        """JSON values that the prompts, the decoding and the scores follow from, to be hashed into a result.
+
+        `max_prompt_tokens` is not among them: the protocol has it as resolved for the target.
+        """
         return {
             "task": self.name,
             "template": self.template,
@@ -93,12 +145,55 @@ class Task:
             "metric": self.metric,
             "chat": self.chat,
             "stops": list(self.stops),
+            "n_turns": self.n_turns,
+            "ignore_eos": self.ignore_eos,
+            "temperatures": self._temperatures(),
+            "protocol": dict(self.protocol),
             "rows": len(self.rows),
-            "rows_sha256": self._rows_sha256(),
+            "rows_sha256": rows_sha256(self.rows),
         }
 
-    def _rows_sha256(self) -> str:
-        digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(json.dumps([row.id, dict(row.fields)], sort_keys=True).encode() + b"\n")
-        return digest.hexdigest()
+    def _temperatures(self) -> dict[str, float]:
+        """Example -> temperature, where it is not the run's own."""
+        own = {row.id: self.temperature(row) for row in self.rows}
+        return {name: value for name, value in own.items() if value is not None}
+
+
+class Measured(ABC):
+    """A task without generation: the target is run over given text (perplexity).
+
+    Args:
+        name: of the task.
+        rows: the examples, in a fixed order.
+    """
+
+    name: str
+    rows: tuple[Example, ...]
+
+    def examples(self) -> Iterator[Example]:
+        """The examples, in a fixed order."""
+        return iter(self.rows)
+
+    def size(self, example: Example) -> int:
+        """How long it is, in whatever unit: examples of like size are measured together."""
+        return 0
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """What figures are split by."""
+        return {}
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """JSON values that the figures follow from, `rows` and `rows_sha256` among them."""
+
+    @abstractmethod
+    def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
+        """One mapping an example: `{"nats": .., "tokens": .., "bytes": ..}`."""
+
+
+def rows_sha256(rows: Sequence[Example]) -> str:
+    """Hash of examples: names and fields."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, dict(row.fields)], sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()

@@ -1,9 +1,9 @@
 """LongBench's 16 English tasks: prompts, truncation, generation lengths, official scores."""
 
 from longtrain.evaluation.longbench.files import HUB
-from longtrain.evaluation.longbench.prompts import Encoded, encode
 from longtrain.evaluation.longbench.results import Ran, Title, summarise, task_score, title
 from longtrain.evaluation.longbench.tasks import NAMES, SPECS, Spec, load
+from longtrain.evaluation.prompts import Encoded, encode
 
 __all__ = [
     "HUB",

@@ -5,6 +5,7 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,18 @@ from longtrain.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_TEMPLATE = (
+    "this task's prompt is a chat message and the tokenizer has no chat template; set "
+    "target.chat_template, or run without chat (the result then says so)"
+)
+
 
 @dataclass(frozen=True)
 class Encoded:
     """Token ids of a prompt, and whether its middle was left out."""
 
     ids: tuple[int, ...]
-    cut: bool
+    cut: bool = False
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tokens: int) -> Encoded:
@@ -44,10 +50,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tok
     if max_tokens < 2:
         raise ConfigError(f"max_tokens={max_tokens} leaves no prompt; allowed: 2 or more")
     if chat and not tokenizer.chat_template:
-        raise ConfigError(
-            "this task's prompt is a chat message and the tokenizer has no chat template; set "
-            "target.chat_template, or run without chat (the result then says so)"
-        )
+        raise ConfigError(NO_TEMPLATE)
     ids: Any = tokenizer(text, verbose=False).input_ids
     cut = len(ids) > max_tokens
     if cut:
@@ -55,11 +58,29 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tok
         halves = ids[:half], ids[-half:]
         text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in halves)
     if chat:
-        message = [{"role": "user", "content": text}]
-        whole = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-        ids = tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
-    elif cut:
+        return Encoded(encode_chat(tokenizer, [{"role": "user", "content": text}]), cut)
+    if cut:
         ids = tokenizer(text, verbose=False).input_ids
     return Encoded(tuple(ids), cut)
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    """The tokens of a conversation up to where the assistant's next answer begins, thinking switched off.
+
+    Args:
+        tokenizer: the target's.
+        messages: each with `role` and `content`, the last one the user's.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(NO_TEMPLATE)
+    whole = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=False,
+    )
+    ids: Any = tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
+    return tuple(ids)

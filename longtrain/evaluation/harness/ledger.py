@@ -1,0 +1,187 @@
+"""Finished units of a long evaluation, one JSON line each, so that a run that was killed goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+Json = dict[str, Any]
+
+
+class Ledger:
+    """What is done of one thing (a system, a judge), in one file a shard.
+
+    The first line of a file holds the settings, every other one a unit. A line is flushed to the disk before
+    `put` comes back; the part of a line that a kill leaves at the end is dropped. While it is open nobody
+    else can write the same shard.
+
+    Args:
+        folder: where the files are.
+        name: of the thing; any text.
+        settings: JSON values that its units follow from.
+        shard: which file `put` writes.
+        write: False only reads: `put` is refused and nothing is locked.
+
+    Raises:
+        ConfigError: a file was written with other settings, or another run writes this shard.
+        DataError: a line in the middle of a file is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, settings: Json, *, shard: int = 0, write: bool = True
+    ) -> None:
+        self.folder, self.name, self.settings = folder, name, _plain(settings)
+        self.done: dict[str, Json] = {}
+        self._stream: FileIO | None = None
+        mark = hashlib.sha256(name.encode()).hexdigest()[:8]  # two names may read alike without their marks
+        readable = re.sub(r"[^A-Za-z0-9.=@+]+", "-", name).strip("-")
+        self._stem = f"{readable}-{mark}"
+        if write:
+            self._open(folder / f"{self._stem}.{shard}.jsonl")
+        try:
+            self.reload()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def put(self, key: str, payload: Json) -> Json:
+        """Keep a unit, whole or not at all; gives it back as it will be read.
+
+        Raises:
+            ConfigError: the disk is full or not writable; what was there before is still there.
+        """
+        assert self._stream is not None, "a ledger opened for reading"
+        payload = _plain(payload)
+        self._write({"key": key, "payload": payload})
+        self.done[key] = payload
+        return payload
+
+    def reload(self) -> dict[str, Json]:
+        """Read all shards' files anew: what other processes have finished since."""
+        self.done = {}
+        for path in sorted(self.folder.glob(f"{_escaped(self._stem)}.*.jsonl")):
+            for number, line in enumerate(_lines(path), 1):
+                self._take(path, number, line)
+        return self.done
+
+    def close(self) -> None:
+        """Let others write this shard."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _open(self, path: Path) -> None:
+        """Lock the file, drop what a kill left after its last line; a new file gets the settings."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; pass home=FOLDER") from None
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"{path} is being written by another run; wait for it, or pass name=OTHER"
+            ) from None
+        except OSError as error:  # a file system without locks
+            log.warning("lock=none path=%s error=%s; let no second run write it", path, error.strerror)
+        self._stream.seek(0)
+        content = self._stream.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            log.info("torn line dropped path=%s bytes=%d", path, len(content) - whole)
+            self._stream.truncate(whole)
+        if not whole:
+            self._write({"settings": self.settings})
+
+    def _write(self, line: Json) -> None:
+        assert self._stream is not None
+        end = self._stream.seek(0, os.SEEK_END)
+        try:
+            rest = json.dumps(line, allow_nan=False).encode() + b"\n"
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+            os.fsync(self._stream.fileno())
+        except OSError as error:
+            self._stream.truncate(end)
+            raise ConfigError(
+                f"cannot write {self._stream.name}: {error.strerror}; free space and run the same again"
+            ) from None
+
+    def _take(self, path: Path, number: int, line: bytes) -> None:
+        try:
+            values = json.loads(line)
+            if number > 1:
+                self.done.setdefault(str(values["key"]), dict(values["payload"]))
+                return
+            made_with = dict(values["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} line {number} cannot be read: {error}; remove this line (what it held "
+                "is run again), or the file"
+            ) from None
+        if made_with != self.settings:
+            key, had, wants = first_difference(made_with, self.settings)
+            raise ConfigError(
+                f"{path} was written with {key}={had}, and {key}={wants} is asked for; pass name=OTHER, or "
+                f"remove {path.parent}"
+            )
+
+
+def first_difference(one: Json, other: Json, *, prefix: str = "") -> tuple[str, str, str]:
+    """(key, value there, value here) of the first setting, by name, in which two differ."""
+    key = next(k for k in sorted({*one, *other}) if one.get(k, _MISSING) != other.get(k, _MISSING))
+    a, b = one.get(key), other.get(key)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return first_difference(a, b, prefix=f"{prefix}{key}.")
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        return first_difference({str(at): a[at]}, {str(at): b[at]}, prefix=f"{prefix}{key}.")
+    return f"{prefix}{key}", _short(one.get(key, _MISSING)), _short(other.get(key, _MISSING))
+
+
+_MISSING = object()
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file."""
+    with path.open("rb") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\[*?])", r"[\1]", name)
+
+
+def _plain(values: Json) -> Json:
+    """As JSON gives it back: tuples are lists, keys are text."""
+    plain: Json = json.loads(json.dumps(values, allow_nan=False))
+    return plain
+
+
+def _short(value: Any) -> str:
+    if value is _MISSING:
+        return "none"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

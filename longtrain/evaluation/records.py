@@ -1,0 +1,142 @@
+"""What came of one example with one system: the texts, the score, and how they were decoded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from longtrain.decoding.stats import Cycle
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer.
+
+    Args:
+        text: special tokens left out.
+        tokens: its ids, what ended it included.
+        finish: why it ended: `stop_id`, `stop_string` or `length`.
+        prompt_tokens: tokens of what was before it.
+        kept_rows: rows of the prompt in the cache while it was decoded, mean over layers and KV heads.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: str
+    prompt_tokens: int
+    kept_rows: float
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer, what ended it included."""
+        return len(self.tokens)
+
+    @property
+    def tokens_sha256(self) -> str:
+        """Hash of the ids, to tell equal answers."""
+        return ids_sha256(self.tokens)
+
+
+@dataclass(frozen=True)
+class Record:
+    """An example's outcome.
+
+    Args:
+        system: name of the system.
+        task: name of the task.
+        example: id of the example.
+        facets: what figures are split by.
+        prompt_tokens: of the first turn; 0 where nothing was generated.
+        prompt_sha256: 16 hex digits of the hash of the first turn's ids.
+        cut: whether the prompt's middle was left out.
+        turns: the answers; empty where nothing was generated.
+        score: 0 to 1, or a judge's; None where there is none (yet).
+        measures: figures of a `Measured` task.
+        cycles: of each turn, where a draft ran.
+        marks: what a judge said; only after marking.
+    """
+
+    system: str
+    task: str
+    example: str
+    facets: Json
+    prompt_tokens: int = 0
+    prompt_sha256: str = ""
+    cut: bool = False
+    turns: tuple[Turn, ...] = ()
+    score: float | None = None
+    measures: dict[str, float] | None = None
+    cycles: tuple[tuple[Cycle, ...], ...] | None = None
+    marks: Json | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers, turn by turn."""
+        return [turn.text for turn in self.turns]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(turn.output_tokens for turn in self.turns)
+
+    def rows(self) -> list[list[Cycle]]:
+        """The cycles of each turn; empty where no draft ran."""
+        return [list(turn) for turn in self.cycles or ()]
+
+    def marked(self, score: float | None, marks: Json) -> Record:
+        """The same with a judge's score and what it said."""
+        return replace(self, score=score, marks=marks)
+
+    def to_json(self) -> Json:
+        """Plain JSON values, token ids included; cycles as lists of numbers."""
+        values: Json = {
+            "system": self.system,
+            "task": self.task,
+            "example": self.example,
+            "facets": dict(self.facets),
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_sha256": self.prompt_sha256,
+            "cut": self.cut,
+            "turns": [asdict(turn) | {"tokens": list(turn.tokens)} for turn in self.turns],
+            "score": self.score,
+        }
+        if self.measures is not None:
+            values["measures"] = dict(self.measures)
+        if self.cycles is not None:
+            values["cycles"] = [[_numbers(cycle) for cycle in turn] for turn in self.cycles]
+        if self.marks is not None:
+            values["marks"] = self.marks
+        return values
+
+    @classmethod
+    def from_json(cls, values: Json) -> Record:
+        """The inverse of `to_json`."""
+        turns = tuple(Turn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in values["turns"])
+        cycles = values.get("cycles")
+        known = None if cycles is None else tuple(tuple(_cycle(c) for c in turn) for turn in cycles)
+        return cls(**{**values, "turns": turns, "cycles": known})
+
+
+def ids_sha256(ids: Sequence[int]) -> str:
+    """16 hex digits of the hash of token ids."""
+    return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:16]
+
+
+def _numbers(cycle: Cycle) -> list[int]:
+    return [
+        cycle.position,
+        cycle.drafted,
+        cycle.nodes,
+        cycle.accepted,
+        cycle.emitted,
+        int(cycle.ended),
+    ]
+
+
+def _cycle(numbers: list[int]) -> Cycle:
+    position, drafted, nodes, accepted, emitted, ended = numbers
+    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended))

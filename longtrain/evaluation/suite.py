@@ -1,0 +1,140 @@
+"""A suite: tasks that are run together, the scale of their figures, and what the result may be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.task import Measured, Task
+
+Json = dict[str, Any]
+Advance = Callable[[str, int], None]
+"""Called with (what is running, how many are done since the last call)."""
+EVICTOR, DRAFT = "evictor", "draft"
+"""Roles that a system may bring to a suite."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a suite's figures are.
+
+    Args:
+        name: `score`, `perplexity`.
+        maximum: the best that can be; None: there is none.
+        higher_is_better: which way is up.
+    """
+
+    name: str = "score"
+    maximum: float | None = 100.0
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A benchmark's own figures of one system.
+
+    Args:
+        title: what the result may be called; a subset is no benchmark score and says so.
+        notes: every departure from the whole benchmark.
+        tasks: task -> its figure, rounded as the benchmark rounds; tasks without one are missing.
+        average: the benchmark's own average; None where there is none.
+        extra: further JSON values for the result.
+    """
+
+    title: str
+    notes: tuple[str, ...] = ()
+    tasks: Mapping[str, float] = field(default_factory=dict)
+    average: float | None = None
+    extra: Json = field(default_factory=dict)
+
+
+ByTask = Mapping[str, Sequence[Record]]
+"""Records of one system, by task."""
+
+
+class Marker(Protocol):
+    """A judge that marks what was generated."""
+
+    def count(self, records: Sequence[Record]) -> int:
+        """How many judgements these records take, for the progress bar."""
+
+    def mark(
+        self,
+        records: Sequence[Record],
+        suite: Suite,
+        ledger: Callable[[str, Json], Ledger],
+        advance: Advance,
+    ) -> list[Record]:
+        """The same records with scores and marks; a judgement that cannot be had leaves the score None.
+
+        Args:
+            records: of all systems.
+            suite: that they belong to.
+            ledger: (name, settings) -> where judgements are kept as they come.
+            advance: told of judgements done.
+        """
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What `longtrain eval suite=NAME` runs.
+
+    Args:
+        name: of the suite.
+        tasks: at least one, names differ.
+        scale: of the figures.
+        summarise: the benchmark's own figures; None: `mean_summary` with the suite's name.
+        marker: marks what was generated; None where tasks score themselves.
+        needs: roles that a system may bring: an evictor, a draft, or both.
+        settings: further JSON values of the suite to be hashed.
+    """
+
+    name: str
+    tasks: tuple[Task | Measured, ...]
+    scale: Scale = Scale()
+    summarise: Callable[[ByTask], Summary] | None = None
+    marker: Marker | None = None
+    needs: frozenset[str] = frozenset({EVICTOR, DRAFT})
+    settings: Json = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"suite {self.name} has the tasks {names}; allowed: one or more, each once")
+        for task in self.tasks:
+            ids = [example.id for example in task.examples()]
+            if not ids:
+                raise DataError(f"task {task.name} of suite {self.name} has no example; give it at least one")
+            if len(set(ids)) < len(ids):
+                twice = next(id_ for id_ in ids if ids.count(id_) > 1)
+                raise DataError(f"task {task.name} of suite {self.name} has two examples named {twice!r}")
+
+    def summary(self, records: ByTask) -> Summary:
+        """The benchmark's own figures of one system's records."""
+        if self.summarise is not None:
+            return self.summarise(records)
+        return mean_summary(self.name, records)
+
+
+def mean_summary(
+    title: str, records: ByTask, *, notes: Sequence[str] = (), extra: Json | None = None
+) -> Summary:
+    """100 times the mean score of each task, rounded to 2 digits, and the plain mean of these.
+
+    Args:
+        title: what the result is called.
+        records: of one system, by task; records without a score do not count.
+        notes: see `Summary`.
+        extra: see `Summary`.
+    """
+    tasks = {}
+    for name, some in records.items():
+        scores = [record.score for record in some if record.score is not None]
+        if scores:
+            tasks[name] = round(100 * sum(scores) / len(scores), 2)
+    average = round(sum(tasks.values()) / len(tasks), 2) if tasks else None
+    return Summary(title, tuple(notes), tasks, average, dict(extra or {}))
