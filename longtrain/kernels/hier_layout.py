@@ -1,4 +1,4 @@
-"""Where the bytes of a hierarchical KV cache lie: 4-bit planes in blocks of 128 tokens, and a ring beside them.
+"""Where the bytes of a hierarchical KV cache lie: 4-bit planes in blocks of 128 tokens, and a ring beside.
 
 A value is coded in 8 bits whose upper and lower halves lie in planes of their own: a draft reads the upper
 plane alone (INT4), the target both (INT8), out of the same bytes. With u and l the stored nibbles:
@@ -142,7 +142,8 @@ def check_shape(*, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         )
     if n_kv_heads < 1 or n_heads % n_kv_heads:
         raise ConfigError(
-            f"a hierarchical KV cache for {n_heads} query heads over {n_kv_heads} KV heads; allowed: a multiple"
+            f"a hierarchical KV cache for {n_heads} query heads over {n_kv_heads} KV heads; allowed: a multiple "
+            "of them"
         )
 
 
