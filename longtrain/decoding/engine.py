@@ -9,7 +9,7 @@ Shapes: B batch, S prompt tokens, N tree nodes, P path, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,7 @@ class Engine:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        min_new_tokens: int = 0,
         stream: Stream | None = None,
         sequence_ids: Sequence[int] | None = None,
         after: Sequence[Sequence[int]] | None = None,
@@ -103,6 +104,8 @@ class Engine:
             stop: strings that end a text; it is cut right before them.
             stop_ids: token ids that end a sequence; None takes the target's own.
             ignore_eos: let no token id end a sequence.
+            min_new_tokens: the token ids that end a sequence are impossible among so many first tokens of
+                each: target and draft are told apart as if the target gave them no probability.
             stream: called as (row, new tokens, whether each was drafted) whenever a sequence grows.
             sequence_ids: what the random coins know a sequence by; None numbers the prompts. With the same
                 id, seed and settings a prompt gets the same text in any batch.
@@ -120,6 +123,7 @@ class Engine:
         draft = self.parts.draft if shape.widths else None
         ids = () if ignore_eos else target.info.eos_ids if stop_ids is None else stop_ids
         ending = Ending(max_new_tokens, frozenset(ids), stop, target.tokenizer)
+        barred = Barred(target, ids, min_new_tokens)
         out = Output(ending, shape, len(prompts), stream)
         coins = self._coins(sampling.seed, sequence_ids, len(prompts))
         hidden = draft.want.hidden if draft else ()
@@ -140,7 +144,8 @@ class Engine:
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
-        root_B = _choose(read.step, sampling, coins, cache.len_B)
+        first_BV = barred.out_of(_logits(read.step)[:, -1])
+        root_B = _choose(first_BV, sampling, coins, cache.len_B)
         left_B = torch.full_like(root_B, max_new_tokens - 1)
         _close(left_B, out.begin(root_B.tolist()))
         prefilled_s = time.perf_counter()
@@ -152,7 +157,10 @@ class Engine:
             pos_B = cache.len_B
             rows = Rows(positions(tree, pos_B), tree.tokens_BN, mask=_mask(tree, shape))
             step = target.forward(rows, cache, want=Want(logits="all", hidden=hidden))
-            whole = verify(tree, _logits(step), sampling, coins, pos_B, depth=shape.depth)
+            logits_BNV = _logits(step)
+            if min(map(len, out.tokens)) < min_new_tokens:
+                logits_BNV = barred.out_of_nodes(logits_BNV, tree, max_new_tokens - left_B)
+            whole = verify(tree, logits_BNV, sampling, coins, pos_B, depth=shape.depth)
             verdict = replace(whole, n_B=whole.n_B.minimum(left_B))  # 0 in a row that is over
             cache.commit(None if _is_chain(shape) else verdict.path_BP, verdict.n_B)
             if draft:
@@ -187,9 +195,35 @@ class Engine:
         return HashCoins(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
 
 
-def _choose(step: TargetStep, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:
+class Barred:
+    """Keeps the ids that end a text out of its first tokens.
+
+    Args:
+        target: the frozen model.
+        ids: that may not come.
+        tokens: first tokens of a text that they may not be among.
+
+    Source: transformers, `MinNewTokensLengthLogitsProcessor`.
+    """
+
+    def __init__(self, target: Target, ids: Collection[int], tokens: int) -> None:
+        if tokens < 0:
+            raise ConfigError(f"min_new_tokens={tokens}; allowed: 0 or more")
+        self.tokens = tokens if ids else 0
+        self.ids = torch.tensor(sorted(ids), dtype=torch.int64, device=target.device)
+
+    def out_of(self, logits_BV: Tensor) -> Tensor:
+        """Logits of each text's first token."""
+        return logits_BV.index_fill(-1, self.ids, float("-inf")) if self.tokens else logits_BV
+
+    def out_of_nodes(self, logits_BNV: Tensor, tree: TokenTree, said_B: Tensor) -> Tensor:
+        """Logits below each node of a tree whose root is the last of `said_B` tokens."""
+        early_BN = said_B[:, None] + tree.depth_N < self.tokens
+        return torch.where(early_BN[..., None], self.out_of(logits_BNV), logits_BNV)
+
+
+def _choose(logits_BV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:
     """The first new token of each row, as `verify` would choose it."""
-    logits_BV = _logits(step)[:, -1]
     return (
         logits_BV.argmax(-1) if sampling.greedy else coins.draw(probs(logits_BV, sampling), pos_B, "target")
     )
