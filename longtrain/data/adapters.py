@@ -117,7 +117,9 @@ def _ask(prompt: str, answer: str, kind: str, question: str = "") -> list[Docume
 
 
 def _text(row: Row, columns: Columns, name: str) -> list[Document]:
-    return [Document("", "text", text=str(_column(row, columns, "text", name, "content")))]
+    """A text, or a list of texts that are joined by blank lines."""
+    text = _column(row, columns, "text", name, "content")
+    return [Document("", "text", text="\n\n".join(map(str, text)) if isinstance(text, list) else str(text))]
 
 
 def _permissive_code(row: Row, columns: Columns, name: str) -> list[Document]:

@@ -1,5 +1,5 @@
-"""Perplexity over sliding windows with whatever cache a system brings: the context is read and evicted first, and
-the tokens that follow it are given to the target one after the other.
+"""Perplexity over sliding windows with whatever cache a system brings: the context is read and evicted first,
+then the tokens that follow it are given to the target.
 
 Shapes: B batch, T tokens, E hidden dim.
 """
@@ -52,7 +52,7 @@ class Nats:
 
 
 def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[Span]:
-    """The windows of a text: each token but the first is scored once, with as much context as its window holds.
+    """The windows of a text; each token but the first is scored once.
 
     The first window scores all of its tokens but one; each further window moves on by `stride` tokens and
     scores these.
@@ -91,7 +91,7 @@ def measure(
 ) -> list[Nats]:
     """Cost of the tokens that follow each context.
 
-    The first of them is foretold by the context's last row, before eviction, as the first token of an answer is.
+    The first of them is foretold by the context's last row, before eviction, like the first of an answer.
 
     Args:
         target: the frozen model.
@@ -142,7 +142,7 @@ def measure(
 
 
 def perplexity(nats: float, tokens: int) -> float:
-    """e to the mean cost of a token; NaN without tokens, infinite where it is beyond what a float holds."""
+    """Exponential of the mean cost of a token; NaN without tokens, infinite beyond what a float holds."""
     if not tokens:
         return math.nan
     try:

@@ -32,6 +32,11 @@ ROWS = {
     "fewshot_arc": {"prompt": "Question. Answer. Question.", "chosen": "Right", "rejected": "Wrong"},
     "fewshot_hellaswag": {"prompt": "She sat down and", "chosen": "read.", "rejected": "flew."},
     "code_permissive": {"content": "x = 1", "license": "mit"},
+    "wikitext2": {"text": " = Robert Boulter = \n"},
+    "c4": {"text": "A page.", "timestamp": "2019-04-24T02:17:53Z", "url": "http://a.b"},
+    "pg19_test": {"text": "A book.", "short_book_title": "t", "publication_date": 1884},
+    "infbench_sum": {"id": 0, "context": "A book.", "input": "", "answer": ["S"], "options": []},
+    "multi_lexsum": {"id": "EE-1", "sources": ["One.", "Two."], "summary/short": "S"},
 }
 """One hand-made row of each manifest, with the columns its Hub card lists."""
 
@@ -53,6 +58,10 @@ def test_manifests_read_their_rows(name):
         assert len(documents) == 1
         assert documents[0].text or documents[0].messages[-1]["role"] == "assistant"
         assert part.licence and part.revision and "/" in part.hub
+
+
+def test_a_list_of_texts_is_one_document():
+    assert one("text", {"sources": ["One.", "Two."]}, text="sources").text == "One.\n\nTwo."
 
 
 def test_turns_of_both_forms_become_messages():
