@@ -1,7 +1,7 @@
 """The suites that `longtrain eval` runs through its harness, one module each.
 
-A module has `build(settings, target, *, seed) -> Suite`: `settings` is the plain mapping of the configuration's
-`suite` group, `target` the loaded target and `seed` the run's.
+A module has `build(settings, target, *, seed) -> Suite`: `settings` is the plain mapping of the group `suite` of
+the configuration, `target` the loaded target and `seed` the run's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ SUITES: dict[str, str] = {
     "mtbench": "longtrain.evaluation.suites.mtbench",
     "longbench_write": "longtrain.evaluation.suites.longbench_write",
     "speculation": "longtrain.evaluation.suites.speculation",
-    "documents": "longtrain.evaluation.suites.documents",
+    "pg19": "longtrain.evaluation.suites.documents",
+    "infbench_sum": "longtrain.evaluation.suites.documents",
+    "multi_lexsum": "longtrain.evaluation.suites.documents",
     "perplexity": "longtrain.evaluation.suites.perplexity",
 }
 """`suite.name` -> module."""
