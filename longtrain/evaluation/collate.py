@@ -1,0 +1,86 @@
+"""Records put in order, and what figures are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from longtrain.errors import DataError
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.systems import System
+
+Json = dict[str, Any]
+Table = dict[str, dict[str, list[Record]]]
+"""System -> task -> records in the order of the task's examples."""
+
+
+def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record]) -> Table:
+    """Records by system and task, in the order of the task's examples.
+
+    Raises:
+        DataError: a record of an unknown system, task or example, or two of one example.
+    """
+    places = {task.name: {e.id: i for i, e in enumerate(task.examples())} for task in suite.tasks}
+    sorted_: dict[str, dict[str, dict[int, Record]]] = {
+        system.name: {name: {} for name in places} for system in systems
+    }
+    for record in records:
+        where = f"record of system {record.system}, task {record.task}, example {record.example}"
+        place = places.get(record.task, {}).get(record.example)
+        if record.system not in sorted_ or place is None:
+            raise DataError(f"{where}: this run has no such thing; remove its ledgers, or pass name=OTHER")
+        cell = sorted_[record.system][record.task]
+        if cell.setdefault(place, record) is not record:
+            raise DataError(f"{where} is there twice; remove the run's ledgers and run again")
+    return {
+        system: {name: [cell[place] for place in sorted(cell)] for name, cell in tasks.items() if cell}
+        for system, tasks in sorted_.items()
+    }
+
+
+def parting(record: Record, other: Record) -> Json | None:
+    """The turn and the token at which two records' answers first differ; None where they are the same."""
+    for turn, (a, b) in enumerate(zip(record.turns, other.turns, strict=False), 1):
+        if a.tokens != b.tokens:
+            pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
+            at = next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
+            return {"turn": turn, "position": at}
+    if len(record.turns) != len(other.turns):
+        return {"turn": min(len(record.turns), len(other.turns)) + 1, "position": 0}
+    return None
+
+
+def kept_rows(record: Record) -> float | None:
+    """Rows of the prompt in the cache, mean over turns (and layers and KV heads); None where unknown."""
+    if record.measures is not None:
+        return record.measures.get("kept_rows")
+    return mean(turn.kept_rows for turn in record.turns)
+
+
+def kept_share(record: Record) -> float | None:
+    """`kept_rows` over the prompt's tokens, mean over turns; None where unknown."""
+    if record.measures is not None:
+        kept, context = record.measures.get("kept_rows"), record.measures.get("context_tokens")
+        return kept / context if kept is not None and context else None
+    return mean(turn.kept_rows / turn.prompt_tokens for turn in record.turns if turn.prompt_tokens)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of what there is; None of nothing."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def plain(value: Any) -> Any:
+    """JSON values as a reader gets them back: tuples are lists, NumPy's numbers Python's, NaN null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
