@@ -48,7 +48,7 @@ def tree_bits(visible_BNN: Tensor) -> Tensor:
         DataError: more than `MAX_NODES` nodes, or no square.
     """
     B, N, columns = visible_BNN.shape
-    if N != columns or N > MAX_NODES:
+    if columns != N or N > MAX_NODES:
         raise DataError(f"a tree mask of {N} x {columns}; allowed: square, 1 to {MAX_NODES} nodes")
     words = -(-N // _WORD)
     padded = torch.nn.functional.pad(visible_BNN, (0, words * _WORD - N)).view(B, N, words, _WORD)
@@ -125,8 +125,8 @@ def _check(
     batch, G, S, width = k_BGSD.shape
     if width != D or H % G or batch != B or T < 1:
         raise DataError(
-            f"queries {tuple(q_BHTD.shape)} over keys {tuple(k_BGSD.shape)}; allowed: one batch, one head dim, "
-            "1 or more rows, and query heads a multiple of KV heads"
+            f"queries {tuple(q_BHTD.shape)}, keys {tuple(k_BGSD.shape)}; allowed: one batch, one head dim, "
+            "1 or more rows, query heads a multiple of KV heads"
         )
     if v_BGSD.shape != k_BGSD.shape or v_BGSD.dtype != k_BGSD.dtype:
         raise DataError(

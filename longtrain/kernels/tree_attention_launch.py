@@ -1,0 +1,141 @@
+"""Launches the Triton kernels of `kernels.tree_attention`: tiles, splits and partial buffers.
+
+The tiles below were chosen on compute capability 9.0 at head dim 128 in half precision.
+Shapes: see `kernels.tree_attention`; M packed rows (new rows x query heads of a KV head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from longtrain.kernels import tree_attention_triton as kernels
+from longtrain.kernels.tree_attention_reference import Causal
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the attention kernel's tile and of its launch.
+
+    Args:
+        rows: packed rows, a power of two from 16 on.
+        keys: slots of a tile, a power of two from 16 on.
+        warps: warps of a program.
+        stages: tiles in flight.
+        resident: programs that run on one multiprocessor at a time.
+        bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
+        registers: most registers of a thread; None: the compiler's choice.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+    bulk: bool = False
+    registers: int | None = None
+
+
+TILES = (
+    Tile(rows=16, keys=64, warps=4, stages=3, resident=2),
+    Tile(rows=32, keys=64, warps=4, stages=3, resident=2),
+    Tile(rows=64, keys=64, warps=4, stages=3, resident=2),
+    Tile(rows=128, keys=64, warps=8, stages=3, resident=1),
+)
+"""In half precision: the first that holds all packed rows, or else the last."""
+FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
+"""In fp32, whose products are plain multiply-adds."""
+BLOCK = 8
+"""Partial results that a merging program reads at once."""
+CHUNK = 1
+"""Packed rows of a merging program."""
+MERGE_WARPS = 2
+CHAINED = True
+"""The merging kernel is launched before the attention kernel ends, where the device can."""
+_INTERPRETED = 4
+"""Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
+
+
+def tree_attention(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    len_B: Tensor,
+    mask: Tensor | Causal | None,
+    scale: float,
+    base: int,
+    splits: int | None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
+    B, H, T, D = q_BHTD.shape
+    G = k_BGSD.shape[1]
+    group = H // G
+    tile = tile or tile_for(T * group, k_BGSD.dtype)
+    tiles = -(-T * group // tile.rows)
+    splits = splits or splits_for(B * G * tiles, tile, q_BHTD.device)
+    width = max(16, triton.next_power_of_2(D))
+    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
+    bits = mask if isinstance(mask, Tensor) else len_B
+    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    programs = B * G * tiles
+    part = q_BHTD.new_empty(programs * splits * tile.rows * (width + 1), dtype=torch.float32)
+    part_lse, part_out = part[: programs * splits * tile.rows], part[programs * splits * tile.rows :]
+    out_BHTD = torch.empty((B, H, T, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows, "SPLITS": splits}
+    hopper = _hopper(q_BHTD.device)
+    bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu")
+    chained = CHAINED and hopper
+    registers = {"maxnreg": tile.registers} if tile.registers else {}
+    k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
+    with torch.cuda.device_of(q_BHTD):
+        kernels.attend_kernel[(programs, splits)](
+            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
+            scale * _LOG2E, T, base,
+            *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
+            *(bits.stride()[:2] if kind == 2 else (0, 0)),
+            **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
+            STAGES=tile.stages, CHAINED=chained, num_warps=tile.warps, **registers,
+        )  # fmt: skip
+        kernels.merge_kernel[(B * G * -(-T * group // CHUNK),)](
+            part_out, part_lse, out_BHTD, lse_BHT, T,
+            **const, BLOCK=min(BLOCK, triton.next_power_of_2(splits)), CHUNK=CHUNK,
+            CHAINED=chained, num_warps=MERGE_WARPS, **({"launch_pdl": True} if chained else {}),
+        )  # fmt: skip
+    return out_BHTD, lse_BHT
+
+
+@lru_cache(maxsize=16)
+def _hopper(device: torch.device) -> bool:
+    """Compute capability 9.0 or more: bulk copies, and launches that overlap their predecessor's end."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def tile_for(rows: int, dtype: torch.dtype) -> Tile:
+    """The tile for so many packed rows."""
+    if dtype == torch.float32:
+        return FLOAT
+    return next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
+
+
+def splits_for(programs: int, tile: Tile, device: torch.device) -> int:
+    """Splits that make `programs` fill the device once; the same for every length."""
+    cores = _INTERPRETED
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, cores * tile.resident // programs)
+
+
+def _descriptor(x_BGSD: Tensor, tile: Tile) -> Any:
+    """How the tensor memory accelerator finds a tile of slots."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x_BGSD, [*x_BGSD.shape], [*x_BGSD.stride()], [1, 1, tile.keys, x_BGSD.shape[3]])

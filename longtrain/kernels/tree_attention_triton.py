@@ -1,0 +1,177 @@
+"""Triton kernels of `kernels.tree_attention`: split-KV attention of packed rows, and the merge of the splits.
+
+A tile of ROWS packed rows m = i * GROUP + r holds query i under query head r of one KV head, so that K and V
+are read once for a group. Keys are cut into tiles of KEYS slots; tiles that lie whole inside of the prefix
+need no mask, and the rest (the prefix's ragged end and the new rows) is tested slot by slot. A program takes
+an equal share of a sequence's tiles. Partial results lie at ((b * G + kv) * tiles + tile) * SPLITS + split.
+Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
+Offsets that may exceed 2^31 are 64-bit. Nothing beyond a sequence's own slots enters a result.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _rows(tile, T, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Query and group member of each packed row of a tile, and whether it exists."""
+    m = tile * ROWS + tl.arange(0, ROWS)
+    return m // GROUP, m % GROUP, m < T * GROUP
+
+
+@triton.jit
+def _step(q, k, v, scale2, top, total, acc, visible, MASKED: tl.constexpr):
+    """A step of the softmax over tiles of keys: new maximum, sum and weighted values."""
+    logit = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        logit = tl.where(visible, logit, float("-inf"))
+    new = tl.maximum(top, tl.max(logit, 1) * scale2)
+    base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
+    p = tl.exp2(logit * scale2 - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new, total, acc
+
+
+@triton.jit
+def _visible(slot, n, query, low_bits, high_bits, T, MASK: tl.constexpr, WORDS: tl.constexpr):
+    """Which of a tile's slots each row sees. MASK 0: the prefix; 1: and rows up to its own; 2: and its bits."""
+    own = (slot - n)[None, :]
+    seen = own < 0
+    if MASK == 1:
+        seen = own <= query[:, None]
+    if MASK == 2:
+        at = tl.maximum(own, 0).to(tl.int64)
+        word = low_bits[:, None] >> (at & 63)
+        if WORDS == 2:
+            word = tl.where(at < 64, word, high_bits[:, None] >> (at & 63))
+        seen = seen | ((own < T) & ((word & 1) != 0))
+    return seen
+
+
+@triton.jit(do_not_specialize=["T", "base"])
+def attend_kernel(
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, T, base,
+    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
+
+    BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
+    CHAINED: the merging kernel may be put on the multiprocessors while this one runs.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+    tiles = tl.cdiv(T * GROUP, ROWS)
+    pid, split = tl.program_id(0), tl.program_id(1)
+    kv, b = pid // tiles % G, pid // (tiles * G)
+    query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
+    n = tl.load(len_ptr + b).to(tl.int32) + base
+    end = n + T if MASK else n
+    whole, count = n // KEYS, tl.cdiv(end, KEYS)
+    share = tl.cdiv(count, SPLITS)
+    first = split * share
+    last = tl.minimum(first + share, count)
+    slot_ptr = lse_ptr + (pid * SPLITS + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if first >= last:
+        tl.store(slot_ptr, tl.full((ROWS,), float("-inf"), tl.float32), mask=exists)
+        return
+
+    dim, key = tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    wide = (dim < D)[None, :]
+    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+    head = kv * GROUP + member
+    q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & wide, other=0.0)
+    q = q.to(k_ptr.dtype.element_ty)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+
+    for tile in tl.range(first, tl.minimum(last, whole), num_stages=STAGES):
+        if BULK:
+            k = tl.reshape(k_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
+            v = tl.reshape(v_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
+        else:
+            slot = (tile * KEYS + key).to(tl.int64)
+            k_at, v_at = (
+                k_ptr + (slot * k_s)[:, None] + dim[None, :],
+                v_ptr + (slot * v_s)[:, None] + dim[None, :],
+            )
+            if D == WIDTH:
+                k, v = tl.load(k_at), tl.load(v_at)
+            else:
+                k, v = tl.load(k_at, mask=wide, other=0.0), tl.load(v_at, mask=wide, other=0.0)
+        top, total, acc = _step(q, k, v, scale2, top, total, acc, True, False)
+
+    if last > whole:
+        low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
+        if MASK == 2:
+            bits_at = bits_ptr + b.to(tl.int64) * bits_b + query.to(tl.int64) * bits_t
+            low_bits = tl.load(bits_at, mask=exists, other=0)
+            if WORDS == 2:
+                high_bits = tl.load(bits_at + 1, mask=exists, other=0)
+        for tile in tl.range(tl.maximum(first, whole), last, num_stages=1):
+            slot = tile * KEYS + key
+            keep = (slot < end)[:, None] & wide
+            far = slot.to(tl.int64)[:, None]
+            k = tl.load(k_ptr + far * k_s + dim[None, :], mask=keep, other=0.0)
+            v = tl.load(v_ptr + far * v_s + dim[None, :], mask=keep, other=0.0)
+            seen = _visible(slot, n, query, low_bits, high_bits, T, MASK, WORDS) & (slot < end)[None, :]
+            top, total, acc = _step(q, k, v, scale2, top, total, acc, seen, True)
+
+    tl.store(slot_ptr, top + tl.log2(total), mask=exists)
+    some = tl.where(total > 0, total, 1.0)
+    out_at = (pid * SPLITS + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tl.store(out_ptr + out_at[:, None] * WIDTH + dim[None, :], acc / some[:, None], mask=exists[:, None])
+
+
+@triton.jit(do_not_specialize=["T"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out_BHTD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
+    if CHAINED:
+        gdc_wait()
+    chunks = tl.cdiv(T * GROUP, CHUNK)
+    pid = tl.program_id(0)
+    m = pid % chunks * CHUNK + tl.arange(0, CHUNK)
+    exists = m < T * GROUP
+    kv, b = pid // chunks % G, pid // (chunks * G)
+    tile = (b * G + kv) * tl.cdiv(T * GROUP, ROWS) + m // ROWS
+    split, dim = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    at = (tile.to(tl.int64) * SPLITS)[None, :] * ROWS + (m % ROWS)[None, :] + split[:, None] * ROWS
+    top = tl.full((CHUNK,), float("-inf"), tl.float32)
+    total = tl.zeros((CHUNK,), tl.float32)
+    acc = tl.zeros((CHUNK, WIDTH), tl.float32)
+    for start in range(0, SPLITS, BLOCK):
+        inside = (split < SPLITS - start)[:, None] & exists[None, :]
+        lse = tl.load(part_lse_ptr + at, mask=inside, other=float("-inf"))
+        some = (lse > float("-inf"))[:, :, None]
+        out = tl.load(part_ptr + at[:, :, None] * WIDTH + dim[None, None, :], mask=some, other=0.0)
+        new = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight = tl.exp2(lse - base[None, :])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * out, 0)
+        top = new
+        at += BLOCK * ROWS
+    head = (kv * GROUP + m % GROUP).to(tl.int64)
+    index = (b.to(tl.int64) * (G * GROUP) + head) * T + m // GROUP
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + index[:, None] * D + dim[None, :], out, mask=exists[:, None] & (dim < D)[None, :])
+    tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=exists)
