@@ -18,6 +18,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ConfigError, DataError
 from longtrain.target.attention import LeaveEarly, Pass, Watch
+from longtrain.target.fused import FusedDecoder
 from longtrain.target.step import PackedStep, Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Target(nn.Module):
         self.model: Any = model.requires_grad_(False)
         self.info = info
         self.tokenizer = tokenizer
+        self.fused: FusedDecoder | None = None
+        """The decoder that runs instead of the model's own (`fuse`)."""
         self.eval()
 
     def train(self, mode: bool = True) -> Target:
@@ -53,9 +56,31 @@ class Target(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Target:
         """Moves and casts, but never rounds the rotary frequencies: they are then made anew."""
+        fused = self.fused is not None
+        self.unfuse()  # joined weights would be copied once a part
         super()._apply(fn, recurse)
         if self.model.model.rotary_emb.inv_freq.dtype in (torch.bfloat16, torch.float16):
             rebuild_rotary(self.model, self.device)
+        return self.fuse() if fused else self
+
+    def fuse(self) -> Target:
+        """Run the decoder with joined q/k/v and gate/up products and fused operators from now on.
+
+        The same function up to rounding, faster where a forward has few rows. The weights are joined in
+        place, a layer at a time; do so before anything keeps a reference to them.
+
+        Raises:
+            TargetMismatchError: the MLP is not a SwiGLU without biases.
+        """
+        if self.fused is None:
+            self.fused = FusedDecoder(self.model.model, self.info)
+        return self
+
+    def unfuse(self) -> Target:
+        """Run the model's own decoder again, each of its modules with weights of its own."""
+        if self.fused is not None:
+            self.fused.undo()
+            self.fused = None
         return self
 
     @property
@@ -135,8 +160,8 @@ class Target(nn.Module):
         self._check(want)
         embeds_BTE = self._inputs(rows)
         one_pass = Pass(cache, rows.mask, want.stop_at_layer, watch)
-        with self._recorded(want.hidden) as hidden:
-            last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass)
+        hidden: dict[int, Tensor] = {}
+        last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass, want.hidden, hidden)
         if last_BTE is not None and -1 in want.hidden:
             hidden[-1] = last_BTE
         if last_BTE is None or want.logits == "none":
@@ -184,7 +209,7 @@ class Target(nn.Module):
             )
         capture = PackedCapture(tuple(bounds), kv_layer=kv_layer, device=ids_T.device)
         one_pass = Pass(capture, Causal(), kv_layer if stop else None, watch)
-        last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass)
+        last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass, (), {})
         hidden_TE = last_BTE[0] if hidden and last_BTE is not None else None
         return PackedStep(hidden_TE, capture.k_TGD, capture.v_TGD)
 
@@ -195,15 +220,24 @@ class Target(nn.Module):
             return rows.embeds_BTE
         raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
 
-    def _run(self, embeds_BTE: Tensor, pos_BT: Tensor, one_pass: Pass) -> Tensor | None:
-        """The decoder without its LM head; None if the hook left early."""
+    def _run(
+        self,
+        embeds_BTE: Tensor,
+        pos_BT: Tensor,
+        one_pass: Pass,
+        wanted: tuple[int, ...],
+        hidden: dict[int, Tensor],
+    ) -> Tensor | None:
+        """The decoder without its LM head; None if the hook left early. Fills `hidden` as far as it gets."""
         try:
-            out = self.model.model(
-                inputs_embeds=embeds_BTE, position_ids=pos_BT, use_cache=False, longtrain_pass=one_pass
-            )
+            if self.fused is not None:
+                return self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
+            with self._recorded(wanted, hidden):
+                return self.model.model(
+                    inputs_embeds=embeds_BTE, position_ids=pos_BT, use_cache=False, longtrain_pass=one_pass
+                ).last_hidden_state
         except LeaveEarly:
             return None
-        return out.last_hidden_state
 
     def _check(self, want: Want) -> None:
         n, stop = self.info.n_layers, want.stop_at_layer
@@ -220,9 +254,8 @@ class Target(nn.Module):
             )
 
     @contextmanager
-    def _recorded(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """The outputs of these layers, kept while the block runs."""
-        hidden: dict[int, Tensor] = {}
+    def _recorded(self, layers: tuple[int, ...], hidden: dict[int, Tensor]) -> Iterator[None]:
+        """The outputs of these layers are put into `hidden` while the block runs."""
 
         def keep(layer: int) -> Any:
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -236,7 +269,7 @@ class Target(nn.Module):
             if layer != -1
         ]
         try:
-            yield hidden
+            yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -1,0 +1,136 @@
+"""The small operators between a decoder layer's matrix products, one launch each instead of three to ten.
+
+`add_rms_norm`: s = x + d, n = s / rms(s) * w.  `rotate_heads`: RMSNorm of each query and key head where the
+model has it, then RoPE, in place.  `swiglu`: silu(g) * u.  `write_rows`: new keys and values to their slots.
+Triton on a GPU of compute capability 8.0 or more in fp32, bf16 and fp16, where no gradient is asked for
+(interpreted under TRITON_INTERPRET=1 on any device); plain torch everywhere else, written here. Both compute
+in fp32 or wider inside.
+Shapes: B batch, T new rows, N = B * T rows, S slots, E hidden dim, I intermediate dim, H query heads, G KV
+heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+Norms = tuple[Tensor, Tensor]
+"""Weights [D] of the RMSNorm of query heads and of key heads."""
+
+
+def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after an addition, and its RMSNorm.
+
+    Args:
+        x_NE: residual stream.
+        add_NE: what a layer's half adds to it; None: nothing, and the first result is `x_NE` itself.
+        weight_E: of the norm.
+        eps: of the norm.
+
+    Returns: sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
+    """
+    if kernels_serve(x_NE):
+        from longtrain.kernels import fused_layer_triton
+
+        return fused_layer_triton.add_rms_norm(x_NE, add_NE, weight_E, eps)
+    sum_NE = x_NE if add_NE is None else x_NE + add_NE
+    return sum_NE, _normed(sum_NE, weight_E, eps)
+
+
+def rotate_heads(
+    qkv_NX: Tensor,
+    rope: tuple[Tensor, Tensor],
+    heads: tuple[int, int],
+    *,
+    norms: Norms | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one product: normed and rotated in place where that is possible.
+
+    Args:
+        qkv_NX: query, key and value heads side by side, X = (H + 2 G) D; not to be used afterwards.
+        rope: cos and sin, each [N, D], halves paired as Hugging Face's Llama does.
+        heads: H and G.
+        norms: RMSNorm weights of heads (Qwen3).
+        eps: of those norms.
+
+    Returns: q_NHD, k_NGD and v_NGD, views of one buffer.
+    """
+    H, G = heads
+    qkv_NHD = qkv_NX.unflatten(-1, (H + 2 * G, -1))
+    if kernels_serve(qkv_NX):
+        from longtrain.kernels import fused_layer_triton
+
+        fused_layer_triton.rotate_heads(qkv_NHD, rope, heads, norms, eps)
+        return qkv_NHD[:, :H], qkv_NHD[:, H : H + G], qkv_NHD[:, H + G :]
+    q_NHD, k_NGD, v_NGD = qkv_NHD.split((H, G, G), dim=1)
+    if norms is not None:
+        q_NHD, k_NGD = _normed(q_NHD, norms[0], eps), _normed(k_NGD, norms[1], eps)
+    return _rotated(q_NHD, rope), _rotated(k_NGD, rope), v_NGD
+
+
+def swiglu(gate_up_NX: Tensor) -> Tensor:
+    """`silu(gate) * up` [N, I] of both side by side, [N, 2 I]."""
+    if kernels_serve(gate_up_NX):
+        from longtrain.kernels import fused_layer_triton
+
+        return fused_layer_triton.swiglu(gate_up_NX)
+    gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
+    return silu(gate_NI) * up_NI
+
+
+def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slot_B: Tensor) -> None:
+    """Copy new keys and values to slots `slot_B[b]`, `slot_B[b] + 1`, ... of buffers.
+
+    Args:
+        k_BGTD: new keys, any strides but 1 in the last dim.
+        v_BGTD: new values, likewise.
+        k_BGSD: buffer of keys, likewise.
+        v_BGSD: buffer of values, likewise.
+        slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
+    """
+    if kernels_serve(k_BGTD) and k_BGTD.dtype == k_BGSD.dtype:
+        from longtrain.kernels import fused_layer_triton
+
+        fused_layer_triton.write_rows(k_BGTD, v_BGTD, k_BGSD, v_BGSD, slot_B)
+        return
+    row_B1 = torch.arange(len(slot_B), device=slot_B.device)[:, None]
+    slot_BT = slot_B[:, None] + torch.arange(k_BGTD.shape[2], device=slot_B.device)
+    k_BGSD[row_B1, :, slot_BT] = k_BGTD.transpose(1, 2)
+    v_BGSD[row_B1, :, slot_BT] = v_BGTD.transpose(1, 2)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Whether the Triton kernels take this tensor; plain torch does otherwise."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.stride(-1) != 1:
+        return False
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    return os.environ.get("TRITON_INTERPRET") == "1" or _compiles_for(x.device)
+
+
+@lru_cache(maxsize=16)
+def _compiles_for(device: torch.device) -> bool:
+    """Whether Triton is there and the device is one it serves well."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim, in fp32 or wider inside."""
+    return rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def _rotated(x_NHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE in fp32 or wider."""
+    wide = torch.promote_types(x_NHD.dtype, torch.float32)
+    cos, sin = (part[:, None].to(wide) for part in rope)
+    low, high = x_NHD.to(wide).chunk(2, dim=-1)
+    turned = torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
+    return turned.to(x_NHD.dtype)

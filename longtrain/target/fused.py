@@ -1,0 +1,141 @@
+"""A target's decoder with one product for q, k, v, one for gate and up, and fused operators between them.
+
+Built for one model, at run time: no class is patched, and the model's own modules stay. Their weights become
+views of the joined ones, so there is no second copy, and whatever reads them (LoRA on suffix rows, warm starts)
+goes on as before.
+Shapes: B batch, T new rows, N = B * T rows, E hidden dim, X = (H + 2 G) D, I intermediate dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longtrain.errors import TargetMismatchError
+from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotate_heads, swiglu
+from longtrain.target.attention import Pass, attend
+
+if TYPE_CHECKING:
+    from longtrain.target.info import TargetInfo
+
+MLP_ROWS = 16384
+"""Rows that go through an MLP at once: its wide activations of a whole 128K prompt would take 11 GB."""
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The joined weights of one decoder layer, and the modules they came from."""
+
+    module: Any
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    gate_up: Tensor
+    norms: Norms | None
+
+
+class FusedDecoder:
+    """The decoder without its LM head, as `Target` runs it.
+
+    Args:
+        body: the model below the LM head (`LlamaModel` and its like).
+        info: the target's shapes.
+
+    Raises:
+        TargetMismatchError: the MLP is not a SwiGLU without biases.
+    """
+
+    def __init__(self, body: Any, info: TargetInfo) -> None:
+        mlp = body.layers[0].mlp
+        biased = any(one.bias is not None for one in (mlp.gate_proj, mlp.up_proj))
+        if info.hidden_act != "silu" or biased:
+            raise TargetMismatchError(
+                f"target {info.name} has an MLP of activation '{info.hidden_act}'"
+                f"{' with biases' if biased else ''}; fused layers serve silu without biases; "
+                "pass target.fused=false"
+            )
+        self.body, self.info = body, info
+        with torch.no_grad():
+            self.layers = [_fused(layer) for layer in body.layers]
+
+    def __call__(
+        self,
+        embeds_BTE: Tensor,
+        pos_BT: Tensor,
+        one_pass: Pass,
+        wanted: Sequence[int],
+        hidden: dict[int, Tensor],
+    ) -> Tensor:
+        """Final normed hidden state [B, T, E]; the output of each wanted layer goes into `hidden`."""
+        B, T, E = embeds_BTE.shape
+        heads, eps = (self.info.n_heads, self.info.n_kv_heads), self.info.rms_norm_eps
+        cos, sin = self.body.rotary_emb(embeds_BTE, position_ids=pos_BT)
+        rope = cos.expand(B, -1, -1).reshape(B * T, -1), sin.expand(B, -1, -1).reshape(B * T, -1)
+        x_NE = embeds_BTE.reshape(B * T, E)
+        add_NE: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            module, attention = layer.module, layer.module.self_attn
+            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.input_layernorm.weight, eps)
+            qkv_NX = linear(normed_NE, layer.qkv, layer.qkv_bias)
+            rotated = rotate_heads(qkv_NX, rope, heads, norms=layer.norms, eps=eps)
+            q, k, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in rotated)
+            mixed_BTHD, _ = attend(
+                attention, q, k, v, None, scaling=attention.scaling, longtrain_pass=one_pass
+            )
+            mixed_NX = mixed_BTHD.reshape(B * T, -1)
+            x_NE, normed_NE = add_rms_norm(
+                x_NE, attention.o_proj(mixed_NX), module.post_attention_layernorm.weight, eps
+            )
+            parts = [
+                module.mlp.down_proj(swiglu(linear(rows, layer.gate_up)))
+                for rows in normed_NE.split(MLP_ROWS)
+            ]
+            add_NE = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if index in wanted:
+                hidden[index] = (x_NE + add_NE).view(B, T, E)
+        _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
+        return normed_NE.view(B, T, E)
+
+    def undo(self) -> None:
+        """Give every module weights of its own again."""
+        for layer in self.layers:
+            for linears in _sharing(layer.module):
+                for one in linears:
+                    _assign(one, one.weight.clone(), None if one.bias is None else one.bias.clone())
+        self.layers = []
+
+
+def _fused(module: Any) -> FusedLayer:
+    """Join a layer's weights, one group after the other."""
+    attention = module.self_attn
+    (qkv, bias), (gate_up, _) = (_joined(linears) for linears in _sharing(module))
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    return FusedLayer(module, qkv, bias, gate_up, norms)
+
+
+def _sharing(module: Any) -> list[list[nn.Linear]]:
+    """The linears that read one input."""
+    attention, mlp = module.self_attn, module.mlp
+    return [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+
+
+def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights below one another, and biases; the linears keep views of them."""
+    weight = torch.cat([one.weight for one in linears])
+    bias = None if linears[0].bias is None else torch.cat([one.bias for one in linears])
+    first = 0
+    for one in linears:
+        rows = slice(first, first + one.weight.shape[0])
+        _assign(one, weight[rows], None if bias is None else bias[rows])
+        first = rows.stop
+    return weight, bias
+
+
+def _assign(one: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    one.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        one.bias = nn.Parameter(bias, requires_grad=False)

@@ -1,0 +1,134 @@
+"""The operators between a layer's products: Triton (interpreted, or on a GPU) against plain torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from longtrain.kernels import fused_layer
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Two roundings to the dtype."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [("cpu", torch.float32), ("cpu", torch.float16)] if INTERPRETED else []
+PLACES += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in CLOSE]
+WIDE = 4096 if torch.cuda.is_available() else 130
+
+
+def test_the_kernels_interpreted():
+    """Whether kernels are interpreted is settled when triton is imported: so in a process of its own."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "not interpreted",
+            __file__,
+        ],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def made(device, dtype, *shape, seed=0):
+    coins = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=coins).to(device, dtype)
+
+
+def twin(monkeypatch, name, *args, **kwargs):
+    """The same call in plain torch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layer, "kernels_serve", lambda x: False)
+        return getattr(fused_layer, name)(*args, **kwargs)
+
+
+def kernel(monkeypatch, name, *args, **kwargs):
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layer, "kernels_serve", lambda x: True)
+        return getattr(fused_layer, name)(*args, **kwargs)
+
+
+def close(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=CLOSE[a.dtype], atol=CLOSE[a.dtype])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("width", [48, WIDE])
+@pytest.mark.parametrize("adds", [False, True])
+def test_add_rms_norm(device, dtype, width, adds, monkeypatch):
+    x = made(device, dtype, 5, width)
+    add = made(device, dtype, 5, 2 * width, seed=1)[:, :width] if adds else None
+    weight = made(device, dtype, width, seed=2)
+    args = (x, add, weight, 1e-5)
+    got, expected = (way(monkeypatch, "add_rms_norm", *args) for way in (kernel, twin))
+    close(got, expected)
+    assert (got[0] is x) == (not adds)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((6, 1), 24), ((5, 5), 128)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotate_heads(device, dtype, heads, dim, normed, monkeypatch):
+    n = sum(heads) + heads[1]
+    qkv = made(device, dtype, 3, n * dim)
+    angle = made(device, torch.float32, 3, dim, seed=1)
+    rope = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = tuple(made(device, dtype, dim, seed=s) for s in (2, 3)) if normed else None
+    expected = twin(monkeypatch, "rotate_heads", qkv.clone(), rope, heads, norms=norms)
+    got = kernel(monkeypatch, "rotate_heads", qkv, rope, heads, norms=norms)
+    close(got, expected)
+    assert got[2].data_ptr() == qkv.data_ptr() + sum(heads) * dim * qkv.element_size()
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("width", [80, 1500])
+def test_swiglu(device, dtype, width, monkeypatch):
+    x = made(device, dtype, 3, 2 * width)
+    close([kernel(monkeypatch, "swiglu", x)], [twin(monkeypatch, "swiglu", x)])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(1, 2, 16), (5, 3, 24)])
+def test_write_rows(device, dtype, rows, kv_heads, dim, monkeypatch):
+    """Exactly those slots of that layer change, in either."""
+    new = made(device, dtype, 2, rows, 2 * kv_heads, dim).transpose(1, 2)
+    k, v = new[:, :kv_heads], new[:, kv_heads:]
+    slots = torch.tensor([3, 0], device=device)
+    buffers = []
+    for way in (kernel, twin):
+        held = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
+        way(monkeypatch, "write_rows", k, v, held[0, 1], held[1, 1], slots)
+        buffers.append(held)
+    assert torch.equal(*buffers)
+    expected = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
+    for b, first in enumerate((3, 0)):
+        expected[0, 1, b, :, first : first + rows] = k[b]
+        expected[1, 1, b, :, first : first + rows] = v[b]
+    assert torch.equal(buffers[0], expected)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel serves a CPU too")
+def test_gradients_go_through_plain_torch():
+    x = torch.randn(2, 8, requires_grad=True)
+    assert not fused_layer.kernels_serve(x)
+    fused_layer.swiglu(x).sum().backward()
+    assert x.grad is not None

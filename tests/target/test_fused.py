@@ -1,0 +1,103 @@
+"""The fused decoder against transformers' own, on every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain.errors import TargetMismatchError
+from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
+from longtrain.target.step import Rows, Want
+
+FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+"""fp32 on a CPU: the same operations, sums in another order."""
+
+
+def steps(target, want: Want):
+    """Prefill of a ragged batch and a step of three rows over it: everything that comes back."""
+    coins = torch.Generator().manual_seed(3)
+    ids_BT = torch.randint(2, 97, (2, 9), generator=coins)
+    n_B = torch.tensor([9, 4])
+    cache = target.new_cache(2, 20, 3)
+    with torch.no_grad():
+        first = target(
+            Rows(torch.arange(9).expand(2, -1), ids_BT, n_B=n_B), cache, want=Want("last", want.hidden)
+        )
+        cache.commit(None, n_B)
+        pos_BT = cache.len_B[:, None] + torch.arange(3)
+        then = target(Rows(pos_BT, ids_BT[:, :3]), cache, want=want)
+    return [first.logits_BTV, then.logits_BTV, *then.hidden.values()], cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_equals_the_models_own(family):
+    target = random_target(family, seed=2)
+    for name, param in target.named_parameters():
+        if name.endswith(("bias", "norm.weight")):  # else nobody would notice that they are left out
+            param.data += torch.linspace(-0.5, 0.5, param.numel()).view_as(param)
+    want = Want("all", (0, 1, -1))
+    expected, _ = steps(target, want)
+    got, _ = steps(target.fuse(), want)
+    assert len(got) == len(expected) == 5
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    back, _ = steps(target.unfuse(), want)
+    for a, b in zip(back, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_are_joined_without_a_copy_and_parted_again():
+    target = random_target("qwen2_micro")
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    size = sum(p.nbytes for p in target.parameters())
+    target.fuse()
+    layer = target.fused.layers[1]
+    attention = target.model.model.layers[1].self_attn
+    assert layer.qkv.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == layer.qkv.untyped_storage().data_ptr()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.parameters()}
+    assert sum(storages.values()) == size
+    assert {name: value.shape for name, value in target.state_dict().items()} == {
+        name: value.shape for name, value in before.items()
+    }
+    target.unfuse()
+    assert target.fused is None
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in target.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+def test_a_cast_keeps_it_fused():
+    target = random_target("llama_micro").fuse()
+    joined = target.fused
+    target.double()
+    assert target.fused is not None and target.fused is not joined
+    assert target.fused.layers[0].qkv.dtype == torch.float64
+    assert target.model.model.layers[0].self_attn.k_proj.weight.dtype == torch.float64
+    steps(target, Want("all"))
+
+
+def test_it_leaves_early_with_what_was_recorded():
+    target = random_target("llama_micro").fuse()
+    cache = target.new_cache(1, 8, 0)
+    rows = Rows(torch.arange(4)[None], torch.tensor([[5, 6, 7, 8]]))
+    with torch.no_grad():
+        step = target(rows, cache, want=Want("none", (0,), stop_at_layer=1))
+    assert list(step.hidden) == [0] and step.logits_BTV is None
+    assert cache.k_LBGSD[1, :, :, :4].abs().sum() > 0
+
+
+def test_long_prompts_go_through_the_mlp_in_pieces(monkeypatch):
+    target = random_target("llama_micro").fuse()
+    whole, _ = steps(target, Want("all"))
+    monkeypatch.setattr("longtrain.target.fused.MLP_ROWS", 5)
+    cut, _ = steps(target, Want("all"))
+    for a, b in zip(cut, whole, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_another_activation_is_refused():
+    target = random_target({**SHAPES["llama_micro"], "hidden_act": "gelu"})
+    with pytest.raises(TargetMismatchError, match="activation 'gelu'"):
+        target.fuse()
