@@ -48,6 +48,7 @@ FENCES = {
         "evaluation/longbench/files.py",
         "methods/lookaheadkv/press.py",
     ),
+    "openai": ("evaluation/judge/client.py",),
     "kvpress": ("methods/lookaheadkv/press.py",),
 }
 """Third-party package -> the parts of longtrain that may import it."""

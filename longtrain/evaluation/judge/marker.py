@@ -1,0 +1,191 @@
+"""Marks what was generated: every question asked once, several at a time, each judgement kept as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from typing import TYPE_CHECKING, Any
+
+from longtrain.evaluation.judge.client import Client, Endpoint, Reply
+from longtrain.evaluation.judge.errors import JudgeError, RefusedError, StoppedError
+from longtrain.evaluation.judge.rubric import Question, Rubric
+from longtrain.evaluation.task import Task
+from longtrain.log import get_logger
+
+if TYPE_CHECKING:
+    from longtrain.evaluation.harness.ledger import Ledger
+    from longtrain.evaluation.records import Record
+    from longtrain.evaluation.suite import Advance, Suite
+    from longtrain.evaluation.task import Example
+
+log = get_logger(__name__)
+
+Json = dict[str, Any]
+
+UNREADABLE = "no mark in the reply"
+EMPTY = "empty reply"
+
+
+class JudgeMarker:
+    """Marks records by a judge model.
+
+    A question is asked up to `tries` times until the reply holds a mark; one that never does is unjudged, and
+    nothing is put in the place of its mark. Equal answers of two systems are judged once.
+
+    Args:
+        endpoint: the judge.
+        rubric: what it is asked and how replies are read.
+        tries: how often a question is asked.
+    """
+
+    def __init__(self, endpoint: Endpoint, rubric: Rubric, *, tries: int) -> None:
+        self.endpoint, self.rubric, self.tries = endpoint, rubric, tries
+
+    def settings(self) -> Json:
+        """JSON values that marks follow from."""
+        return {**self.endpoint.settings(), **self.rubric.settings()}
+
+    def count(self, records: Sequence[Record]) -> int:
+        """Judgements that these records take at most."""
+        return sum(len(record.turns) for record in records)
+
+    def mark(
+        self,
+        records: Sequence[Record],
+        suite: Suite,
+        ledger: Callable[[str, Json], Ledger],
+        advance: Advance,
+    ) -> list[Record]:
+        """See `longtrain.evaluation.suite.Marker`.
+
+        Raises:
+            JudgeError: the judge cannot be used; what it said until then is kept.
+            DataError: a question cannot be put, e.g. for want of a reference answer.
+        """
+        examples = _examples(suite)
+        asked = [
+            self.rubric.questions(examples[record.task, record.example], record.texts) for record in records
+        ]
+        follows = {**self.endpoint.settings(), "prompts_sha256": self.rubric.prompts.sha256}
+        mark = hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest()[:8]
+        book = ledger(f"judge {self.endpoint.model} {mark}", follows)  # one of each judge, side by side
+        try:
+            self._judge([question for some in asked for question in some], book, advance)
+            done = dict(book.done)
+        finally:
+            book.close()
+        return [
+            self._marked(record, examples[record.task, record.example], some, done)
+            for record, some in zip(records, asked, strict=True)
+        ]
+
+    def _judge(self, questions: Sequence[Question], book: Ledger, advance: Advance) -> None:
+        """Ask what is not in the book yet."""
+        times = Counter(question.key for question in questions)
+        what = f"judge {self.endpoint.model}"
+        wanted = {question.key: question for question in questions if question.key not in book.done}
+        if ready := sum(count for key, count in times.items() if key not in wanted):
+            advance(what, ready)
+        if not wanted:
+            return
+        client = Client(self.endpoint)
+        failure: JudgeError | None = None
+        pool = ThreadPoolExecutor(max_workers=self.endpoint.concurrency, thread_name_prefix="judge")
+        try:
+            futures = {pool.submit(self._ask, client, question): key for key, question in wanted.items()}
+            for future in as_completed(futures):
+                try:
+                    book.put(futures[future], future.result())
+                except (StoppedError, CancelledError):
+                    continue
+                except JudgeError as error:
+                    failure = failure or error
+                    _cancel(client, futures)
+                else:
+                    advance(what, times[futures[future]])
+        finally:
+            client.close()
+            pool.shutdown(wait=True, cancel_futures=True)
+        if failure is not None:
+            there = sum(key in book.done for key in times)
+            raise JudgeError(
+                f"{failure}; {there} of {len(times)} judgements are kept, the same command goes on from there"
+            ) from failure
+
+    def _ask(self, client: Client, question: Question) -> Json:
+        """The judgement of one question: its mark, or why there is none."""
+        reply, reason, tries = Reply(""), "", 0
+        for tries in range(1, self.tries + 1):
+            try:
+                reply = client.ask(question.messages)
+            except RefusedError as refusal:
+                reason = f"refused: {refusal}"
+                break
+            mark = self.rubric.parse(reply.text)
+            if mark is not None:
+                return self._judgement(question, reply, tries, mark=mark)
+            reason = UNREADABLE if reply.text.strip() else EMPTY
+            if reply.finish == "length":
+                reason += " (cut off at suite.judge.max_tokens)"
+        log.info("judge: %s after %d tries, left unjudged", reason, tries)
+        return self._judgement(question, reply, tries, reason=reason)
+
+    def _judgement(
+        self, question: Question, reply: Reply, tries: int, *, mark: Json | None = None, reason: str = ""
+    ) -> Json:
+        return {
+            "about": question.about,
+            "mark": mark,
+            "unjudged": reason or None,
+            "reply": reply.text,
+            "tries": tries,
+            "answered_as": reply.model,
+            "host": self.endpoint.host,
+        }
+
+    def _marked(
+        self, record: Record, example: Example, questions: Sequence[Question], done: Mapping[str, Json]
+    ) -> Record:
+        judgements = [done[question.key] for question in questions]
+        marks = [judgement["mark"] for judgement in judgements]
+        score = self.rubric.score(example, record.texts, marks)
+        return record.marked(score, {"judgements": judgements})
+
+
+def marks_of(record: Record) -> list[Json | None]:
+    """The marks of a record's questions; nothing if it was not given to a judge."""
+    return [judgement["mark"] for judgement in (record.marks or {}).get("judgements", ())]
+
+
+def judge_facts(marker: JudgeMarker, records: Sequence[Record]) -> Json:
+    """Who judged these records: the model, where it is, its prompts, and what stayed unjudged."""
+    judgements = [one for record in records for one in (record.marks or {}).get("judgements", ())]
+    reasons = Counter(_short(one["unjudged"]) for one in judgements if one["mark"] is None)
+    return {
+        **marker.settings(),
+        "hosts": sorted({one["host"] for one in judgements}),
+        "answered_as": sorted({one["answered_as"] for one in judgements} - {""}),
+        "judgements": len(judgements),
+        "unjudged": sum(reasons.values()),
+        "unjudged_reasons": dict(sorted(reasons.items())),
+        "asked_again": sum(one["tries"] > 1 for one in judgements),
+    }
+
+
+def _examples(suite: Suite) -> dict[tuple[str, str], Example]:
+    tasks = [task for task in suite.tasks if isinstance(task, Task)]
+    return {(task.name, example.id): example for task in tasks for example in task.examples()}
+
+
+def _cancel(client: Client, futures: Mapping[Future[Json], str]) -> None:
+    client.stop()
+    for future in futures:
+        future.cancel()
+
+
+def _short(reason: str) -> str:
+    """A reason without the numbers in which servers' messages differ."""
+    return reason.split(": status", 1)[0] if reason.startswith("refused") else reason

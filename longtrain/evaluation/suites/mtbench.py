@@ -1,0 +1,254 @@
+"""MT-Bench: 80 questions of two turns in 8 categories, rated by a judge model.
+
+Source: Zheng et al., 2306.05685; FastChat, fastchat/llm_judge: gen_model_answer.py, common.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain.data.files import PACKED_SUFFIXES, read_jsonl
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts, marks_of
+from longtrain.evaluation.judge.mtbench import HIGHEST, MtBench, figures
+from longtrain.evaluation.judge.prompts import mt_bench_prompts
+from longtrain.evaluation.judge.settings import UNJUDGED, endpoint_from, judge_settings
+from longtrain.evaluation.prompts import Encoded, encode_chat
+from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
+from longtrain.evaluation.suites.rows import check_fields, existing_file, read_rows
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Facet, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.target.model import Target
+
+TEMPERATURES = {
+    "writing": 0.7,
+    "roleplay": 0.7,
+    "extraction": 0.0,
+    "math": 0.0,
+    "coding": 0.0,
+    "reasoning": 0.0,
+    "stem": 0.1,
+    "humanities": 0.1,
+}
+"""Category -> temperature of its answers."""
+
+ROWS_OF_CATEGORY = 10
+MAX_NEW_TOKENS = 1024
+FIELDS: dict[str, tuple[type, ...]] = {"question_id": (int, str), "category": (str,), "turns": (list,)}
+NAME = "mt_bench"
+
+
+@dataclass(frozen=True)
+class MtBenchTask(Task):
+    """The questions; the second turn is asked with the first one's answer before it.
+
+    Args:
+        known: question id -> reference answers of the two turns.
+        fixed_temperature: of all answers; None: by category.
+    """
+
+    known: Mapping[str, tuple[str, ...]] | None = None
+    fixed_temperature: float | None = None
+
+    def prompt(self, example: Example) -> str:
+        """The first turn."""
+        return str(example.fields["turns"][0])
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The conversation so far; if it is too long, the middle of its longest message is left out.
+
+        Answers stand there without the space around them, as the benchmark's runner puts them.
+
+        Raises:
+            ConfigError: no chat template, or `max_tokens` is too few for any conversation.
+        """
+        turns = [str(turn) for turn in example.fields["turns"]][: len(answers) + 1]
+        texts = [turns[0]]
+        for answer, question in zip(answers, turns[1:], strict=True):
+            texts += [answer.strip(), question]
+        ids = self._ids(tokenizer, texts)
+        if len(ids) <= max_tokens:
+            return Encoded(ids)
+        tokens: list[Any] = [
+            tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts
+        ]
+        longest = max(range(len(texts)), key=lambda i: len(tokens[i]))
+        for left in range(len(tokens[longest]) - (len(ids) - max_tokens), 1, -1):
+            half = left // 2  # a text joined anew may take a token more; then one less is kept
+            parts = tokens[longest][:half], tokens[longest][-half:]
+            texts[longest] = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
+            ids = self._ids(tokenizer, texts)
+            if len(ids) <= max_tokens:
+                return Encoded(ids, cut=True)
+        raise ConfigError(
+            f"question {example.id} of MT-Bench does not fit into {max_tokens} tokens; allowed: fewer "
+            "suite.max_new_tokens, or a target with a longer context"
+        )
+
+    def temperature(self, example: Example) -> float | None:
+        """By category, 0.7 where the benchmark has none for it."""
+        if self.fixed_temperature is not None:
+            return self.fixed_temperature
+        return TEMPERATURES.get(example.fields["category"], 0.7)
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """The category."""
+        return {"category": str(example.fields["category"])}
+
+    def references(self, example: Example) -> list[str]:
+        """The reference answers, where the category has them."""
+        return list((self.known or {}).get(example.id, ()))
+
+    def _ids(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
+        if self.chat:
+            roles = ("user", "assistant")
+            return encode_chat(
+                tokenizer, [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+            )
+        names = ("### User:", "### Assistant:")
+        text = "".join(f"{names[i % 2]}\n{text}\n\n" for i, text in enumerate(texts))
+        ids: Any = tokenizer(f"{text}{names[1]}\n", verbose=False).input_ids
+        return tuple(ids)
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """The suite, see `longtrain.evaluation.suites`.
+
+    Raises:
+        ConfigError: a wrong setting, or no questions.
+        DataError: a wrong row, or a judge is set and a question's reference answer is missing.
+    """
+    values = Settings(settings)
+    judge = judge_settings(values)
+    endpoint = endpoint_from(judge)
+    rows, references = _read(values)
+    rows = rows[: values.optional_integer("limit")]
+    temperature = values.get("temperature")
+    task = MtBenchTask(
+        NAME,
+        rows,
+        template="{turns}",
+        max_new_tokens=values.integer("max_new_tokens"),
+        metric="judge",
+        judge=None,
+        chat=values.flag("chat"),
+        n_turns=2,
+        known=references,
+        fixed_temperature=None if temperature is None else values.number("temperature", least=0, most=2),
+    )
+    marker = None
+    if endpoint is not None:
+        rubric = MtBench(mt_bench_prompts(judge.optional_text("judge.prompts")), references)
+        for row in rows:
+            rubric.questions(row, ("", ""))  # a reference answer that is missing is told now
+        marker = JudgeMarker(endpoint, rubric, tries=judge.integer("judge.tries", most=100))
+
+    def summarise(records: ByTask) -> Summary:
+        return _summary(task, marker, records)
+
+    scale = Scale("rating", HIGHEST)
+    return Suite("mtbench", (task,), scale, summarise=summarise, marker=marker)
+
+
+def departures(task: MtBenchTask, marker: JudgeMarker | None) -> list[str]:
+    """What is not as in the whole benchmark; with any of it the result is no MT-Bench score."""
+    notes = []
+    there = Counter(str(row.fields["category"]) for row in task.rows)
+    if there != dict.fromkeys(TEMPERATURES, ROWS_OF_CATEGORY):
+        notes.append(f"{len(task.rows)} of {len(TEMPERATURES) * ROWS_OF_CATEGORY} questions")
+    if task.max_new_tokens != MAX_NEW_TOKENS:
+        notes.append(f"answers of up to {task.max_new_tokens} tokens, not {MAX_NEW_TOKENS}")
+    if task.fixed_temperature is not None:
+        notes.append(f"temperature {task.fixed_temperature:g} in all categories")
+    if not task.chat:
+        notes.append("without chat template")
+    if marker is not None and not marker.rubric.prompts.official:
+        notes.append("judge prompts that are not the published ones")
+    return notes
+
+
+def _summary(task: MtBenchTask, marker: JudgeMarker | None, records: ByTask) -> Summary:
+    every = records.get(NAME, ())
+    wrong = departures(task, marker)
+    if cut := sum(record.cut for record in every):
+        wrong.append(f"{cut} conversations shortened to the target's context")
+    title = f"Variant of MT-Bench ({'; '.join(wrong)})" if wrong else "MT-Bench"
+    if marker is None:
+        return Summary(title, (*wrong, UNJUDGED), extra={"judge": None})
+    found = figures([(record.facets["category"], _ratings(marks_of(record))) for record in every])
+    facts = judge_facts(marker, every)
+    notes = [*wrong, f"judged by {marker.endpoint.model}"]
+    if facts["unjudged"]:
+        notes.append(
+            f"{facts['unjudged']} of {facts['judgements']} ratings could not be had and do not count"
+        )
+    score = found["score"]
+    tasks = {} if score is None else {NAME: round(score, 2)}
+    return Summary(title, tuple(notes), tasks, tasks.get(NAME), {"judge": facts, "mt_bench": found})
+
+
+def _ratings(marks: Sequence[Mapping[str, Any] | None]) -> list[float | None]:
+    return [None if mark is None else float(mark["rating"]) for mark in marks]
+
+
+def _read(values: Settings) -> tuple[tuple[Example, ...], dict[str, tuple[str, ...]]]:
+    """The questions and the reference answers."""
+    data, references = values.optional_text("data"), values.optional_text("references")
+    if data is None:
+        raise ConfigError(
+            "suite mtbench needs its questions; pass suite.data=FOLDER with question.jsonl and "
+            "reference_answer/gpt-4.jsonl (FastChat's fastchat/llm_judge/data/mt_bench), or "
+            "suite.data=FILE and suite.references=FILE"
+        )
+    folder = Path(data).expanduser()
+    if folder.is_dir():
+        data = str(_packed(folder / "question.jsonl"))
+        beside = _packed(folder / "reference_answer" / "gpt-4.jsonl")
+        references = references or (str(beside) if beside.is_file() else None)
+    rows = []
+    for number, row in enumerate(read_rows(data, "MT-Bench", FIELDS), 1):
+        turns = row["turns"]
+        if len(turns) != 2 or not all(isinstance(turn, str) and turn for turn in turns):
+            raise DataError(
+                f"{Path(data).name}: row {number}: field 'turns' must hold two texts, it is {turns!r}"
+            )
+        rows.append(Example(str(row["question_id"]), {key: row[key] for key in FIELDS}))
+    return tuple(rows), _references(references) if references else {}
+
+
+def _references(where: str) -> dict[str, tuple[str, ...]]:
+    """Question id -> the reference answers of its turns."""
+    found: dict[str, tuple[str, ...]] = {}
+    for place, row in read_jsonl(existing_file(where, "reference answers of MT-Bench")):
+        check_fields(
+            row, place, "MT-Bench's reference answers", {"question_id": (int, str), "choices": (list,)}
+        )
+        try:
+            turns = tuple(row["choices"][0]["turns"])
+        except (IndexError, KeyError, TypeError):
+            turns = ()
+        if len(turns) != 2 or not all(isinstance(turn, str) for turn in turns):
+            raise DataError(f"{place}: field 'choices' must hold two texts at [0]['turns']")
+        found[str(row["question_id"])] = turns
+    return found
+
+
+def _packed(path: Path) -> Path:
+    """A file as it is, or the same with .xz or .gz behind it."""
+    names = [path.with_name(path.name + packed) for packed in PACKED_SUFFIXES]
+    return next((name for name in names if name.is_file()), path)
