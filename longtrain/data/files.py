@@ -17,6 +17,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PACKED_SUFFIXES = ("", ".xz", ".gz")
 BUNDLED = "bundled:"
+HUB = "hub:"
 
 
 def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -42,6 +43,31 @@ def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not files:
         raise DataError(f"folder {path} holds no file ending in {', '.join(suffixes)} (plain, .xz or .gz)")
     return files
+
+
+def local_file(where: str) -> Path:
+    """A path, or `hub:ORG/NAME/FILE`: a file of a data set on the Hub, kept in the local cache.
+
+    Raises:
+        ConfigError: `hub:` without a data set and a file.
+        DataError: the Hub does not give it.
+    """
+    if not where.startswith(HUB):
+        return Path(os.path.expandvars(where)).expanduser()
+    owner, _, rest = where.removeprefix(HUB).partition("/")
+    name, _, file = rest.partition("/")
+    if not (owner and name and file):
+        raise ConfigError(f"'{where}' names no file of a data set; allowed: hub:ORG/NAME/FILE")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{file} of data set {owner}/{name} could not be fetched from the Hub ({reason}); check the name "
+            "and the network, or pass a local path"
+        ) from error
 
 
 def open_text(path: Path) -> TextIO:

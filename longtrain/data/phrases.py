@@ -153,8 +153,12 @@ class Phrases:
         rng: np.random.Generator,
         *,
         in_order: bool = False,
+        at: tuple[int, float] | None = None,
     ) -> None:
-        """The first turn's opening, `n_tokens` in all: intro, then text with sentences hidden at breaks."""
+        """The first turn's opening, `n_tokens` in all: intro, then text with sentences hidden at breaks.
+
+        Sentence `at[0]` stands at the break nearest to the share `at[1]` of the text, the others anywhere.
+        """
         doc.add(Role.PROMPT, self.user, self.phrase(intro))
         room = n_tokens - doc.n
         certain = room - sum(max(len(spaced), len(line)) for spaced, line in hidden)
@@ -168,7 +172,12 @@ class Phrases:
         places = np.sort(rng.choice(breaks, len(hidden))) if len(breaks) else np.full(len(hidden), certain)
         last = 0
         order = range(len(hidden)) if in_order else rng.permutation(len(hidden)).tolist()
-        for place, which in zip(places.tolist(), order, strict=True):
+        pairs = list(zip(places.tolist(), order, strict=True))
+        if at is not None:
+            wanted = at[1] * certain
+            place = int(breaks[np.abs(breaks - wanted).argmin()]) if len(breaks) else int(wanted)
+            pairs = sorted((place if which == at[0] else other, which) for other, which in pairs)
+        for place, which in pairs:
             doc.add(Role.TEXT, text[last:place])
             doc.add(Role.PROMPT, hidden[which][0 if stream.spaced_V[text[place]] else 1])
             last = place

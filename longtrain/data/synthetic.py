@@ -56,7 +56,13 @@ class RetrievalWriter(QuestionWriter):
         return getattr(self, f"_{task}")(n_tokens, rng)
 
     def needle_prompt(
-        self, n_tokens: int, n_keys: int, rng: np.random.Generator, *, single: bool = False
+        self,
+        n_tokens: int,
+        n_keys: int,
+        rng: np.random.Generator,
+        *,
+        single: bool = False,
+        depth: float | None = None,
     ) -> tuple[list[int], str]:
         """A prompt of exactly `n_tokens` tokens, one value a key and one key asked, and the value expected.
 
@@ -65,6 +71,7 @@ class RetrievalWriter(QuestionWriter):
             n_keys: needles hidden, each with another key; where they are is uniform over the text's breaks.
             rng: all randomness.
             single: ask for "the special magic number" instead of "all the special magic numbers".
+            depth: share of the text before the needle that is asked for, 0 to 1; None: anywhere.
         """
         keys = self._keys(n_keys, rng, self.keys_listed)
         numbers = self._draw(7, n_keys, rng)
@@ -72,9 +79,9 @@ class RetrievalWriter(QuestionWriter):
         asked = int(rng.integers(n_keys))
         tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
         doc = Draft()
-        self._context(
-            doc, NEEDLE_INTRO, self._needle_runs(keys, [[v] for v in values]), n_tokens - len(tail), rng
-        )
+        needles = self._needle_runs(keys, [[value] for value in values])
+        at = None if depth is None else (asked, depth)
+        self._context(doc, NEEDLE_INTRO, needles, n_tokens - len(tail), rng, at=at)
         doc.add(Role.PROMPT, tail)
         return np.concatenate(doc.runs).tolist(), str(numbers[asked])
 

@@ -75,7 +75,15 @@ Source: LongBench, config/dataset2maxlen.json, eval.py (`dataset2metric`, `score
 NAMES = tuple(SPECS)
 
 
-def load(where: str, names: Sequence[str] = NAMES, *, limit: int | None = None) -> list[Task]:
+class LongBenchTask(Task):
+    """A task whose rows name their answers."""
+
+    def references(self, example: Example) -> list[str]:
+        """The answers; the score is that of the best."""
+        return list(example.fields["answers"])
+
+
+def load(where: str, names: Sequence[str] = NAMES, *, limit: int | None = None) -> list[LongBenchTask]:
     """Tasks with their rows.
 
     Args:
@@ -95,10 +103,10 @@ def load(where: str, names: Sequence[str] = NAMES, *, limit: int | None = None) 
     return [make_task(name, rows[:limit]) for name, rows in read_tasks(where, tuple(names)).items()]
 
 
-def make_task(name: str, rows: tuple[Example, ...]) -> Task:
+def make_task(name: str, rows: tuple[Example, ...]) -> LongBenchTask:
     """A task on rows; classes are those of the last row, as the official scorer takes them."""
     spec = SPECS[name]
-    return Task(
+    return LongBenchTask(
         name,
         rows,
         TEMPLATES[name],

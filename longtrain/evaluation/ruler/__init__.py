@@ -1,6 +1,6 @@
 """RULER: 13 synthetic tasks at any length for any tokenizer, generated as the official release does."""
 
-from longtrain.evaluation.ruler.generate import Example, generate
+from longtrain.evaluation.ruler.generate import Example, Generator, generate
 from longtrain.evaluation.ruler.haystack import Haystack
 from longtrain.evaluation.ruler.questions import DATASETS, Questions, read_hotpotqa, read_squad
 from longtrain.evaluation.ruler.sizing import Framing
@@ -13,6 +13,7 @@ __all__ = [
     "TASKS",
     "Example",
     "Framing",
+    "Generator",
     "Haystack",
     "Questions",
     "Vocabulary",

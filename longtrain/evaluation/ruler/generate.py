@@ -116,6 +116,47 @@ def generate(
     return run.examples(writer, range(start, start + n))
 
 
+class Generator:
+    """Examples of a task at one length by their index; the same ones as `generate` gives.
+
+    Nothing is written before it is asked for, and the size of the haystack is searched once.
+
+    Args:
+        task, length, seed, haystack, words, questions: as `generate`.
+        framing: tokenizer and chat template.
+
+    Raises:
+        ConfigError: see `generate`.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        framing: Framing,
+        *,
+        length: int,
+        seed: int = SEED,
+        haystack: Haystack | None = None,
+        words: Vocabulary | None = None,
+        questions: Questions | None = None,
+    ) -> None:
+        self._run = _Run(find_task(task), length, seed, framing)
+        self._writer = self._run.writer(haystack, words, questions)
+        self._size: int | None = None
+
+    def example(self, index: int) -> Example:
+        """Example number `index`, from 0.
+
+        Raises:
+            ConfigError: the task does not fit the length.
+            DataError: a source has too little.
+        """
+        if self._size is None:
+            self._size = self._run.size(self._writer)
+        (found,) = self._run.examples(self._writer, range(index, index + 1), size=self._size)
+        return found
+
+
 class _Run:
     """One task at one length."""
 
@@ -145,8 +186,8 @@ class _Run:
             return CodedWordsWriter(self.task, seed=self.seed, room=self.room - self.framing.tokens)
         return QuestionWriter(self.task, seed=self.seed, questions=questions)
 
-    def examples(self, writer: Writer, indices: range) -> Iterator[Example]:
-        size = self._size(writer)
+    def examples(self, writer: Writer, indices: range, size: int | None = None) -> Iterator[Example]:
+        size = self.size(writer) if size is None else size
         at_once = max(1, min(MOST_AT_ONCE, TOKENS_AT_ONCE // self.length))
         for first in range(indices.start, indices.stop, at_once):
             chunk = range(first, min(first + at_once, indices.stop))
@@ -156,7 +197,8 @@ class _Run:
             for index, own, draft, tokens in zip(chunk, sizes, drafts, counts, strict=True):
                 yield self._fitted(writer, index, own, draft, tokens)
 
-    def _size(self, writer: Writer) -> int:
+    def size(self, writer: Writer) -> int:
+        """The most haystack that fits, measured on a prompt of its own."""
         stream = self.stream("size")
 
         def count(size: int) -> int:

@@ -64,7 +64,7 @@ def test_haystack_is_the_most_that_fits(tokenizer, haystack, questions, task: st
         step = STEPS[kind][0 if length >= 4096 else 1]
         assert writer.unit == 1
     assert writer.step == step
-    most = run._size(writer)
+    most = run.size(writer)
     assert tokens(most, 0, run.stream("size")) <= room
     if task[:2] in ("ni", "vt"):  # elsewhere a larger prompt holds other words, and may be shorter
         assert tokens(most + writer.unit, 0, run.stream("size")) > room

@@ -1,0 +1,106 @@
+"""AIME 2024 as a suite: 30 contest problems with whole numbers as answers; short prompts, long solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.metrics.aime import LARGEST, right
+from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.rows import read_rows
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Task
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+TITLE = "AIME 2024"
+PROBLEMS = 30
+TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+"""The instruction that Qwen's model cards (QwQ-32B, Qwen3) give for mathematics."""
+
+FIELDS = {"answer": (str, int)}
+MARGIN = 16
+"""Tokens left free between the longest prompt, its answer and the target's window."""
+
+
+class ContestTask(Task):
+    """Problems whose answer is a whole number from 0 to 999."""
+
+    def references(self, example: Example) -> list[str]:
+        """The answer."""
+        return [str(example.fields["answer"])]
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """The problems at `suite.data`.
+
+    Args:
+        settings: `data`, `limit`, `max_new_tokens`, `chat`; see conf/suite/aime24.yaml.
+        target: answers are no longer than its window leaves.
+        seed: of the run; nothing is drawn here.
+
+    Raises:
+        ConfigError: a wrong setting, or no room for an answer.
+        DataError: a problem or an answer is missing, or an answer is no whole number from 0 to 999.
+    """
+    read = Settings(settings)
+    limit, chat = read.optional_integer("limit"), read.flag("chat")
+    rows = problems(read.text("data"))[:limit]
+    task = ContestTask(
+        "aime24", rows, TEMPLATE, 1, "exact_number", lambda text, row: right(text, row.fields["answer"]), chat
+    )
+    asked = read.integer("max_new_tokens")
+    room = target.info.max_positions - _longest(task, target) - MARGIN
+    if room < 1:
+        raise ConfigError(
+            f"suite aime24: the target reads {target.info.max_positions} tokens, its longest prompt leaves "
+            "no room for an answer; take a target with a longer window"
+        )
+    notes = []
+    if len(rows) != PROBLEMS:
+        notes.append(f"{len(rows)} of {PROBLEMS} problems")
+    if asked > room:
+        notes.append(
+            f"solutions end at {room} tokens, where the target's window does ({asked} were asked for)"
+        )
+    if not chat:
+        notes.append("without chat template")
+    title = TITLE if not notes else f"Variant of {TITLE}"
+    found = replace(task, max_new_tokens=min(asked, room))
+
+    def summarise(records: ByTask) -> Summary:
+        return mean_summary(title, records, notes=notes)
+
+    return Suite("aime24", (found,), summarise=summarise)
+
+
+def problems(where: str) -> tuple[Example, ...]:
+    """The problems of a file or data set: rows with `problem` (or `question`) and `answer`.
+
+    Raises:
+        DataError: one of these is missing or of another type, or no whole number from 0 to 999.
+    """
+    found = []
+    for number, row in enumerate(read_rows(where, TITLE, FIELDS), 1):
+        problem = row.get("problem", row.get("question"))
+        if not isinstance(problem, str) or not problem.strip():
+            raise DataError(f"{where}, row {number}: field 'problem' (or 'question') must be a text")
+        answer = str(row["answer"]).strip()
+        if not (answer.isascii() and answer.isdigit() and int(answer) <= LARGEST):
+            raise DataError(
+                f"{where}, row {number}: answer {row['answer']!r}; allowed: a whole number from 0 to "
+                f"{LARGEST}"
+            )
+        found.append(Example(str(row.get("id", number)), {"problem": problem, "answer": int(answer)}))
+    return tuple(found)
+
+
+def _longest(task: Task, target: Target) -> int:
+    """Tokens of the longest prompt."""
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer, so no problem can be given to it")
+    most = target.info.max_positions
+    return max(len(task.encode(row, target.tokenizer, max_tokens=most).ids) for row in task.examples())

@@ -1,0 +1,169 @@
+"""LongProc's html_to_tsv as a suite: tables to be written out of web pages, in three output lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain.data.files import HUB, PACKED_SUFFIXES, local_file
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.metrics.longproc import html_to_tsv
+from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.rows import read_rows
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Task
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+TITLE = "LongProc html_to_tsv"
+MAX_NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+"""Length group -> most tokens of an answer."""
+
+ROWS = {"0.5k": 100, "2k": 189, "8k": 120}
+"""Length group -> published rows."""
+
+FIELDS = {"task_id": (str,), "gt": (str,)}
+FILLED = ("html_path", "task_topic", "task_description", "tsv_header", "filtering_instruction")
+TEMPLATES = "prompts.yaml"
+
+
+class TableTask(Task):
+    """Rows with a filled prompt, and the table expected."""
+
+    def prompt(self, example: Example) -> str:
+        """The prompt as it is; braces in it mean nothing."""
+        return str(example.fields["prompt"])
+
+    def references(self, example: Example) -> list[str]:
+        """The expected table."""
+        return [str(example.fields["gt"])]
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """The length groups that `suite.groups` names, of the rows at `suite.data`.
+
+    Args:
+        settings: `data`, `groups`, `limit`, `max_prompt_tokens`, `chat`; see conf/suite/longproc.yaml.
+        target: whose window must hold the answers.
+        seed: of the run; nothing is drawn here.
+
+    Raises:
+        ConfigError: a wrong setting, or answers longer than the target's window.
+        DataError: a missing file or field.
+    """
+    read = Settings(settings)
+    where, limit, chat = read.text("data"), read.optional_integer("limit"), read.flag("chat")
+    most = read.optional_integer("max_prompt_tokens", least=2)
+    groups = read.names("groups", tuple(MAX_NEW_TOKENS))
+    tasks = []
+    for group in groups:
+        if MAX_NEW_TOKENS[group] + 2 > target.info.max_positions:
+            raise ConfigError(
+                f"suite.groups holds {group}, whose answers have up to {MAX_NEW_TOKENS[group]} tokens, and "
+                f"the target reads {target.info.max_positions}; leave out the group"
+            )
+        rows = table_rows(where, group)[:limit]
+        name = f"html_to_tsv_{group}"
+        tasks.append(
+            TableTask(
+                name, rows, "{prompt}", MAX_NEW_TOKENS[group], "row_f1", _judge, chat, max_prompt_tokens=most
+            )
+        )
+    notes = []
+    if len(groups) < len(ROWS):
+        notes.append(f"{len(groups)} of {len(ROWS)} output lengths")
+    for group, task in zip(groups, tasks, strict=True):
+        if len(task.rows) != ROWS[group]:
+            notes.append(f"{len(task.rows)} of {ROWS[group]} rows of {group}")
+    if not chat:
+        notes.append("without chat template")
+
+    def summarise(records: ByTask) -> Summary:
+        cut = sum(record.cut for some in records.values() for record in some)
+        said = [*notes, f"{cut} prompts cut in the middle"] if cut else notes
+        return mean_summary(f"Variant of {TITLE}" if said else TITLE, records, notes=said)
+
+    return Suite("longproc", tuple(tasks), summarise=summarise)
+
+
+def table_rows(where: str, group: str) -> tuple[Example, ...]:
+    """The rows of a length group.
+
+    Args:
+        where: a folder with `html_to_tsv_GROUP.json` or `.jsonl` (plain, .xz or .gz; its name may begin with
+            more, and it may lie in `html_to_tsv` below the folder, as in LongProc's own data), one such file,
+            or `hub:ORG/NAME/FILE`. Rows have `task_id`, `gt` and `prompt`; rows of LongProc's own files have
+            no prompt: it is filled from `prompts.yaml` and the web page at `html_path`, both beside the file.
+        group: `0.5k`, `2k` or `8k`.
+
+    Raises:
+        ConfigError: nothing is there.
+        DataError: no such group in the file, or a field is missing.
+    """
+    file = _file(where, group)
+    rows = read_rows(str(file), TITLE, FIELDS)
+    of_group = [row for row in rows if str(row.get("output_length_group", group)) == group]
+    if not of_group:
+        raise DataError(
+            f"{file} holds no row of the output length {group}; leave out the group, or add its file"
+        )
+    found, seen = [], dict[str, int]()
+    for row in of_group:
+        name = row["task_id"]
+        seen[name] = seen.get(name, 0) + 1
+        prompt = row["prompt"] if "prompt" in row else _filled(row, file)
+        if not isinstance(prompt, str) or not prompt:
+            raise DataError(f"{file}: the prompt of {name} is {prompt!r:.40}; it must be a text")
+        id_ = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        found.append(Example(id_, {"prompt": prompt, "gt": row["gt"]}))
+    return tuple(found)
+
+
+def _judge(text: str, example: Example) -> float:
+    return html_to_tsv(text, example.fields["gt"]).f1
+
+
+def _file(where: str, group: str) -> Path:
+    path = local_file(where)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        kind = "the Hub" if where.startswith(HUB) else "there"
+        raise ConfigError(
+            f"{TITLE} data at {where}: nothing {kind}; pass a folder with html_to_tsv_{group}.json or .jsonl "
+            "(the data folder of github.com/princeton-pli/LongProc, its web pages unpacked), or a file"
+        )
+    endings = tuple(
+        f"html_to_tsv_{group}.{kind}{packed}" for kind in ("json", "jsonl") for packed in PACKED_SUFFIXES
+    )
+    files = sorted(file for file in path.rglob("*html_to_tsv_*") if file.name.endswith(endings))
+    if len(files) != 1:
+        found = ", ".join(str(file.relative_to(path)) for file in files) or "none"
+        raise DataError(
+            f"{path} must hold one html_to_tsv_{group}.json or .jsonl, it has {found}; "
+            "pass the folder that holds it, or leave out the group"
+        )
+    return files[0]
+
+
+def _filled(row: Mapping[str, Any], file: Path) -> str:
+    """The prompt of a row of LongProc's own files."""
+    import yaml
+
+    missing = [field for field in FILLED if not isinstance(row.get(field), str)]
+    if missing:
+        raise DataError(
+            f"{file}: {row['task_id']} has neither 'prompt' nor a text '{missing[0]}'; a row has a prompt, "
+            f"or {', '.join(FILLED)}"
+        )
+    template, page = file.parent / TEMPLATES, file.parent / row["html_path"]
+    for needed in (template, page):
+        if not needed.is_file():
+            raise DataError(
+                f"{file}: {row['task_id']} has no 'prompt', and {needed} to fill one is missing; unpack "
+                "LongProc's data beside the file"
+            )
+    text = yaml.safe_load(template.read_text(encoding="utf-8"))["USER_PROMPT"]
+    return str(text.format(**row, html_str=page.read_text(encoding="utf-8"), reference_output=row["gt"]))
