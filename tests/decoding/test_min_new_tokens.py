@@ -96,7 +96,8 @@ def test_sampled_texts_follow_the_targets_law_without_the_ends(law):
     rare = p * n < 8
     observed = torch.cat((count[~rare], count[rare].sum()[None])).double()
     expected = torch.cat((p[~rare], p[rare].sum()[None])) * n
-    assert stats.chisquare(observed, expected).pvalue > 1e-4
+    some = expected > 0
+    assert stats.chisquare(observed[some], expected[some]).pvalue > 1e-4
 
 
 def test_a_negative_count_is_refused():
