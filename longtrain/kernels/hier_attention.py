@@ -54,8 +54,8 @@ def hier_attention(
     batch, G, _, width = ring.k.shape
     if width != D or H % G or batch != B or not 1 <= T <= MAX_ROWS:
         raise DataError(
-            f"queries {tuple(q_BHTD.shape)} over a ring {tuple(ring.k.shape)}; allowed: one batch, one head dim, "
-            f"1 to {MAX_ROWS} rows, query heads a multiple of KV heads"
+            f"queries {tuple(q_BHTD.shape)} over a ring {tuple(ring.k.shape)}; allowed: one batch, one head "
+            f"dim, 1 to {MAX_ROWS} rows, query heads a multiple of KV heads"
         )
     if bits not in (4, 8):
         raise DataError(f"bits={bits}; allowed: 4, 8")

@@ -1,4 +1,4 @@
-"""The torch twin of `kernels.hier_attention`: the planes written out, the ring beside them, one mask over both.
+"""The torch twin of `kernels.hier_attention`: the planes written out, the ring beside them, one mask.
 
 Shapes: as there.
 """

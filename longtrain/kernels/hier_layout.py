@@ -142,8 +142,8 @@ def check_shape(*, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         )
     if n_kv_heads < 1 or n_heads % n_kv_heads:
         raise ConfigError(
-            f"a hierarchical KV cache for {n_heads} query heads over {n_kv_heads} KV heads; allowed: a multiple "
-            "of them"
+            f"a hierarchical KV cache for {n_heads} query heads over {n_kv_heads} KV heads; allowed: "
+            "a multiple of them"
         )
 
 

@@ -1,0 +1,114 @@
+"""Quantises blocks of 128 tokens of K and V into the planes of a hierarchical cache.
+
+Formula: a step and a zero for each key channel of a block and for each value token; 8-bit codes whose halves
+go to planes of their own (`kernels.hier_layout`). Triton on a GPU of compute capability 8.0 or more
+(interpreted under TRITON_INTERPRET=1 on any device), `hier_quant_reference` everywhere else; both give the
+same bytes.
+Shapes: L layers, B batch, G KV heads, N source rows, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import DataError
+from longtrain.kernels import hier_quant_reference as reference
+from longtrain.kernels.hier_layout import BLOCK, RING, Planes, Ring
+from longtrain.kernels.tree_attention import compiles_for
+
+LARGEST = 6e4
+"""Largest magnitude that steps and zeros can express."""
+
+
+def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Tensor) -> None:
+    """Rows 128 i .. 128 i + 127 become block i of a layer's planes, for i below the sequence's count.
+
+    Args:
+        k_BGND: keys, after RoPE; any strides but 1 in the last dim; N at least 128 times the largest count.
+        v_BGND: values, likewise.
+        planes: of one layer; written in place.
+        count_B: blocks of each sequence, int64 on the device.
+
+    Raises:
+        DataError: shapes that do not fit the planes.
+    """
+    blocks = min(k_BGND.shape[2] // BLOCK, planes.k_step.shape[2])
+    _check(k_BGND, v_BGND, planes)
+    if blocks == 0:
+        return
+    k, v = k_BGND[:, :, : blocks * BLOCK], v_BGND[:, :, : blocks * BLOCK]
+    first_B = torch.zeros_like(count_B)
+    if kernel_serves(k_BGND):
+        _launch(k[None], v[None], planes, first_B, count_B, blocks=blocks, ring=0)
+    else:
+        reference.quantise_blocks(k, v, planes, first_B, count_B)
+
+
+def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> None:
+    """The ring's block of number `block_B[b]` joins the planes of all layers where `due_B[b]`; moves no row.
+
+    Args:
+        ring: of all layers.
+        planes: of all layers; written in place.
+        block_B: number of the oldest block in the ring, int64 on the device.
+        due_B: bool, whether it is to be quantised now.
+    """
+    count_B = due_B.to(torch.int64)
+    if kernel_serves(ring.k):
+        _launch(ring.k, ring.v, planes, block_B, count_B, blocks=1, ring=RING)
+        return
+    slot_BC = (block_B[:, None] * BLOCK + torch.arange(BLOCK, device=block_B.device)) % RING
+    row_B1 = torch.arange(len(block_B), device=block_B.device)[:, None]
+    for layer in range(len(ring.k)):
+        k, v = (x[layer][row_B1, :, slot_BC].transpose(1, 2) for x in (ring.k, ring.v))
+        reference.quantise_blocks(k, v, planes.layer(layer), block_B, count_B)
+
+
+def check_finite(k_BGND: Tensor, v_BGND: Tensor, layer: int) -> None:
+    """Refuse values that no step and zero can express; reads one number back to the host.
+
+    Raises:
+        DataError: NaN, or a magnitude above `LARGEST`.
+    """
+    low, high = torch.stack([torch.stack(torch.aminmax(x)) for x in (k_BGND, v_BGND)]).float().unbind(1)
+    least, most = float(low.min()), float(high.max())
+    if not (least >= -LARGEST and most <= LARGEST):
+        raise DataError(
+            f"keys or values of layer {layer} lie between {least} and {most}; a hierarchical KV cache takes "
+            f"finite numbers up to {LARGEST:g}; use the plain cache, or look for NaN in the weights"
+        )
+
+
+def kernel_serves(x: Tensor) -> bool:
+    """Whether the Triton kernel takes these rows; the reference does otherwise."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.stride(-1) != 1:
+        return False
+    return os.environ.get("TRITON_INTERPRET") == "1" or compiles_for(x.device)
+
+
+def _launch(
+    k_LBGND: Tensor,
+    v_LBGND: Tensor,
+    planes: Planes,
+    first_B: Tensor,
+    count_B: Tensor,
+    *,
+    blocks: int,
+    ring: int,
+) -> None:
+    from longtrain.kernels import hier_quant_launch
+
+    hier_quant_launch.quantise(k_LBGND, v_LBGND, planes, first_B, count_B, blocks=blocks, ring=ring)
+
+
+def _check(k_BGND: Tensor, v_BGND: Tensor, planes: Planes) -> None:
+    B, G, _, D = k_BGND.shape
+    held = tuple(planes.k_step.shape)
+    if v_BGND.shape != k_BGND.shape or held[:2] != (B, G) or held[-1] != D:
+        raise DataError(
+            f"keys {tuple(k_BGND.shape)} and values {tuple(v_BGND.shape)} for planes of [sequences, KV "
+            f"heads, blocks, head dim] = {list(held)}; allowed: the same sequences, heads and head dim"
+        )
