@@ -1,0 +1,249 @@
+"""Perplexity as a suite: sliding windows over corpora, each context evicted before its tokens are scored.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation import corpora, perplexity
+from longtrain.evaluation.contexts import parse_tokens, prefix_of
+from longtrain.evaluation.suite import EVICTOR, ByTask, Scale, Suite, Summary
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Measured, rows_sha256
+
+if TYPE_CHECKING:
+    from longtrain.decoding.roles import Parts
+    from longtrain.target.model import Target
+
+JOINS = {"wikitext2": "\n\n", "c4": " "}
+"""Corpus -> what its texts are joined by, as in published figures; texts of others are read alone."""
+ROWS = {"c4": 1100}
+"""Corpus -> texts that published figures take; others: all."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """An entry of `suite.texts`.
+
+    Args:
+        name: of the task.
+        where: see `corpora.texts`, or a folder of prepared data.
+        join: put between texts that are read as one; None: each is read alone.
+        limit: most texts; None: all.
+    """
+
+    name: str
+    where: str
+    join: str | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Windows(Measured):
+    """The windows of a corpus.
+
+    Args:
+        name: of the corpus.
+        rows: a window each: `text` (its number), `begin`, `first`, `end` (see `perplexity.Span`), `bytes`.
+        ids: tokens of each text.
+        window: tokens of a window.
+        stride: tokens scored in each but a text's first.
+        whole: whether every token of the corpus is scored.
+    """
+
+    name: str
+    rows: tuple[Example, ...]
+    ids: tuple[np.ndarray, ...] = field(repr=False)
+    window: int
+    stride: int
+    whole: bool
+
+    def size(self, example: Example) -> int:
+        """Tokens of the window's context."""
+        return int(example.fields["first"] - example.fields["begin"])
+
+    def settings(self) -> dict[str, Any]:
+        """See `Measured`."""
+        digest = hashlib.sha256()
+        for ids_T in self.ids:
+            digest.update(len(ids_T).to_bytes(8, "little") + ids_T.astype("<i8").tobytes())
+        return {
+            "task": self.name,
+            "metric": "perplexity",
+            "window": self.window,
+            "stride": self.stride,
+            "rows": len(self.rows),
+            "rows_sha256": rows_sha256(self.rows),
+            "tokens_sha256": digest.hexdigest(),
+        }
+
+    def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
+        """`nats` of `tokens`, the `bytes` of these, and rows of the context: `context` and `kept_rows`."""
+        contexts, scored = [], []
+        for example in examples:
+            text, begin, first, end = (int(example.fields[key]) for key in ("text", "begin", "first", "end"))
+            contexts.append(self.ids[text][begin:first].tolist())
+            scored.append(self.ids[text][first:end].tolist())
+        found = perplexity.measure(target, parts, contexts, scored=scored)
+        return [
+            {
+                "nats": one.nats,
+                "tokens": one.tokens,
+                "bytes": int(example.fields["bytes"]),
+                "context": len(context),
+                "kept_rows": one.kept_rows,
+            }
+            for one, example, context in zip(found, examples, contexts, strict=True)
+        ]
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """A task for each entry of `suite.texts`.
+
+    Args:
+        settings: `texts`, `window`, `stride`, `max_tokens`, `limit`; see conf/suite/perplexity.yaml.
+        target: gives the tokenizer and its window.
+        seed: of the run; nothing is drawn here.
+
+    Raises:
+        ConfigError: a wrong setting, or a window that the target does not hold.
+        DataError: a text that cannot be read, or is too short.
+    """
+    read = Settings(settings)
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
+    window, stride = (_tokens(read, key) for key in ("window", "stride"))
+    if not stride < window <= target.info.max_positions:
+        raise ConfigError(
+            f"suite.window={window}, suite.stride={stride}; allowed: stride < window <= "
+            f"{target.info.max_positions} (the target's context)"
+        )
+    most = None if read.get("max_tokens") is None else _tokens(read, "max_tokens")
+    limit = read.optional_integer("limit")
+    tasks = tuple(
+        _windows(entry, target, window=window, stride=stride, most=most, limit=limit)
+        for entry in entries(read)
+    )
+    cut = [task.name for task in tasks if not task.whole]
+    notes = [
+        f"windows of {window} tokens, {stride} scored in each; a text's first window is scored whole",
+        "a window's context is evicted once, before its tokens are scored; first windows have none to evict",
+    ]
+    if cut:
+        notes.append(f"the beginning only of {', '.join(cut)} (suite.max_tokens or suite.limit)")
+    notes += [f"the first {one.limit} texts of {one.name}" for one in entries(read) if one.limit]
+
+    def summarise(records: ByTask) -> Summary:
+        tasks, extra = {}, {}
+        for name, some in records.items():
+            nats, tokens, size = (
+                sum(float((record.measures or {})[key]) for record in some)
+                for key in ("nats", "tokens", "bytes")
+            )
+            tasks[name] = round(perplexity.perplexity(nats, int(tokens)), 4)
+            bits = nats / math.log(2) / size if size else None
+            extra[name] = {
+                "tokens": int(tokens),
+                "bytes": int(size),
+                "bits_per_byte": bits and round(bits, 4),
+            }
+        return Summary("Perplexity", tuple(notes), tasks, None, {"texts": extra})
+
+    return Suite(
+        "perplexity",
+        tasks,
+        scale=Scale("perplexity", None, higher_is_better=False),
+        summarise=summarise,
+        needs=frozenset({EVICTOR}),
+    )
+
+
+def entries(read: Settings) -> list[Text]:
+    """What `suite.texts` names: `wikitext2`, `PATH`, `{from: c4, join: " ", limit: 1100, name: C4}`.
+
+    Raises:
+        ConfigError: anything else, or two entries of one name.
+    """
+    items = read.get("texts")
+    found = [_entry(read, item) for item in items] if isinstance(items, list | tuple) else []
+    if len({text.name for text in found}) < len(found) or not found:
+        raise read.wrong("texts", items, "one or more corpora or paths with different names")
+    return found
+
+
+def _entry(read: Settings, item: Any) -> Text:
+    values: Mapping[str, Any] = item if isinstance(item, Mapping) else {"from": item}
+    known = {"from": (str,), "join": (str, type(None)), "limit": (int, type(None)), "name": (str, type(None))}
+    good = all(key in known and isinstance(value, known[key]) for key, value in values.items())
+    if not good or not values.get("from") or (values.get("limit") or 1) < 1:
+        allowed = "corpora, paths, and mappings such as {from: c4, join: ' ', limit: 1100, name: c4}"
+        raise read.wrong("texts", item, allowed)
+    where = str(values["from"])
+    name = values.get("name") or (Path(where).name if Path(where).expanduser().exists() else where)
+    return Text(str(name), where, values.get("join", JOINS.get(where)), values.get("limit", ROWS.get(where)))
+
+
+def _windows(
+    entry: Text, target: Target, *, window: int, stride: int, most: int | None, limit: int | None
+) -> Windows:
+    """Windows until `most` tokens are read, or `limit` windows made."""
+    prefix = np.asarray(prefix_of(target.tokenizer), np.int64)
+    rows: list[Example] = []
+    ids: list[np.ndarray] = []
+    seen: set[str] = set()
+    left, whole = most, True
+    for text in _texts(entry, target):
+        if left == 0 or (limit is not None and len(rows) >= limit):
+            whole = False
+            break
+        whole &= left is None or len(text.ids_T) <= left
+        kept = len(text.ids_T) if left is None else min(left, len(text.ids_T))
+        left = None if left is None else left - kept
+        new = text.name not in seen
+        seen.add(text.name)
+        ids.append(np.concatenate((prefix, text.ids_T[:kept])))
+        bytes_T = np.concatenate((np.zeros(len(prefix), np.int64), text.bytes_T))
+        for span in perplexity.spans(len(ids[-1]), window=window, stride=stride):
+            if limit is not None and len(rows) >= limit:
+                whole = False
+                break
+            place = {"text": len(ids) - 1, "begin": span.begin, "first": span.first, "end": span.end}
+            size = int(bytes_T[span.end] - bytes_T[span.first])
+            name = f"{text.name}@{span.first}" if new else f"{text.name}#{len(ids)}@{span.first}"
+            rows.append(Example(name, {"name": text.name, **place, "bytes": size}))
+    if not rows:
+        raise DataError(f"text {entry.name} at {entry.where} has no two tokens; give it some text")
+    return Windows(entry.name, tuple(rows), tuple(ids), window, stride, whole)
+
+
+def _texts(entry: Text, target: Target) -> Iterator[corpora.Tokens]:
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    prepared = corpora.prepared_tokens(Path(entry.where).expanduser(), tokenizer)
+    if prepared is not None:
+        yield from prepared
+        return
+    named = corpora.texts(entry.where, limit=entry.limit)
+    if entry.join is None:
+        for name, text in named:
+            yield corpora.tokenise(tokenizer, name, text)
+    else:
+        yield corpora.tokenise(tokenizer, entry.name, entry.join.join(text for _, text in named))
+
+
+def _tokens(read: Settings, key: str) -> int:
+    """A token count: 4096 or "4k"."""
+    try:
+        return parse_tokens(read.get(key))
+    except ConfigError:
+        raise read.wrong(key, read.get(key), "a token count, e.g. 512 or 4k") from None
