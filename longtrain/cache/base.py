@@ -55,6 +55,13 @@ class KVCache(ABC):
             None. A row that sees nothing gives zeros.
         """
 
+    def expect(self, n_B: Tensor | None) -> None:  # noqa: B027 (most caches need not know)
+        """Told before a forward how many of its rows are valid in each sequence; None: all of them."""
+
+    def commit_limit(self) -> Tensor | None:
+        """Most rows of each sequence, int64_B, that the next commit may take; None: all of a step's."""
+        return None
+
     @abstractmethod
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""
@@ -62,3 +69,10 @@ class KVCache(ABC):
     @abstractmethod
     def bytes(self) -> int:
         """Bytes of storage held, everything counted."""
+
+    def tensors(self) -> tuple[Tensor, ...] | None:
+        """What decoding steps read and write, where they do so in place and ask the host nothing; else None.
+
+        A CUDA graph of a step is good as long as these tensors are the same objects.
+        """
+        return None

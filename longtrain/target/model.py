@@ -160,6 +160,7 @@ class Target(nn.Module):
         self._check(want)
         embeds_BTE = self._inputs(rows)
         one_pass = Pass(cache, rows.mask, want.stop_at_layer, watch)
+        cache.expect(rows.n_B)
         hidden: dict[int, Tensor] = {}
         last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass, want.hidden, hidden)
         if last_BTE is not None and -1 in want.hidden:

@@ -1,0 +1,293 @@
+"""QuantSpec's KV cache: old tokens in 4-bit planes read at 8 bits by the target and at 4 by the draft, recent
+ones in full precision.
+
+Shapes: L layers, B batch, T new rows, S prompt rows, P path, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels import tree_attention as kernel
+from longtrain.kernels.hier_attention import MAX_ROWS, hier_attention
+from longtrain.kernels.hier_layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
+from longtrain.kernels.hier_quant import check_finite, flush_blocks, quantise_blocks
+
+_SLACK = BLOCK
+"""How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
+
+
+class HierarchicalCache(KVCache):
+    """Blocks of 128 tokens quantised for good, and a ring of three blocks for the 128 to 255 tokens after
+    them and the rows of the step.
+
+    A sequence's oldest full-precision block is quantised as soon as two are full; since the ring is addressed
+    by position, neither that nor forgetting rows moves anything. Lengths live on the device, in tensors that
+    are never replaced. A prompt is read in one forward into the empty cache and attends to its own rows in
+    full precision.
+
+    Args:
+        n_layers: layers.
+        n_heads: query heads.
+        n_kv_heads: KV heads.
+        head_dim: size of a head, 64 or 128.
+        batch: sequences.
+        max_tokens: most committed positions of a sequence.
+        max_nodes: most rows of a decoding step, up to 128.
+        device: of the buffers.
+        dtype: of recent tokens.
+        split: how an 8-bit code falls into two nibbles.
+        strict: let no step go past the point where plain decoding would have quantised a block, so that
+            speculative and plain decoding on this cache follow one law (`commit_limit`).
+
+    Raises:
+        ConfigError: a size that is not served.
+
+    Source: QuantSpec §4.2-4.3.
+    Note: in the paper C_F2 moves into C_F1; here the ring's blocks change roles instead. Plain decoding
+        flushes at length 128 (n + 2); a step that verifies past it would read old keys at full precision
+        where plain decoding reads them quantised, which `strict` forbids.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        batch: int,
+        max_tokens: int,
+        max_nodes: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        split: Split = Split.FLOOR,
+        strict: bool = True,
+    ) -> None:
+        check_shape(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim)
+        if min(batch, max_tokens) < 1 or not 0 <= max_nodes <= MAX_ROWS:
+            raise ConfigError(
+                f"hierarchical cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}; "
+                f"allowed: at least 1 sequence and 1 token, 0 to {MAX_ROWS} nodes"
+            )
+        lead = {"n_layers": n_layers, "batch": batch, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+        self.planes = new_planes(**lead, blocks=max(1, max_tokens // BLOCK - 1), split=split, device=device)
+        self.ring = new_ring(**lead, device=device, dtype=dtype)
+        self.len_B = torch.zeros(batch, device=device, dtype=torch.int64)
+        self.blocks_B = torch.zeros_like(self.len_B)
+        self.capacity, self.strict = max_tokens, strict
+        self._row_B1 = torch.arange(batch, device=device)[:, None]
+        self._empty = True
+        self._prompt_B: Tensor | None = None
+        self._own: tuple[Tensor, Tensor] | None = None
+        self._high = self._synced_high = self._tail = 0
+        self._bits: tuple[Mask, Tensor] | None = None
+
+    def expect(self, n_B: Tensor | None) -> None:
+        """Valid rows of each sequence in the coming forward: a prompt is quantised as it is read."""
+        if self._empty:
+            self._prompt_B = n_B
+
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Store rows of a layer: of a prompt (the cache is empty) for good, else as the tail.
+
+        Raises:
+            ConfigError: the rows do not fit.
+            DataError: a prompt's K or V hold NaN or numbers too large to quantise.
+        """
+        if self._empty:
+            self._read(layer, k_BGTD, v_BGTD)
+        else:
+            self._check_room(k_BGTD.shape[2])
+            self.put(layer, k_BGTD, v_BGTD, at=0)
+
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
+        """The target's view: quantised tokens at 8 bits. A prompt's rows see each other as they are.
+
+        Raises:
+            ConflictError: the rows of a prompt are not causal.
+        """
+        if self._own is None:
+            return self.look(layer, q_BHTD, self.len_B, mask=mask, bits=8, scale=scale)
+        if not isinstance(mask, Causal):
+            raise ConflictError(
+                f"a hierarchical cache reads a prompt causally, not under {type(mask).__name__}; commit the "
+                "prompt first"
+            )
+        k, v = self._own
+        return scaled_dot_product_attention(
+            q_BHTD, k, v, is_causal=q_BHTD.shape[2] > 1, scale=scale, enable_gqa=True
+        ), None
+
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """Accept tail rows (or the prompt); then the blocks that are due are quantised, without a host sync.
+
+        Raises:
+            ConflictError: of a prompt, other rows than it has are accepted.
+        """
+        if self._empty:
+            self._end_prompt(path_BP, n_B)
+            return
+        if path_BP is not None:
+            goal_BP = self.len_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+            source_BP = self.len_B[:, None] + path_BP
+            for buffer in (self.ring.k, self.ring.v):
+                buffer[:, self._row_B1, :, goal_BP % RING] = buffer[:, self._row_B1, :, source_BP % RING]
+        self._high += self._tail if path_BP is None else path_BP.shape[1]
+        self.len_B.add_(n_B)
+        self._bits = None
+        due_B = self.len_B - self.blocks_B * BLOCK >= 2 * BLOCK
+        flush_blocks(self.ring, self.planes, self.blocks_B, due_B)
+        self.blocks_B.add_(due_B)
+
+    def commit_limit(self) -> Tensor | None:
+        """Where `strict`, the rows up to the point at which plain decoding would quantise a block."""
+        return self.blocks_B * BLOCK + 2 * BLOCK - self.len_B if self.strict else None
+
+    def bytes(self) -> int:
+        """Bytes of planes, ring and lengths."""
+        return self.planes.bytes() + self.ring.bytes() + self.len_B.nbytes + self.blocks_B.nbytes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Planes, ring, lengths and block counts."""
+        planes = (x for x in vars(self.planes).values() if isinstance(x, Tensor))
+        return (*planes, self.ring.k, self.ring.v, self.len_B, self.blocks_B)
+
+    def draft_view(self, bits: int = 4) -> DraftView:
+        """The same bytes as a draft reads them, with rows of its own beyond the committed ones."""
+        return DraftView(self, bits)
+
+    def put(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor, *, at: int) -> None:
+        """Store tail rows from row `at` on."""
+        self._tail = T = k_BGTD.shape[2]
+        slot_BT = (self.len_B[:, None] + torch.arange(at, at + T, device=self.len_B.device)) % RING
+        self.ring.k[layer][self._row_B1, :, slot_BT] = k_BGTD.transpose(1, 2)
+        self.ring.v[layer][self._row_B1, :, slot_BT] = v_BGTD.transpose(1, 2)
+
+    def look(
+        self, layer: int, q_BHTD: Tensor, len_B: Tensor, *, mask: Mask, bits: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over what lies before position `len_B`, and the new rows from there on."""
+        planes, ring = self.planes.layer(layer), self.ring.layer(layer)
+        lens = Lens(len_B, self.blocks_B)
+        return hier_attention(q_BHTD, planes, ring, lens, self._kernel_mask(mask), bits=bits, scale=scale)
+
+    def _kernel_mask(self, mask: Mask) -> Tensor | kernel.Causal | None:
+        """The mask as the kernel takes it; a tree's bits are made once a step."""
+        if isinstance(mask, Causal):
+            return kernel.CAUSAL
+        if isinstance(mask, PrefixOnly):
+            return None
+        if self._bits is None or self._bits[0] is not mask:
+            self._bits = (mask, kernel.tree_bits(mask.visible_BNN))
+        return self._bits[1]
+
+    def _read(self, layer: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:
+        """A layer's rows of the prompts: old blocks into the planes, the last 128 to 255 into the ring."""
+        S = k_BGSD.shape[2]
+        if self.capacity < S:
+            raise ConfigError(
+                f"hierarchical cache is full: {S} prompt tokens, room for {self.capacity}; raise the "
+                "engine's limits (tokens) or shorten the prompt"
+            )
+        check_finite(k_BGSD, v_BGSD, layer)
+        n_B = self._prompt_B
+        if n_B is None:
+            n_B = self._prompt_B = torch.full_like(self.len_B, S)
+        count_B = _blocks(n_B)
+        quantise_blocks(k_BGSD, v_BGSD, self.planes.layer(layer), count_B)
+        position_BR = count_B[:, None] * BLOCK + torch.arange(2 * BLOCK, device=n_B.device)
+        from_BR, to_BR = position_BR.clamp(max=S - 1), position_BR % RING
+        for buffer, rows in ((self.ring.k, k_BGSD), (self.ring.v, v_BGSD)):
+            buffer[layer][self._row_B1, :, to_BR] = rows.transpose(1, 2)[self._row_B1, from_BR].to(
+                buffer.dtype
+            )
+        self._own, self._tail = (k_BGSD, v_BGSD), S
+
+    def _end_prompt(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        expected_B = self._prompt_B
+        if path_BP is not None or expected_B is None or not torch.equal(expected_B, n_B):
+            told = None if expected_B is None else expected_B.tolist()
+            raise ConflictError(
+                f"a hierarchical cache took prompts of {told} tokens and is asked to commit {n_B.tolist()}; "
+                "allowed: all of each prompt (tell `expect` the lengths of right-padded ones)"
+            )
+        self.len_B.add_(n_B)
+        self.blocks_B.copy_(_blocks(n_B))
+        self._high = self._synced_high = self._tail
+        self._empty, self._own, self._prompt_B = False, None, None
+
+    def _check_room(self, rows: int) -> None:
+        """That the ring takes so many rows, and the planes what may be committed before the next look."""
+        if rows > MAX_ROWS:
+            raise ConfigError(
+                f"{rows} new rows for a hierarchical cache that holds a prefix; allowed: up to "
+                f"{MAX_ROWS} a step"
+            )
+        if self._high - self._synced_high > _SLACK or self._high > self.capacity:
+            self._high = self._synced_high = int(self.len_B.max())
+        if self._high > self.capacity:
+            raise ConfigError(
+                f"hierarchical cache is full: {self._high} tokens committed, room for {self.capacity}; raise "
+                "the engine's limits (tokens) or shorten the prompt"
+            )
+
+
+class DraftView(KVCache):
+    """A hierarchical cache as its draft sees it: quantised tokens at 4 bits (or 8), and the rows it has
+    written since the last `restart`, which the target's own step overwrites.
+
+    Args:
+        cache: holds everything.
+        bits: at which quantised tokens are read.
+    """
+
+    def __init__(self, cache: HierarchicalCache, bits: int) -> None:
+        self.cache, self.bits = cache, bits
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the draft's own rows: the next one stands right behind what is committed."""
+        self._drafted = self._tail = 0
+        self.len_B = self.cache.len_B
+
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Store rows behind those drafted so far.
+
+        Raises:
+            ConfigError: more than the ring's third block holds.
+        """
+        self._tail = k_BGTD.shape[2]
+        if self._drafted + self._tail > MAX_ROWS:
+            raise ConfigError(
+                f"{self._drafted + self._tail} drafted rows; a hierarchical cache takes {MAX_ROWS} a cycle"
+            )
+        self.cache.put(layer, k_BGTD, v_BGTD, at=self._drafted)
+
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
+        """See `KVCache`; reads the draft's rows like committed ones."""
+        return self.cache.look(layer, q_BHTD, self.len_B, mask=mask, bits=self.bits, scale=scale)
+
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """Go on behind the rows just written, all of them in every sequence (`n_B` is not looked at).
+
+        Raises:
+            ConflictError: a path is given: a draft on this cache is a chain.
+        """
+        if path_BP is not None:
+            raise ConflictError("a draft on a hierarchical cache goes on in a chain; pass path_BP=None")
+        self._drafted += self._tail
+        self.len_B = self.cache.len_B + self._drafted
+
+    def bytes(self) -> int:
+        """None of its own."""
+        return 0
+
+
+def _blocks(n_B: Tensor) -> Tensor:
+    """Blocks of a prompt that are quantised: all but the last full one and what follows it."""
+    return (n_B // BLOCK - 1).clamp(min=0)
