@@ -160,7 +160,8 @@ class Engine:
             logits_BNV = _logits(step)
             if min(map(len, out.tokens)) < min_new_tokens:
                 logits_BNV = barred.out_of_nodes(logits_BNV, tree, max_new_tokens - left_B)
-            whole = verify(tree, logits_BNV, sampling, coins, pos_B, depth=shape.depth)
+            most_B = cache.commit_limit()
+            whole = verify(tree, logits_BNV, sampling, coins, pos_B, depth=shape.depth, most_B=most_B)
             verdict = replace(whole, n_B=whole.n_B.minimum(left_B))  # 0 in a row that is over
             cache.commit(None if _is_chain(shape) else verdict.path_BP, verdict.n_B)
             if draft:

@@ -27,6 +27,7 @@ def verify(
     pos_B: Tensor,
     *,
     depth: int | None = None,
+    most_B: Tensor | None = None,
 ) -> Verdict:
     """Accept a path of each tree and choose the token that follows it.
 
@@ -37,6 +38,9 @@ def verify(
         coins: the source of randomness, keyed by the position of the token that is decided.
         pos_B: absolute position of the roots.
         depth: levels of the trees below the root; None reads it from `tree.depth_N` (a host sync on a GPU).
+        most_B: most nodes of each path, root included, 1 or more (`KVCache.commit_limit`). A longer path is
+            cut there and its next node's token, which the target has accepted, follows it: the law of the
+            text stays as it is.
 
     Raises:
         ConfigError: a sampled tree came without the law its children were drawn from.
@@ -47,10 +51,21 @@ def verify(
     """
     levels = int(tree.depth_N.max()) if depth is None else depth
     if tree.law is Law.POINT:
-        return _walk(tree, logits_BNV, sampling, coins, pos_B, levels)
-    if tree.q_BNV is None:
+        verdict = _walk(tree, logits_BNV, sampling, coins, pos_B, levels)
+    elif tree.q_BNV is None:
         raise ConfigError(f"a tree of law '{tree.law.value}' came without q_BNV; the draft must give it")
-    return _reject(tree, tree.q_BNV, logits_BNV, sampling, coins, pos_B, levels)
+    else:
+        verdict = _reject(tree, tree.q_BNV, logits_BNV, sampling, coins, pos_B, levels)
+    return verdict if most_B is None else _cut(tree, verdict, most_B)
+
+
+def _cut(tree: TokenTree, verdict: Verdict, most_B: Tensor) -> Verdict:
+    """The first `most_B` nodes of each path, and the token after them."""
+    P = verdict.path_BP.shape[1]
+    after_B1 = verdict.path_BP.gather(1, most_B.clamp(max=P - 1)[:, None])
+    token_B = tree.tokens_BN.gather(1, after_B1)[:, 0]
+    next_B = torch.where(verdict.n_B > most_B, token_B, verdict.next_B)
+    return Verdict(verdict.path_BP, verdict.n_B.minimum(most_B), next_B)
 
 
 def _walk(
