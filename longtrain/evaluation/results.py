@@ -15,7 +15,7 @@ import numpy as np
 from longtrain.evaluation.collate import Table, by_example, kept_rows, kept_share, mean, parting, plain
 from longtrain.evaluation.excerpts import examples
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.scores import acceptance_of, position_edges, tau_of
+from longtrain.evaluation.scores import ACCEPTANCE, acceptance_of, position_edges, tau_of
 from longtrain.evaluation.statistics import (
     CONFIDENCE,
     RESAMPLES,
@@ -69,9 +69,11 @@ class Reading:
 
 
 def reading_of(scale: Scale) -> Reading:
-    """How a suite's figures are read: `maximum` times the mean score, or exp(Σ nats / Σ tokens)."""
+    """How a suite's figures are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), tokens a cycle."""
     if scale.name == "perplexity":
         return Reading(_nats, np.exp)
+    if scale.name == ACCEPTANCE:
+        return Reading(_cycles)
     maximum = 1.0 if scale.maximum is None else scale.maximum
     return Reading(lambda record: None if record.score is None else (maximum * record.score, 1.0))
 
@@ -192,7 +194,7 @@ class _Book:
             "rows": len(some),
             "score": self._mean([some]),
             "cut": sum(record.cut for record in some),
-            "unjudged": sum(record.score is None and record.measures is None for record in some),
+            "unjudged": sum(self.reading.share(record) is None for record in some),
             "prompt_tokens": mean(record.prompt_tokens for record in read),
             "output_tokens": mean(record.output_tokens for record in read),
             "kept_rows": mean(kept_rows(record) for record in some),
@@ -279,6 +281,12 @@ def edges_of(max_new_tokens: int) -> list[int]:
 def _nats(record: Record) -> tuple[float, float] | None:
     found = record.measures
     return None if found is None else (found["nats"], found["tokens"])
+
+
+def _cycles(record: Record) -> tuple[float, float]:
+    """Tokens and cycles of a draft; plain decoding gives one token a cycle."""
+    above, below = tau_of(record.rows())
+    return (float(sum(above)), float(sum(below))) if record.cycles is not None else (1.0, 1.0)
 
 
 def _grouped(

@@ -22,6 +22,9 @@ POSITIONS = 4
 LOOPING = 0.2
 """A text is called repetitive when more than this share of it repeats its own earlier text."""
 
+ACCEPTANCE = "acceptance length"
+"""Name of the scale of suites whose figure is `tau_of`."""
+
 Figure = tuple[list[int], list[int]]
 Json = dict[str, Any]
 

@@ -88,7 +88,7 @@ class Windows(Measured):
         }
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
-        """`nats` of `tokens`, the `bytes` of these, and rows of the context: `context` and `kept_rows`."""
+        """`nats` of `tokens`, the `bytes` of these, and the context's tokens and rows: `context_tokens`, `kept_rows`."""
         contexts, scored = [], []
         for example in examples:
             text, begin, first, end = (int(example.fields[key]) for key in ("text", "begin", "first", "end"))
@@ -100,7 +100,7 @@ class Windows(Measured):
                 "nats": one.nats,
                 "tokens": one.tokens,
                 "bytes": int(example.fields["bytes"]),
-                "context": len(context),
+                "context_tokens": len(context),
                 "kept_rows": one.kept_rows,
             }
             for one, example, context in zip(found, examples, contexts, strict=True)

@@ -178,5 +178,5 @@ def test_a_text_too_short_and_a_row_without_text(target, tmp_path):
     with pytest.raises(DataError, match="has no two tokens"):
         build(target, tmp_path / "empty.txt")
     (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(DataError, match="rows.jsonl:1 has no column 'text'"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1 has no column 'text'"):
         build(target, tmp_path / "rows.jsonl")
