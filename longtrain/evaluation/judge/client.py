@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -57,7 +57,7 @@ class Endpoint:
 
     url: str
     model: str
-    key: str = "none"
+    key: str = field(default="none", repr=False)
     temperature: float | None = 0.0
     max_tokens: int | None = 2048
     body: Mapping[str, Any] | None = None

@@ -1,0 +1,237 @@
+"""Marking: every judgement kept as it comes, nothing asked twice, nothing invented."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge_server import Answer, Judge, in_turn, serve
+
+from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.judge.client import Endpoint
+from longtrain.evaluation.judge.errors import JudgeError
+from longtrain.evaluation.judge.marker import EMPTY, UNREADABLE, JudgeMarker, judge_facts, marks_of
+from longtrain.evaluation.judge.mtbench import MtBench
+from longtrain.evaluation.judge.prompts import mt_bench_prompts
+from longtrain.evaluation.records import Record, Turn
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.task import Example, Task
+
+ROWS = tuple(
+    Example(str(i), {"question_id": i, "category": "writing", "turns": [f"Question {i}?", "And?"]})
+    for i in range(6)
+)
+SUITE = Suite("mtbench", (Task("mt_bench", ROWS, "{turns}", 8, "judge", None, n_turns=2),))
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+def record(system: str, row: Example, *answers: str) -> Record:
+    turns = tuple(Turn(text, (1, 2), "stop_id", 5, 5.0) for text in answers)
+    return Record(system, "mt_bench", row.id, {"category": "writing"}, turns=turns)
+
+
+def records_of(*systems: str) -> list[Record]:
+    return [record(name, row, f"{name} {row.id} a", f"{name} {row.id} b") for name in systems for row in ROWS]
+
+
+def marker(url: str, *, tries: int = 2, **values: Any) -> JudgeMarker:
+    fast = {"backoff_s": 0.01, "retries": 1, "timeout_s": 5.0, "concurrency": 3}
+    return JudgeMarker(
+        Endpoint(url, "judge", **{**fast, **values}), MtBench(mt_bench_prompts(), {}), tries=tries
+    )
+
+
+class Desk:
+    """Where a test's marking happens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.told = 0
+
+    def mark(self, marker: JudgeMarker, records: list[Record]) -> list[Record]:
+        self.told = 0
+        return marker.mark(records, SUITE, lambda name, s: Ledger(self.folder, name, s), self.advance)
+
+    def advance(self, what: str, done: int) -> None:
+        self.told += done
+
+    def kept(self) -> list[dict[str, Any]]:
+        lines = [line for path in self.folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+        return [json.loads(line)["payload"] for line in lines if "payload" in line]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def rating_of(text: str) -> Callable[[dict[str, Any], int], Answer]:
+    """9 for questions that hold a text, else 3."""
+
+    def answer(body: dict[str, Any], _: int) -> Answer:
+        return Answer("Rating: [[9]]" if text in json.dumps(body) else "Rating: [[3]]")
+
+    return answer
+
+
+def test_marks_reach_the_right_records(desk: Desk) -> None:
+    records = records_of("full", "snapkv")
+    with serve(rating_of("full 4 b")) as judge:
+        marked = desk.mark(end := marker(judge.url), records)
+        assert end.count(records) == 24 == desk.told == len(judge.requests)
+    assert [(one.system, one.example) for one in marked] == [(one.system, one.example) for one in records]
+    for one in marked:
+        second = 9.0 if (one.system, one.example) == ("full", "4") else 3.0
+        assert marks_of(one) == [{"rating": 3.0}, {"rating": second}]
+        assert one.score == pytest.approx((3.0 + second) / 20)
+        assert one.texts == records[marked.index(one)].texts
+    facts = judge_facts(end, marked)
+    assert facts["judgements"] == 24
+    assert facts["unjudged"] == facts["asked_again"] == 0
+    assert facts["hosts"] == [end.endpoint.host]
+    assert facts["answered_as"] == ["judge-1"]
+    assert facts["prompts"]["official"] is True
+    assert facts["model"] == "judge"
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_several_at_a_time_and_no_more(desk: Desk) -> None:
+    with serve(lambda *_: Answer(delay_s=0.05)) as judge:
+        desk.mark(marker(judge.url, concurrency=3), records_of("full"))
+    assert judge.most_under_way == 3
+
+
+def test_equal_answers_are_judged_once(desk: Desk) -> None:
+    records = [record(system, row, "same", "again") for system in ("full", "draft") for row in ROWS]
+    with serve(in_turn(Answer())) as judge:
+        marked = desk.mark(marker(judge.url), records)
+    assert len(judge.requests) == 12
+    assert desk.told == 24
+    assert all(one.score == pytest.approx(0.7) for one in marked)
+
+
+def test_a_second_run_asks_nothing(desk: Desk) -> None:
+    with serve(in_turn(Answer())) as judge:
+        first = desk.mark(marker(judge.url), records_of("full"))
+        second = desk.mark(marker(judge.url), records_of("full"))
+    assert len(judge.requests) == 12
+    assert first == second
+    assert desk.told == 12
+
+
+def test_nonsense_is_asked_again_and_then_left_unjudged(desk: Desk) -> None:
+    def answer(body: dict[str, Any], _: int) -> Answer:
+        return Answer("I like it a lot!" if "full 2 a" in json.dumps(body) else "[[5]]")
+
+    with serve(answer) as judge:
+        marked = desk.mark(end := marker(judge.url, tries=3), records_of("full"))
+        assert len(judge.requests) == 10 + 2 * 3  # both turns of that question hold its first answer
+        desk.mark(end, records_of("full"))
+        assert len(judge.requests) == 16  # what stayed unjudged is not asked for ever
+    by_example = {one.example: one for one in marked}
+    assert by_example["2"].score is None
+    assert by_example["1"].score == 0.5
+    facts = judge_facts(end, marked)
+    assert (facts["unjudged"], facts["unjudged_reasons"]) == (2, {UNREADABLE: 2})
+
+
+def test_nonsense_that_passes(desk: Desk) -> None:
+    with serve(in_turn(Answer("hm"), Answer(""), Answer("[[8]]"))) as judge:
+        marked = desk.mark(end := marker(judge.url, tries=3, concurrency=1), records_of("full"))
+    assert {one.score for one in marked} == {0.8}
+    assert judge_facts(end, marked)["asked_again"] == 1
+    assert len(judge.requests) == 14
+
+
+def test_reasons_tell_what_to_change(desk: Desk) -> None:
+    with serve(in_turn(Answer(None, finish="length"))) as judge:
+        marked = desk.mark(end := marker(judge.url), records_of("full"))
+    reasons = judge_facts(end, marked)["unjudged_reasons"]
+    assert reasons == {f"{EMPTY} (cut off at suite.judge.max_tokens)": 12}
+
+
+def test_refused_questions_are_counted_and_the_rest_goes_on(desk: Desk) -> None:
+    said = b"This model's maximum context length is 10 tokens"
+
+    def answer(body: dict[str, Any], _: int) -> Answer:
+        return Answer(status=400, body=said) if "full 3 b" in json.dumps(body) else Answer()
+
+    with serve(answer) as judge:
+        marked = desk.mark(end := marker(judge.url), records_of("full"))
+    assert marks_of(marked[3]) == [{"rating": 7.0}, None]
+    assert marked[3].score == pytest.approx(0.7)
+    assert judge_facts(end, marked)["unjudged_reasons"] == {"refused": 1}
+    assert any("maximum context length" in (one["unjudged"] or "") for one in desk.kept())
+
+
+def break_after(count: int, bad: Answer) -> Callable[[dict[str, Any], int], Answer]:
+    return lambda _, number: Answer() if number < count else bad
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (Answer(status=500, body=b"down"), r"status 500 \(down\), 2 times"),
+        (Answer(delay_s=2.0), r"no answer within 0\.8 s"),
+        (Answer(status=401, body=b"key"), "key_env"),
+        (Answer(stop=True), "no connection|no chat completion"),
+    ],
+    ids=["down", "slow", "key", "broken"],
+)
+def test_a_judge_that_breaks_down_loses_nothing(desk: Desk, bad: Answer, why: str) -> None:
+    records = records_of("full")
+    with serve(break_after(5, bad)) as judge:
+        with pytest.raises(
+            JudgeError, match=rf"(?s)({why}).*; 5 of 12 judgements are kept, the same command"
+        ):
+            desk.mark(marker(judge.url, timeout_s=0.8), records)
+    assert len(desk.kept()) == 5
+    with serve(in_turn(Answer())) as judge:  # elsewhere by now: where the judge is does not matter
+        marked = desk.mark(marker(judge.url), records)
+        assert len(judge.requests) == 7
+    with serve(in_turn(Answer())) as judge:
+        whole = Desk(desk.folder / "whole").mark(marker(judge.url), records)
+    assert [one.score for one in marked] == [one.score for one in whole]
+
+
+def test_other_judges_and_prompts_are_kept_apart(desk: Desk) -> None:
+    other = MtBench(
+        type(mt_bench_prompts())(
+            {**mt_bench_prompts().texts, "single-v1": ("", "{question} {answer}")}, False, "own"
+        ),
+        {},
+    )
+
+    def run(judge: Judge, **values: Any) -> None:
+        desk.mark(marker(judge.url, **values), records_of("full"))
+
+    with serve(in_turn(Answer())) as judge:
+        run(judge)
+        run(judge, temperature=0.7)
+        run(judge, body={"seed": 1})
+        end = marker(judge.url)
+        desk.mark(JudgeMarker(end.endpoint, other, tries=1), records_of("full"))
+        assert len(judge.requests) == 48
+        run(judge, timeout_s=4.0, concurrency=1)
+        assert len(judge.requests) == 48
+    assert len(list(desk.folder.glob("*.jsonl"))) == 4
+
+
+def test_the_key_is_written_nowhere(desk: Desk) -> None:
+    with serve(in_turn(Answer())) as judge:
+        end = marker(judge.url, key="s3cret")
+        marked = desk.mark(end, records_of("full"))
+        assert judge.keys[0] == "Bearer s3cret"
+    everything = json.dumps([judge_facts(end, marked), [one.to_json() for one in marked]]) + repr(
+        end.endpoint
+    )
+    assert "s3cret" not in everything + "".join(path.read_text() for path in desk.folder.iterdir())
