@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from longtrain.assets import asset_dir
+from longtrain.data.files import read_text
 from longtrain.errors import DataError
 from longtrain.evaluation.contexts import read_texts
 
@@ -48,18 +49,18 @@ class Haystack:
 
     @classmethod
     def read(cls, where: str | Path) -> Haystack:
-        """A haystack from a file: a JSON object with the key `text` (the official PaulGrahamEssays.json), a
-        text file, or a folder of text files.
+        """A haystack from a file: a JSON object with the key `text` (the official PaulGrahamEssays.json,
+        plain, .xz or .gz), a text file, or a folder of text files.
 
         Raises:
             DataError: nothing is there, or it has no text.
         """
         path = Path(where).expanduser()
-        if path.suffix != ".json":
+        if ".json" not in path.suffixes[-2:]:
             return cls(path.name, "\n".join(text for _, _, text in read_texts(path)))
         try:
-            text = json.loads(path.read_text(encoding="utf-8"))["text"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            text = json.loads(read_text(path))["text"]
+        except (OSError, ValueError, KeyError, TypeError, DataError) as error:
             raise DataError(
                 f"haystack {path} cannot be read ({type(error).__name__}: {error}); allowed: a JSON object "
                 "with the key 'text', as RULER's download_paulgraham_essay.py writes, or a text file"

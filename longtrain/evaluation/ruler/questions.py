@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +59,19 @@ def read_squad(path: str | Path) -> Questions:
         DataError: the file cannot be read or has another format.
     """
     file, data = _read(path)
+    return squad(data, file)
+
+
+def squad(data: Any, file: str | Path) -> Questions:
+    """The same from what the file holds. `flat_squad` makes it of the Hub's rows.
+
+    Args:
+        data: as in dev-v2.0.json.
+        file: its name, for messages.
+
+    Raises:
+        DataError: another format.
+    """
 
     def rows() -> list[tuple[str, list[str], str, list[str]]]:
         found = []
@@ -90,6 +103,19 @@ def read_hotpotqa(path: str | Path) -> Questions:
         DataError: the file cannot be read or has another format.
     """
     file, data = _read(path)
+    return hotpotqa(data, file)
+
+
+def hotpotqa(data: Any, file: str | Path) -> Questions:
+    """The same from what the file holds. `flat_hotpotqa` makes it of the Hub's rows.
+
+    Args:
+        data: as in hotpot_dev_distractor_v1.json.
+        file: its name, for messages.
+
+    Raises:
+        DataError: another format.
+    """
 
     def rows() -> list[tuple[str, str, list[str]]]:
         found = []
@@ -105,18 +131,71 @@ def read_hotpotqa(path: str | Path) -> Questions:
     return _made(file, documents, items)
 
 
+def flat_squad(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of the Hub's data set (a question each, with its article's title) in SQuAD's own format."""
+    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        texts = row["answers"]["text"]
+        question = {
+            "question": row["question"],
+            "is_impossible": not texts,
+            "answers": [{"text": text} for text in texts],
+        }
+        articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(question)
+    data = [
+        {
+            "title": title,
+            "paragraphs": [{"context": text, "qas": asked} for text, asked in paragraphs.items()],
+        }
+        for title, paragraphs in articles.items()
+    ]
+    return {"version": "v2.0", "data": data}
+
+
+def flat_hotpotqa(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the Hub's data set (columns of titles and of sentences) in HotpotQA's own format."""
+    return [
+        {
+            "question": row["question"],
+            "answer": row["answer"],
+            "context": [
+                [title, list(sentences)]
+                for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True)
+            ],
+        }
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True)
 class Dataset:
-    """How to read a question file, and where to get it."""
+    """How to read a question file, and where to get it.
+
+    Args:
+        read: questions of a local file.
+        url: of that file.
+        hub: the data set on the Hub with its configuration; its split is `validation`.
+        of_rows: questions of that data set's rows, with a name for messages.
+    """
 
     read: Callable[[str | Path], Questions]
     url: str
+    hub: tuple[str, str]
+    of_rows: Callable[[Iterable[Mapping[str, Any]], str], Questions]
 
 
 DATASETS = {
-    "squad": Dataset(read_squad, "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
+    "squad": Dataset(
+        read_squad,
+        "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
+        ("rajpurkar/squad_v2", "squad_v2"),
+        lambda rows, name: squad(flat_squad(rows), name),
+    ),
     "hotpotqa": Dataset(
-        read_hotpotqa, "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json"
+        read_hotpotqa,
+        "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",
+        ("hotpotqa/hotpot_qa", "distractor"),
+        lambda rows, name: hotpotqa(flat_hotpotqa(rows), name),
     ),
 }
 
@@ -195,7 +274,7 @@ def _read(path: str | Path) -> tuple[Path, Any]:
         raise DataError(f"question file {file} cannot be read as JSON: {error}") from None
 
 
-def _checked(rows: Callable[[], list[Row]], file: Path, what: str, where: str) -> list[Row]:
+def _checked(rows: Callable[[], list[Row]], file: str | Path, what: str, where: str) -> list[Row]:
     try:
         found = rows()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -208,14 +287,14 @@ def _checked(rows: Callable[[], list[Row]], file: Path, what: str, where: str) -
     return found
 
 
-def _made(file: Path, documents: list[str], items: list[Question]) -> Questions:
+def _made(file: str | Path, documents: list[str], items: list[Question]) -> Questions:
     for item in items:
         if not item.answers or not item.own:
             raise DataError(
                 f"question file {file}: question '{item.query[:60]}' has {len(item.answers)} answers and "
                 f"{len(item.own)} documents; allowed: at least one of each"
             )
-    return Questions(file.name, tuple(documents), tuple(items))
+    return Questions(Path(file).name, tuple(documents), tuple(items))
 
 
 def _string(value: Any) -> str:

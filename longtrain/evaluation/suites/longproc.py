@@ -54,7 +54,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
         DataError: a missing file or field.
     """
     read = Settings(settings)
-    where, limit, chat = read.text("data"), read.optional_integer("limit"), read.flag("chat")
+    where, limit, chat = _where(read), read.optional_integer("limit"), read.flag("chat")
     most = read.optional_integer("max_prompt_tokens", least=2)
     groups = read.names("groups", tuple(MAX_NEW_TOKENS))
     tasks = []
@@ -119,6 +119,16 @@ def table_rows(where: str, group: str) -> tuple[Example, ...]:
         id_ = name if seen[name] == 1 else f"{name}#{seen[name]}"
         found.append(Example(id_, {"prompt": prompt, "gt": row["gt"]}))
     return tuple(found)
+
+
+def _where(read: Settings) -> str:
+    where = read.optional_text("data")
+    if where is None:
+        raise ConfigError(
+            "suite.data=null, and LongProc's rows come from there; pass suite.data=FOLDER, the folder data of "
+            "github.com/princeton-pli/LongProc with its web pages unpacked, or a file of rows with 'prompt'"
+        )
+    return where
 
 
 def _judge(text: str, example: Example) -> float:

@@ -1,0 +1,283 @@
+"""RULER as a suite: its 13 tasks at several lengths, written for the target's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from longtrain.data.files import local_file
+from longtrain.data.manifest import Part, resolve, rows
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation import ruler
+from longtrain.evaluation.metrics.ruler import percent
+from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.ruler.tasks import SEED
+from longtrain.evaluation.suite import ByTask, Suite, Summary
+from longtrain.evaluation.suites.rows import existing_file
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Facet, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.target.model import Target
+
+TITLE = "RULER"
+SAMPLES = 500
+"""Published examples of a task at a length."""
+
+KEPT = 64
+"""Prompts of a task kept in memory between encoding and scoring."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What prompts are made of.
+
+    Args:
+        framing: tokenizer and chat template.
+        haystack: essays.
+        words: word lists.
+        questions: of each data set that a task needs.
+        seed: of everything drawn.
+    """
+
+    framing: ruler.Framing
+    haystack: ruler.Haystack
+    words: ruler.Vocabulary
+    questions: Mapping[str, ruler.Questions]
+    seed: int
+
+    def generator(self, task: str, length: int) -> ruler.Generator:
+        """Writes the prompts of a task at a length."""
+        dataset = str(ruler.TASKS[task].options.get("dataset", ""))
+        return ruler.Generator(
+            task,
+            self.framing,
+            length=length,
+            seed=self.seed,
+            haystack=self.haystack,
+            words=self.words,
+            questions=self.questions.get(dataset),
+        )
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """JSON values that a task's prompts follow from."""
+        options = ruler.TASKS[task].options
+        found: dict[str, Any] = {"seed": self.seed, "options": dict(options), "chat": self.framing.chat}
+        if options.get("haystack") == "essay":
+            found["haystack"] = {"name": self.haystack.name, "sha256": self.haystack.digest}
+        if options.get("key") == "words" or task == "cwe":
+            found["words"] = {"name": self.words.name, "sha256": self.words.digest}
+        if "dataset" in options:
+            questions = self.questions[str(options["dataset"])]
+            found["questions"] = {"name": questions.name, "sha256": questions.digest}
+        return found
+
+
+class Writer:
+    """Writes examples when they are asked for; the last ones are kept."""
+
+    def __init__(self, task: str, sources: Sources) -> None:
+        self.generator = lru_cache(maxsize=None)(lambda length: sources.generator(task, length))
+        self.example = lru_cache(maxsize=KEPT)(self._example)
+
+    def _example(self, length: int, index: int) -> ruler.Example:
+        return self.generator(length).example(index)
+
+
+@dataclass(frozen=True, eq=False)
+class RulerTask(Task):
+    """A task at every length: rows hold a length and an index, the prompt is written from these."""
+
+    writer: Writer = field(kw_only=True)
+
+    def written(self, example: Example) -> ruler.Example:
+        """Input, answer prefix and answers."""
+        return self.writer.example(example.fields["length"], example.fields["index"])
+
+    def prompt(self, example: Example) -> str:
+        """Input and answer prefix, without the chat template that stands between them."""
+        found = self.written(example)
+        return found.input + found.answer_prefix
+
+    def size(self, example: Example) -> int:
+        """The stated length."""
+        return int(example.fields["length"])
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The prompt in the chat template, the answer's beginning behind it; never cut."""
+        found = self.written(example)
+        framing = ruler.Framing(tokenizer, chat=self.chat, options=CHAT_OPTIONS)
+        return Encoded(tuple(framing.ids(found.input, found.answer_prefix)))
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """The length."""
+        return {"length": int(example.fields["length"])}
+
+    def references(self, example: Example) -> list[str]:
+        """The right answers: all are wanted, or any (of the two tasks with questions)."""
+        return list(self.written(example).answers)
+
+    def score(self, text: str, example: Example) -> float:
+        """The official mark, 0 to 1."""
+        return ruler.TASKS[self.name].mark(text, self.written(example).answers)
+
+
+CHAT_OPTIONS = {"enable_thinking": False}
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """The tasks that `suite.tasks` names at every length of `suite.lengths`.
+
+    Args:
+        settings: `tasks`, `lengths`, `samples`, `seed`, `haystack`, `words`, `more_words`, `squad`,
+            `hotpotqa`, `chat`; see conf/suite/ruler.yaml.
+        target: lengths are counted with its tokenizer and must fit its window.
+        seed: of the run; RULER has its own (`suite.seed`).
+
+    Raises:
+        ConfigError: a wrong setting, a length beyond the target's window or too short for a task, or a task
+            without its questions.
+        DataError: a file is missing or of another format.
+    """
+    read = Settings(settings)
+    names = read.names("tasks", tuple(ruler.TASKS))
+    lengths, samples = read.tokens("lengths"), read.integer("samples")
+    window = target.info.max_positions
+    if lengths[-1] > window:
+        raise ConfigError(
+            f"suite.lengths={list(lengths)}; allowed: up to {window}, the tokens that target "
+            f"{target.info.name} reads"
+        )
+    sources = _sources(read, names, target)
+    tasks = tuple(_task(name, lengths, samples, sources) for name in names)
+    for task in tasks:
+        task.written(task.rows[0])  # the shortest length of each task: one that does not fit is refused now
+        task.written(Example("", {"length": lengths[0], "index": samples - 1}))
+    notes = _notes(read, names, samples, sources)
+    title = f"Variant of {TITLE}" if notes else TITLE
+
+    def summarise(records: ByTask) -> Summary:
+        marks = {
+            name: [(int(record.facets["length"]), float(record.score or 0.0)) for record in some]
+            for name, some in records.items()
+        }
+        by_length = {
+            str(length): _figures(
+                {name: [mark for at, mark in some if at == length] for name, some in marks.items()}
+            )
+            for length in lengths
+        }
+        overall = _figures({name: [mark for _, mark in some] for name, some in marks.items()})
+        return Summary(title, tuple(notes), overall["tasks"], overall["average"], {"lengths": by_length})
+
+    return Suite("ruler", tasks, summarise=summarise)
+
+
+def questions_from(dataset: str, where: str) -> ruler.Questions:
+    """The questions of `squad` or `hotpotqa`.
+
+    Args:
+        dataset: one of `ruler.DATASETS`.
+        where: the published file, `hub:ORG/NAME/FILE`, or the Hub's data set (`Dataset.hub`) while online.
+
+    Raises:
+        DataError: nothing is there, or it has another format.
+    """
+    known = ruler.DATASETS[dataset]
+    hub, config = known.hub
+    if where != hub or local_file(where).exists():
+        return known.read(existing_file(where, f"RULER's questions of {dataset}"))
+    part = Part(hub=hub, licence="", adapter="", config=config, split="validation")
+    try:
+        found = [row for _, row in rows(part, resolve(part), None)]
+    except DataError as error:
+        raise DataError(
+            f"RULER's questions of {dataset}: data set {hub} could not be read from the Hub "
+            f"({error.__cause__ or error}); pass suite.{dataset}=FILE, to be had from {known.url}, or leave "
+            "out qa_1 and qa_2 with suite.tasks"
+        ) from error
+    return known.of_rows(found, hub)
+
+
+def _sources(read: Settings, names: Sequence[str], target: Target) -> Sources:
+    if target.tokenizer is None:
+        raise ConfigError(
+            f"target {target.info.name} has no tokenizer, and RULER's lengths are counted with it"
+        )
+    words = ruler.vocabulary(read.choice("words", ("longtrain", "wonderwords")))
+    more, essays = read.optional_text("more_words"), read.optional_text("haystack")
+    if more is not None:
+        words = words.with_more(existing_file(more, "RULER's list of more words"))
+    if essays is None:
+        haystack = ruler.Haystack.bundled()
+    else:
+        haystack = ruler.Haystack.read(existing_file(essays, "RULER's haystack"))
+    needed = {str(ruler.TASKS[name].options["dataset"]) for name in names if name.startswith("qa")}
+    questions = {}
+    for dataset in sorted(needed):
+        where = read.optional_text(dataset)
+        if where is None:
+            raise ConfigError(
+                f"suite.{dataset}=null, and RULER's questions come from there; pass suite.{dataset}=FILE, to "
+                f"be had from {ruler.DATASETS[dataset].url}, or leave out qa_1 and qa_2 with suite.tasks"
+            )
+        questions[dataset] = questions_from(dataset, where)
+    framing = ruler.Framing(target.tokenizer, chat=read.optional_flag("chat"), options=CHAT_OPTIONS)
+    return Sources(framing, haystack, words, questions, read.integer("seed", least=0))
+
+
+def _task(name: str, lengths: Sequence[int], samples: int, sources: Sources) -> RulerTask:
+    known = ruler.TASKS[name]
+    rows = tuple(
+        Example(f"{length}-{index}", {"length": length, "index": index})
+        for length in lengths
+        for index in range(samples)
+    )
+    return RulerTask(
+        name,
+        rows,
+        known.wording.template + known.wording.answer_prefix,
+        known.max_new_tokens,
+        known.metric,
+        None,
+        chat=sources.framing.chat,
+        protocol=sources.settings(name),
+        writer=Writer(name, sources),
+    )
+
+
+def _notes(read: Settings, names: Sequence[str], samples: int, sources: Sources) -> list[str]:
+    """Every departure from the published benchmark."""
+    notes = []
+    if len(names) < len(ruler.TASKS):
+        notes.append(f"{len(names)} of {len(ruler.TASKS)} tasks")
+    if samples != SAMPLES:
+        notes.append(f"{samples} examples of a task at each length instead of {SAMPLES}")
+    if sources.seed != SEED:
+        notes.append(f"seed {sources.seed} instead of {SEED}")
+    essays = any(ruler.TASKS[name].options.get("haystack") == "essay" for name in names)
+    if essays and read.get("haystack") is None:
+        notes.append("needles hidden in the novels that ship with longtrain, not in Paul Graham's essays")
+    if read.get("words") != "wonderwords":
+        notes.append("keys and words from longtrain's lists, not from wonderwords")
+    if not sources.framing.chat and sources.framing.tokenizer.chat_template:
+        notes.append("without chat template")
+    return notes
+
+
+def _figures(marks: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Each task's official figure and their plain mean."""
+    tasks = {name: percent(some) for name, some in marks.items() if some}
+    average = round(sum(tasks.values()) / len(tasks), 2) if tasks else None
+    return {"tasks": tasks, "average": average}
