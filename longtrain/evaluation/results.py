@@ -69,7 +69,7 @@ class Reading:
 
 
 def reading_of(scale: Scale) -> Reading:
-    """How a suite's figures are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), tokens a cycle."""
+    """How figures are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), or tokens a cycle."""
     if scale.name == "perplexity":
         return Reading(_nats, np.exp)
     if scale.name == ACCEPTANCE:

@@ -88,7 +88,7 @@ class Windows(Measured):
         }
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
-        """`nats` of `tokens`, the `bytes` of these, and the context's tokens and rows: `context_tokens`, `kept_rows`."""
+        """`nats` of `tokens` and their `bytes`; `context_tokens` before them, `kept_rows` of these."""
         contexts, scored = [], []
         for example in examples:
             text, begin, first, end = (int(example.fields[key]) for key in ("text", "begin", "first", "end"))
