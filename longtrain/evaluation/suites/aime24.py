@@ -22,7 +22,7 @@ TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer w
 """The instruction that Qwen's model cards (QwQ-32B, Qwen3) give for mathematics."""
 
 FIELDS = {"answer": (str, int)}
-MARGIN = 16
+MARGIN = 32
 """Tokens left free between the longest prompt, its answer and the target's window."""
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.evaluation import longbench
+from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.window import prompts_up_to
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -30,11 +32,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
     names = read.names("tasks", longbench.NAMES)
     chat = read.flag("chat")
     most = read.optional_integer("max_prompt_tokens", least=2)
-    tasks = tuple(
-        replace(task, chat=task.chat and chat, max_prompt_tokens=most)
-        for task in longbench.load(read.text("data"), names, limit=read.optional_integer("limit"))
-    )
-    window = target.info.max_positions - max(task.max_new_tokens for task in tasks)
+    loaded = longbench.load(read.text("data"), names, limit=read.optional_integer("limit"))
+    tasks = prompts_up_to(most, [replace(task, chat=task.chat and chat) for task in loaded], target)
+    window = min(prompt_room(replace(task, max_prompt_tokens=None), target) for task in tasks)
 
     def summarise(records: ByTask) -> Summary:
         ran = {
@@ -50,4 +50,4 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
         extra = {"whole": found["whole"], "rows_published": published}
         return Summary(str(found["name"]), tuple(found["notes"]), figures, float(found["average"]), extra)
 
-    return Suite("longbench", tasks, summarise=summarise)
+    return Suite("longbench", tuple(tasks), summarise=summarise)

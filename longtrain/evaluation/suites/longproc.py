@@ -12,6 +12,7 @@ from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
 from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.window import prompts_up_to
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
@@ -50,27 +51,15 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
         seed: of the run; nothing is drawn here.
 
     Raises:
-        ConfigError: a wrong setting, or answers longer than the target's window.
+        ConfigError: a wrong setting, or prompts or answers longer than the target's window.
         DataError: a missing file or field.
     """
     read = Settings(settings)
     where, limit, chat = _where(read), read.optional_integer("limit"), read.flag("chat")
     most = read.optional_integer("max_prompt_tokens", least=2)
     groups = read.names("groups", tuple(MAX_NEW_TOKENS))
-    tasks = []
-    for group in groups:
-        if MAX_NEW_TOKENS[group] + 2 > target.info.max_positions:
-            raise ConfigError(
-                f"suite.groups holds {group}, whose answers have up to {MAX_NEW_TOKENS[group]} tokens, and "
-                f"the target reads {target.info.max_positions}; leave out the group"
-            )
-        rows = table_rows(where, group)[:limit]
-        name = f"html_to_tsv_{group}"
-        tasks.append(
-            TableTask(
-                name, rows, "{prompt}", MAX_NEW_TOKENS[group], "row_f1", _judge, chat, max_prompt_tokens=most
-            )
-        )
+    tasks = [_task(where, group, limit, chat) for group in groups]
+    tasks = prompts_up_to(most, tasks, target)
     notes = []
     if len(groups) < len(ROWS):
         notes.append(f"{len(groups)} of {len(ROWS)} output lengths")
@@ -86,6 +75,12 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
         return mean_summary(f"Variant of {TITLE}" if said else TITLE, records, notes=said)
 
     return Suite("longproc", tuple(tasks), summarise=summarise)
+
+
+def _task(where: str, group: str, limit: int | None, chat: bool) -> TableTask:
+    rows = table_rows(where, group)[:limit]
+    new = MAX_NEW_TOKENS[group]
+    return TableTask(f"html_to_tsv_{group}", rows, "{prompt}", new, "row_f1", _judge, chat)
 
 
 def table_rows(where: str, group: str) -> tuple[Example, ...]:
@@ -125,8 +120,8 @@ def _where(read: Settings) -> str:
     where = read.optional_text("data")
     if where is None:
         raise ConfigError(
-            "suite.data=null, and LongProc's rows come from there; pass suite.data=FOLDER, the folder data of "
-            "github.com/princeton-pli/LongProc with its web pages unpacked, or a file of rows with 'prompt'"
+            "suite.data=null, and LongProc's rows come from there; pass suite.data=FOLDER, the folder data "
+            "of github.com/princeton-pli/LongProc with web pages unpacked, or a file of rows with 'prompt'"
         )
     return where
 
