@@ -60,11 +60,11 @@ def contenders(
         found.append(_oracle(protocol))
     for entry in entries:
         if isinstance(entry, str):
-            found.append(_policy({"name": entry}))
+            found.append(policy_of({"name": entry}))
         elif isinstance(entry, Mapping) and "artifact" in entry:
             found.append(_artifact(target, dict(entry), protocol.budgets[0], load))
         elif isinstance(entry, Mapping) and "name" in entry:
-            found.append(_policy(dict(entry)))
+            found.append(policy_of(dict(entry)))
         else:
             raise ConfigError(
                 f"suite.policies entry {entry}; allowed: NAME, {{name: NAME, option: value}} or "
@@ -87,7 +87,9 @@ def _oracle(protocol: Protocol) -> Contender:
     return Contender("oracle", ORACLE, make, {"policy": "oracle"})
 
 
-def _policy(entry: Json) -> Contender:
+def policy_of(entry: Json) -> Contender:
+    """A policy's entry as a contender, named `adakv(snapkv) window=8` where it has no `label`."""
+    entry = dict(entry)
     label, name = entry.pop("label", None), str(entry.pop("name"))
     over = f"({entry['over']})" if "over" in entry else ""
     words = [f"{key}={value}" for key, value in entry.items() if key != "over"]

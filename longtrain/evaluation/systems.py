@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from longtrain import methods
+from longtrain.artifact import Artifact
+from longtrain.artifact.folder import MODEL
 from longtrain.decoding.engine import PLAIN
+from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.errors import ConfigError
+from longtrain.evaluation.eviction_policies import Entry, policy_of
+from longtrain.evaluation.eviction_protocol import label
+from longtrain.evaluation.suite import DRAFT, EVICTOR, Suite
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
 
 Json = dict[str, Any]
 FULL, POLICY, ARTIFACT, COMBINED = "full", "policy", "artifact", "combined"
+BUDGET_KEYS = ("budget_tokens", "budget_ratio")
+ALLOWED = (
+    "NAME of a policy, {name: NAME, option: value}, {artifact: NAME}, {artifact: [NAME, NAME]} or "
+    "{artifact: NAME, policy: NAME}"
+)
 
 
 @dataclass(frozen=True)
@@ -46,3 +66,210 @@ class System:
     def evicts(self) -> bool:
         """Whether it drops rows of the prompt."""
         return self.parts.evictor is not None
+
+
+FULL_CACHE = System("full", FULL, "full")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes systems from what was typed.
+
+    Args:
+        target: the frozen model.
+        budgets: what evicting systems are made with, each.
+        shapes: what drafting systems are made with, each; not empty.
+        load: an artifact by its name or folder.
+        attached: parts made so far.
+    """
+
+    target: Target
+    budgets: Sequence[Budget]
+    shapes: Sequence[TreeShape]
+    load: Callable[[str], Artifact]
+    attached: dict[str, Parts] = field(default_factory=dict)
+
+    def systems(self, suite: Suite, entries: Sequence[Entry]) -> list[System]:
+        """The full cache and what the entries name, in this order.
+
+        Raises:
+            ConfigError: an unknown policy, option or kind of entry, two systems of one name, an artifact that
+                cannot serve the suite, or a budget below the rows that a policy keeps in any case.
+            ConflictError: two parts of one system play one role.
+            TargetMismatchError: an artifact of another target.
+        """
+        found = [FULL_CACHE]
+        for entry in entries:
+            if isinstance(entry, str):
+                entry = {"name": entry}
+            if isinstance(entry, Mapping) and "artifact" in entry:
+                found += self._artifacts(suite, dict(entry))
+            elif isinstance(entry, Mapping) and "name" in entry:
+                found += self._policies(suite, dict(entry))
+            else:
+                raise ConfigError(f"suite.systems entry {entry}; allowed: {ALLOWED}")
+        names = [system.name for system in found]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(
+                f"suite.systems has two systems named {twice[0]}; give each once, or one of them a `label`"
+            )
+        return [replace(system, lossless_of=_without_draft(system, found)) for system in found]
+
+    def _policies(self, suite: Suite, entry: Json) -> Iterator[System]:
+        policy = policy_of(entry)
+        _check_role(suite, f"policy {policy.name}", EVICTOR)
+        parts = Parts(name=policy.name)
+        plain = System(policy.name, POLICY, policy.name, parts=parts, facts=policy.facts)
+        yield from self._at_budgets(plain, policy.make)
+
+    def _artifacts(self, suite: Suite, entry: Json) -> Iterator[System]:
+        """One or several artifacts, with a policy or without, at every budget and shape they can have."""
+        asked, policy, title = (entry.pop(key, None) for key in ("artifact", "policy", "label"))
+        where = [str(one) for one in (asked if isinstance(asked, list | tuple) else [asked])]
+        loaded = [self.load(one) for one in where]
+        self._check_options(where, loaded, entry)
+        extra = policy_of({"name": policy} if isinstance(policy, str) else policy) if policy else None
+        who = "+".join([*(Path(one).name for one in where), *([extra.name] if extra else [])])
+        family = str(title or " ".join([who, *(f"{key}={value}" for key, value in entry.items())]))
+        attached = [self._attach(artifact, entry) for artifact in loaded]
+        if extra is not None:
+            attached.append(Parts(evictor=_made(extra.make, self._budgets(family)[0]), name=extra.name))
+        parts = Parts().merge(*attached)
+        facts: Json = {"artifacts": [_facts(artifact) for artifact in loaded]}
+        facts |= {"policy": extra.facts} if extra else {}
+        facts |= {"options": entry} if entry else {}
+        kind = ARTIFACT if len(loaded) == 1 and extra is None else COMBINED
+        shapes: Sequence[TreeShape | None] = [None]
+        if parts.draft is not None:
+            _check_role(suite, f"artifact {who}", DRAFT)
+            shapes = self.shapes
+        base = System(family, kind, family, parts=parts)
+        for shape in shapes:
+            system = replace(base, facts=facts)
+            if shape is not None:
+                name = f"{family} {shape_name(shape)}" if len(shapes) > 1 else family
+                own = {**facts, "shape": list(shape.widths), "law": shape.law.value}
+                system = replace(base, name=name, family=name, shape=shape, facts=own)
+            if parts.evictor is None:
+                yield system
+                continue
+            _check_role(suite, f"artifact {who}", EVICTOR)
+            make = extra.make if extra else parts.evictor.with_budget  # type: ignore[attr-defined]
+            yield from self._at_budgets(system, make)
+
+    def _at_budgets(self, system: System, make: Callable[[Budget], Evictor] | None) -> Iterator[System]:
+        """A system with its evictor at every budget."""
+        for budget in self._budgets(system.name):
+            yield replace(
+                system,
+                name=f"{system.name}@{label(budget)}",
+                budget=label(budget),
+                parts=replace(system.parts, evictor=_made(make, budget)),
+                facts={**system.facts, "budget": label(budget)},
+            )
+
+    def _budgets(self, name: str) -> Sequence[Budget]:
+        if not self.budgets:
+            raise ConfigError(f"suite.budgets=[] and {name} evicts; pass e.g. suite.budgets=[64,128]")
+        return self.budgets
+
+    def _attach(self, artifact: Artifact, options: Json) -> Parts:
+        """An artifact's parts, checked and made once for all systems that have them."""
+        keys = methods.get(artifact.method).inference_keys
+        given = {key: value for key, value in options.items() if key in keys}
+        if set(BUDGET_KEYS) <= set(keys):
+            budget = self._budgets(artifact.method)[0]
+            given |= {"budget_tokens": budget.tokens, "budget_ratio": budget.ratio}
+        name = json.dumps([str(artifact.folder), given], sort_keys=True)
+        if name not in self.attached:
+            self.attached[name] = artifact.attach(self.target, **given)
+        return self.attached[name]
+
+    def _check_options(self, where: list[str], loaded: Sequence[Artifact], options: Json) -> None:
+        for key in options:
+            if key in BUDGET_KEYS:
+                raise ConfigError(
+                    f"suite.systems entry of artifact {', '.join(where)}: {key}={options[key]}; every system "
+                    "runs at the budgets of the suite: pass suite.budgets=[64,128] and leave it out here"
+                )
+            known = [
+                k for one in loaded for k in methods.get(one.method).inference_keys if k not in BUDGET_KEYS
+            ]
+            if key not in known:
+                raise ConfigError(
+                    f"suite.systems entry of artifact {', '.join(where)} has the key {key}={options[key]}; "
+                    f"allowed: artifact, policy, label{''.join(f', {k}' for k in known)}"
+                )
+
+
+def shape_name(shape: TreeShape) -> str:
+    """`chain 4` or `tree 4-8-8`."""
+    if set(shape.widths) == {1}:
+        return f"chain {shape.depth}"
+    return f"tree {'-'.join(str(width) for width in shape.widths)}"
+
+
+def _made(make: Callable[[Budget], Evictor] | None, budget: Budget) -> Evictor:
+    """An evictor, refused where its budget has no room for what it keeps in any case."""
+    assert make is not None
+    evictor = make(budget)
+    least = int(getattr(evictor, "least_budget", 1))
+    if budget.tokens is not None and budget.tokens < least:
+        raise ConfigError(
+            f"suite.budgets has {budget.tokens} rows and {evictor.name} keeps {least} in any case; pass "
+            f"budgets of at least {least}, or a smaller window"
+        )
+    return evictor
+
+
+def _facts(artifact: Artifact) -> Json:
+    assert artifact.folder is not None
+    weights = hashlib.sha256((artifact.folder / MODEL).read_bytes()).hexdigest()
+    return {"artifact": artifact.folder.name, "method": artifact.method, "weights": weights}
+
+
+def _without_draft(system: System, systems: Sequence[System]) -> str | None:
+    """The system whose texts a draft must repeat: the same evictor at the same budget, and no draft."""
+    if not system.drafts or system.parts.cache is not None:
+        return None
+    if not system.evicts:
+        return FULL_CACHE.name
+    same = [
+        other.name
+        for other in systems
+        if not other.drafts and other.evicts and _eviction(other) == _eviction(system)
+    ]
+    return same[0] if same else None
+
+
+def _eviction(system: System) -> Json:
+    """What a system's evictor is made of."""
+    facts = system.facts
+    if system.kind == POLICY:
+        return {"policy": {k: v for k, v in facts.items() if k != "budget"}, "budget": facts["budget"]}
+    evicting = [
+        one
+        for one in facts["artifacts"]
+        if set(BUDGET_KEYS) <= set(methods.get(one["method"]).inference_keys)
+    ]
+    own = {"policy": facts["policy"]} if "policy" in facts else {"artifacts": evicting}
+    if "policy" not in facts and "options" in facts:
+        own["options"] = facts["options"]
+    return {**own, "budget": facts["budget"]}
+
+
+def _check_role(suite: Suite, who: str, role: str) -> None:
+    """Refuse what the suite has no use for."""
+    if role in suite.needs:
+        return
+    what = "a draft" if role == DRAFT else "an evictor"
+    raise ConfigError(
+        f"{who} brings {what}, which suite {suite.name} has no use for (it takes: "
+        f"{', '.join(sorted(suite.needs)) or 'the full cache alone'}); {_SERVED[role]}"
+    )
+
+
+_SERVED = {
+    DRAFT: "a draft is measured where text is generated: suite=speculation, acceptance, longbench, aime24",
+    EVICTOR: "an evictor is measured by suite=longbench, ruler, needle, perplexity, eviction",
+}

@@ -1,0 +1,112 @@
+"""The pinned protocol: everything that prompts, decoding and scores follow from, and its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
+from longtrain.evaluation.prompts import encode_chat
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.task import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.target.model import Target
+
+Json = dict[str, Any]
+VERSION = 1
+"""Of what is hashed: it grows where the harness itself changes what a target is given or how it decodes."""
+SLACK = 16
+"""Tokens that a prompt cut in the middle may grow by when its text is tokenised anew."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What two results must share to be compared: not the weights, the systems or the batches.
+
+    Args:
+        settings: JSON values.
+    """
+
+    settings: Json
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits."""
+        return json_hash(self.settings)
+
+
+def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
+    """The protocol of a suite on a target.
+
+    Args:
+        suite: with all its examples.
+        target: whose tokenizer, chat template and window make the prompts.
+        sampling: of the run; tasks may set the temperature of their own examples.
+
+    Raises:
+        ConfigError: a task's answers do not fit the target's window.
+    """
+    from longtrain.data.prepare import tokenizer_hash
+
+    template = getattr(target.tokenizer, "chat_template", None)
+    tasks: Json = {}
+    for task in suite.tasks:
+        tasks[task.name] = task.settings()
+        if isinstance(task, Task):
+            tasks[task.name]["max_prompt_tokens"] = prompt_room(task, target)
+    settings = {
+        "version": VERSION,
+        "suite": suite.name,
+        "suite_settings": suite.settings,
+        "tokenizer": tokenizer_hash(target.tokenizer)[:16] if target.tokenizer else None,
+        "chat_template": json_hash(template) if template else None,
+        "eos_ids": list(target.info.eos_ids),
+        "decoding": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.seed,
+        },
+        "tasks": tasks,
+    }
+    return Protocol(json.loads(json.dumps(settings, allow_nan=False)))
+
+
+def prompt_room(task: Task, target: Target) -> int:
+    """Most tokens of the text of a task's prompt.
+
+    `task.max_prompt_tokens`, or what the target's window leaves after the answers of all turns, the chat
+    template and a little slack.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    if task.max_prompt_tokens is not None:
+        return task.max_prompt_tokens
+    window, answers = target.info.max_positions, task.n_turns * task.max_new_tokens
+    around = _template_tokens(target.tokenizer) if task.chat and target.tokenizer else 0
+    room = window - answers - around - SLACK
+    if room < 2:
+        raise ConfigError(
+            f"task {task.name} answers with up to {answers} tokens, which leaves no prompt in the target's "
+            f"window of {window}; take a target with a longer window, or pass a lower suite.max_new_tokens"
+        )
+    return room
+
+
+def json_hash(values: Any) -> str:
+    """16 hex digits of the hash of JSON values, whatever the order of keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
+
+
+def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the chat template around a message."""
+    if not tokenizer.chat_template:
+        return 0  # `encode` refuses the first prompt, saying so
+    return len(encode_chat(tokenizer, [{"role": "user", "content": ""}]))

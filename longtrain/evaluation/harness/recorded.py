@@ -1,0 +1,167 @@
+"""Recorded full-cache scores: a run whose full cache scores otherwise has lost something, a chat template say.
+
+Two files hold them: `results/baselines.json` of the recipes that ship, and `baselines.json` in the user's home.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longtrain.assets import asset_dir
+from longtrain.errors import DataError, LongtrainError
+from longtrain.evaluation.harness.ledger import first_difference
+from longtrain.evaluation.harness.protocol import Protocol, json_hash
+from longtrain.evaluation.report import as_json, write_files
+from longtrain.evaluation.suite import Scale, Suite
+from longtrain.evaluation.systems import FULL_CACHE
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+Json = dict[str, Any]
+FILE = "baselines.json"
+FIELDS = ("suite", "weights_hash", "rows", "protocol", "score", "low", "high", "source")
+HOW = "suite.check_baseline=false runs on regardless, and the result says so"
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Scores of the full cache that were recorded.
+
+    Args:
+        entries: as in the files, those of the home first.
+        path: the file in the home, to which `record` adds.
+    """
+
+    entries: tuple[Json, ...]
+    path: Path
+
+    @classmethod
+    def load(cls, home: Path) -> Baselines:
+        """Read both files, where they are.
+
+        Raises:
+            DataError: one is damaged.
+        """
+        own, shipped = home / FILE, asset_dir("recipes") / "results" / FILE
+        return cls((*_read(own), *_read(shipped)), own)
+
+    def find(self, suite: Suite, weights_hash: str, protocol: Protocol) -> Json | None:
+        """What is recorded for these weights and examples under this protocol; None: nothing.
+
+        Raises:
+            LongtrainError: only other protocols are recorded.
+        """
+        rows = rows_of(suite, protocol)
+        known = [
+            entry
+            for entry in self.entries
+            if (entry["suite"], entry["weights_hash"], entry["rows"]) == (suite.name, weights_hash, rows)
+        ]
+        for entry in known:
+            if Protocol(entry["protocol"]).hash == protocol.hash:
+                return entry
+        if not known:
+            return None
+        key, had, now = first_difference(known[0]["protocol"], protocol.settings)
+        raise LongtrainError(
+            f"suite {suite.name} was recorded on this target and these examples with another protocol: {key}: "
+            f"recorded {had}, now {now}; set it as it was, record this protocol beside it (suite.record=true), "
+            f"or {HOW}"
+        )
+
+    def record(self, suite: Suite, weights_hash: str, protocol: Protocol, average: Json) -> Json:
+        """Add a score to the home's file, in place of an older one of the same protocol.
+
+        Args:
+            suite: that was run.
+            weights_hash: of the target.
+            protocol: it was run with.
+            average: `value`, `low` and `high` of the full cache.
+        """
+        entry = {
+            "suite": suite.name,
+            "weights_hash": weights_hash,
+            "rows": rows_of(suite, protocol),
+            "protocol": protocol.settings,
+            "score": average["value"],
+            "low": average["low"],
+            "high": average["high"],
+            "source": "home",
+        }
+        kept = [old for old in _read(self.path) if _place(old) != _place(entry)]
+        write_files(self.path.parent, {self.path.name: as_json({"baselines": [*kept, entry]})})
+        return entry
+
+
+def rows_of(suite: Suite, protocol: Protocol) -> str:
+    """Hash of a suite's examples, whatever is asked about them."""
+    tasks = protocol.settings["tasks"]
+    return json_hash({task.name: tasks[task.name].get("rows_sha256") for task in suite.tasks})
+
+
+def compare(suite: Suite, entry: Json, measured: float) -> Json:
+    """How a score of the full cache compares with what is recorded.
+
+    Returns: `status` equal, `recorded`, `measured`, `tolerance`, `source`.
+
+    Raises:
+        LongtrainError: it is off by more than a point and more than half the recorded interval.
+    """
+    allowed = max(_point(suite.scale, entry["score"]), (entry["high"] - entry["low"]) / 2)
+    verdict = {
+        "status": "equal",
+        "recorded": entry["score"],
+        "measured": measured,
+        "tolerance": allowed,
+        "source": entry["source"],
+    }
+    if abs(measured - entry["score"]) > allowed:
+        raise LongtrainError(
+            f"the full cache scores {measured:.2f} in suite {suite.name} and {entry['score']:.2f} is recorded "
+            f"for this very protocol ({entry['source']}), more than {allowed:.2f} apart; weights, kernels or "
+            f"libraries are not what they were; nothing else was run; {HOW}"
+        )
+    return verdict
+
+
+def unchecked(status: str, measured: float | None = None, reason: str = "") -> Json:
+    """The verdict where nothing was compared: `none` recorded, `off`, `no_score`, or just `recorded`."""
+    return {"status": status, "measured": measured, **({"reason": reason} if reason else {})}
+
+
+def average_of(results: Json) -> Json | None:
+    """`value`, `low`, `high` of the full cache in assembled results; None where it has no score."""
+    full = next(system for system in results["systems"] if system["name"] == FULL_CACHE.name)
+    average = full["average"]
+    return average if average and average.get("value") is not None else None
+
+
+def _point(scale: Scale, recorded: float) -> float:
+    """One hundredth of the scale, or of the recorded figure where the scale has no end."""
+    return (scale.maximum if scale.maximum is not None else abs(recorded)) / 100
+
+
+def _place(entry: Json) -> Sequence[Any]:
+    return [entry["suite"], entry["weights_hash"], entry["rows"], Protocol(entry["protocol"]).hash]
+
+
+def _read(path: Path) -> list[Json]:
+    if not path.is_file():
+        return []
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["baselines"]
+        for entry in entries:
+            missing = [key for key in FIELDS if key not in entry]
+            if missing:
+                raise KeyError(missing[0])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error!r}; repair or remove it (scores are then recorded anew by "
+            "suite.record=true)"
+        ) from None
+    return list(entries)

@@ -1,0 +1,220 @@
+"""Runs the units of one system: prompts in, records out, each unit kept in the ledger as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longtrain.decoding.engine import Engine, Generation
+from longtrain.decoding.limits import Limits
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.harness.plan import Place, Unit, remaining
+from longtrain.evaluation.harness.protocol import Protocol, prompt_room
+from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.records import Record, Turn, ids_sha256
+from longtrain.evaluation.suite import Advance
+from longtrain.evaluation.systems import System
+from longtrain.evaluation.task import Example, Measured, Task
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+Json = dict[str, Any]
+
+
+class StoppedError(LongtrainError):
+    """The run was asked to end; what is done is kept."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs units on a target.
+
+    Args:
+        target: the frozen model.
+        sampling: of the run; tasks may set the temperature of their own examples.
+        advance: told of examples done.
+        stopping: asked before every unit whether to leave.
+    """
+
+    target: Target
+    sampling: Sampling
+    advance: Advance = lambda what, done: None
+    stopping: Callable[[], bool] = lambda: False
+
+    def run(self, system: System, units: Sequence[Unit], ledger: Ledger) -> None:
+        """Run what the ledger does not hold yet.
+
+        Raises:
+            StoppedError: `stopping` says so; the unit at hand is finished and kept.
+            ConfigError: memory ran out, or a prompt does not fit the target.
+            LongtrainError: whatever a task or a system runs into.
+        """
+        left = remaining(list(units), places_of(ledger))
+        for number, unit in enumerate(left):
+            if self.stopping():
+                count = sum(len(one.examples) for one in left[number:])
+                raise StoppedError(
+                    f"stopped as asked with {count} examples of {system.name} left in this part; what is "
+                    "done is kept, and the same command goes on from here"
+                )
+            ledger.put(unit.key, self.unit(system, unit))
+            self.advance(f"{system.name} · {unit.task.name}", len(unit.examples))
+
+    def unit(self, system: System, unit: Unit) -> Json:
+        """Records and times of one unit, as JSON values."""
+        started = time.perf_counter()
+        times: Json = {}
+        try:
+            if isinstance(unit.task, Measured):
+                records = self._measured(system, unit.task, unit.examples)
+            else:
+                records, times = self._generated(system, unit.task, unit)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"memory ran out in task {unit.task.name} with {system.name} at a batch of "
+                f"{len(unit.examples)}; {_smaller(len(unit.examples))}; what is done is kept, and the same "
+                "command goes on from here"
+            ) from None
+        times["wall_s"] = time.perf_counter() - started
+        times["batch"] = len(unit.examples)
+        return {"records": [record.to_json() for record in records], "times": times}
+
+    def _measured(self, system: System, task: Measured, examples: Sequence[Example]) -> list[Record]:
+        found = task.measure(self.target, system.parts, examples)
+        return [
+            Record(system.name, task.name, one.id, task.facets(one), measures=figures)
+            for one, figures in zip(examples, found, strict=True)
+        ]
+
+    def _generated(self, system: System, task: Task, unit: Unit) -> tuple[list[Record], Json]:
+        tokenizer, examples = self.target.tokenizer, unit.examples
+        if tokenizer is None:
+            raise ConfigError(
+                f"target {self.target.info.name} has no tokenizer, so no text can be given to it"
+            )
+        room = prompt_room(task, self.target)
+        answers: list[list[str]] = [[] for _ in examples]
+        turns: list[list[Turn]] = [[] for _ in examples]
+        cycles: list[list[Any]] = [[] for _ in examples]
+        first: list[Encoded] = []
+        times = {"prefill_s": 0.0, "decode_s": 0.0, "output_tokens": 0}
+        for _ in range(task.n_turns):
+            prompts = [
+                task.encode(one, tokenizer, max_tokens=room, answers=said)
+                for one, said in zip(examples, answers, strict=True)
+            ]
+            first = first or prompts
+            made = self._decode(system, task, unit, prompts)
+            for i, tokens in enumerate(made.tokens):
+                text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+                answers[i].append(text)
+                kept = made.stats.kept_rows[i]
+                turns[i].append(Turn(text, tuple(tokens), made.finish[i], len(prompts[i].ids), kept))
+                cycles[i].append(tuple(made.stats.rows[i]))
+            times["prefill_s"] += made.stats.prefill_s
+            times["decode_s"] += made.stats.decode_s
+            times["output_tokens"] += sum(made.stats.output_tokens)
+        records = [
+            Record(
+                system.name,
+                task.name,
+                one.id,
+                task.facets(one),
+                prompt_tokens=len(first[i].ids),
+                prompt_sha256=ids_sha256(first[i].ids),
+                cut=first[i].cut,
+                turns=tuple(turns[i]),
+                score=task.score(answers[i][-1], one),
+                cycles=tuple(cycles[i]) if system.drafts else None,
+            )
+            for i, one in enumerate(examples)
+        ]
+        return records, times
+
+    def _decode(self, system: System, task: Task, unit: Unit, prompts: Sequence[Encoded]) -> Generation:
+        info, new = self.target.info, task.max_new_tokens
+        for example, prompt in zip(unit.examples, prompts, strict=True):
+            if len(prompt.ids) + new > info.max_positions:
+                raise DataError(
+                    f"task {task.name}, example {example.id}: {len(prompt.ids)} tokens of prompt and {new} "
+                    f"new ones exceed the target's window of {info.max_positions}; pass a lower "
+                    "suite.max_prompt_tokens or suite.max_new_tokens, or take a target with a longer window"
+                )
+        heat = self.sampling.temperature if unit.temperature is None else unit.temperature
+        tokenizer = self.target.tokenizer
+        assert tokenizer is not None
+        limits = Limits(len(prompts), info.max_positions, max(system.shape.n_nodes, 1))
+        return Engine(self.target, system.parts, limits=limits).generate(
+            [prompt.ids for prompt in prompts],
+            max_new_tokens=new,
+            sampling=replace(self.sampling, temperature=heat),
+            shape=system.shape,
+            stop_ids=(*info.eos_ids, *task.stop_ids(tokenizer)),
+            ignore_eos=task.ignore_eos,
+            min_new_tokens=task.min_new_tokens,
+            sequence_ids=[sequence_id(place) for place in unit.places],
+        )
+
+
+def _smaller(batch: int) -> str:
+    if batch > 1:
+        return f"pass suite.batch={batch // 2}"
+    return "pass shorter prompts, a lower suite.max_new_tokens, or take a larger GPU"
+
+
+def sequence_id(place: Place) -> int:
+    """What random coins know an example by, the same in every batch and system: 62 bits of its hash."""
+    return int.from_bytes(hashlib.sha256("\n".join(place).encode()).digest()[:8]) >> 2
+
+
+def ledger_settings(protocol: Protocol, target: Target, system: System) -> Json:
+    """What a system's records follow from; a ledger of other settings is refused."""
+    return {
+        "protocol": protocol.settings,
+        "target": target.info.weights_hash,
+        "dtype": str(target.dtype),
+        "system": system.facts,
+    }
+
+
+def places_of(ledger: Ledger) -> set[Place]:
+    """Every (task, example) that is done."""
+    return {
+        (record["task"], record["example"])
+        for payload in ledger.done.values()
+        for record in payload["records"]
+    }
+
+
+def records_of(ledger: Ledger) -> dict[Place, Record]:
+    """The record of every example that is done; of two, that of the first unit by name."""
+    found: dict[Place, Record] = {}
+    for key in sorted(ledger.done):
+        for values in ledger.done[key]["records"]:
+            found.setdefault((values["task"], values["example"]), Record.from_json(values))
+    return found
+
+
+def times_of(ledger: Ledger) -> list[Json]:
+    """What each task took, all units together: seconds, tokens and tokens a second."""
+    tasks: dict[str, Json] = {}
+    for key in sorted(ledger.done):
+        task, times = key.rpartition(":")[0], ledger.done[key]["times"]
+        row = tasks.setdefault(task, {"task": task, "units": 0, "examples": 0})
+        row["units"] += 1
+        row["examples"] += times["batch"]
+        for name in ("prefill_s", "decode_s", "output_tokens", "wall_s"):
+            if name in times:
+                row[name] = row.get(name, 0) + times[name]
+    for row in tasks.values():
+        if row.get("decode_s"):
+            row["tokens_per_s"] = row["output_tokens"] / (row["prefill_s"] + row["decode_s"])
+    return list(tasks.values())
