@@ -1,0 +1,1 @@
+"""Reports of a finished evaluation: Markdown tables, pictures, and one HTML page."""
