@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.harness.protocol import SLACK
 from longtrain.evaluation.judge.longwrite import LongWrite, count_words, figures, required
 from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts, marks_of
 from longtrain.evaluation.judge.prompts import longbench_write_prompts
 from longtrain.evaluation.judge.settings import UNJUDGED, endpoint_from, judge_settings
+from longtrain.evaluation.prompts import encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
@@ -141,10 +143,12 @@ def _room(task: Task, target: Target) -> int:
     window, tokenizer = target.info.max_positions, target.tokenizer
     if tokenizer is None:
         raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
-    prompts = [len(task.encode(row, tokenizer, max_tokens=window).ids) for row in task.examples()]
-    if (room := window - max(prompts)) < 1:
+    around = len(encode_chat(tokenizer, [{"role": "user", "content": ""}])) if task.chat else 0
+    texts: list[Any] = [tokenizer(task.prompt(row), verbose=False).input_ids for row in task.examples()]
+    longest = max(map(len, texts))
+    if (room := window - longest - around - SLACK) < 1:
         raise ConfigError(
-            f"a prompt of LongBench-Write has {max(prompts)} tokens and the target's context is {window}; "
+            f"a prompt of LongBench-Write has {longest} tokens and the target's context is {window}; "
             "allowed: a target with a longer context"
         )
     return room

@@ -72,31 +72,33 @@ class MtBenchTask(Task):
     ) -> Encoded:
         """The conversation so far; if it is too long, the middle of its longest message is left out.
 
-        Answers stand there without the space around them, as the benchmark's runner puts them.
+        Answers stand there without the space around them, as the benchmark's runner puts them. `max_tokens`
+        is for what is asked; each earlier answer may take `max_new_tokens` beside it.
 
         Raises:
             ConfigError: no chat template, or `max_tokens` is too few for any conversation.
         """
+        most = max_tokens + len(answers) * self.max_new_tokens
         turns = [str(turn) for turn in example.fields["turns"]][: len(answers) + 1]
         texts = [turns[0]]
         for answer, question in zip(answers, turns[1:], strict=True):
             texts += [answer.strip(), question]
         ids = self._ids(tokenizer, texts)
-        if len(ids) <= max_tokens:
+        if len(ids) <= most:
             return Encoded(ids)
         tokens: list[Any] = [
             tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts
         ]
         longest = max(range(len(texts)), key=lambda i: len(tokens[i]))
-        for left in range(len(tokens[longest]) - (len(ids) - max_tokens), 1, -1):
+        for left in range(len(tokens[longest]) - (len(ids) - most), 1, -1):
             half = left // 2  # a text joined anew may take a token more; then one less is kept
             parts = tokens[longest][:half], tokens[longest][-half:]
             texts[longest] = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in parts)
             ids = self._ids(tokenizer, texts)
-            if len(ids) <= max_tokens:
+            if len(ids) <= most:
                 return Encoded(ids, cut=True)
         raise ConfigError(
-            f"question {example.id} of MT-Bench does not fit into {max_tokens} tokens; allowed: fewer "
+            f"question {example.id} of MT-Bench does not fit into {most} tokens; allowed: fewer "
             "suite.max_new_tokens, or a target with a longer context"
         )
 
