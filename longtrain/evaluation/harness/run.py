@@ -105,6 +105,7 @@ class Runner:
         turns: list[list[Turn]] = [[] for _ in examples]
         cycles: list[list[Any]] = [[] for _ in examples]
         first: list[Encoded] = []
+        cut = [False] * len(examples)
         times = {"prefill_s": 0.0, "decode_s": 0.0, "output_tokens": 0}
         for _ in range(task.n_turns):
             prompts = [
@@ -112,6 +113,7 @@ class Runner:
                 for one, said in zip(examples, answers, strict=True)
             ]
             first = first or prompts
+            cut = [was or prompt.cut for was, prompt in zip(cut, prompts, strict=True)]
             made = self._decode(system, task, unit, prompts)
             for i, tokens in enumerate(made.tokens):
                 text = str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -130,7 +132,7 @@ class Runner:
                 task.facets(one),
                 prompt_tokens=len(first[i].ids),
                 prompt_sha256=ids_sha256(first[i].ids),
-                cut=first[i].cut,
+                cut=cut[i],
                 turns=tuple(turns[i]),
                 score=task.score(answers[i][-1], one),
                 cycles=tuple(cycles[i]) if system.drafts else None,
