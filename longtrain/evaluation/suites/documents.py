@@ -1,0 +1,221 @@
+"""QuantSpec's corpora as suites: documents that fill a prompt of a stated length, to continue or summarise.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation import corpora
+from longtrain.evaluation.contexts import prefix_of
+from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.suite import ByTask, Suite, Summary
+from longtrain.evaluation.suites import drafting
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.target.model import Target
+
+MARK = "QUESTION"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is asked of the documents of a corpus.
+
+    Args:
+        title: of results.
+        like: the corpus of `data_prep` whose columns a local file's rows have.
+        head: stands before a document, which is cut where the prompt is full.
+        tail: stands after it.
+    """
+
+    title: str
+    like: str
+    head: str = ""
+    tail: str = ""
+
+
+CORPORA = {
+    "pg19": Corpus("Acceptance on PG-19", "pg19_test"),
+    "infbench_sum": Corpus(
+        "Acceptance on InfiniteBench's summaries",
+        "infbench_sum",
+        "You are given a book and you are tasked to summarize it. Write a summary of about 1000 to 1200 "
+        "words. Only write about the plot and characters of the story. Do not discuss the themes or "
+        "background of the book. Do not provide any analysis or commentary.\n\n",
+        "\n\nNow summarize the book. Summary:",
+    ),
+    "multi_lexsum": Corpus(
+        "Acceptance on Multi-LexSum",
+        "multi_lexsum",
+        "You are given the legal documents in a civil rights lawsuit, and you are tasked to summarize the "
+        "case. Write a concise summary of one paragraph (200 to 250 words). The summary should contain a "
+        "short description of the background, the parties involved, and the outcomes of the case.\n\n"
+        "Legal documents:\n",
+        "\n\nNow please summarize the case. Summary:",
+    ),
+}
+"""`suite.name` -> corpus.
+
+Source: prompts of HELMET (Yen et al. 2024), as QuantSpec's code shortens them (Data/data_converter.py).
+"""
+
+
+@dataclass(frozen=True)
+class Documents(Task):
+    """Prompts of exactly stated lengths. Answers are not scored.
+
+    Args:
+        ids: example -> its prompt.
+    """
+
+    ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    def prompt(self, example: Example) -> str:
+        """What the prompt was made of, for messages alone: `encode` gives its tokens."""
+        return f"{example.fields['document']}, {example.fields['length']} tokens"
+
+    def size(self, example: Example) -> int:
+        """Tokens."""
+        return len(self.ids[example.id])
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The prompt, which is never shortened: its length is what is measured."""
+        return Encoded(self.ids[example.id], False)
+
+    def facets(self, example: Example) -> dict[str, int | float | str]:
+        """Prompt length."""
+        return {"length": int(example.fields["length"])}
+
+    def score(self, text: str, example: Example) -> float | None:
+        """None: answers are cut short, what matters is how they are drafted."""
+        return None
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """One task: the first documents that fill each length.
+
+    Args:
+        settings: `name`, `data`, `lengths`, `prompts`, `skip_tokens`, `max_new_tokens`, `ignore_eos` and
+            `chat`; see conf/suite/pg19.yaml.
+        target: gives the tokenizer and its window.
+        seed: of the run; nothing is drawn here.
+
+    Raises:
+        ConfigError: a wrong setting, or a length that the target does not hold.
+        DataError: the text cannot be read, or no document fills a length.
+    """
+    read = Settings(settings)
+    name = read.choice("name", tuple(CORPORA))
+    corpus = CORPORA[name]
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
+    lengths, answer = read.tokens("lengths"), read.integer("max_new_tokens", least=2)
+    if lengths[-1] + answer > target.info.max_positions:
+        raise ConfigError(
+            f"suite.lengths up to {lengths[-1]} with {answer} new tokens; allowed: up to "
+            f"{target.info.max_positions - answer} (the target's context of {target.info.max_positions})"
+        )
+    wanted, skip, chat = read.integer("prompts"), read.integer("skip_tokens", least=0), read.flag("chat")
+    head, tail, prefix = _around(corpus, target.tokenizer, chat=chat)
+    ids: dict[str, tuple[int, ...]] = {}
+    rows: dict[int, list[Example]] = {length: [] for length in lengths}
+    longest = 0
+    for title, text in corpora.texts(read.text("data"), like=corpus.like):
+        if all(len(some) == wanted for some in rows.values()):
+            break
+        body = _body(target.tokenizer, head, text, skip)
+        longest = max(longest, len(prefix) + len(body) + len(tail))
+        for length, some in rows.items():
+            room = length - len(prefix) - len(tail)
+            if room < 1 or len(body) < room or len(some) == wanted:
+                continue
+            prompt = (*prefix, *body[:room], *tail)
+            digest = hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()
+            row = Example(
+                f"{len(some) + 1}@{length}", {"document": title, "length": length, "sha256": digest}
+            )
+            some.append(row)
+            ids[row.id] = prompt
+    for length, some in rows.items():
+        if not some:
+            raise DataError(
+                f"no document at {read.text('data')} fills a prompt of {length} tokens (the longest gives "
+                f"{longest}); pass shorter suite.lengths or longer text"
+            )
+    task = Documents(
+        name,
+        tuple(row for some in rows.values() for row in some),
+        corpus.head + "{document}" + corpus.tail,
+        answer,
+        "acceptance",
+        None,
+        chat=chat,
+        ignore_eos=read.flag("ignore_eos"),
+        protocol={"lengths": list(lengths), "skip_tokens": skip},
+        ids=ids,
+    )
+    notes = [
+        f"{answer} new tokens"
+        + (", the end of text ignored" if task.ignore_eos else " or fewer where the text ends"),
+        *(
+            f"{len(some)} of {wanted} prompts at {length} tokens"
+            for length, some in rows.items()
+            if len(some) < wanted
+        ),
+    ]
+    if chat:
+        notes.append("in the target's chat template (QuantSpec has none)")
+
+    def summarise(records: ByTask) -> Summary:
+        return drafting.summary(corpus.title, records, notes)
+
+    return Suite(name, (task,), scale=drafting.SCALE, summarise=summarise)
+
+
+def _body(tokenizer: PreTrainedTokenizerBase, head: str, text: str, skip: int) -> list[int]:
+    """Tokens of the head and of the text from its token `skip` on."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    return [*encode(head), *encode(text)[skip:]] if skip else encode(head + text)
+
+
+def _around(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, *, chat: bool
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Text before a document, tokens after it, and special tokens before everything."""
+    before, after, prefix = "", "", tuple(prefix_of(tokenizer))
+    if chat:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "suite.chat=true and the tokenizer has no chat template; set target.chat_template, or "
+                "suite.chat=false"
+            )
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": MARK}],
+            add_generation_prompt=True,
+            tokenize=False,
+            enable_thinking=False,
+        )
+        before, _, after = str(rendered).partition(MARK)
+        prefix = ()
+    tail = tokenizer(corpus.tail + after, add_special_tokens=False, verbose=False).input_ids
+    return before + corpus.head, tuple(tail), prefix

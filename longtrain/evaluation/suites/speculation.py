@@ -1,0 +1,143 @@
+"""LongSpec's evaluation as a suite: LongBench's summaries and code with long answers, and AIME 2024.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.longbench.files import read_tasks
+from longtrain.evaluation.longbench.tasks import SPECS
+from longtrain.evaluation.longbench.templates import TEMPLATES
+from longtrain.evaluation.suite import ByTask, Suite, Summary
+from longtrain.evaluation.suites import aime24, drafting
+from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.task import Example, Task
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
+"""Tasks of LongBench. Source: LongSpec Section 4.1."""
+CONTEST = "aime24"
+TITLE = "Acceptance on long answers"
+
+
+@dataclass(frozen=True)
+class LongAnswers(Task):
+    """Prompts of a benchmark whose answers are not scored: what matters is how they are drafted.
+
+    Args:
+        lengths: example -> prompt length it is counted under (`drafting.bucket`).
+    """
+
+    lengths: Mapping[str, int] = field(default_factory=dict)
+
+    def facets(self, example: Example) -> dict[str, int | float | str]:
+        """Prompt length."""
+        return {"length": self.lengths[example.id]}
+
+    def score(self, text: str, example: Example) -> float | None:
+        """None: answers that go on past their end have no meaningful score."""
+        return None
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+    """The tasks that `suite.tasks` names.
+
+    Args:
+        settings: `tasks`, `data`, `aime24`, `limit`, `min_prompt_tokens`, `max_prompt_tokens`, `ignore_eos`,
+            `max_new_tokens`, `aime24_max_new_tokens`, `chat`; see conf/suite/speculation.yaml.
+        target: its tokenizer measures prompts, its window decides how long they may be.
+        seed: of the run; nothing is drawn here.
+
+    Raises:
+        ConfigError: a wrong setting, or answers longer than the target's window.
+        DataError: a missing file or field, or no prompt is long enough.
+    """
+    read = Settings(settings)
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
+    names = read.names("tasks", (*LONG, CONTEST))
+    notes: list[str] = []
+    tasks = _long(read, target, tuple(name for name in names if name != CONTEST), notes)
+    if CONTEST in names:
+        tasks.append(_contest(read, target, notes))
+
+    def summarise(records: ByTask) -> Summary:
+        return drafting.summary(TITLE, records, notes)
+
+    return Suite("speculation", tuple(tasks), scale=drafting.SCALE, summarise=summarise)
+
+
+def _long(read: Settings, target: Target, names: tuple[str, ...], notes: list[str]) -> list[Task]:
+    """LongBench's tasks; adds to `notes` what is not as published."""
+    if not names:
+        return []
+    answer = read.integer("max_new_tokens", least=2, most=target.info.max_positions - 2)
+    least = read.integer("min_prompt_tokens", least=0)
+    most, limit = read.optional_integer("max_prompt_tokens", least=2), read.optional_integer("limit")
+    ignore_eos, chat = read.flag("ignore_eos"), read.flag("chat")
+    tasks: list[Task] = []
+    short = 0
+    for name, rows in read_tasks(read.text("data"), names).items():
+        sized = {row.id: _tokens(target, TEMPLATES[name].format(**row.fields)) for row in rows}
+        kept = tuple(row for row in rows if sized[row.id] > least)
+        short += len(rows) - len(kept)
+        if not kept:
+            raise DataError(
+                f"no prompt of {name} has more than {least} tokens, the longest has {max(sized.values())}; "
+                "pass a smaller suite.min_prompt_tokens, or leave out the task"
+            )
+        window = target.info.max_positions - answer if most is None else most
+        lengths = {row.id: drafting.bucket(min(sized[row.id], window)) for row in kept[:limit]}
+        tasks.append(
+            LongAnswers(
+                name,
+                kept[:limit],
+                TEMPLATES[name],
+                answer,
+                "acceptance",
+                None,
+                chat=chat and SPECS[name].chat,
+                ignore_eos=ignore_eos,
+                max_prompt_tokens=most,
+                protocol={"min_prompt_tokens": least},
+                lengths=lengths,
+            )
+        )
+    ends = "the end of text ignored" if ignore_eos else "or fewer where the text ends"
+    notes.append(
+        f"LongBench's prompts with answers of {answer} tokens, {ends} (LongBench has 512 for summaries and "
+        "64 for code)"
+    )
+    if short:
+        notes.append(f"{short} prompts of at most {least} tokens left out, as LongSpec does")
+    if limit is not None:
+        notes.append(f"the first {limit} prompts of each task")
+    return tasks
+
+
+def _contest(read: Settings, target: Target, notes: list[str]) -> Task:
+    """AIME 2024; adds to `notes` how long solutions are."""
+    asked = read.integer("aime24_max_new_tokens", least=2)
+    settings = {
+        "data": read.text("aime24"),
+        "limit": read.get("limit"),
+        "max_new_tokens": asked,
+        "chat": read.get("chat"),
+    }
+    (task,) = aime24.build({"name": read.suite, **settings}, target, seed=0).tasks
+    assert isinstance(task, Task)
+    notes.append(f"AIME 2024: solutions of at most {task.max_new_tokens} tokens, over where the text ends")
+    lengths = {row.id: drafting.bucket(_tokens(target, task.prompt(row))) for row in task.examples()}
+    return LongAnswers(**{**vars(task), "metric": "acceptance", "judge": None}, lengths=lengths)
+
+
+def _tokens(target: Target, text: str) -> int:
+    assert target.tokenizer is not None
+    return len(target.tokenizer(text, verbose=False).input_ids)
