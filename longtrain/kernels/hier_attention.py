@@ -2,17 +2,24 @@
 
 Formula, for query row i of sequence b: softmax over the positions p < 128 * blocks_b of the planes, the
 ring's positions p < len_b, and the ring's new rows len_b + j that it sees, of scale * q_i·k_p.
+Codes are unpacked inside of the kernel and go into its products; nothing of the planes is ever written out.
+Nothing of the lengths is known to the host, so that one CUDA graph serves every length. Triton where
+`kernels.tree_attention` uses it; `hier_attention_reference`, which writes the planes out, everywhere else.
 Shapes: B batch, T new rows, H query heads, G KV heads (H a multiple of G), D head dim, W 64-bit words of a
 row's mask; planes and ring as in `kernels.hier_layout`.
 """
 
 from __future__ import annotations
 
+import os
+
+import torch
 from torch import Tensor
 
 from longtrain.errors import DataError
 from longtrain.kernels import hier_attention_reference as reference
-from longtrain.kernels.hier_layout import BLOCK, Lens, Planes, Ring
+from longtrain.kernels.hier_layout import BLOCK, HEAD_DIMS, Lens, Planes, Ring
+from longtrain.kernels.tree_attention import compiles_for
 from longtrain.kernels.tree_attention_reference import Causal
 
 MAX_ROWS = BLOCK
@@ -59,4 +66,20 @@ def hier_attention(
         )
     if bits not in (4, 8):
         raise DataError(f"bits={bits}; allowed: 4, 8")
-    return reference.hier_attention(q_BHTD, planes, ring, lens, mask, bits=bits, scale=scale)
+    if not kernel_serves(q_BHTD, planes, ring):
+        return reference.hier_attention(q_BHTD, planes, ring, lens, mask, bits=bits, scale=scale)
+    from longtrain.kernels import hier_attention_launch
+
+    return hier_attention_launch.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale)
+
+
+def kernel_serves(q_BHTD: Tensor, planes: Planes, ring: Ring) -> bool:
+    """Whether the Triton kernel takes these tensors; the reference does otherwise."""
+    fits = ring.k.dtype in (torch.float32, torch.bfloat16, torch.float16) and q_BHTD.dtype != torch.float64
+    if not fits or q_BHTD.shape[-1] not in HEAD_DIMS:
+        return False
+    if not all(x.is_contiguous() for x in (ring.k, ring.v, planes.k_upper, planes.v_upper)):
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ring.k.dtype != torch.bfloat16
+    return compiles_for(ring.k.device)

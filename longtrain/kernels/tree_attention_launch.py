@@ -80,20 +80,17 @@ def tree_attention(
     group = H // G
     tile = tile or tile_for(T * group, k_BGSD.dtype)
     tiles = -(-T * group // tile.rows)
-    splits = splits or splits_for(B * G * tiles, tile, q_BHTD.device)
-    width = max(16, triton.next_power_of_2(D))
+    splits = splits or splits_for(B * G * tiles, tile.resident, q_BHTD.device)
+    width = _width(D)
     q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
     bits = mask if isinstance(mask, Tensor) else len_B
     kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
     programs = B * G * tiles
     part = q_BHTD.new_empty(programs * splits * tile.rows * (width + 1), dtype=torch.float32)
     part_lse, part_out = part[: programs * splits * tile.rows], part[programs * splits * tile.rows :]
-    out_BHTD = torch.empty((B, H, T, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
-    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows, "SPLITS": splits}
     hopper = _hopper(q_BHTD.device)
     bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu")
-    chained = CHAINED and hopper
     registers = {"maxnreg": tile.registers} if tile.registers else {}
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with torch.cuda.device_of(q_BHTD):
@@ -103,14 +100,35 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *(bits.stride()[:2] if kind == 2 else (0, 0)),
             **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
-            STAGES=tile.stages, CHAINED=chained, num_warps=tile.warps, **registers,
+            STAGES=tile.stages, CHAINED=chains(q_BHTD.device), num_warps=tile.warps, **registers,
         )  # fmt: skip
-        kernels.merge_kernel[(B * G * -(-T * group // CHUNK),)](
-            part_out, part_lse, out_BHTD, lse_BHT, T,
-            **const, BLOCK=min(BLOCK, triton.next_power_of_2(splits)), CHUNK=CHUNK,
-            CHAINED=chained, num_warps=MERGE_WARPS, **({"launch_pdl": True} if chained else {}),
-        )  # fmt: skip
+        return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
+
+
+def merge(
+    q_BHTD: Tensor, part_out: Tensor, part_lse: Tensor, *, G: int, rows: int, splits: int
+) -> tuple[Tensor, Tensor]:
+    """out_BHTD and lse_BHT from the partial results of `splits` programs a tile of `rows` packed rows."""
+    B, H, T, D = q_BHTD.shape
+    out_BHTD = torch.empty((B, H, T, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    chained = chains(q_BHTD.device)
+    kernels.merge_kernel[(B * G * -(-T * (H // G) // CHUNK),)](
+        part_out, part_lse, out_BHTD, lse_BHT, T,
+        G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows, SPLITS=splits,
+        BLOCK=min(BLOCK, triton.next_power_of_2(splits)), CHUNK=CHUNK, CHAINED=chained,
+        num_warps=MERGE_WARPS, **({"launch_pdl": True} if chained else {}),
+    )  # fmt: skip
     return out_BHTD, lse_BHT
+
+
+def chains(device: torch.device) -> bool:
+    """Whether the merging kernel is launched before the attention kernel ends."""
+    return CHAINED and _hopper(device)
+
+
+def _width(D: int) -> int:
+    return max(16, triton.next_power_of_2(D))
 
 
 @lru_cache(maxsize=16)
@@ -126,12 +144,12 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     return next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
 
 
-def splits_for(programs: int, tile: Tile, device: torch.device) -> int:
+def splits_for(programs: int, resident: int, device: torch.device) -> int:
     """Splits that make `programs` fill the device once; the same for every length."""
     cores = _INTERPRETED
     if device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, cores * tile.resident // programs)
+    return max(1, cores * resident // programs)
 
 
 def _descriptor(x_BGSD: Tensor, tile: Tile) -> Any:

@@ -42,7 +42,7 @@ def _step(q, k, v, scale2, top, total, acc, visible, MASKED: tl.constexpr):
 
 @triton.jit
 def _visible(slot, n, query, low_bits, high_bits, T, MASK: tl.constexpr, WORDS: tl.constexpr):
-    """Which of a tile's slots each row sees. MASK 0: the prefix; 1: and rows up to its own; 2: and its bits."""
+    """Which of a tile's slots each row sees. MASK 0: the prefix; 1: also rows up to its own; 2: also its bits."""
     own = (slot - n)[None, :]
     seen = own < 0
     if MASK == 1:

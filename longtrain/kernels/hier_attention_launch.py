@@ -1,0 +1,93 @@
+"""Launches the Triton kernels of `kernels.hier_attention`: tiles, splits and partial buffers.
+
+The tiles below were chosen on compute capability 9.0 at head dim 128.
+Shapes: see `kernels.hier_attention`; M packed rows (new rows x query heads of a KV head).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels import hier_attention_triton as kernels
+from longtrain.kernels import tree_attention_launch as merging
+from longtrain.kernels.hier_layout import Lens, Planes, Ring
+from longtrain.kernels.tree_attention_reference import Causal
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the attention kernel's tile and of its launch; a tile of keys is one block of the planes.
+
+    Args:
+        rows: packed rows, a power of two from 16 on.
+        warps: warps of a program.
+        stages: blocks in flight.
+        resident: programs that run on one multiprocessor at a time.
+        recent: slots of a tile of the ring, a divisor of 128.
+        registers: most registers of a thread; None: the compiler's choice.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    resident: int
+    recent: int = 64
+    registers: int | None = None
+
+
+TILES = {
+    4: (Tile(rows=16, warps=4, stages=3, resident=2), Tile(rows=32, warps=8, stages=3, resident=1)),
+    8: (Tile(rows=16, warps=4, stages=3, resident=2), Tile(rows=32, warps=8, stages=3, resident=1)),
+}
+"""By bits: the first that holds all packed rows, or else the last."""
+
+
+def hier_attention(
+    q_BHTD: Tensor,
+    planes: Planes,
+    ring: Ring,
+    lens: Lens,
+    mask: Tensor | Causal | None,
+    bits: int,
+    scale: float,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.hier_attention.hier_attention`; `tile` and `splits` None: what suits the device."""
+    B, H, T, D = q_BHTD.shape
+    G, N = planes.k_upper.shape[1:3]
+    group = H // G
+    tile = tile or tile_for(T * group, bits)
+    programs = B * G * -(-T * group // tile.rows)
+    splits = splits or 1 + merging.splits_for(programs, tile.resident, q_BHTD.device)
+    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
+    own_bits = mask if isinstance(mask, Tensor) else lens.len_B
+    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    slots = programs * splits * tile.rows
+    part = q_BHTD.new_empty(slots * (D + 1) + programs * N * tile.rows, dtype=torch.float32)
+    part_lse, part_out, beta = part.split([slots, slots * D, programs * N * tile.rows])
+    chained = merging.chains(q_BHTD.device)
+    with torch.cuda.device_of(q_BHTD):
+        kernels.attend_kernel[(programs, splits)](
+            q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
+            planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
+            ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, beta, part_out, part_lse,
+            scale * _LOG2E, T, N, *q_BHTD.stride()[:3], *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
+            G=G, GROUP=group, D=D, ROWS=tile.rows, SPLITS=splits, BITS=bits,
+            OFFSET=planes.split.upper_offset if bits == 4 else 0.0, LOWER_OFFSET=planes.split.lower_offset,
+            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, STAGES=tile.stages,
+            PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.warps,
+            **({"maxnreg": tile.registers} if tile.registers else {}),
+        )  # fmt: skip
+        return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
+
+
+def tile_for(rows: int, bits: int) -> Tile:
+    """The tile for so many packed rows."""
+    return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
