@@ -1,6 +1,6 @@
 """`report.html`: one page with its data, scripts and styles inside, which asks the network for nothing.
 
-All that comes from outside (outputs, names, settings) travels as JSON that cannot end the element it is in, and
+All that comes from outside (outputs, names, settings) travels as JSON that cannot end its element, and
 becomes text nodes in the browser; no part of it is ever read as markup.
 """
 
