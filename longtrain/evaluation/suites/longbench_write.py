@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import SLACK
-from longtrain.evaluation.judge.longwrite import LongWrite, count_words, figures, required
+from longtrain.evaluation.judge.longwrite import LongWrite, count_words, figures, has_chinese, required
 from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts, marks_of
 from longtrain.evaluation.judge.prompts import longbench_write_prompts
 from longtrain.evaluation.judge.settings import UNJUDGED, endpoint_from, judge_settings
@@ -100,7 +100,9 @@ def departures(task: LongWriteTask, marker: JudgeMarker | None) -> list[str]:
     """What is not as in the whole benchmark; with any of it the result is no LongBench-Write score."""
     notes = []
     if len(task.rows) != ROWS:
-        english = len(task.rows) == ENGLISH_ROWS and all(row.fields["prompt"].isascii() for row in task.rows)
+        english = len(task.rows) == ENGLISH_ROWS and not any(
+            has_chinese(row.fields["prompt"]) for row in task.rows
+        )
         notes.append(f"{len(task.rows)} of {ROWS} requests" + (", the English ones" if english else ""))
     if task.max_new_tokens < MAX_NEW_TOKENS:
         notes.append(f"texts of up to {task.max_new_tokens} tokens, not {MAX_NEW_TOKENS}")
@@ -116,7 +118,7 @@ def departures(task: LongWriteTask, marker: JudgeMarker | None) -> list[str]:
 def _summary(task: LongWriteTask, marker: JudgeMarker | None, records: ByTask) -> Summary:
     every = records.get(NAME, ())
     wrong = departures(task, marker)
-    title = f"Variant of LongBench-Write ({'; '.join(wrong)})" if wrong else "LongBench-Write"
+    title = "Variant of LongBench-Write" if wrong else "LongBench-Write"
     wanted = {row.id: required(row) for row in task.rows}
     marks = [(marks_of(record) or [None])[0] for record in every]
     found = figures(marks, [(wanted[record.example], count_words(record.texts[0])) for record in every])

@@ -189,7 +189,7 @@ def _summary(task: MtBenchTask, marker: JudgeMarker | None, records: ByTask) -> 
     wrong = departures(task, marker)
     if cut := sum(record.cut for record in every):
         wrong.append(f"{cut} conversations shortened to the target's context")
-    title = f"Variant of MT-Bench ({'; '.join(wrong)})" if wrong else "MT-Bench"
+    title = "Variant of MT-Bench" if wrong else "MT-Bench"
     if marker is None:
         return Summary(title, (*wrong, UNJUDGED), extra={"judge": None})
     found = figures([(record.facets["category"], _ratings(marks_of(record))) for record in every])
