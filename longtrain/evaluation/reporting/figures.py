@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from longtrain.evaluation.report import tokens
@@ -140,7 +139,7 @@ def _line(axes: Any, points: Points, name: str) -> None:
         axes.errorbar(places, values, yerr=[below, above], marker="o", markersize=4, capsize=2, label=label)
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Sequence[Any]]:
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

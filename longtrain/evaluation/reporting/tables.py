@@ -193,7 +193,7 @@ def _facets(results: Json) -> str:
             }
             values = sorted({value for _, value in found}, key=lambda v: (isinstance(v, str), v))
             if not 2 <= len(values) <= 2 * WIDE or (
-                key == "acceptance" and results["scale"]["name"] == "tau"
+                key == "acceptance" and results["scale"]["name"] == ACCEPTANCE
             ):
                 continue
             rows = [
