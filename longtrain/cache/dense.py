@@ -157,6 +157,11 @@ class DenseCache(KVCache):
         self.len_B = self.len_B + n_B
         self._slots_BT = self._visible = None
 
+    @property
+    def used(self) -> int:
+        """Slots that may hold committed rows, `base` included, as far as the host knows."""
+        return self.base + self._high
+
     def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's K and V as views [B, C, G, D] over all C slots; slots from `len_B[b]` on mean nothing."""
         return self.k_LBGSD[layer].transpose(1, 2), self.v_LBGSD[layer].transpose(1, 2)

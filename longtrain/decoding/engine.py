@@ -1,32 +1,34 @@
 """The engine: prefill (and eviction), then propose, verify and commit until every sequence is over.
 
-Plain decoding is the same loop with a tree of one node. Each cycle reads one small tensor back to the host,
-the tokens emitted; everything else stays on the device.
+Each cycle (`decoding.phases`) reads one small tensor back to the host, the tokens emitted; everything else
+stays on the device.
 
-Shapes: B batch, S prompt tokens, N tree nodes, P path, V vocabulary.
+Shapes: B batch, V vocabulary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from longtrain.cache.base import Causal, Mask, Tree
-from longtrain.decoding.limits import Limits, check_tree
+from longtrain.cache.base import KVCache
+from longtrain.decoding.barred import Barred
+from longtrain.decoding.captured import Mail, Stage, can_settle
+from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
+from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import prefill
-from longtrain.decoding.roles import Parts, TokenTree, TreeShape
+from longtrain.decoding.roles import Draft, Parts, TreeShape
 from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
 from longtrain.decoding.stats import Stats, repeated
-from longtrain.decoding.tree import chain, emitted, positions, visible
-from longtrain.decoding.verify import verify
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.kernels.tree_attention import MAX_NODES
+from longtrain.target.step import TargetStep
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -36,6 +38,9 @@ PLAIN = TreeShape(())
 """A root alone: nothing is drafted."""
 CHAIN = TreeShape((1, 1, 1, 1))
 """What is drafted where a draft is there and no shape is asked for."""
+Capture: TypeAlias = Literal["auto"] | bool
+_WORTH = 16
+"""New tokens from which on `auto` captures: making a graph costs as much as some cycles."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,27 @@ class Engine:
         target: the frozen model.
         parts: what a method brings (`MethodSpec.attach`); None decodes plainly.
         limits: bounds on what a call may ask for.
+        capture: decode from static buffers, which stay with the engine, and read tokens one cycle late; on
+            CUDA a cycle is then one graph. "auto": on CUDA, where draft and cache allow it. True: an error
+            where they do not, and the same code without graphs on a CPU.
 
     Raises:
         ConflictError: `parts` brings both an evictor and a cache of its own.
     """
 
-    def __init__(self, target: Target, parts: Parts | None = None, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        parts: Parts | None = None,
+        *,
+        limits: Limits | None = None,
+        capture: Capture = "auto",
+    ) -> None:
         self.target = target
         self.parts = parts or Parts()
         self.limits = limits or Limits()
+        self.capture = capture
+        self._kept: Stage | None = None
         if self.parts.evictor is not None and self.parts.cache is not None:
             raise ConflictError(
                 f"parts '{self.parts.name}' bring a cache of their own and an evictor "
@@ -123,54 +140,50 @@ class Engine:
         draft = self.parts.draft if shape.widths else None
         ids = () if ignore_eos else target.info.eos_ids if stop_ids is None else stop_ids
         ending = Ending(max_new_tokens, frozenset(ids), stop, target.tokenizer)
-        barred = Barred(target, ids, min_new_tokens)
+        barred = Barred(ids, min_new_tokens, target.device)
         out = Output(ending, shape, len(prompts), stream)
         coins = self._coins(sampling.seed, sequence_ids, len(prompts))
-        hidden = draft.want.hidden if draft else ()
 
         started_s = time.perf_counter()
-        evictor, new_cache = self.parts.evictor, self.parts.cache or target.new_cache
+        evictor, stage = self.parts.evictor, self._stage(draft, shape, max_new_tokens)
+        plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
-            new_cache,
+            stage.new_cache if stage and plain else self.parts.cache or target.new_cache,
             prompts,
             max_new_tokens=max_new_tokens,
             nodes=shape.n_nodes,
-            hidden=hidden,
+            hidden=draft.want.hidden if draft else (),
             evictor=evictor,
             after=after,
             sequence_ids=sequence_ids,
         )
+        stage = self._served(stage, read.cache)
+        if stage:
+            read = replace(read, cache=stage.settle(read.cache, room=max_new_tokens + shape.n_nodes))
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
         first_BV = barred.out_of(_logits(read.step)[:, -1])
         root_B = _choose(first_BV, sampling, coins, cache.len_B)
-        left_B = torch.full_like(root_B, max_new_tokens - 1)
-        _close(left_B, out.begin(root_B.tolist()))
+        over = out.begin(root_B.tolist())
         prefilled_s = time.perf_counter()
 
-        cycles = 0
+        phases = Phases(target, cache, draft, shape, sampling, barred)
+        cycle: Callable[[], None] = phases
+        if stage:
+            cycle = captured = stage.captured(phases, _constants(shape, sampling, barred))
+            phases = captured.phases
+        phases.begin(root_B, coins, max_new_tokens)
+        phases.close(over)
+        mail, cycles, most = Mail(stage.late if stage else 0), 0, max_new_tokens - 1
         while not out.done:
-            tree = draft.propose(root_B, shape, sampling, coins) if draft else chain(root_B[:, None])
-            check_tree(tree, shape, len(prompts))
-            pos_B = cache.len_B
-            rows = Rows(positions(tree, pos_B), tree.tokens_BN, mask=_mask(tree, shape))
-            step = target.forward(rows, cache, want=Want(logits="all", hidden=hidden))
-            logits_BNV = _logits(step)
-            if min(map(len, out.tokens)) < min_new_tokens:
-                logits_BNV = barred.out_of_nodes(logits_BNV, tree, max_new_tokens - left_B)
-            most_B = cache.commit_limit()
-            whole = verify(tree, logits_BNV, sampling, coins, pos_B, depth=shape.depth, most_B=most_B)
-            verdict = replace(whole, n_B=whole.n_B.minimum(left_B))  # 0 in a row that is over
-            cache.commit(None if _is_chain(shape) else verdict.path_BP, verdict.n_B)
-            if draft:
-                draft.observe(tree, verdict, step)
-            root_B = verdict.next_B
-            left_B = left_B - verdict.n_B
-            counted = torch.cat((whole.n_B[:, None], emitted(tree, whole)), 1).tolist()
-            _close(left_B, out.take([row[1 : 1 + row[0]] for row in counted]))
-            cycles += 1
+            if cycles < most:  # each gives every text at least one token
+                cycle()  # propose, forward, accept, commit
+                mail.send(phases.news_BX)
+                cycles += 1
+            for emitted in mail.due(rest=cycles == most):
+                phases.close(out.take(emitted))
         done_s = time.perf_counter()
 
         stats = Stats(
@@ -182,45 +195,55 @@ class Engine:
             prefill_s=prefilled_s - started_s,
             decode_s=done_s - prefilled_s,
             cache_bytes=cache.bytes(),
-            cache_bytes_full=read.full_bytes,
+            cache_bytes_full=read.full_bytes if evictor else cache.bytes(),
             draft_bytes=draft.bytes() if draft else 0,
             target_forwards=read.forwards + cycles,
         )
         return Generation(out.tokens, stats, out.finish, out.texts())
 
-    def _coins(self, seed: int, ids: Sequence[int] | None, batch: int) -> Coins:
+    def _stage(self, draft: Draft | None, shape: TreeShape, max_new_tokens: int) -> Stage | None:
+        """Where captured cycles take place; None: every operator is launched by the host.
+
+        Raises:
+            ConflictError: they must be captured and cannot be.
+        """
+        auto = self.capture == "auto"
+        if not self.capture or (auto and (self.target.device.type != "cuda" or max_new_tokens < _WORTH)):
+            return None
+        reason = ""
+        if draft is not None and draft.tensors() is None:
+            reason = f"the draft of '{self.parts.name}' does not update its state in place"
+        elif shape.n_nodes > MAX_NODES:
+            reason = (
+                f"shape {list(shape.widths)} has {shape.n_nodes} nodes, and at most {MAX_NODES} are served"
+            )
+        if reason and not auto:
+            raise ConflictError(f"capture=True, but {reason}; pass capture=False or 'auto'")
+        if not reason and self._kept is None:
+            self._kept = Stage(self.target)
+        return None if reason else self._kept
+
+    def _served(self, stage: Stage | None, cache: KVCache) -> Stage | None:
+        """The stage, if this cache can be decoded from there.
+
+        Raises:
+            ConflictError: it must be captured and cannot be.
+        """
+        if stage is None or can_settle(cache):
+            return stage
+        if self.capture != "auto":
+            raise ConflictError(
+                f"capture=True, but this {type(cache).__name__} cannot be decoded from static buffers (its KV "
+                "heads or layers hold different numbers of rows); pass capture=False or 'auto', or evict evenly"
+            )
+        return None
+
+    def _coins(self, seed: int, ids: Sequence[int] | None, batch: int) -> HashCoins:
         """Coins for one sequence id a prompt."""
         ids = range(batch) if ids is None else ids
         if len(ids) != batch:
             raise ConfigError(f"{len(ids)} sequence_ids for {batch} prompts; pass one each")
         return HashCoins(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
-
-
-class Barred:
-    """Keeps the ids that end a text out of its first tokens.
-
-    Args:
-        target: the frozen model.
-        ids: that may not come.
-        tokens: first tokens of a text that they may not be among.
-
-    Source: transformers, `MinNewTokensLengthLogitsProcessor`.
-    """
-
-    def __init__(self, target: Target, ids: Collection[int], tokens: int) -> None:
-        if tokens < 0:
-            raise ConfigError(f"min_new_tokens={tokens}; allowed: 0 or more")
-        self.tokens = tokens if ids else 0
-        self.ids = torch.tensor(sorted(ids), dtype=torch.int64, device=target.device)
-
-    def out_of(self, logits_BV: Tensor) -> Tensor:
-        """Logits of each text's first token."""
-        return logits_BV.index_fill(-1, self.ids, float("-inf")) if self.tokens else logits_BV
-
-    def out_of_nodes(self, logits_BNV: Tensor, tree: TokenTree, said_B: Tensor) -> Tensor:
-        """Logits below each node of a tree whose root is the last of `said_B` tokens."""
-        early_BN = said_B[:, None] + tree.depth_N < self.tokens
-        return torch.where(early_BN[..., None], self.out_of(logits_BNV), logits_BNV)
 
 
 def _choose(logits_BV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:
@@ -236,17 +259,7 @@ def _logits(step: TargetStep) -> Tensor:
     return step.logits_BTV
 
 
-def _mask(tree: TokenTree, shape: TreeShape) -> Mask:
-    """Who sees whom among the tree's nodes."""
-    return Causal() if _is_chain(shape) else Tree(visible(tree.parents_BN))
-
-
-def _is_chain(shape: TreeShape) -> bool:
-    """Whether every node has one child."""
-    return all(width == 1 for width in shape.widths)
-
-
-def _close(left_B: Tensor, over: list[int]) -> None:
-    """No more tokens for the rows that are over."""
-    if over:
-        left_B[over] = 0
+def _constants(shape: TreeShape, sampling: Sampling, barred: Barred) -> Hashable:
+    """What is built into a graph of a cycle; the seed is not."""
+    ids = tuple(barred.ids.tolist()) if barred.tokens else ()
+    return shape, replace(sampling, seed=0), barred.tokens, ids

@@ -110,6 +110,13 @@ class Draft(Protocol):
     def bytes(self) -> int:
         """Bytes of state held beside the target's cache."""
 
+    def tensors(self) -> tuple[Tensor, ...] | None:
+        """Its state, where `propose` and `observe` update it in place and ask the host nothing; else None.
+
+        A CUDA graph of a cycle is good as long as these tensors lie where they lay: `start` should reuse
+        them. Before it, an empty tuple will do.
+        """
+
 
 @dataclass(frozen=True)
 class Parts:

@@ -99,6 +99,10 @@ class HashCoins:
     def __init__(self, seed: int, sequence_ids_B: Tensor) -> None:
         self._state_B = _mix(sequence_ids_B.to(torch.int64) + _signed(_mix_int(seed)))
 
+    def assign(self, other: HashCoins) -> None:
+        """Become the coins of `other`, in place."""
+        self._state_B.copy_(other._state_B)
+
     def uniform(self, pos_B: Tensor, role: str) -> Tensor:
         """The coin itself: [0, 1) in steps of 2^-53, fp64_B."""
         bits_B = _mix(_mix(self._state_B + pos_B) ^ _role_key(role))

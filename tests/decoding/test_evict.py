@@ -160,6 +160,9 @@ class Guess:
     def bytes(self) -> int:
         return 0
 
+    def tensors(self) -> None:
+        return None
+
 
 def longspec(model: Target) -> LongSpecRuntime:
     draft = LongSpecDraft(Config(window=16), model.info).to(model.dtype)

@@ -158,6 +158,9 @@ class OracleDraft:
     def bytes(self) -> int:
         return self.blur_SV.nbytes
 
+    def tensors(self) -> None:
+        return None
+
 
 class EnumeratingCoins:
     """Coins whose k-th answer is fixed, the same in every row; `weight_B` is how probable the answers are."""

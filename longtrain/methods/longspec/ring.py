@@ -32,6 +32,15 @@ class Ring:
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
         self.pos_BS = torch.full((batch, window + 1), _NEVER, dtype=torch.int64, device=like_GD.device)
 
+    def serves(self, batch: int, like_GD: Tensor) -> bool:
+        """Whether its buffers are those of so many sequences, and of this device and dtype."""
+        k = self.k_BGSD
+        return (len(k), k.device, k.dtype) == (batch, like_GD.device, like_GD.dtype)
+
+    def clear(self) -> None:
+        """Forget every position; the buffers stay."""
+        self.pos_BS.fill_(_NEVER)
+
     def reserve(self, nodes: int) -> None:
         """Make room for trees of this many nodes; nothing happens where it is there already."""
         more = nodes - self.nodes

@@ -59,7 +59,10 @@ class LongSpecRuntime:
         like_GD = torch.empty(
             info.n_kv_heads, info.head_dim, dtype=self.target.dtype, device=self.target.device
         )
-        self.ring = Ring(B, self.window, like_GD)
+        if self.ring is not None and self.ring.serves(B, like_GD):
+            self.ring.clear()
+        else:
+            self.ring = Ring(B, self.window, like_GD)
         self._take(tokens_BS.gather(1, pos_BP.clamp(min=0)), pos_BP, pos_BP >= 0)
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
@@ -121,6 +124,11 @@ class LongSpecRuntime:
     def bytes(self) -> int:
         """Bytes of the ring: a function of batch, window and tree, not of the context."""
         return 0 if self.ring is None else self.ring.bytes()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The ring's buffers."""
+        ring = self.ring
+        return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.pos_BS)
 
     def _state(self, shape: TreeShape) -> tuple[Ring, KVCache]:
         """The ring with room for this tree, and the cache."""

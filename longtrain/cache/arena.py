@@ -1,0 +1,119 @@
+"""A cache for captured decoding: buffers that stay where they are, lengths that only the device knows.
+
+Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
+from longtrain.cache.dense import DenseCache
+from longtrain.cache.evicted import EvictedCache
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.fused_layer import write_rows
+from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
+from longtrain.kernels.tree_attention import Causal as Chain
+
+
+class ArenaCache(KVCache):
+    """Slot s of a sequence holds the s-th row that it kept; the tail follows at slot `rows_B[b]`.
+
+    Every step is a fixed sequence of device operations on the same tensors, updated in place, so a CUDA
+    graph of it serves every length, and later batches of the same size. Prompts are read elsewhere: into `store`, an
+    ordinary cache over the same buffers, or, to be evicted, into a cache of their own; `take` moves them in.
+    After eviction a sequence has fewer rows than positions: `rows_B` counts rows, `len_B` positions.
+
+    Args:
+        store: cache whose buffers become the arena's; with no slots before position 0.
+    """
+
+    def __init__(self, store: DenseCache) -> None:
+        self.store = store
+        self.len_B = torch.zeros_like(store.len_B)
+        self.rows_B = torch.zeros_like(store.len_B)
+        self._row_B1 = torch.arange(len(self.len_B), device=self.len_B.device)[:, None]
+        self._bits: tuple[Tensor, Tensor] | None = None
+        self._claimed = 0
+
+    @property
+    def slots(self) -> int:
+        """Slots of a sequence."""
+        return self.store.capacity
+
+    def take(self, cache: KVCache, *, room: int) -> None:
+        """Move in what a cache holds: nothing but lengths if that is `store`, else its rows too.
+
+        Args:
+            cache: committed, see `movable`.
+            room: slots that will be needed after its rows.
+
+        Raises:
+            ConflictError: heads or layers of the cache hold different numbers of rows.
+            ConfigError: there are not enough slots.
+        """
+        dense = movable(cache)
+        if dense is None:
+            raise ConflictError(
+                f"a {type(cache).__name__} whose heads keep different numbers of rows cannot be decoded from "
+                "static buffers; pass capture=False, or evict evenly"
+            )
+        self._claimed = dense.used + room
+        if self._claimed > self.slots:
+            raise ConfigError(f"{self._claimed} slots wanted of an arena of {self.slots}; make a larger one")
+        if dense is not self.store:
+            for own, other in (
+                (self.store.k_LBGSD, dense.k_LBGSD),
+                (self.store.v_LBGSD, dense.v_LBGSD),
+            ):
+                own[..., : dense.used, :].copy_(other[..., : dense.used, :])
+        self.rows_B.copy_(dense.base + dense.len_B)
+        self.len_B.copy_(cache.len_B)
+
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Store tail rows of a layer at slots `rows_B[b]...`, over whatever tail was there."""
+        write_rows(k_BGTD, v_BGTD, self.store.k_LBGSD[layer], self.store.v_LBGSD[layer], self.rows_B)
+
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over prefix and tail, with its lse."""
+        k_BGSD, v_BGSD = self.store.k_LBGSD[layer], self.store.v_LBGSD[layer]
+        return tree_attention(q_BHTD, k_BGSD, v_BGSD, self.rows_B, self._seen(mask), scale=scale)
+
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """See `KVCache`. Rows move at most to where earlier ones of the path lay, so in place."""
+        if path_BP is not None:
+            first_B1 = self.rows_B[:, None]
+            source_BP = first_B1 + path_BP
+            goal_BP = first_B1 + torch.arange(path_BP.shape[1], device=path_BP.device)
+            for buffer in (self.store.k_LBGSD, self.store.v_LBGSD):
+                buffer[:, self._row_B1, :, goal_BP] = buffer[:, self._row_B1, :, source_BP]
+        self.rows_B.add_(n_B)
+        self.len_B.add_(n_B)
+        self._bits = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `KVCache`."""
+        return self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, self.len_B
+
+    def bytes(self) -> int:
+        """Bytes of the slots that these sequences were given, and of lengths; the arena may be larger."""
+        slot = self.store.k_LBGSD[..., 0, :].nbytes + self.store.v_LBGSD[..., 0, :].nbytes
+        return self._claimed * slot + self.len_B.nbytes + self.rows_B.nbytes
+
+    def _seen(self, mask: Mask) -> Tensor | Chain | None:
+        """The mask as the kernel wants it; a tree's bits are made once a step."""
+        if isinstance(mask, PrefixOnly):
+            return None
+        if isinstance(mask, Causal):
+            return CAUSAL
+        if self._bits is None or self._bits[0] is not mask.visible_BNN:
+            self._bits = (mask.visible_BNN, tree_bits(mask.visible_BNN))
+        return self._bits[1]
+
+
+def movable(cache: KVCache) -> DenseCache | None:
+    """The rows of a cache as one dense block, or None if it is none: an arena takes that alone."""
+    if isinstance(cache, EvictedCache):
+        return cache.tail if cache.prefixes is None else None
+    return cache if isinstance(cache, DenseCache) else None

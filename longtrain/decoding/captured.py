@@ -1,0 +1,202 @@
+"""Cycles as CUDA graphs: where they take place, how they are kept, and how their tokens reach the host.
+
+The host then launches one graph a cycle and reads its tokens one cycle late, so it never stands in the GPU's
+way. A text that a stop string or stop id ends is noticed one cycle late as well; what that cycle emitted is
+dropped. Without CUDA graphs the same code runs, each operator launched by the host.
+
+Shapes: B batch, X numbers of a cycle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.arena import ArenaCache, movable
+from longtrain.cache.base import KVCache
+from longtrain.cache.dense import DenseCache
+from longtrain.decoding.phases import Phases
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+Pool: TypeAlias = tuple[int, int]
+"""Memory of graphs, as torch names it."""
+_LEAST_SLOTS = 256
+
+
+class Captured:
+    """A cycle's phases: run as they are once, then as a CUDA graph.
+
+    The first run compiles kernels and makes what is kept from cycle to cycle; on a CPU every run is like it.
+
+    Args:
+        phases: the cycle, over a cache and a draft whose state is updated in place.
+        pool: graph memory, shared with cycles that never run at the same time.
+    """
+
+    def __init__(self, phases: Phases, pool: Pool | None) -> None:
+        self.phases, self._pool = phases, pool
+        self._replay: Callable[[], None] | None = None
+        self._held: list[Tensor] = []
+        self._where: list[int] = []
+        self._ran = False
+
+    def __call__(self) -> None:
+        """The next cycle."""
+        device = self.phases.target.device
+        if self._replay is None and self._ran and has_graphs(device):
+            self._replay = record(self.phases, device, self._pool)
+            self._held = _held(self.phases)
+            self._where = [one.data_ptr() for one in self._held]
+        if self._replay is not None:
+            self._replay()
+            return
+        self.phases()
+        self._ran = True
+
+    def holds(self, phases: Phases) -> bool:
+        """Whether the graph is one of these phases: whether all that they work on lies where it lay."""
+        return self._replay is not None and self._where == [one.data_ptr() for one in _held(phases)]
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on this device can be recorded."""
+    return device.type == "cuda"
+
+
+def record(work: Callable[[], None], device: torch.device, pool: Pool | None) -> Callable[[], None]:
+    """A CUDA graph of `work`, which is not run now; call the result to run it.
+
+    Args:
+        work: asks the host nothing, and works on tensors that stay where they are.
+        device: where.
+        pool: memory shared with graphs that never run at the same time; None: its own.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph.replay
+
+
+class Stage:
+    """What an engine keeps from call to call: one arena, and the cycles captured over it.
+
+    Args:
+        target: the frozen model.
+    """
+
+    late = 1
+    """Cycles that the host reads behind."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.arena: ArenaCache | None = None
+        self._captured: dict[Hashable, Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+
+    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
+        """The arena's buffers as an empty cache to read prompts into; called as `Target.new_cache` is."""
+        store = self._reserve(batch, max_tokens + max_nodes).store
+        store.rewind([0] * batch)
+        return store
+
+    def settle(self, cache: KVCache, *, room: int) -> KVCache:
+        """A cache that cycles can be captured over, with the rows of `cache` in it.
+
+        Args:
+            cache: committed prompts; `can_settle` was asked.
+            room: slots needed after them.
+        """
+        if cache.tensors() is not None:
+            return cache
+        dense = movable(cache)
+        assert dense is not None
+        arena = self.arena
+        if arena is None or dense is not arena.store:
+            arena = self._reserve(len(cache.len_B), dense.used + room)
+        arena.take(cache, room=room)
+        return arena
+
+    def captured(self, phases: Phases, key: Hashable) -> Captured:
+        """The cycle of an earlier call of this kind if its graph still holds, else a new one.
+
+        Args:
+            phases: over the present cache and draft.
+            key: whatever else is a constant in a graph of them.
+        """
+        found = self._captured.get(key)
+        if found is None or not found.holds(phases):
+            found = self._captured[key] = Captured(phases, self._pool)
+        return found
+
+    def _reserve(self, batch: int, slots: int) -> ArenaCache:
+        """An arena for so many sequences, with at least so many slots of each."""
+        arena, target = self.arena, self.target
+        if arena is not None:
+            buffer = arena.store.k_LBGSD
+            like = buffer.shape[1] == batch and (buffer.device, buffer.dtype) == (target.device, target.dtype)
+            if like and arena.slots >= slots:
+                return arena
+        self.arena = arena = None  # its memory goes before that of the next is taken
+        self._captured.clear()
+        self.arena = ArenaCache(target.new_cache(batch, _rounded(slots), 0))
+        return self.arena
+
+
+class Mail:
+    """What cycles emitted, on its way to the host.
+
+    Args:
+        late: cycles that it is read behind.
+    """
+
+    def __init__(self, late: int) -> None:
+        self._late = late
+        self._sent: deque[Callable[[], list[list[int]]]] = deque()
+
+    def send(self, news_BX: Tensor) -> None:
+        """Post the tokens of the cycle just launched (`Phases.news_BX`)."""
+        if not self._late or not news_BX.is_cuda:
+            rows = news_BX.tolist()
+            self._sent.append(lambda: rows)
+            return
+        copy = torch.empty(news_BX.shape, dtype=news_BX.dtype, pin_memory=True)
+        copy.copy_(news_BX, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(news_BX.device))
+
+        def read() -> list[list[int]]:
+            arrived.synchronize()
+            return copy.tolist()
+
+        self._sent.append(read)
+
+    def due(self, *, rest: bool) -> Iterator[list[list[int]]]:
+        """The tokens of each row, cycle by cycle: of all but the last `late` cycles, or of the rest."""
+        while len(self._sent) > (0 if rest else self._late):
+            yield [row[1 : 1 + row[0]] for row in self._sent.popleft()()]
+
+
+def can_settle(cache: KVCache) -> bool:
+    """Whether cycles over this cache, or over its rows in an arena, can be captured."""
+    return cache.tensors() is not None or movable(cache) is not None
+
+
+def _held(phases: Phases) -> list[Tensor]:
+    """What the operators of a cycle work on from cycle to cycle, the target's weights by two of them."""
+    target, draft = phases.target, phases.draft
+    weights = [target.head_weight, target.final_norm_weight]
+    if target.fused is not None:
+        weights.append(target.fused.layers[0].qkv)
+    return [*(phases.cache.tensors() or ()), *((draft and draft.tensors()) or ()), *weights]
+
+
+def _rounded(slots: int) -> int:
+    """At most an eighth more, so that prompts of about one length share an arena."""
+    step = max(_LEAST_SLOTS, 1 << max(0, slots.bit_length() - 4))
+    return -(-slots // step) * step

@@ -1,0 +1,115 @@
+"""One cycle of decoding: propose, run the target, accept, commit.
+
+Plain decoding is the same cycle with a tree of one node. What a cycle leaves to the next stands in tensors
+that are updated in place, and nothing is read back to the host: so where cache and draft keep to that too, a
+CUDA graph of one cycle is every cycle (`decoding.captured`).
+
+Shapes: B batch, N tree nodes, P path, X = 1 + P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import Causal, KVCache, Mask, Tree
+from longtrain.decoding.barred import Barred
+from longtrain.decoding.limits import check_tree
+from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.tree import chain, emitted, positions, visible
+from longtrain.decoding.verify import verify
+from longtrain.target.step import Rows, TargetStep, Want
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+
+class Phases:
+    """The cycle of one batch; call it for the next one.
+
+    Args:
+        target: the frozen model.
+        cache: holds the prompts.
+        draft: proposes; None decodes plainly.
+        shape: what is drafted.
+        sampling: processors; the seed is in the coins.
+        barred: ids that may not come yet.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache,
+        draft: Draft | None,
+        shape: TreeShape,
+        sampling: Sampling,
+        barred: Barred,
+    ) -> None:
+        self.target, self.cache, self.draft = target, cache, draft
+        self.shape, self.sampling, self.barred = shape, sampling, barred
+        self.want = Want(logits="all", hidden=draft.want.hidden if draft else ())
+        self.root_B = torch.zeros_like(cache.len_B)
+        self.left_B = torch.zeros_like(cache.len_B)
+        self.most = torch.zeros_like(cache.len_B[0])
+        self.coins = HashCoins(0, torch.zeros_like(cache.len_B))
+        self.news_BX = self.root_B.new_zeros(len(self.root_B), 2 + shape.depth)
+        """What the last cycle emitted: how many tokens, then the tokens (those beyond mean nothing)."""
+
+    def begin(self, root_B: Tensor, coins: HashCoins, max_new_tokens: int) -> None:
+        """Texts begin with `root_B`, which prefill gave; the first of `max_new_tokens` of each."""
+        self.root_B.copy_(root_B)
+        self.left_B.fill_(max_new_tokens - 1)
+        self.most.fill_(max_new_tokens)
+        self.coins.assign(coins)
+
+    def close(self, rows: Sequence[int]) -> None:
+        """These texts are over: nothing more is committed in them."""
+        if rows:
+            self.left_B[list(rows)] = 0
+
+    def __call__(self) -> None:
+        """The next cycle."""
+        tree = self.propose()
+        step = self.forward(tree)
+        verdict = self.accept(tree, step)
+        self.commit(tree, step, verdict)
+
+    def propose(self) -> TokenTree:
+        """A tree below the last token of each text."""
+        if self.draft is None:
+            return chain(self.root_B[:, None])
+        tree = self.draft.propose(self.root_B, self.shape, self.sampling, self.coins)
+        check_tree(tree, self.shape, len(self.root_B))
+        return tree
+
+    def forward(self, tree: TokenTree) -> TargetStep:
+        """The target over all nodes at once."""
+        mask: Mask = Causal() if self._is_chain else Tree(visible(tree.parents_BN))
+        rows = Rows(positions(tree, self.cache.len_B), tree.tokens_BN, mask=mask)
+        return self.target.forward(rows, self.cache, want=self.want)
+
+    def accept(self, tree: TokenTree, step: TargetStep) -> Verdict:
+        """The path that the target accepts, and its own token after it; uncut."""
+        assert step.logits_BTV is not None
+        logits_BNV = self.barred.out_of_nodes(step.logits_BTV, tree, self.most - self.left_B)
+        return verify(tree, logits_BNV, self.sampling, self.coins, self.cache.len_B, depth=self.shape.depth)
+
+    def commit(self, tree: TokenTree, step: TargetStep, whole: Verdict) -> None:
+        """Keep the accepted rows, tell the draft, and hand out the tokens."""
+        verdict = replace(whole, n_B=whole.n_B.minimum(self.left_B))  # 0 in a row that is over
+        self.cache.commit(None if self._is_chain else verdict.path_BP, verdict.n_B)
+        if self.draft is not None:
+            self.draft.observe(tree, verdict, step)
+        self.news_BX.copy_(torch.cat((whole.n_B[:, None], emitted(tree, whole)), 1))
+        self.root_B.copy_(verdict.next_B)
+        self.left_B.sub_(verdict.n_B)
+
+    @property
+    def _is_chain(self) -> bool:
+        """Whether every node has one child."""
+        return all(width == 1 for width in self.shape.widths)

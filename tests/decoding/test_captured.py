@@ -1,0 +1,263 @@
+"""Decoding from static buffers: the same texts, cycle for cycle, and a cycle that can be replayed.
+
+A CUDA graph repeats operators on the same memory; on a CPU `Tape` does so, and finds whoever asks the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import KVCache
+from longtrain.decoding import captured
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.decoding.tree import depths
+from longtrain.errors import ConflictError
+from longtrain.kernels.reference import masked_attention
+from longtrain.kernels.tree_attention_reference import visible_slots
+from longtrain.methods.longspec.config import Config
+from longtrain.methods.longspec.modules import LongSpecDraft
+from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.target.step import Want
+
+from .micro import prompts_of, snapkv
+from .micro import target as micro
+from .tape import Tape
+from .test_evict import Ragged
+from .toys import Letters, OracleDraft
+
+CHAIN, TREE = TreeShape((1, 1, 1, 1)), TreeShape((3, 4, 2))
+WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
+ONE, THREE = prompts_of(11), prompts_of(7, 1, 12)
+
+
+class Recall:
+    """Knows the texts and proposes them, but for some positions; its state is two tensors."""
+
+    want = Want()
+
+    def __init__(self, texts: list[list[int]], room: int = 8) -> None:
+        longest = max(map(len, texts)) + room
+        self.text_BS = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        self.first_B = torch.zeros(len(texts), dtype=torch.int64)
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: object, cache: KVCache) -> None:
+        self.cache = cache
+        self.first_B.copy_(n_B)
+
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: object, coins: object) -> TokenTree:
+        tokens, parents, first, parent_B = [root_B[:, None]], [torch.full_like(root_B, -1)[:, None]], 1, 0
+        for depth, width in enumerate(shape.widths, 1):
+            at_B = self.cache.len_B - self.first_B + depth
+            right_B1 = self.text_BS.gather(1, at_B.clamp(max=self.text_BS.shape[1] - 1)[:, None])
+            wrong_B1 = ((at_B * 7 + self.first_B) % 11 < 3)[:, None]
+            slot_BW = torch.arange(width).expand(len(root_B), width)
+            on_B1 = (at_B % width)[:, None]
+            token_BW = torch.where(slot_BW == on_B1, right_B1 + wrong_B1, right_B1 + 2 + slot_BW)
+            tokens.append(token_BW % 97)
+            parents.append(torch.zeros_like(token_BW) + parent_B)
+            parent_B, first = first + on_B1, first + width
+        return TokenTree(torch.cat(tokens, 1), torch.cat(parents, 1), _depths(shape), Law.POINT)
+
+    def observe(self, tree: TokenTree, verdict: object, step: object) -> None:
+        pass
+
+    def bytes(self) -> int:
+        return self.text_BS.nbytes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.text_BS, self.first_B
+
+
+def _depths(shape: TreeShape) -> Tensor:
+    if shape not in _DEPTHS:
+        _DEPTHS[shape] = depths(shape)
+    return _DEPTHS[shape]
+
+
+_DEPTHS: dict[TreeShape, Tensor] = {}
+
+
+def longspec(target) -> LongSpecRuntime:
+    draft = LongSpecDraft(Config(window=16), target.info).to(target.dtype)
+    coins = torch.Generator().manual_seed(5)
+    for name, param in draft.named_parameters():
+        noise = torch.randn(param.shape, generator=coins, dtype=torch.float64)
+        param.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(param.dtype)
+    return LongSpecRuntime(draft, target, Config(window=16))
+
+
+def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale):
+    """The twin of tree attention as it runs off a CPU: over all slots, without a look at the lengths."""
+    visible = visible_slots(len_B, mask, rows=q_BHTD.shape[2], slots=k_BGSD.shape[2], base=0)
+    return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible, scale=scale)
+
+
+@pytest.fixture
+def tapes(monkeypatch) -> list[Tape]:
+    """Cycles are recorded as on a GPU: the second one of a kind, and every later one is that record again."""
+    made = []
+
+    def record(work, device, pool) -> Callable[[], None]:
+        made.append(Tape(work))
+        return made[-1].replay
+
+    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
+    monkeypatch.setattr(captured, "record", record)
+    monkeypatch.setattr("longtrain.cache.arena.tree_attention", everywhere)
+    return made
+
+
+def same(plain, other) -> None:
+    assert other.tokens == plain.tokens and other.finish == plain.finish and other.texts == plain.texts
+    assert other.stats.rows == plain.stats.rows
+    assert other.stats.output_tokens == plain.stats.output_tokens
+
+
+def both(target, parts: Parts | None, prompts, **settings):
+    """One call by each way, then that call again from the buffers of the first."""
+    plain = Engine(target, parts, capture=False).generate(prompts, **settings)
+    static = Engine(target, parts, capture=True)
+    same(plain, static.generate(prompts, **settings))
+    same(plain, static.generate(prompts, **settings))
+    return plain
+
+
+@pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
+def test_plain_decoding(family, sampling, prompts, tapes):
+    both(micro(family), None, prompts, max_new_tokens=24, sampling=sampling, ignore_eos=True)
+    assert len(tapes) == 1
+
+
+@pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize(
+    "shape", [CHAIN, TREE, TreeShape((1, 1, 1), Law.IID), TreeShape((2, 4), Law.IID)], ids=str
+)
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+def test_longspec(sampling, shape, prompts, tapes):
+    target = micro()
+    parts = Parts(draft=longspec(target), name="longspec")
+    both(target, parts, prompts, max_new_tokens=24, sampling=sampling, shape=shape, ignore_eos=True)
+    assert len(tapes) == 1
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+def test_accepted_paths_move_to_their_place(shape, tapes):
+    """A draft that is mostly right: rows commit differently many nodes."""
+    target = micro()
+    texts = Engine(target, capture=False).generate(THREE, max_new_tokens=40, ignore_eos=True).tokens
+    parts = Parts(draft=Recall(texts), name="recall")
+    drafted = both(target, parts, THREE, max_new_tokens=40, shape=shape, ignore_eos=True)
+    assert drafted.tokens == texts and drafted.stats.tau > 2
+    assert len({c.accepted for row in drafted.stats.rows for c in row}) > 2
+    assert len(tapes) == 1
+
+
+def test_one_arena_serves_other_lengths_shapes_and_seeds(tapes):
+    target = micro()
+    draft = longspec(target)
+    static = Engine(target, Parts(draft=draft, name="longspec"), capture=True)
+    plain = Engine(target, Parts(draft=longspec(target), name="longspec"), capture=False)
+    calls = [
+        (prompts_of(5, 9), CHAIN, Sampling()),
+        (prompts_of(17, 2), CHAIN, Sampling()),
+        (prompts_of(17, 2), PLAIN, Sampling(0.9, seed=1)),
+        (prompts_of(8, 8), PLAIN, Sampling(0.9, seed=2)),
+        (prompts_of(30, 4), TREE, WARM),
+        (prompts_of(5, 9), CHAIN, Sampling()),
+        (prompts_of(6, 6), TREE, WARM),
+    ]
+    for prompts, shape, sampling in calls:
+        settings = {"max_new_tokens": 20, "shape": shape, "sampling": sampling, "ignore_eos": True}
+        same(plain.generate(prompts, **settings), static.generate(prompts, **settings))
+    arena = static._kept.arena
+    # The chain's graph went when the tree made the draft's ring larger; nothing else was recorded twice.
+    assert len(tapes) == 4
+    static.generate(THREE, max_new_tokens=20, ignore_eos=True)
+    assert static._kept.arena is not arena
+    same(plain.generate(ONE, max_new_tokens=300), static.generate(ONE, max_new_tokens=300))
+
+
+def test_texts_end_where_they_did(tapes):
+    """Stop ids and strings are noticed a cycle late; nothing of that cycle is seen."""
+    target = micro()
+    target.tokenizer = Letters()
+    try:
+        free = Engine(target, capture=False).generate(THREE, max_new_tokens=40, ignore_eos=True)
+        parts = Parts(draft=Recall(free.tokens), name="recall")
+        ids = [free.tokens[0][9], free.tokens[1][20], free.tokens[2][0]]
+        stop = [free.texts[1][30:34]]
+        for settings in (
+            {"stop_ids": ids},
+            {"stop": stop, "ignore_eos": True},
+            {"stop_ids": ids, "min_new_tokens": 12},
+            {"max_new_tokens": 1},
+            {"max_new_tokens": 2},
+            {"after": prompts_of(2, 3, 1), "ignore_eos": True},
+        ):
+            for shape in (PLAIN, CHAIN, TREE):
+                out = both(target, parts, THREE, **{"max_new_tokens": 40, "shape": shape, **settings})
+                if "stop_ids" in settings:
+                    assert "stop_id" in out.finish
+                if "stop" in settings:
+                    assert "stop_string" in out.finish
+    finally:
+        target.tokenizer = None
+
+
+def test_the_stream_is_the_same():
+    target, heard = micro(), {}
+    texts = Engine(target, capture=False).generate(THREE, max_new_tokens=30).tokens
+    for capture in (False, True):
+        heard[capture] = []
+        Engine(target, Parts(draft=Recall(texts)), capture=capture).generate(
+            THREE, max_new_tokens=30, stream=lambda *news, to=heard[capture]: to.append(news)
+        )
+    assert heard[True] == heard[False]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_after_eviction_rows_and_positions_differ(draft, tapes):
+    target = micro()
+    prompts = prompts_of(40, 40, 40)
+    parts = Parts(draft=longspec(target) if draft else None, evictor=snapkv(12), name="both")
+    out = both(target, parts, prompts, max_new_tokens=20, ignore_eos=True)
+    assert out.stats.kept_rows == [12.0] * 3
+    whole = Engine(target, Parts(evictor=snapkv(400)), capture=True).generate(prompts, max_new_tokens=20)
+    same(Engine(target, capture=False).generate(prompts, max_new_tokens=20), whole)
+
+
+def test_bytes_are_those_of_the_slots_asked_for():
+    target = micro()
+    plain = Engine(target, capture=False).generate(ONE, max_new_tokens=20).stats
+    static = Engine(target, capture=True).generate(ONE, max_new_tokens=20).stats
+    assert static.cache_bytes == static.cache_bytes_full == plain.cache_bytes + 8  # one more length
+
+
+def test_what_cannot_be_captured_is_refused_or_left():
+    target = micro()
+    ragged = Parts(evictor=Ragged(), name="ragged")
+    with pytest.raises(ConflictError, match="EvictedCache cannot be decoded from static buffers"):
+        Engine(target, ragged, capture=True).generate(prompts_of(40), max_new_tokens=4)
+    toy = Parts(draft=OracleDraft(target), name="toy")
+    with pytest.raises(ConflictError, match="draft of 'toy' does not update its state in place"):
+        Engine(target, toy, capture=True).generate(ONE, max_new_tokens=4)
+    big = Parts(draft=longspec(target))
+    with pytest.raises(ConflictError, match="151 nodes, and at most 128"):
+        Engine(target, big, capture=True, limits=Limits(nodes=200)).generate(
+            ONE, max_new_tokens=4, shape=TreeShape((50, 100))
+        )
+    assert Engine(target)._stage(None, PLAIN, 100) is None  # a CPU has no graphs
+
+
+def test_a_taped_cycle_that_asks_the_host_is_found():
+    with pytest.raises(AssertionError, match="asks the host"):
+        Tape(lambda: torch.ones(2).sum().item())
