@@ -63,13 +63,12 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
     if len(rows) != PROBLEMS:
         notes.append(f"{len(rows)} of {PROBLEMS} problems")
     if asked > room:
-        notes.append(
-            f"solutions end at {room} tokens, where the target's window does ({asked} were asked for)"
-        )
+        notes.append(f"the target's window ends solutions before the {asked} tokens asked for")
     if not chat:
         notes.append("without chat template")
     title = TITLE if not notes else f"Variant of {TITLE}"
     found = replace(task, max_new_tokens=min(asked, room))
+    notes.append(f"solutions of up to {found.max_new_tokens} tokens")
 
     def summarise(records: ByTask) -> Summary:
         return mean_summary(title, records, notes=notes)

@@ -71,7 +71,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
 
     def summarise(records: ByTask) -> Summary:
         cut = sum(record.cut for some in records.values() for record in some)
-        said = [*notes, f"{cut} prompts cut in the middle"] if cut else notes
+        said = [*notes, f"prompts cut in the middle: {cut}"] if cut else notes
         return mean_summary(f"Variant of {TITLE}" if said else TITLE, records, notes=said)
 
     return Suite("longproc", tuple(tasks), summarise=summarise)
