@@ -298,7 +298,7 @@ def requests(count: int = 120) -> list[dict[str, Any]]:
     lengths = [100, 499, 500, 1999, 2000, 3999, 4000, 12000]
     return [
         {
-            "prompt": f"Write text {i} {{x}}" + ("" if i < 60 else " 文"),
+            "prompt": f"Write “text” {i} {{x}}" + ("" if i < 60 else " 文"),
             "type": "News",
             "length": lengths[i % 8],
         }
@@ -333,11 +333,10 @@ def test_texts_as_long_as_the_context_allows(
     room = prompt_room(task, target)  # what the harness gives prompts: the longest one just fits
     assert room == max(len(tokenizer(task.prompt(row)).input_ids) for row in task.examples())
     assert not any(task.encode(row, tokenizer, max_tokens=room).cut for row in task.examples())
-    title = suite.summary({task.name: answered(suite, "x")}).title
-    assert (
-        f"60 of 120 requests, the English ones; texts of up to {task.max_new_tokens} tokens, not 32768"
-        in title
-    )
+    summary = suite.summary({task.name: answered(suite, "x")})
+    assert summary.title == "Variant of LongBench-Write"
+    assert summary.notes[0] == "60 of 120 requests, the English ones"
+    assert summary.notes[1] == f"texts of up to {task.max_new_tokens} tokens, not 32768"
     target.info.max_positions = 5
     with pytest.raises(ConfigError, match="the target's context is 5"):
         long_write(target, data, max_new_tokens=None)
