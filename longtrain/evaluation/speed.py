@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats
-from longtrain.evaluation.acceptance import PLAIN, Advance, Protocol, Variant
+from longtrain.evaluation import acceptance
+from longtrain.evaluation.acceptance import PLAIN, Advance, Variant
+from longtrain.evaluation.harness.protocol import prompt_room
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.systems import System
+from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -19,10 +27,41 @@ if TYPE_CHECKING:
 WARMUP_TOKENS = 16
 
 
+class Way(Protocol):
+    """One way of decoding: a `Variant` or a `System`."""
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+
+    @property
+    def parts(self) -> Parts:
+        """Draft, evictor and cache."""
+
+    @property
+    def shape(self) -> TreeShape:
+        """What is drafted each cycle."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is timed.
+
+    Args:
+        max_new_tokens: tokens to generate.
+        sampling: temperature and so on.
+        ignore_eos: go on past the end of text.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    ignore_eos: bool = True
+
+
 def measure_speed(
     target: Target,
     variants: Sequence[Variant],
-    protocol: Protocol,
+    protocol: acceptance.Protocol,
     *,
     batch: int = 1,
     prompts: int = 3,
@@ -41,55 +80,158 @@ def measure_speed(
     Returns:
         One row a length: figures by name (`plain` first) and each variant's ratio to plain decoding.
     """
-    ways = [PLAIN, *variants]
+    asked = Asked(protocol.max_new_tokens, protocol.sampling, protocol.ignore_eos)
     rows = []
     for length in protocol.lengths:
         texts = protocol.prompts(length)[:prompts]
         batches = [texts[first : first + batch] for first in range(0, len(texts), batch)]
-        for way in ways:
-            _timed(target, way, batches[0], replace(protocol, max_new_tokens=WARMUP_TOKENS))
-        stats = {way.name: Stats() for way in ways}
-        peak = dict.fromkeys(stats, 0)
-        for some in batches:
-            for way in ways:
-                found, held = _timed(target, way, some, protocol)
-                stats[way.name] += found
-                peak[way.name] = max(peak[way.name], held)
-                advance(f"speed of {way.name} @ {length}", len(some))
-        figures = {
-            name: _figures(one, stats[PLAIN.name], n_prefills=len(batches), peak=peak[name])
-            for name, one in stats.items()
-        }
+        figures = time_ways(
+            target, [PLAIN, *variants], batches, asked=asked, what=str(length), advance=advance
+        )
         rows.append({"length": length, "batch": batch, "figures": figures})
     return rows
 
 
-def _figures(one: Stats, plain: Stats, *, n_prefills: int, peak: int) -> dict[str, Any]:
+def speed_rows(
+    target: Target,
+    systems: Sequence[System],
+    suite: Suite,
+    *,
+    sampling: Sampling,
+    prompts: int = 3,
+    batch: int = 1,
+    advance: Advance = lambda what, done: None,
+) -> dict[str, Any]:
+    """Time every system of a suite on its first prompts, in turn on each batch.
+
+    Args:
+        target: the frozen model.
+        systems: the full cache first: it is what the ratios are to.
+        suite: its tasks that generate are timed; where prompts have stated lengths, each length.
+        sampling: of the run.
+        prompts: how many of each task or length are timed, after one short run that is not counted.
+        batch: prompts decoded together.
+        advance: told of progress.
+
+    Returns:
+        `device`, and one row a task or length: `task`, `length` (or None), `prompts`, `batch`,
+        `max_new_tokens` and `figures` by system.
+    """
+    rows = []
+    for task in suite.tasks:
+        if not isinstance(task, Task):
+            continue
+        for length, some in _first(task, prompts).items():
+            texts = [_ids(task, example, target) for example in some]
+            batches = [texts[first : first + batch] for first in range(0, len(texts), batch)]
+            asked = Asked(task.max_new_tokens, sampling, task.ignore_eos)
+            what = task.name if length is None else f"{task.name} @ {length}"
+            figures = time_ways(target, systems, batches, asked=asked, what=what, advance=advance)
+            about = {"task": task.name, "length": length, "prompts": len(texts), "batch": batch}
+            rows.append({**about, "max_new_tokens": task.max_new_tokens, "figures": figures})
+    return {"device": str(target.device), "rows": rows}
+
+
+def speed_steps(systems: Sequence[System], suite: Suite, *, prompts: int) -> int:
+    """How often `speed_rows` tells of a prompt done."""
+    tasks = [task for task in suite.tasks if isinstance(task, Task)]
+    return len(systems) * sum(len(some) for task in tasks for some in _first(task, prompts).values())
+
+
+def time_ways(
+    target: Target,
+    ways: Sequence[Way],
+    batches: Sequence[list[list[int]]],
+    *,
+    asked: Asked,
+    what: str = "",
+    advance: Advance = lambda what, done: None,
+) -> dict[str, dict[str, Any]]:
+    """Time ways of decoding in turn on each batch, after one short run of each that is not counted.
+
+    Args:
+        target: the frozen model.
+        ways: the first is what the ratios are to.
+        batches: prompts that are decoded together.
+        asked: what of them.
+        what: they are called when `advance` is told of prompts done.
+        advance: told of progress.
+
+    Returns:
+        Figures by name.
+    """
+    for way in ways:
+        short = min(WARMUP_TOKENS, asked.max_new_tokens)
+        _timed(target, way, batches[0], replace(asked, max_new_tokens=short))
+    stats = {way.name: Stats() for way in ways}
+    peak = dict.fromkeys(stats, 0)
+    for some in batches:
+        for way in ways:
+            found, held = _timed(target, way, some, asked)
+            stats[way.name] += found
+            peak[way.name] = max(peak[way.name], held)
+            advance(f"speed of {way.name} @ {what}", len(some))
+    plain = stats[ways[0].name]
     return {
-        "tokens_per_s": one.tokens_per_s,
-        "end_to_end_tokens_per_s": one.end_to_end_tokens_per_s,
-        "ratio": one.tokens_per_s / plain.tokens_per_s,
-        "end_to_end_ratio": one.end_to_end_tokens_per_s / plain.end_to_end_tokens_per_s,
+        name: _figures(one, plain, n_prefills=len(batches), peak=peak[name]) for name, one in stats.items()
+    }
+
+
+def _first(task: Task, prompts: int) -> dict[int | None, list[Example]]:
+    """The first examples of a task, or of each of its stated prompt lengths."""
+    by_length: dict[int | None, list[Example]] = {}
+    for example in task.examples():
+        length = int(task.facets(example)["length"]) if "lengths" in task.protocol else None
+        some = by_length.setdefault(length, [])
+        if len(some) < prompts:
+            some.append(example)
+    return by_length
+
+
+def _ids(task: Task, example: Example, target: Target) -> list[int]:
+    assert target.tokenizer is not None
+    return list(task.encode(example, target.tokenizer, max_tokens=prompt_room(task, target)).ids)
+
+
+def _figures(one: Stats, plain: Stats, *, n_prefills: int, peak: int) -> dict[str, Any]:
+    ours, theirs = one.end_to_end_tokens_per_s, plain.end_to_end_tokens_per_s
+    return {
+        "tokens_per_s": _known(one.tokens_per_s),
+        "end_to_end_tokens_per_s": _known(ours),
+        "ratio": _over(one.tokens_per_s, plain.tokens_per_s),
+        "end_to_end_ratio": _over(ours, theirs),
         "ms_per_cycle": 1e3 * one.decode_s / max(1, one.target_forwards - n_prefills),
         "prefill_s": one.prefill_s,
         "decode_s": one.decode_s,
         "tokens": one.decode_tokens,
+        "cache_bytes": one.cache_bytes,
+        "draft_bytes": one.draft_bytes,
         "peak_device_bytes": peak or None,
     }
 
 
-def _timed(target: Target, way: Variant, prompts: list[list[int]], protocol: Protocol) -> tuple[Stats, int]:
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _over(a: float, b: float) -> float | None:
+    """A ratio; None where texts were over at their first token."""
+    return _known(a / b) if b else None
+
+
+def _timed(target: Target, way: Way, prompts: list[list[int]], asked: Asked) -> tuple[Stats, int]:
     """Stats of one call, and the most device memory held during it."""
     on_gpu = target.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(target.device)
         torch.cuda.reset_peak_memory_stats(target.device)
-    limits = Limits(len(prompts), len(prompts[0]) + protocol.max_new_tokens, way.shape.n_nodes)
+    longest = max(map(len, prompts))
+    limits = Limits(len(prompts), longest + asked.max_new_tokens, way.shape.n_nodes)
     generation = Engine(target, way.parts, limits=limits).generate(
         prompts,
-        max_new_tokens=protocol.max_new_tokens,
-        sampling=protocol.sampling,
+        max_new_tokens=asked.max_new_tokens,
+        sampling=asked.sampling,
         shape=way.shape,
-        ignore_eos=protocol.ignore_eos,
+        ignore_eos=asked.ignore_eos,
     )
     return generation.stats, torch.cuda.max_memory_allocated(target.device) if on_gpu else 0

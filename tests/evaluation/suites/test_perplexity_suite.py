@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_target import byte_target, byte_tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast
 
 from longtrain.data.tokenizer import read_tokenizer
 from longtrain.decoding.evict import Budget
@@ -18,29 +17,14 @@ from longtrain.evaluation import corpora
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suites import perplexity
 from longtrain.methods import policies
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents \u2013 caf\u00e9, \U0001f600. " * 6
 SMALL = {"name": "perplexity", "window": 64, "stride": 16, "max_tokens": None, "limit": None}
 
 
-def byte_tokenizer(*, begin=False):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate([*letters, "<s>"])}
-    core = Tokenizer(models.BPE(vocabulary, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    if begin:
-        core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
-
-
 @pytest.fixture(scope="module")
 def target():
-    made = random_target({**SHAPES["llama_micro"], "vocab_size": 257}, dtype=torch.float64)
-    made.tokenizer = byte_tokenizer(begin=True)
-    return made
+    return byte_target(begin=True, dtype=torch.float64)
 
 
 @pytest.fixture
