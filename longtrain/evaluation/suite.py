@@ -59,6 +59,9 @@ ByTask = Mapping[str, Sequence[Record]]
 class Marker(Protocol):
     """A judge that marks what was generated."""
 
+    def settings(self) -> Json:
+        """JSON values that marks follow from: results of two judges are not compared."""
+
     def count(self, records: Sequence[Record]) -> int:
         """How many judgements these records take, for the progress bar."""
 

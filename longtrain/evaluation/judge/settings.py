@@ -84,8 +84,14 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        secret = "@" in parts.netloc
     except ValueError:
-        good = False
+        good = secret = False
+    if secret:
+        raise ConfigError(
+            "suite.judge.url holds a user name or password, which would be saved with the settings; put the key "
+            "into an environment variable and pass suite.judge.key_env=NAME"
+        )
     if not good:
         raise ConfigError(
             f"suite.judge.url={url}; allowed: an address such as http://localhost:8000/v1, or null"

@@ -222,6 +222,7 @@ def test_figures_of_mt_bench(target: Any, folder: str) -> None:
     [
         ({"url": "localhost:8000"}, r"suite\.judge\.url=localhost:8000; allowed: an address"),
         ({"url": "http://x:99999/v1"}, r"suite\.judge\.url="),
+        ({"url": "http://me:pw@x/v1"}, r"holds a user name or password"),
         ({"model": None}, r"suite\.judge\.model is not"),
         ({"key_env": "NO_SUCH_VARIABLE"}, r"key_env=NO_SUCH_VARIABLE and no such variable.*key_env=null"),
         ({"prompts": "nowhere.jsonl"}, r"suite\.judge\.prompts=nowhere\.jsonl is no file"),
