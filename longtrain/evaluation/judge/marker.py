@@ -166,6 +166,7 @@ def judge_facts(marker: JudgeMarker, records: Sequence[Record]) -> Json:
     reasons = Counter(_short(one["unjudged"]) for one in judgements if one["mark"] is None)
     return {
         **marker.settings(),
+        "prompts": marker.rubric.prompts.facts(),
         "hosts": sorted({one["host"] for one in judgements}),
         "answered_as": sorted({one["answered_as"] for one in judgements} - {""}),
         "judgements": len(judgements),

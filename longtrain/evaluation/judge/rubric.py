@@ -50,7 +50,7 @@ class Rubric(ABC):
 
     def settings(self) -> Json:
         """JSON values that marks follow from, beside the judge itself."""
-        return {"prompts": self.prompts.facts()}
+        return {"prompts_sha256": self.prompts.sha256}
 
     @abstractmethod
     def questions(self, example: Example, texts: Sequence[str]) -> list[Question]:

@@ -89,8 +89,8 @@ def _check_url(url: str) -> None:
         good = secret = False
     if secret:
         raise ConfigError(
-            "suite.judge.url holds a user name or password, which would be saved with the settings; put the key "
-            "into an environment variable and pass suite.judge.key_env=NAME"
+            "suite.judge.url holds a user name or password, which would be saved with the settings; put the "
+            "key into an environment variable and pass suite.judge.key_env=NAME"
         )
     if not good:
         raise ConfigError(
