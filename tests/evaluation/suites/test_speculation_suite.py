@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from byte_target import byte_target
+
+from longtrain import methods
+from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.decoding.stats import Cycle
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.harness.plan import plan
+from longtrain.evaluation.harness.run import Runner
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.results import reading_of
+from longtrain.evaluation.speed import speed_rows, speed_steps
+from longtrain.evaluation.suites import documents, drafting, speculation
+from longtrain.evaluation.systems import FULL_CACHE, System
+from longtrain.methods.longspec.config import Config
+
+SETTINGS = {
+    "name": "speculation",
+    "tasks": [],
+    "limit": None,
+    "min_prompt_tokens": 400,
+    "max_prompt_tokens": None,
+    "max_new_tokens": 12,
+    "aime24_max_new_tokens": 10,
+    "ignore_eos": True,
+    "chat": True,
+}
+DOCUMENTS = {
+    "name": "multi_lexsum",
+    "lengths": [600, "1k"],
+    "prompts": 2,
+    "skip_tokens": 0,
+    "max_new_tokens": 8,
+    "ignore_eos": True,
+    "chat": False,
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return byte_target(begin=True)
+
+
+@pytest.fixture(scope="module")
+def systems(target):
+    torch.manual_seed(0)
+    spec, config = methods.get("longspec"), Config(window=16)
+    parts = spec.attach(spec.build(config, target.info), target, config, {})
+    return [FULL_CACHE, System("draft", "artifact", "draft", parts=parts, shape=TreeShape((2, 2)))]
+
+
+@pytest.fixture
+def data(tmp_path):
+    row = {"input": "q", "answers": ["a"], "length": 3, "language": "en", "all_classes": None}
+    for name in speculation.LONG:
+        texts = ["short", "x" * 500, "y" * 1500]
+        rows = [row | {"context": text, "dataset": name, "_id": f"{name}{i}"} for i, text in enumerate(texts)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    problems = [{"id": i, "problem": f"What is {i}+{i}?", "answer": 2 * i} for i in range(3)]
+    (tmp_path / "aime.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    return tmp_path
+
+
+def build(target, folder, **changes):
+    paths = {"data": str(folder), "aime24": str(folder / "aime.jsonl")}
+    return speculation.build({**SETTINGS, **paths, **changes}, target, seed=0)
+
+
+def run(target, suite, system):
+    runner = Runner(target, Sampling())
+    records = {}
+    for unit in plan(suite, batch=2):
+        for values in runner.unit(system, unit)["records"]:
+            records.setdefault(unit.task.name, []).append(Record.from_json(values))
+    return records
+
+
+def test_tasks_give_long_answers_to_long_prompts(target, data):
+    suite = build(target, data)
+    assert [task.name for task in suite.tasks] == [*speculation.LONG, "aime24"]
+    report = suite.tasks[0]
+    # the template alone has some 200 bytes: "short" is left out
+    assert [row.id for row in report.examples()] == ["gov_report1", "gov_report2"]
+    assert [report.facets(row) for row in report.examples()] == [{"length": 1024}, {"length": 2048}]
+    assert (
+        report.max_new_tokens == 12 and report.ignore_eos and report.chat and report.score("t", None) is None
+    )
+    code = suite.tasks[3]
+    assert not code.chat and code.settings()["protocol"] == {"min_prompt_tokens": 400}
+    contest = suite.tasks[-1]
+    assert contest.max_new_tokens == 10 and not contest.ignore_eos and contest.score("t", None) is None
+    assert contest.facets(next(contest.examples())) == {"length": 1024}
+    notes = " ".join(suite.summary({}).notes)
+    assert "answers of 12 tokens, the end of text ignored" in notes and "5 prompts of at most 400" in notes
+    assert suite.needs == {"draft", "evictor"}
+
+
+def test_figures_are_those_of_the_cycles(target, data, systems):
+    suite = build(target, data, tasks=["lcc", "aime24"])
+    plain, drafted = (run(target, suite, system) for system in systems)
+    for name, some in drafted.items():
+        assert [r.turns[0].tokens for r in some] == [r.turns[0].tokens for r in plain[name]]
+    assert all(record.output_tokens == 12 for record in drafted["lcc"])
+    found = suite.summary(drafted)
+    cycles = [cycle for record in drafted["lcc"] for row in record.rows() for cycle in row]
+    figures = found.extra["acceptance"]["lcc"]
+    assert found.tasks["lcc"] == round(sum(c.accepted + 1 for c in cycles) / len(cycles), 4) == figures["tau"]
+    assert figures["acceptance_rate"] == round(sum(c.accepted for c in cycles) / (2 * len(cycles)), 4)
+    assert set(figures["by_length"]) == {"1024", "2048"}
+    assert sum(one["cycles"] for one in figures["by_length"].values()) == figures["cycles"] == len(cycles)
+    assert suite.summary(plain).tasks == {} and suite.summary(plain).average is None
+    shares = [reading_of(suite.scale).share(record) for record in (drafted["lcc"][0], plain["lcc"][0])]
+    first = drafted["lcc"][0].rows()[0]
+    assert shares == [(sum(c.accepted + 1 for c in first), len(first)), (1.0, 1.0)]
+
+
+def test_acceptance_is_pooled_and_ended_cycles_are_left_out():
+    rows = ((Cycle(1, 4, 4, 4, 5), Cycle(6, 4, 4, 0, 1)), (Cycle(1, 4, 4, 2, 1, ended=True),))
+    records = [Record("d", "t", str(i), {"length": 1024 << i}, cycles=(row,)) for i, row in enumerate(rows)]
+    found = drafting.summary("T", {"t": records}, ["n"])
+    assert found.tasks == {"t": 3.0} and found.average == 3.0 and found.notes == ("n",)
+    assert found.extra["acceptance"]["t"]["acceptance_rate"] == 0.5
+    assert found.extra["acceptance"]["t"]["by_length"]["2048"]["tau"] is None
+    assert [drafting.bucket(n) for n in (1, 1024, 1025, 4096, 4097)] == [1024, 1024, 2048, 4096, 8192]
+
+
+def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
+    suite = build(target, data, tasks=["gov_report", "aime24"])
+    told = []
+    found = speed_rows(
+        target,
+        systems,
+        suite,
+        sampling=Sampling(),
+        prompts=2,
+        batch=2,
+        advance=lambda what, done: told.append((what, done)),
+    )
+    assert found["device"] == "cpu" and [row["task"] for row in found["rows"]] == ["gov_report", "aime24"]
+    row = found["rows"][0]
+    assert (row["length"], row["prompts"], row["batch"], row["max_new_tokens"]) == (None, 2, 2, 12)
+    assert list(row["figures"]) == ["full", "draft"] and row["figures"]["full"]["ratio"] == 1.0
+    assert row["figures"]["draft"]["tokens"] == row["figures"]["full"]["tokens"] == 2 * 11
+    assert row["figures"]["draft"]["ratio"] > 0 and row["figures"]["draft"]["draft_bytes"] > 0
+    assert sum(done for _, done in told) == speed_steps(systems, suite, prompts=2) == 8
+    json.dumps(found, allow_nan=False)
+
+
+def test_texts_over_at_once_have_no_speed(target, data, systems):
+    """The first token of plain decoding as an end of text leaves no cycle to time."""
+    suite = build(target, data, tasks=["aime24"], limit=1)
+    record = run(target, suite, FULL_CACHE)["aime24"][0]
+    ending = byte_target(begin=True)
+    ending.info = ending.info.__class__(**{**vars(ending.info), "eos_ids": (record.turns[0].tokens[0],)})
+    found = speed_rows(ending, systems[:1], suite, sampling=Sampling(), prompts=1)
+    figures = found["rows"][0]["figures"]["full"]
+    assert figures["tokens"] == 0 and figures["ratio"] is None
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"min_prompt_tokens": 5000},
+            DataError,
+            "no prompt of gov_report has more than 5000 tokens, the longest has 1",
+        ),
+        ({"tasks": ["hotpotqa"]}, ConfigError, "unknown: hotpotqa"),
+        ({"max_new_tokens": 1}, ConfigError, "suite.max_new_tokens=1"),
+        ({"max_new_tokens": 4000}, ConfigError, "suite.max_new_tokens=4000; allowed: .* 2 to 2046"),
+        ({"ignore_eos": "yes"}, ConfigError, "suite.ignore_eos=yes; allowed: true or false"),
+        ({"data": "/no/where"}, ConfigError, "/no/where"),
+    ],
+)
+def test_wrong_settings_are_named(target, data, settings, error, message):
+    with pytest.raises(error, match=message):
+        build(target, data, **settings)
+
+
+def test_settings_are_those_of_the_configuration(settings_of):
+    """A key that the suites did not read, or read and nobody can set, would be a promise not kept."""
+    run = {"batch", "speed_prompts", "speed_batch"}
+    assert set(settings_of("speculation")) == {*SETTINGS, "data", "aime24", *run}
+    for name in documents.CORPORA:
+        assert set(settings_of(name)) == {*DOCUMENTS, "data", *run}
+
+
+@pytest.fixture
+def lawsuits(tmp_path):
+    cases = [["short"], ["a" * 400, "b"], ["c" * 600, "d" * 600], ["e" * 2000], ["f" * 2000]]
+    rows = [{"id": str(i), "sources": sources, "summary/short": "s"} for i, sources in enumerate(cases)]
+    path = tmp_path / "cases.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def corpus(target, path, **changes):
+    return documents.build({**DOCUMENTS, "data": str(path), **changes}, target, seed=0)
+
+
+def test_documents_fill_prompts_of_the_stated_length(target, lawsuits):
+    suite = corpus(target, lawsuits)
+    (task,) = suite.tasks
+    rows = list(task.examples())
+    assert [(row.fields["length"], row.fields["document"]) for row in rows] == [
+        (600, "cases.jsonl:2"),
+        (600, "cases.jsonl:3"),
+        (1024, "cases.jsonl:3"),
+        (1024, "cases.jsonl:4"),
+    ]
+    for row in rows:
+        ids = task.encode(row, target.tokenizer, max_tokens=99999).ids
+        assert len(ids) == task.size(row) == row.fields["length"] == task.facets(row)["length"]
+        assert ids[0] == 256
+        text = target.tokenizer.decode(ids[1:])
+        assert text.startswith("You are given the legal documents in a civil rights lawsuit")
+        assert text.endswith("\n\nNow please summarize the case. Summary:")
+    two = target.tokenizer.decode(task.encode(rows[2], target.tokenizer, max_tokens=9).ids)
+    assert "Legal documents:\n" + "c" * 600 + "\n\nd" in two
+    assert two.endswith("d\n\nNow please summarize the case. Summary:")  # where the prompt is full
+    assert suite.name == "multi_lexsum" and "8 new tokens" in suite.summary({}).notes[0]
+
+
+def test_a_chat_template_goes_around_the_whole_prompt(target, lawsuits):
+    (task,) = corpus(target, lawsuits, chat=True).tasks
+    ids = task.encode(next(task.examples()), target.tokenizer, max_tokens=9).ids
+    text = target.tokenizer.decode(ids)
+    assert len(ids) == 600 and text.startswith("[user]You are given")
+    assert text.endswith("Summary:[assistant]")
+
+
+def test_books_are_gone_on_with_after_their_first_pages(target, tmp_path):
+    (tmp_path / "book.txt").write_text("t" * 300 + "b" * 1000)
+    changes = {"name": "pg19", "lengths": [512], "skip_tokens": 300, "prompts": 1}
+    (task,) = corpus(target, tmp_path, **changes).tasks
+    ids = task.encode(next(task.examples()), target.tokenizer, max_tokens=9).ids
+    assert target.tokenizer.decode(ids[1:]) == "b" * 511
+    other = corpus(target, tmp_path, **{**changes, "skip_tokens": 299}).tasks[0]
+    assert task.settings() != other.settings()
+
+
+def test_documents_are_run_and_timed_by_length(target, lawsuits, systems):
+    suite = corpus(target, lawsuits)
+    records = run(target, suite, systems[1])["multi_lexsum"]
+    assert [record.prompt_tokens for record in records] == [1024, 1024, 600, 600]
+    assert all(record.output_tokens == 8 and not record.cut for record in records)
+    by_length = suite.summary({"multi_lexsum": records}).extra["acceptance"]["multi_lexsum"]["by_length"]
+    assert list(by_length) == ["600", "1024"]
+    timed = speed_rows(target, systems, suite, sampling=Sampling(), prompts=1)
+    assert [(row["length"], row["prompts"]) for row in timed["rows"]] == [(600, 1), (1024, 1)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"lengths": [600, 2045]}, ConfigError, "up to 2045 with 8 new tokens; allowed: up to 2040"),
+        ({"lengths": [600, 1900], "prompts": 3}, None, "2 of 3 prompts at 1900 tokens"),
+        ({"data": "/no/where"}, ConfigError, "no text at /no/where"),
+        ({"name": "pg20"}, ConfigError, "suite.name=pg20; allowed: one of pg19"),
+        ({"prompts": 0}, ConfigError, "suite.prompts=0"),
+    ],
+)
+def test_lengths_and_text_are_checked(target, lawsuits, settings, error, message):
+    if error is None:
+        assert message in corpus(target, lawsuits, **settings).summary({}).notes
+        return
+    with pytest.raises(error, match=message):
+        corpus(target, lawsuits, **settings)
+
+
+def test_no_document_long_enough_and_rows_without_the_field(target, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"sources": ["short"]}\n')
+    with pytest.raises(DataError, match=r"no document at .* fills a prompt of 600 tokens"):
+        corpus(target, path)
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1 has no column 'sources'"):
+        corpus(target, path)
