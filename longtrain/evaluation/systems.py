@@ -14,7 +14,7 @@ from longtrain.artifact import Artifact
 from longtrain.artifact.folder import MODEL
 from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.evict import Budget, Evictor
-from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.evaluation.eviction_policies import Entry, policy_of
 from longtrain.evaluation.eviction_protocol import label
@@ -78,8 +78,10 @@ class Builder:
     Args:
         target: the frozen model.
         budgets: what evicting systems are made with, each.
-        shapes: what drafting systems are made with, each; not empty.
+        shapes: what drafting systems are made with, each.
         load: an artifact by its name or folder.
+        greedy: whether every answer is decoded greedily; a sampled one is that of plain decoding only where
+            drafts are chosen deterministically.
         attached: parts made so far.
     """
 
@@ -87,6 +89,7 @@ class Builder:
     budgets: Sequence[Budget]
     shapes: Sequence[TreeShape]
     load: Callable[[str], Artifact]
+    greedy: bool = True
     attached: dict[str, Parts] = field(default_factory=dict)
 
     def systems(self, suite: Suite, entries: Sequence[Entry]) -> list[System]:
@@ -113,7 +116,11 @@ class Builder:
             raise ConfigError(
                 f"suite.systems has two systems named {twice[0]}; give each once, or one of them a `label`"
             )
-        return [replace(system, lossless_of=_without_draft(system, found)) for system in found]
+        return [replace(system, lossless_of=self._plain_of(system, found)) for system in found]
+
+    def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
+        same = self.greedy or system.shape.law is Law.POINT
+        return _without_draft(system, systems) if same else None
 
     def _policies(self, suite: Suite, entry: Json) -> Iterator[System]:
         policy = policy_of(entry)
@@ -143,6 +150,11 @@ class Builder:
         if parts.draft is not None:
             _check_role(suite, f"artifact {who}", DRAFT)
             shapes = self.shapes
+            if not shapes:
+                raise ConfigError(
+                    f"artifact {who} drafts, and decode.shape=[]; pass decode=chain, or "
+                    "suite.shapes=[[1,1,1,1]]"
+                )
         base = System(family, kind, family, parts=parts)
         for shape in shapes:
             system = replace(base, facts=facts)

@@ -1,4 +1,4 @@
-"""Measure artifacts against plain decoding of their target: JSON, a table and a picture."""
+"""`longtrain eval`: a suite through the harness, acceptance or eviction, or a comparison of finished runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from longtrain import provenance
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation import report
-from longtrain.jobs import convert, eval_eviction, load_target_from, sampling_from, shape_from
+from longtrain.jobs import convert, eval_eviction, eval_harness, load_target_from, sampling_from, shape_from
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -22,25 +22,34 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-SUITES = ("acceptance", "needle", "eviction")
+OTHERS = ("acceptance", "eviction")
+"""Suites with a job of their own; all others run through the harness."""
 
 
 def run(cfg: DictConfig) -> None:
-    """Run the suite `cfg.suite.name`.
+    """Run the suite `cfg.suite.name`, or compare the finished runs that `cfg.compare` names.
 
     Raises:
         ConfigError: no such suite, or a setting of it is wrong.
         LongtrainError: speculative output is not that of plain decoding (results are written all the same).
     """
+    from longtrain.evaluation.suites import SUITES
+
+    if cfg.compare is not None:
+        from longtrain.jobs import eval_compare
+
+        eval_compare.run(cfg)
+        return
     name = str(cfg.suite.name)
-    if name not in SUITES:
-        raise ConfigError(f"eval has no suite '{name}'; known: {', '.join(SUITES)}")
-    if name == "eviction":
+    if name in SUITES:
+        eval_harness.run(cfg)
+    elif name == "eviction":
         eval_eviction.run(cfg)
-    elif name == "needle":
-        _needle(cfg)
-    else:
+    elif name == "acceptance":
         _acceptance(cfg)
+    else:
+        known = ", ".join(sorted({*OTHERS, *SUITES}))
+        raise ConfigError(f"eval has no suite '{name}'; known: {known}")
 
 
 def _acceptance(cfg: DictConfig) -> None:
@@ -77,34 +86,6 @@ def _acceptance(cfg: DictConfig) -> None:
     folder = _write(cfg, files, artifacts={name: str(one.folder) for name, one in artifacts.items()})
     _show(found, timings, folder / "table.md")
     _check_exactness(found)
-
-
-def _needle(cfg: DictConfig) -> None:
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    from longtrain.assets import asset_dir
-    from longtrain.evaluation import needle
-    from longtrain.evaluation.contexts import read_texts
-
-    suite = cfg.suite
-    protocol = needle.Protocol(
-        lengths=_lengths(cfg),
-        needles=tuple(int(count) for count in suite.needles),
-        prompts=int(suite.prompts),
-        max_new_tokens=int(suite.max_new_tokens),
-        batch=int(suite.batch),
-        seed=int(cfg.seed),
-    )
-    target = load_target_from(cfg)
-    where = suite.text or asset_dir("bundled") / "text" / "heldout"
-    kinds = _plain(suite.kinds) or []
-    texts = {name: text for name, _, text in read_texts(where, kinds=kinds, prose="book")}
-    with _Bar() as bar:
-        found = needle.run(target, texts, protocol, advance=bar.advance)
-    table = report.needle_table(found)
-    _write(cfg, {"needle.json": report.as_json(found), "needle.md": table.encode()})
-    Console(highlight=False).print(Markdown(table))
 
 
 def _artifacts(cfg: DictConfig) -> dict[str, Artifact]:

@@ -1,6 +1,6 @@
-"""Recorded full-cache scores: a run whose full cache scores otherwise has lost something, a chat template say.
+"""Recorded full-cache scores: where a run's are others, something was lost, a chat template say.
 
-Two files hold them: `results/baselines.json` of the recipes that ship, and `baselines.json` in the user's home.
+Two files hold them: `results/baselines.json` among the recipes that ship, and `baselines.json` in `home`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Baselines:
             return None
         key, had, now = first_difference(known[0]["protocol"], protocol.settings)
         raise LongtrainError(
-            f"suite {suite.name} was recorded on this target and these examples with another protocol: {key}: "
-            f"recorded {had}, now {now}; set it as it was, record this protocol beside it (suite.record=true), "
-            f"or {HOW}"
+            f"suite {suite.name} is recorded on this target and these examples with another protocol; {key}: "
+            f"recorded {had}, now {now}; set it as it was, or record this protocol too (suite.record=true); "
+            f"{HOW}"
         )
 
     def record(self, suite: Suite, weights_hash: str, protocol: Protocol, average: Json) -> Json:
@@ -122,9 +122,9 @@ def compare(suite: Suite, entry: Json, measured: float) -> Json:
     }
     if abs(measured - entry["score"]) > allowed:
         raise LongtrainError(
-            f"the full cache scores {measured:.2f} in suite {suite.name} and {entry['score']:.2f} is recorded "
-            f"for this very protocol ({entry['source']}), more than {allowed:.2f} apart; weights, kernels or "
-            f"libraries are not what they were; nothing else was run; {HOW}"
+            f"the full cache scores {measured:.2f} in suite {suite.name}, and {entry['score']:.2f} is "
+            f"recorded for this very protocol ({entry['source']}), more than {allowed:.2f} away; "
+            f"weights, kernels or libraries are not what they were; no other system was run; {HOW}"
         )
     return verdict
 
@@ -132,6 +132,18 @@ def compare(suite: Suite, entry: Json, measured: float) -> Json:
 def unchecked(status: str, measured: float | None = None, reason: str = "") -> Json:
     """The verdict where nothing was compared: `none` recorded, `off`, `no_score`, or just `recorded`."""
     return {"status": status, "measured": measured, **({"reason": reason} if reason else {})}
+
+
+def tell(suite: Suite, verdict: Json) -> None:
+    """One log line about a verdict."""
+    if verdict["status"] == "none":
+        log.info(
+            "baseline=none suite=%s full_cache=%.2f (suite.record=true records it for later runs)",
+            suite.name,
+            verdict["measured"],
+        )
+    elif verdict["status"] in ("equal", "recorded"):
+        log.info("baseline=%s suite=%s full_cache=%.2f", verdict["status"], suite.name, verdict["measured"])
 
 
 def average_of(results: Json) -> Json | None:

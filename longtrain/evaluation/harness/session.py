@@ -1,0 +1,274 @@
+"""One evaluation: its work in parts, and the result, made by whoever finds everything done."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
+from longtrain.evaluation import results
+from longtrain.evaluation.harness import recorded
+from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.harness.plan import Unit, part_of, plan
+from longtrain.evaluation.harness.protocol import Protocol, protocol_of
+from longtrain.evaluation.harness.run import Runner, ledger_settings, places_of, records_of, times_of
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import Advance, Suite
+from longtrain.evaluation.systems import System
+from longtrain.log import get_logger
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+log = get_logger(__name__)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an evaluation found.
+
+    Args:
+        results: of `results.assemble`; no times, no paths.
+        examples: one mapping an example, for `examples.jsonl`.
+        timings: what it took.
+    """
+
+    results: Json
+    examples: list[Json]
+    timings: Json
+
+
+@dataclass
+class Session:
+    """A suite on a target with its systems.
+
+    Args:
+        target: the frozen model.
+        suite: what is run.
+        systems: the full cache first.
+        sampling: of the run.
+        folder: of the run's files; ledgers are in `ledger` below it.
+        home: whose `baselines.json` holds recorded scores.
+        batch: most examples decoded together.
+        resamples: of the bootstrap.
+        check: whether the full cache's score must be the recorded one.
+        record: whether to record it.
+    """
+
+    target: Target
+    suite: Suite
+    systems: Sequence[System]
+    sampling: Sampling
+    folder: Path
+    home: Path
+    batch: int = 1
+    resamples: int = 2000
+    check: bool = True
+    record: bool = False
+    verdict: Json = field(default_factory=lambda: recorded.unchecked("none"))
+
+    @cached_property
+    def protocol(self) -> Protocol:
+        """What it is pinned to."""
+        return protocol_of(self.suite, self.target, self.sampling)
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The whole work of one system, in order."""
+        return plan(self.suite, batch=self.batch)
+
+    @cached_property
+    def baseline(self) -> Json | None:
+        """What is recorded for the full cache; None: nothing, or nothing is asked.
+
+        Raises:
+            LongtrainError: it is recorded with another protocol alone.
+        """
+        if not self.check or self.record:
+            return None
+        weights = self.target.info.weights_hash
+        return recorded.Baselines.load(self.home).find(self.suite, weights, self.protocol)
+
+    def ledger(self, system: System, *, shard: int = 0, write: bool = False) -> Ledger:
+        """What is done of a system."""
+        settings = ledger_settings(self.protocol, self.target, system)
+        return Ledger(self.folder / "ledger", system.name, settings, shard=shard, write=write)
+
+    def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:
+        """Examples of a part over all systems: (all, done)."""
+        mine = {place for unit in part_of(self.units, shard=shard, shards=shards) for place in unit.places}
+        done = sum(len(mine & places_of(self.ledger(system))) for system in self.systems)
+        return len(mine) * len(self.systems), done
+
+    def work(
+        self,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        advance: Advance = lambda what, done: None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run a part of every system, the full cache first; it is then compared with what is recorded.
+
+        With several parts each sees only its own answers, so that comparison is left to `finish`.
+
+        Raises:
+            StoppedError: `stopping` said so.
+            ConfigError: a part that is not there, or another run writes it.
+            LongtrainError: the full cache's score or protocol is not the recorded one.
+        """
+        if shards < 1 or not 0 <= shard < shards:
+            raise ConfigError(
+                f"shard={shard} shards={shards}; allowed: shards from 1, shard from 0 to shards-1"
+            )
+        _ = self.baseline  # another protocol is refused before anything is run
+        runner = Runner(self.target, self.sampling, advance, stopping)
+        units = part_of(self.units, shard=shard, shards=shards)
+        for number, system in enumerate(self.systems):
+            with self.ledger(system, shard=shard, write=True) as ledger:
+                runner.run(system, units, ledger)
+            if number == 0 and not self.missing(self.systems[:1]):
+                self._compare()
+
+    def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
+        """Examples that are not done, by system; empty where all is."""
+        whole = {place for unit in self.units for place in unit.places}
+        left = {
+            system.name: len(whole - places_of(self.ledger(system))) for system in systems or self.systems
+        }
+        return {name: count for name, count in left.items() if count}
+
+    def finish(self, advance: Advance = lambda what, done: None) -> Outcome:
+        """Figures, examples and times of finished work; a judge marks the answers first.
+
+        Raises:
+            ConfigError: something is not done yet.
+            LongtrainError: the full cache's score is not the recorded one, or the judge cannot be reached.
+        """
+        if left := self.missing():
+            parts = ", ".join(f"{name}: {count} examples" for name, count in left.items())
+            raise ConfigError(
+                f"suite {self.suite.name} is not finished ({parts} left in {self.folder}); run the missing "
+                "parts with the same settings, or without shard="
+            )
+        self._compare()
+        records = self.records()
+        if self.suite.marker is not None:
+            records = self.suite.marker.mark(records, self.suite, self._judge_ledger, advance)
+            self._compare(records)
+        found = self._assemble(self.systems, records)
+        if self.record:
+            found["baseline"] = self._recorded(found)
+        return Outcome(found, self._examples(records), self._timings())
+
+    @contextmanager
+    def finishing(self) -> Iterator[bool]:
+        """Whether this process may write the result; False while another one does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "ledger" / ".finish.lock").open("w") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError as error:  # a file system without locks
+                log.warning("lock=none path=%s error=%s", stream.name, error.strerror)
+            yield True
+
+    def _compare(self, records: Sequence[Record] | None = None) -> None:
+        """Set the verdict on the full cache's score."""
+        if self.record:
+            return
+        if not self.check:
+            self.verdict = recorded.unchecked("off", reason="suite.check_baseline=false")
+            return
+        if self.suite.marker is not None and records is None:
+            return  # no score before it is marked
+        full = self.systems[:1]
+        own = self.records(full) if records is None else [r for r in records if r.system == full[0].name]
+        average = recorded.average_of(self._assemble(full, own))
+        if average is None:
+            verdict = recorded.unchecked("no_score")
+        elif self.baseline is None:
+            verdict = recorded.unchecked("none", average["value"])
+        else:
+            verdict = recorded.compare(self.suite, self.baseline, average["value"])
+        if verdict != self.verdict:
+            self.verdict = verdict
+            recorded.tell(self.suite, verdict)
+
+    def _recorded(self, found: Json) -> Json:
+        average = recorded.average_of(found)
+        if average is None:
+            return recorded.unchecked("no_score")
+        recorded.Baselines.load(self.home).record(
+            self.suite, self.target.info.weights_hash, self.protocol, average
+        )
+        verdict = recorded.unchecked("recorded", average["value"])
+        recorded.tell(self.suite, verdict)
+        return verdict
+
+    def records(self, systems: Sequence[System] | None = None) -> list[Record]:
+        """Of all examples of the suite that are done, in the suite's order, system by system."""
+        order = [(task.name, one.id) for task in self.suite.tasks for one in task.examples()]
+        found = []
+        for system in systems or self.systems:
+            known = records_of(self.ledger(system))
+            found += [known[place] for place in order if place in known]
+        return found
+
+    def _assemble(self, systems: Sequence[System], records: Sequence[Record]) -> Json:
+        target = self.target
+        exact = target.device.type == "cpu" and target.dtype in (torch.float32, torch.float64)
+        facts = {
+            "name": Path(target.info.name).name if Path(target.info.name).exists() else target.info.name,
+            "weights_hash": target.info.weights_hash,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "strict": exact,
+        }
+        return results.assemble(
+            self.suite,
+            systems,
+            records,
+            protocol=self.protocol,
+            target=facts,
+            seed=self.sampling.seed,
+            resamples=self.resamples,
+            baseline=self.verdict,
+        )
+
+    def _examples(self, records: Sequence[Record]) -> list[Json]:
+        tokenizer, tasks = self.target.tokenizer, self.protocol.settings["tasks"]
+        assert tokenizer is not None
+        rooms = {
+            name: task["max_prompt_tokens"] for name, task in tasks.items() if "max_prompt_tokens" in task
+        }
+        return list(results.examples(self.suite, self.systems, records, tokenizer, max_tokens=rooms))
+
+    def _timings(self) -> Json:
+        return {
+            "device": str(self.target.device),
+            "batch": self.batch,
+            "systems": [
+                {"system": system.name, "tasks": times_of(self.ledger(system))} for system in self.systems
+            ],
+        }
+
+    def _judge_ledger(self, name: str, settings: Json) -> Ledger:
+        return Ledger(self.folder / "ledger", name, settings)
+
+
+def jsonl(values: Sequence[Json]) -> bytes:
+    """One JSON line each."""
+    return "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()

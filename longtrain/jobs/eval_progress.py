@@ -1,0 +1,95 @@
+"""Progress of an evaluation: one bar with the time left on a terminal, else a log line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+EVERY_S = 30.0
+"""Between two log lines."""
+
+
+class Progress:
+    """Counts examples.
+
+    Args:
+        total: of this run and of earlier runs of it.
+        done: what earlier runs did.
+        unit: what is counted.
+        every_s: seconds between two log lines where there is no terminal.
+    """
+
+    def __init__(self, total: int, done: int, unit: str = "examples", *, every_s: float = EVERY_S) -> None:
+        self.total, self.done, self.before, self.unit = total, done, done, unit
+        self.every_s = every_s
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:
+        self._started = self._told = time.monotonic()
+        if self.total and sys.stderr.isatty():
+            self._start_bar()
+        elif self.before:
+            log.info("%s_done_before=%d of=%d", self.unit.replace(" ", "_"), self.before, self.total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def add(self, total: int, done: int) -> None:
+        """More to be done, and of it done before: another process tells of its part."""
+        self.total, self.done, self.before = self.total + total, self.done + done, self.before + done
+        if self._bar is None and self.total and sys.stderr.isatty():
+            self._start_bar()
+        elif self._bar is not None:
+            self._bar.update(self._task, total=self.total, completed=self.done)
+
+    def advance(self, what: str, done: int) -> None:
+        """Count some that are done."""
+        self.done += done
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, description=what)
+            return
+        now = time.monotonic()
+        if now - self._told >= self.every_s or self.done == self.total:
+            self._told = now
+            rate = (self.done - self.before) / max(now - self._started, 1e-9)
+            left_s = (self.total - self.done) / rate if rate else float("nan")
+            log.info(
+                "%s: %s=%d of=%d left_s=%.0f",
+                what,
+                self.unit.replace(" ", "_"),
+                self.done,
+                self.total,
+                left_s,
+            )
+
+    def _start_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(self.unit),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Bar(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600)
+        self._task = self._bar.add_task("starting", total=self.total, completed=self.done)
+        self._bar.start()
