@@ -58,7 +58,11 @@ function dot(family) {
   dots.push([node, family]);
   return node;
 }
-const systemLabel = (name) => el("span", { class: "sys" }, dot(systemOf[name]?.family ?? name), el("span", {}, name));
+const systemLabel = (name) => el("span", { class: "sys" }, dot(systemOf[name]?.family ?? name), el("span", {}, breakable(name)));
+/** A name that may be broken after + and before @. */
+const breakable = (name) => name.split(/(?<=\+)|(?=@)/).flatMap((part, place) => (place ? [el("wbr"), part] : [part]));
+const short = (name, most = 34) => (name.length <= most ? name : `${name.slice(0, most - 15)}\u2026${name.slice(-14)}`);
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 const redraws = [];
 /** Call now and whenever the theme changes. */
@@ -75,6 +79,7 @@ const preferred = window.matchMedia("(prefers-color-scheme: dark)");
 document.documentElement.dataset.theme = preferred.matches ? "dark" : "light";
 preferred.addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
 
+const ACCEPTANCE = "acceptance length"; // a scale whose figure is tau itself
 const scaleName = run.scale?.name ?? "score";
 const better = (difference) => (difference > 0) === (run.scale?.higher_is_better ?? true);
 const direction = run.scale && !run.scale.higher_is_better ? " (lower is better)" : "";
@@ -91,7 +96,7 @@ function difference(versus, digits = 2) {
 
 /** A point with its interval on a common axis. */
 function whisker(interval, low, high, family) {
-  const width = 84, at = (value) => (high > low ? (width * (value - low)) / (high - low) : width / 2).toFixed(1);
+  const width = 64, at = (value) => (high > low ? (width * (value - low)) / (high - low) : width / 2).toFixed(1);
   const svg = shape("svg", { class: "whisker", width, height: 12, "aria-hidden": "true" });
   const line = shape("line", { x1: at(interval.low), x2: at(interval.high), y1: 6, y2: 6, "stroke-width": 2, "stroke-linecap": "round", opacity: .45 });
   const point = shape("circle", { cx: at(interval.value), cy: 6, r: 3.5 });

@@ -3,7 +3,7 @@
 
 const STEP = 12;
 const WORDS = 600;
-const visible = (text) => text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)));
+const visible = (text) => text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => `\\x${c.charCodeAt(0).toString(16).padStart(2, "0")}`);
 
 /** Marks which words of `text` are not in the longest common subsequence with `other`. */
 function differing(text, other) {
@@ -52,18 +52,25 @@ function exampleCard(one, chosen) {
   return el("article", { class: "card example" },
     el("div", { class: "line" }, el("b", {}, one.example), el("span", { class: "tag" }, one.task), facets,
       one.prompt_tokens > 0 && el("span", { class: "soft" }, plural(one.prompt_tokens, "prompt token")), one.cut && el("span", { class: "tag" }, "prompt cut in the middle")),
-    el("div", { class: "asked" },
-      one.prompt_start && el("details", {}, el("summary", {}, "Prompt"), el("pre", { class: "text prompt" }, visible(one.prompt_start)), middle, one.prompt_end && el("pre", { class: "text prompt" }, visible(one.prompt_end))),
-      one.references.length > 0 && el("p", { class: "refs" }, el("span", { class: "soft" }, "Expected: "), visible(one.references.join(" | ")))),
+    (one.prompt_start || one.references.length > 0) && el("div", { class: "asked" },
+      one.references.length > 0 && el("p", { class: "refs" }, el("span", { class: "soft" }, "Expected "), one.references.map((text, place) => [place > 0 && el("span", { class: "faint" }, " or "), el("b", {}, visible(text))])),
+      one.prompt_start && el("details", {}, el("summary", {}, "Prompt"), el("pre", { class: "text prompt" }, visible(one.prompt_start)), middle, one.prompt_end && el("pre", { class: "text prompt" }, visible(one.prompt_end)))),
     el("div", { class: "outputs" }, chosen.filter((name) => one.outputs[name]).map((name) => outputCell(name, one.outputs[name], full && name !== full.name ? reference : null))));
+}
+
+/** Three systems to begin with: the full cache, and the smallest budgets of two families, an artifact first. */
+function contrasts() {
+  const kinds = ["artifact", "policy", "combined"];
+  const rank = (system) => kinds.indexOf(system.kind) + (known(system.budget) ? 0 : 10);
+  const firsts = families.map((family) => run.systems.filter((system) => system.family === family)
+    .sort((a, b) => parseFloat(a.budget) - parseFloat(b.budget))[0]).sort((a, b) => rank(a) - rank(b));
+  return [...(full ? [full] : []), ...firsts].slice(0, 3);
 }
 
 function examplesSection() {
   if (!page.examples.length) return null;
   const names = run.systems.map((system) => system.name);
-  const kinds = ["full", "artifact", "combined", "policy"];
-  const byKind = [...fewOf(run.systems)].sort((a, b) => kinds.indexOf(a.kind) - kinds.indexOf(b.kind));
-  const chosen = new Set(byKind.slice(0, 3).map((system) => system.name));
+  const chosen = new Set(contrasts().map((system) => system.name));
   const state = { text: "", task: "", texts: false, scores: false, order: "suite", shown: STEP };
   const searchable = page.examples.map((one) => [one.example, one.task, one.prompt_start, one.prompt_end, ...one.references, ...Object.values(one.outputs).flatMap((output) => output.texts)].join("\n").toLowerCase());
   const list = el("div", { id: "examples-list" }), count = el("span", { class: "soft", id: "examples-count", "aria-live": "polite" });
@@ -92,14 +99,7 @@ function examplesSection() {
     oninput: () => { clearTimeout(waiting); waiting = setTimeout(() => change("text", search.value.toLowerCase()), 120); } });
   const tasks = unique(page.examples.map((one) => one.task));
   const box = (id, key, text) => el("label", {}, el("input", { type: "checkbox", id, onchange: (event) => change(key, event.target.checked) }), text);
-  const chips = names.map((name) => {
-    const chip = el("button", { type: "button", class: "chip", "aria-pressed": String(chosen.has(name)), onclick: () => {
-      if (!chosen.delete(name)) chosen.add(name);
-      chip.setAttribute("aria-pressed", String(chosen.has(name)));
-      show();
-    } }, dot(systemOf[name].family), name);
-    return chip;
-  });
+  const chips = switches(names.map((name) => [name, systemOf[name].family]), chosen, show);
   show();
   const more = page.examples_total > page.examples.length
     ? `Shown here: ${page.examples.length} of ${page.examples_total}, evenly from every task; examples.jsonl has all. ` : "";
@@ -107,6 +107,6 @@ function examplesSection() {
     el("div", { class: "controls" }, search,
       tasks.length > 1 && el("label", { class: "grow" }, "Task", select([["", "all"], ...tasks.map((task) => [task, task])], "", (task) => change("task", task), "Task of the examples")),
       el("label", { class: "grow" }, "Order", select([["suite", "as in the suite"], ["spread", "largest difference of scores"], ["worst", "lowest score"]], "suite", (order) => change("order", order), "Order of the examples")),
-      box("examples-differ", "texts", "texts differ"), box("examples-scores", "scores differ"), count),
-    el("details", { class: "chooser", open: names.length <= 8 || window.innerWidth > 720 }, el("summary", {}, "Systems to compare"), el("div", { class: "chips" }, chips)), list);
+      box("examples-differ", "texts", "texts differ"), box("examples-scores", "scores", "scores differ"), count),
+    el("details", { class: "chooser", open: names.length <= 8 || window.innerWidth > 720 }, el("summary", {}, "Systems to compare"), chips), list);
 }

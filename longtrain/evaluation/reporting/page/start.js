@@ -57,19 +57,24 @@ function tasksSection() {
 }
 
 function timesSection() {
-  const rows = page.timings?.speed;
-  if (!Array.isArray(rows) || !rows.length) return null;
-  const flat = rows.map((row) => Object.fromEntries(Object.entries(row).flatMap(([key, value]) =>
-    value !== null && typeof value === "object" ? Object.entries(value).filter(([, inner]) => typeof inner !== "object").map(([inner, number]) => [`${key} ${inner}`, number]) : [[key, value]])));
-  const names = unique(flat.flatMap(Object.keys));
-  const words = (name) => name.replaceAll("_", " ");
-  const columns = names.map((name, place) => ({ name: words(name), left: place === 0 || typeof flat[0][name] === "string", value: (row) => row[name],
-    cell: (row) => (typeof row[name] === "number" ? String(Number(row[name].toPrecision(4))) : known(row[name]) ? String(row[name]) : "\u2013") }));
-  return section("speed", "Speed", `Measured${page.timings.device ? ` on ${page.timings.device}` : ""}; systems took turns prompt by prompt.`, sortable(columns, flat, { id: "times", filter: false, label: "Speed" }).table);
+  const speed = page.timings?.speed;
+  const rows = (speed?.rows ?? []).flatMap((row) => Object.entries(row.figures).map(([name, figures]) => ({ ...row, ...figures, name })));
+  if (!rows.length) return null;
+  const number = (key, name, digits, title) => rows.some((row) => known(row[key])) && { name, title, value: (row) => row[key], cell: (row) => fixed(row[key], digits) };
+  const columns = [{ name: "system", left: true, value: (row) => row.name, cell: (row) => systemLabel(row.name) },
+    { name: "task", left: true, value: (row) => row.task, cell: (row) => row.task },
+    rows.some((row) => known(row.length)) && { name: "context", value: (row) => row.length, cell: (row) => (known(row.length) ? tokens(row.length) : "\u2013") },
+    number("tokens_per_s", "tokens/s", 1, "Output tokens a second, the prompt\u2019s time left out"),
+    number("ratio", "ratio", 2, "To the full cache without a draft"),
+    number("end_to_end_tokens_per_s", "with prompt", 1, "Output tokens a second, the prompt\u2019s time included"),
+    number("max_new_tokens", "output tokens", 0, "Asked for"), number("prompts", "prompts", 0), number("batch", "batch", 0)].filter(Boolean);
+  return section("speed", "Speed", `Measured on ${speed.device}; systems took turns on every batch.`, sortable(columns, rows, { id: "times", filter: false, label: "Speed" }).table);
 }
 
 function deep(name, value) {
   if (value !== null && typeof value === "object") {
+    const flat = Object.entries(value).map(([key, inner]) => (Array.isArray(value) ? "" : `${key} `) + (known(inner) && typeof inner === "object" ? JSON.stringify(inner) : inner)).join(", ");
+    if (flat.length <= 90) return [el("dt", {}, name), el("dd", {}, visible(flat))];
     const size = Array.isArray(value) ? plural(value.length, "item") : plural(Object.keys(value).length, "key");
     return [el("dt", {}, name), el("dd", {}, el("details", { class: "deep" }, el("summary", { class: "soft" }, size), el("pre", {}, visible(JSON.stringify(value, null, 2)))))];
   }

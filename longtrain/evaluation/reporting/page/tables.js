@@ -1,20 +1,23 @@
 "use strict";
 // Sortable, filterable tables.
 
+const classOf = (column) => [column.left && "left", column.minor && "minor"].filter(Boolean).join(" ") || null;
+
 /**
  * A table whose heads sort and whose rows a text filters.
- * columns: {name, title, left, value(row) to sort by, cell(row) -> node or text}; the first names the row.
+ * columns: {name, title, left, minor (not on a phone), value(row) to sort by, cell(row) -> node or text}; the first
+ * names the row.
  */
 function sortable(columns, rows, { id, filter = true, label = "Filter rows" } = {}) {
   let by = null, down = true, wanted = "";
   const body = el("tbody");
   const heads = columns.map((column, place) =>
-    el("th", { scope: "col", class: column.left ? "left" : null, "aria-sort": "none", title: column.title },
+    el("th", { scope: "col", class: classOf(column), "aria-sort": "none", title: column.title },
       el("button", { type: "button", onclick: () => sort(place) }, column.name)));
   const made = rows.map((row) => ({
     row,
     text: String(columns[0].value(row)).toLowerCase(),
-    node: el("tr", {}, columns.map((column) => el("td", { class: column.left ? "left" : null }, column.cell(row)))),
+    node: el("tr", {}, columns.map((column) => el("td", { class: classOf(column) }, column.cell(row)))),
   }));
   function sort(place) {
     const first = typeof rows.map(columns[place].value).find(known) === "number"; // numbers: largest first
@@ -44,8 +47,7 @@ function sortable(columns, rows, { id, filter = true, label = "Filter rows" } = 
 }
 
 const exactText = (found) => !found ? null
-  : found.different === 0 ? `identical in ${found.compared}`
-  : `${found.different} of ${found.compared} differ`;
+  : found.different === 0 ? `${found.compared} the same` : `${found.different} of ${found.compared} differ`;
 
 function exactnessOf(system) {
   const all = system.tasks.map((task) => task.exactness).filter(Boolean);
@@ -64,8 +66,8 @@ function systemsTable() {
   const averages = run.systems.map((system) => system.average).filter(has);
   const [low, high] = [Math.min(...averages.map((a) => a.low)), Math.max(...averages.map((a) => a.high))];
   const columns = [{ name: "system", left: true, value: (s) => s.name, cell: (s) => systemLabel(s.name) },
-    { name: "kind", left: true, value: (s) => s.kind, cell: (s) => el("span", { class: "tag" }, s.kind) },
-    { name: "budget", title: "Rows of the prompt that stay in the cache, as asked for", value: (s) => (known(s.budget) ? parseFloat(s.budget) : null), cell: (s) => s.budget ?? "\u2013" }];
+    { name: "kind", left: true, minor: true, value: (s) => s.kind, cell: (s) => el("span", { class: "tag" }, s.kind) },
+    { name: "budget", minor: true, title: "Rows of the prompt that stay in the cache, as asked for", value: (s) => (known(s.budget) ? parseFloat(s.budget) : null), cell: (s) => s.budget ?? "\u2013" }];
   if (scored) {
     columns.push({ name: run.systems[0].tasks.length > 1 ? `average ${scaleName}` : scaleName, title: `Mean over tasks${direction}, 95% bootstrap interval over examples`, value: (s) => s.average.value,
       cell: (s) => [has(s.average) ? [el("b", {}, fixed(s.average.value)), el("span", { class: "range" }, range(s.average)), whisker(s.average, low, high, s.family)] : "\u2013"] });
@@ -76,10 +78,10 @@ function systemsTable() {
     columns.push({ name: "cache kept", title: "Share of the prompt's rows in the cache while decoding, mean over tasks", value: keptShare, cell: (s) => percent(keptShare(s)) });
   }
   if (drafted) {
-    columns.push({ name: "\u03c4", title: "Acceptance length: tokens a target forward, its own included", value: (s) => s.acceptance?.tau.value,
-      cell: (s) => s.acceptance ? [el("b", {}, fixed(s.acceptance.tau.value)), el("span", { class: "range" }, range(s.acceptance.tau, 2))] : "\u2013" });
+    if (scaleName !== ACCEPTANCE) columns.push({ name: "\u03c4", title: "Acceptance length: tokens a target forward, its own included", value: (s) => s.acceptance?.tau.value,
+      cell: (s) => s.acceptance ? el("b", { title: `95% interval ${range(s.acceptance.tau, 2)}` }, fixed(s.acceptance.tau.value)) : "\u2013" });
     columns.push({ name: "accepted", title: "Accepted drafts over drafted levels", value: (s) => s.acceptance?.acceptance_rate.value, cell: (s) => percent(s.acceptance?.acceptance_rate.value) });
-    columns.push({ name: "output", left: true, title: "Texts compared with the same cache without a draft", value: (s) => exactnessOf(s)?.different, cell: (s) => exactText(exactnessOf(s)) ?? "\u2013" });
+    columns.push({ name: "drafted texts", left: true, title: "Texts compared with the same cache without a draft", value: (s) => exactnessOf(s)?.different, cell: (s) => exactText(exactnessOf(s)) ?? "\u2013" });
   }
   const judged = run.systems.some((s) => s.tasks.some((task) => task.unjudged));
   if (judged && scored) {
