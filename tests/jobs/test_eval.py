@@ -121,7 +121,7 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
         ("suite.text=/no/text", DataError, "no held-out text at /no/text"),
         ("suite.text=data", ConfigError, "suite.text=data needs data=NAME"),
         ("suite.kinds=[chat]", DataError, "kinds there: book, code"),
-        ("suite.name=speed", ConfigError, "no suite 'speed'; known: acceptance, needle"),
+        ("suite.name=speed", ConfigError, "no suite 'speed'; known: acceptance, aime24"),
     ],
 )
 def test_bad_input_is_one_clear_error_and_writes_nothing(run, tmp_path, override, error, message):
@@ -141,32 +141,13 @@ def test_artifact_for_another_target(run, tmp_path):
         run("artifact=stranger")
 
 
-def test_needle_suite(composed, text, tmp_path):
-    evaluation.run(
-        composed(
-            "eval",
-            "suite=needle",
-            "lengths=[512]",
-            "suite.needles=[1,2]",
-            "suite.prompts=2",
-            "suite.max_new_tokens=8",
-            f"suite.text={text}",
-        )
-    )
-    found = json.loads((tmp_path / "runs" / "one" / "eval" / "needle.json").read_text())
-    cells = [(cell["length"], cell["needles"], cell["ran"]) for cell in found["cells"]]
-    assert cells == [(512, 1, 2), (512, 2, 2)]
-    assert "| 512 | 2 | 2 |" in (tmp_path / "runs" / "one" / "eval" / "needle.md").read_text()
-
-
 def test_suite_keys_are_all_read(composed):
     """A key in the suite's file that the job does not know would be a promise it does not keep."""
     from pathlib import Path
 
     source = Path(evaluation.__file__).read_text()
-    for suite in ("acceptance", "needle"):
-        for key in OmegaConf.to_container(composed("eval", f"suite={suite}").suite):
-            assert f"suite.{key}" in source or f'"{key}"' in source, key
+    for key in OmegaConf.to_container(composed("eval", "suite=acceptance").suite):
+        assert f"suite.{key}" in source or f'"{key}"' in source, key
 
 
 def test_law_auto_samples_chains_where_decoding_samples() -> None:
