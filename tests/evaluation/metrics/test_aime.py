@@ -1,0 +1,100 @@
+r"""Answers to contest problems: numbers in boxes and out of them, over generated solutions with a known answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from longtrain.evaluation.metrics.aime import answer_of, right
+
+WORDS = (
+    "so",
+    "we get",
+    "$x^2=$",
+    "and",
+    "\\frac{3}{4}",
+    "\n",
+    "(a+b)",
+    "٣",
+    "７",
+    "½",
+    ".",
+    "...",
+    "{",
+    "}",
+    "$",
+)
+WRITTEN = (
+    "{}",
+    "${}$",
+    "\\textbf{{{}}}",
+    "\\text{{ {} }}",
+    " {}.",
+    "m+n={}",
+    "({})",
+    "0{}",
+    "\\mathbf{{(A)}} {}",
+)
+WRONG = ("1000", "-7", "3.5", "\\frac{7}{8}", "x", "", "12345", "1,234", "\\dfrac12", "7/8", "none")
+
+
+def solution(rng: random.Random) -> str:
+    return " ".join(rng.choice((*WORDS, str(rng.randrange(2000)))) for _ in range(rng.randrange(12)))
+
+
+def test_the_last_box_counts() -> None:
+    rng, seen = random.Random(0), set()
+    for _ in range(3000):
+        answer = rng.randrange(1000)
+        first = f"\\boxed{{{rng.randrange(1000)}}} " * rng.randrange(2)
+        box = rng.choice(("\\boxed{%s}", "\\boxed {%s}", "$\\boxed{%s}$", "\\boxed{{%s}}"))
+        good = rng.random() < 0.7
+        inside = rng.choice(WRITTEN).format(answer) if good else rng.choice(WRONG)
+        text = solution(rng) + first + box % inside + " " + solution(rng).replace("{", "").replace("}", "")
+        assert answer_of(text) == (answer if good else None), text
+        seen.add(good)
+    assert seen == {True, False}
+
+
+def test_without_a_box_the_last_number_counts() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        answer = rng.randrange(1000)
+        end = rng.choice((".", "", "!", "\n", "$", "**", " degrees", ",", "$.", "</p>"))
+        text = f"{solution(rng)} the answer is {answer}{end}"
+        assert answer_of(text) == answer and right(text, answer) == 1.0 and right(text, answer + 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", None),
+        ("no number", None),
+        ("...", None),
+        ("\\boxed{025}", 25),
+        ("\\boxed{204.0}", 204),
+        ("\\boxed{204", 204),  # cut off at the last token
+        ("\\boxed 33", 33),
+        ("\\boxed{}", None),
+        ("\\boxed{113} and then 5", 113),
+        ("\\boxed{1} no, \\boxed{2}", 2),
+        ("\\boxed{1,000}", None),
+        ("\\boxed{1{,}000}", None),
+        ("\\boxed{999}", 999),
+        ("\\boxed{1000}", None),
+        ("\\boxed{٣}", None),  # a decimal digit, but not of the answer sheet
+        ("a+b+c = 1, 2, 3", 3),
+        ("1,2,3", 3),
+        ("it is 204.", 204),
+        ("it is 2.04", None),
+        ("it is -204", None),
+        ("it is 3/204", None),
+        ("<think>\\boxed{1}</think> 7", 7),
+        ("<think>\\boxed{1}</think> nothing", None),
+        ("<think> \\boxed{8}", 8),
+        ("9" * 400, None),
+    ],
+)
+def test_by_hand(text: str, answer: int | None) -> None:
+    assert answer_of(text) == answer

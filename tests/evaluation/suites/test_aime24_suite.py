@@ -1,0 +1,104 @@
+"""AIME 2024 as a suite: what is asked, how it is scored, and how long a solution may be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.suites import aime24
+
+
+def write(path, count: int = 30, **changed):
+    rows = [
+        {"id": 60 + i, "problem": f"Find $x_{{{i}}}$.", "answer": f"{i:03d}", **changed} for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def build(tiny, settings_of, tmp_path):
+    data = write(tmp_path / "aime.jsonl")
+
+    def make(**changed):
+        return aime24.build(settings_of("aime24", **{"data": data, **changed}), tiny, seed=0)
+
+    return make
+
+
+def test_all_of_it(build, tiny, answered) -> None:
+    suite = build(max_new_tokens=8192)
+    (task,) = suite.tasks
+    one = task.rows[7]
+    asks = "Please reason step by step, and put your final answer within \\boxed{}."
+    assert task.prompt(one) == f"Find $x_{{7}}$.\n\n{asks}"
+    ids = task.encode(one, tiny.tokenizer, max_tokens=1000).ids
+    assert tiny.tokenizer.decode(ids) == f"<|user|>{task.prompt(one)}<|assistant|>"
+    assert (one.id, task.references(one), task.max_new_tokens) == ("67", ["7"], 8192)
+    summary = suite.summary(answered(suite, lambda task, one: f"It is \\boxed{{{one.fields['answer']}}}."))
+    assert summary.title == "AIME 2024" and summary.notes == ("solutions of up to 8192 tokens",)
+    assert summary.tasks == {"aime24": 100.0}
+    third = suite.summary(answered(suite, lambda task, one: f"{one.fields['answer'] // 10 * 10}"))
+    assert third.average == 10.0  # 0, 10 and 20 of 30
+
+
+def test_solutions_end_with_the_window(build, tiny, answered) -> None:
+    suite = build()
+    (task,) = suite.tasks
+    longest = max(len(task.encode(one, tiny.tokenizer, max_tokens=10**6).ids) for one in task.rows)
+    assert tiny.info.max_positions - 40 < task.max_new_tokens + longest < tiny.info.max_positions
+    summary = suite.summary(answered(suite, lambda task, one: ""))
+    assert summary.title == "Variant of AIME 2024" and "before the 32768 tokens" in summary.notes[0]
+    few = build(limit=3, max_new_tokens=10, chat=False)
+    assert few.summary(answered(few, lambda task, one: "")).notes == (
+        "3 of 30 problems",
+        "without chat template",
+        "solutions of up to 10 tokens",
+    )
+
+
+def test_the_target_solves_nothing_yet(build, tiny, run_suite) -> None:
+    suite = build(limit=2, max_new_tokens=12)
+    records = run_suite(suite, tiny)["aime24"]
+    assert [record.example for record in records] == ["60", "61"]
+    assert all(0 < record.output_tokens <= 12 and not record.cut for record in records)
+
+
+def test_problems_of_other_columns(tiny, settings_of, tmp_path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([{"question": "1+1?", "answer": 2}]))
+    (one,) = aime24.problems(str(file))
+    assert dict(one.fields) == {"problem": "1+1?", "answer": 2} and one.id == "1"
+    for row, message in (
+        ({"answer": "2"}, "row 1: field 'problem'"),
+        ({"problem": "x"}, "rows.json:1: field 'answer' is missing"),
+        ({"problem": "x", "answer": "two"}, "answer 'two'; allowed: a whole number from 0 to 999"),
+        ({"problem": "x", "answer": 1000}, "answer 1000"),
+        ({"problem": "x", "answer": True}, "field 'answer' is a bool"),
+    ):
+        file.write_text(json.dumps([row]))
+        with pytest.raises(DataError, match=message):
+            aime24.problems(str(file))
+    file.write_text("[]")
+    with pytest.raises(DataError, match="holds no row"):
+        aime24.problems(str(file))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        (
+            {"data": "HuggingFaceH4/aime_2024"},
+            DataError,
+            "AIME 2024: data set .* could not be read from the Hub",
+        ),
+        ({"data": "/nowhere.jsonl"}, ConfigError, "AIME 2024 data at /nowhere.jsonl"),
+        ({"max_new_tokens": 0}, ConfigError, "suite.max_new_tokens=0"),
+        ({"limit": -1}, ConfigError, "suite.limit=-1"),
+    ],
+)
+def test_settings_that_cannot_be(build, changed, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        build(**changed)

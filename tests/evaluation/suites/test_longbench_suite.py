@@ -1,0 +1,140 @@
+"""LongBench as a suite: whole or a variant, cut or not, and rows that are wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.harness.protocol import prompt_room, protocol_of
+from longtrain.evaluation.longbench import NAMES, SPECS
+from longtrain.evaluation.suites import longbench
+
+
+def row(name: str, number: int, words: int = 4):
+    return {
+        "input": "Who?",
+        "context": " ".join(f"w{i}" for i in range(words)),
+        "answers": ["Paragraph 7"],
+        "length": words,
+        "dataset": name,
+        "language": "en",
+        "all_classes": ["Paragraph 7", "Paragraph"] if name == "trec" else None,
+        "_id": f"{name}-{number}",
+    }
+
+
+def write(folder, name: str, rows) -> None:
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(fields) + "\n" for fields in rows)
+    (folder / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """As many rows of each task as were published."""
+    made = tmp_path_factory.mktemp("longbench")
+    for name in NAMES:
+        write(made, name, [row(name, number) for number in range(SPECS[name].rows)])
+    return made
+
+
+@pytest.fixture
+def build(tiny, settings_of, folder):
+    def make(**changed):
+        settings = settings_of("longbench", **{"data": str(folder), **changed})
+        return longbench.build(settings, tiny, seed=0)
+
+    return make
+
+
+def test_all_of_it_bears_the_name(build, answered) -> None:
+    suite = build()
+    assert [task.name for task in suite.tasks] == list(NAMES)
+    assert sum(len(task.rows) for task in suite.tasks) == 3750
+    assert [task.chat for task in suite.tasks] == [SPECS[name].chat for name in NAMES]
+    summary = suite.summary(answered(suite, lambda task, one: "Paragraph 7"))
+    assert (summary.title, summary.notes, summary.extra["whole"]) == ("LongBench", (), True)
+    assert summary.tasks == {**dict.fromkeys(NAMES, 100.0), "passage_count": 0.0}  # "7" is not "Paragraph 7"
+    assert summary.average == 93.75
+    (task, *_) = suite.tasks
+    assert task.references(task.rows[0]) == ["Paragraph 7"]
+
+
+def test_less_of_it_is_a_variant(build, answered) -> None:
+    few = build(tasks=["trec", "qasper"], limit=3)
+    summary = few.summary(answered(few, lambda task, one: ""))
+    assert summary.title == "Variant of LongBench" and summary.average == 0.0
+    assert summary.notes == ("2 of 16 tasks", "6 of 400 rows of qasper, trec")
+    plain = build(chat=False)
+    assert not any(task.chat for task in plain.tasks)
+    summary = plain.summary(answered(plain, lambda task, one: ""))
+    assert (summary.title, summary.notes) == ("Variant of LongBench", ("without chat template",))
+
+
+def test_prompts_are_cut_to_what_was_asked_for(tiny, settings_of, tmp_path, run_suite) -> None:
+    write(tmp_path, "trec", [row("trec", 0, words=900), row("trec", 1)])
+    settings = settings_of("longbench", data=str(tmp_path), tasks=["trec"], max_prompt_tokens=300)
+    suite = longbench.build(settings, tiny, seed=0)
+    records = run_suite(suite, tiny)
+    assert [record.cut for record in records["trec"]] == [True, False]
+    assert abs(records["trec"][0].prompt_tokens - 300) <= 2
+    summary = suite.summary(records)
+    assert summary.title == "Variant of LongBench"
+    room = prompt_room(longbench.build({**settings, "max_prompt_tokens": None}, tiny, seed=0).tasks[0], tiny)
+    assert summary.notes[-1] == f"1 prompts cut to 300 tokens, the target reads {room}"
+    assert suite.tasks[0].settings() == longbench.build(settings, tiny, seed=5).tasks[0].settings()
+
+
+def test_what_the_protocol_pins(build, tiny, folder, tmp_path) -> None:
+    small = {"tasks": ["trec", "lcc"], "limit": 5}
+    rows = [row("trec", number) for number in range(5)]
+    for place, changed in (("same", {}), ("other", {"input": "What?"})):
+        write(tmp_path / place, "trec", [*rows[:4], {**rows[4], **changed}])
+        write(tmp_path / place, "lcc", [row("lcc", number) for number in range(5)])
+
+    def pinned(**changed) -> str:
+        return protocol_of(build(**{**small, **changed}), tiny, Sampling()).hash
+
+    assert pinned() == pinned() == pinned(data=str(tmp_path / "same"))
+    others = (
+        {"limit": 4},
+        {"tasks": ["trec"]},
+        {"max_prompt_tokens": 300},
+        {"data": str(tmp_path / "other")},
+    )
+    assert len({pinned(), *(pinned(**changed) for changed in others)}) == 5
+    assert pinned() == pinned(chat=False)  # neither task has a chat template
+    assert pinned(tasks=["qasper"]) != pinned(tasks=["qasper"], chat=False)
+
+
+def test_a_missing_field_is_named_with_its_line(tiny, settings_of, tmp_path) -> None:
+    good = row("qasper", 0)
+    write(tmp_path, "qasper", [good, {key: value for key, value in good.items() if key != "answers"}])
+    with pytest.raises(DataError, match=r"qasper.jsonl:2: field 'answers' is missing"):
+        longbench.build(settings_of("longbench", data=str(tmp_path), tasks=["qasper"]), tiny, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tasks": ["qaspr"]}, r"suite.tasks=\['qaspr'\]; allowed: each once of narrativeqa"),
+        ({"tasks": ["lcc", "lcc"]}, "without repetitions"),
+        ({"tasks": "lcc"}, "suite.tasks=lcc; allowed: a list"),
+        ({"limit": 0}, "suite.limit=0; allowed: whole numbers, 1 or more"),
+        ({"max_prompt_tokens": 16384}, r"suite.max_prompt_tokens=16384; allowed: up to \d+"),
+        ({"data": None}, "suite.data=null"),
+        ({"data": "no/where/at/all"}, "LongBench data at no/where/at/all"),
+        ({"chat": "yes"}, "suite.chat=yes; allowed: true or false"),
+    ],
+)
+def test_settings_that_cannot_be(build, changed, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**changed)
+
+
+def test_a_setting_that_is_not_there(tiny) -> None:
+    with pytest.raises(ConfigError, match=r"suite longbench needs the key suite.tasks"):
+        longbench.build({"name": "longbench"}, tiny, seed=0)
