@@ -19,7 +19,7 @@ from longtrain.evaluation import results
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.plan import Unit, part_of, plan
-from longtrain.evaluation.harness.protocol import Protocol, protocol_of
+from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
 from longtrain.evaluation.harness.run import Runner, ledger_settings, places_of, records_of, times_of
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance, Suite
@@ -79,9 +79,14 @@ class Session:
     verdict: Json = field(default_factory=lambda: recorded.unchecked("none"))
 
     @cached_property
-    def protocol(self) -> Protocol:
-        """What it is pinned to."""
+    def decoding(self) -> Protocol:
+        """What the systems' texts follow from; ledgers keep it, so that another judge reads the same texts."""
         return protocol_of(self.suite, self.target, self.sampling)
+
+    @cached_property
+    def protocol(self) -> Protocol:
+        """What the result is pinned to: a judge's settings belong to it."""
+        return with_judge(self.decoding, self.suite)
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -102,7 +107,7 @@ class Session:
 
     def ledger(self, system: System, *, shard: int = 0, write: bool = False) -> Ledger:
         """What is done of a system."""
-        settings = ledger_settings(self.protocol, self.target, system)
+        settings = ledger_settings(self.decoding, self.target, system)
         return Ledger(self.folder / "ledger", system.name, settings, shard=shard, write=write)
 
     def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:

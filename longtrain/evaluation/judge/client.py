@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import threading
@@ -113,6 +114,7 @@ class Client:
         need_openai()
         from openai import OpenAI
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
         self.endpoint = endpoint
         self._openai = OpenAI(
             base_url=endpoint.url, api_key=endpoint.key, timeout=endpoint.timeout_s, max_retries=0

@@ -128,9 +128,8 @@ def _summary(task: LongWriteTask, marker: JudgeMarker | None, records: ByTask) -
     facts = judge_facts(marker, every)
     notes = [*wrong, f"judged by {marker.endpoint.model}"]
     if facts["unjudged"]:
-        notes.append(
-            f"{facts['unjudged']} of {facts['judgements']} texts could not be judged; quality is of the rest"
-        )
+        missing = f"{facts['unjudged']} of {facts['judgements']} texts of {every[0].system}"
+        notes.append(f"{missing} could not be judged; quality is of the rest")
     score = found["score"]
     tasks = {} if score is None else {NAME: round(score, 2)}
     return Summary(title, tuple(notes), tasks, tasks.get(NAME), {"judge": facts, "longbench_write": found})

@@ -196,9 +196,8 @@ def _summary(task: MtBenchTask, marker: JudgeMarker | None, records: ByTask) -> 
     facts = judge_facts(marker, every)
     notes = [*wrong, f"judged by {marker.endpoint.model}"]
     if facts["unjudged"]:
-        notes.append(
-            f"{facts['unjudged']} of {facts['judgements']} ratings could not be had and do not count"
-        )
+        missing = f"{facts['unjudged']} of {facts['judgements']} ratings of {every[0].system}"
+        notes.append(f"{missing} could not be had and do not count")
     score = found["score"]
     tasks = {} if score is None else {NAME: round(score, 2)}
     return Summary(title, tuple(notes), tasks, tasks.get(NAME), {"judge": facts, "mt_bench": found})

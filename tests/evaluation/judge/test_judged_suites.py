@@ -213,7 +213,7 @@ def test_figures_of_mt_bench(target: Any, folder: str) -> None:
     }  # over ratings, as FastChat has it
     assert summary.extra["judge"]["unjudged_reasons"] == {"odd": 40}
     assert summary.extra["mt_bench"]["turns"] == {"turn 1": 5.5, "turn 2": 5.0}
-    assert any("40 of 160 ratings could not be had" in note for note in summary.notes)
+    assert any("40 of 160 ratings of full could not be had" in note for note in summary.notes)
     assert "judged by judge" in summary.notes
 
 
@@ -358,7 +358,7 @@ def test_figures_of_longbench_write(target: Any, tmp_path: Path) -> None:
     found = summary.extra["longbench_write"]
     assert (found["quality"], found["length"], found["dimensions_mean"], found["marked"]) == (75, 50, 4, 90)
     assert summary.tasks == {"longbench_write": 62.5}
-    assert any("30 of 120 texts could not be judged" in note for note in summary.notes)
+    assert any("30 of 120 texts of full could not be judged" in note for note in summary.notes)
     assert summary.extra["judge"]["temperature"] == 0.5
 
 
