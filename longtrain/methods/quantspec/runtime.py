@@ -1,0 +1,98 @@
+"""The draft at work: plain decoding with the target's own layers over a cheaper reading of its own cache.
+
+Shapes: B batch, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.hierarchical import DraftView, HierarchicalCache
+from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import Coins, Sampling, probs
+from longtrain.decoding.tree import chain
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.target.int4 import Int4Target
+from longtrain.target.step import Rows, TargetStep, Want
+
+if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.target.model import Target
+
+
+class QuantSpecRuntime:
+    """Proposes chains (`decoding.roles.Draft`).
+
+    Its rows lie in the ring behind the committed ones until the target's step overwrites them, so there is no
+    state of its own and nothing to roll back.
+
+    Args:
+        model: the target, or the target with 4-bit weights.
+        kv_bits: at which quantised tokens are read.
+
+    Source: QuantSpec §4.1 and Algorithm 1.
+    """
+
+    want = Want()
+
+    def __init__(self, model: Target, *, kv_bits: int) -> None:
+        self.model, self.kv_bits = model, kv_bits
+        self.view: DraftView | None = None
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """Look at the target's cache.
+
+        Raises:
+            ConflictError: it is not a hierarchical one.
+        """
+        if not isinstance(cache, HierarchicalCache):
+            raise ConflictError(
+                f"QuantSpec drafts on a hierarchical KV cache, not on a {type(cache).__name__}; give the "
+                "engine the cache that comes with it"
+            )
+        self.view = cache.draft_view(self.kv_bits)
+
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+        """Draft a chain below the root: the argmax of each step, or a token drawn from its law.
+
+        Raises:
+            ConfigError: a shape that is no chain.
+            ConflictError: called before `start`.
+        """
+        view = self.view
+        if view is None:
+            raise ConflictError("a QuantSpec draft was asked before start(); run it through Engine.generate")
+        if any(width != 1 for width in shape.widths):
+            raise ConfigError(
+                f"QuantSpec drafts chains, and shape {list(shape.widths)} is none; pass widths of 1, e.g. "
+                "[1, 1, 1, 1]"
+            )
+        view.restart()
+        tokens, laws = [root_B], []
+        for _ in shape.widths:
+            pos_B = view.len_B
+            step = self.model.forward(Rows(pos_B[:, None], tokens[-1][:, None]), view, want=Want("last"))
+            assert step.logits_BTV is not None
+            view.commit(None, torch.ones_like(pos_B))
+            logits_BV = step.logits_BTV[:, -1]
+            if shape.law is Law.POINT:
+                tokens.append(logits_BV.argmax(-1))
+                continue
+            laws.append(probs(logits_BV, sampling))
+            tokens.append(coins.draw(laws[-1], pos_B + 1, "draft"))
+        q_BNV = torch.stack([*laws, torch.zeros_like(laws[0])], 1) if laws else None
+        return chain(torch.stack(tokens, 1), law=shape.law, q_BNV=q_BNV)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """Nothing to do: what was accepted is in the cache."""
+
+    def bytes(self) -> int:
+        """Bytes of the 4-bit weights."""
+        return self.model.int4_bytes() if isinstance(self.model, Int4Target) else 0
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """None of its own; those of the cache are the cache's."""
+        return ()

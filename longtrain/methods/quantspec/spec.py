@@ -1,0 +1,61 @@
+"""What the rest of the toolkit knows of QuantSpec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError
+from longtrain.kernels.hier_layout import Split, check_shape
+from longtrain.methods.quantspec.config import Config
+from longtrain.methods.quantspec.runtime import QuantSpecRuntime
+from longtrain.methods.spec import MethodSpec
+from longtrain.target.info import TargetInfo
+from longtrain.target.int4 import Int4Target
+from longtrain.target.model import Target
+
+
+def _build(config: Config, info: TargetInfo | None) -> nn.Module:
+    """Nothing is trained: a module without tensors."""
+    return nn.Module()
+
+
+def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
+    """The cache and, if wanted, the draft."""
+    if keys:
+        raise ConfigError(f"QuantSpec takes no inference keys; got: {', '.join(keys)}")
+    info = target.info
+    check_shape(n_heads=info.n_heads, n_kv_heads=info.n_kv_heads, head_dim=info.head_dim)
+
+    def new_cache(batch: int, max_tokens: int, max_nodes: int) -> HierarchicalCache:
+        return HierarchicalCache(
+            n_layers=info.n_layers,
+            n_heads=info.n_heads,
+            n_kv_heads=info.n_kv_heads,
+            head_dim=info.head_dim,
+            batch=batch,
+            max_tokens=max_tokens,
+            max_nodes=max_nodes,
+            device=target.device,
+            dtype=target.dtype,
+            split=Split(config.split),
+            strict=config.strict_flush,
+        )
+
+    if not config.draft:
+        return Parts(cache=new_cache, name="quantspec")
+    model = Int4Target(target, group=config.weight_group) if config.weight_bits == 4 else target
+    draft = QuantSpecRuntime(model, kv_bits=config.kv_bits)
+    return Parts(draft=draft, cache=new_cache, name="quantspec")
+
+
+SPEC = MethodSpec(
+    name="quantspec",
+    config=Config,
+    paper="QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache, arXiv 2502.10424",
+    build=_build,
+    attach=_attach,
+)
