@@ -170,5 +170,12 @@ def _filled(row: Mapping[str, Any], file: Path) -> str:
                 f"{file}: {row['task_id']} has no 'prompt', and {needed} to fill one is missing; unpack "
                 "LongProc's data beside the file"
             )
-    text = yaml.safe_load(template.read_text(encoding="utf-8"))["USER_PROMPT"]
-    return str(text.format(**row, html_str=page.read_text(encoding="utf-8"), reference_output=row["gt"]))
+    html = page.read_text(encoding="utf-8")
+    try:
+        text = yaml.safe_load(template.read_text(encoding="utf-8"))["USER_PROMPT"]
+        return str(text.format(**{**row, "html_str": html, "reference_output": row["gt"]}))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, yaml.YAMLError) as error:
+        raise DataError(
+            f"{template} does not fill the prompt of {row['task_id']} ({type(error).__name__}: {error}); it "
+            "must hold USER_PROMPT, a text with fields like {html_str} and {tsv_header}"
+        ) from None

@@ -1,4 +1,4 @@
-r"""Answers to contest problems: numbers in boxes and out of them, over generated solutions with a known answer."""
+"""Answers to contest problems, in boxes and out of them, in generated solutions whose answer is known."""
 
 from __future__ import annotations
 

@@ -10,10 +10,8 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.suites import aime24
 
 
-def write(path, count: int = 30, **changed):
-    rows = [
-        {"id": 60 + i, "problem": f"Find $x_{{{i}}}$.", "answer": f"{i:03d}", **changed} for i in range(count)
-    ]
+def write(path, count: int = 30):
+    rows = [{"id": 60 + i, "problem": f"Find $x_{{{i}}}$.", "answer": f"{i:03d}"} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -92,7 +90,7 @@ def test_problems_of_other_columns(tiny, settings_of, tmp_path) -> None:
         (
             {"data": "HuggingFaceH4/aime_2024"},
             DataError,
-            "AIME 2024: data set .* could not be read from the Hub",
+            "data set .* could not be read from the Hub",
         ),
         ({"data": "/nowhere.jsonl"}, ConfigError, "AIME 2024 data at /nowhere.jsonl"),
         ({"max_new_tokens": 0}, ConfigError, "suite.max_new_tokens=0"),

@@ -1,4 +1,4 @@
-"""LongProc's html_to_tsv as a suite: rows with prompts, LongProc's own files, and what is wrong with others."""
+"""LongProc's html_to_tsv as a suite: rows with prompts, LongProc's own files, and wrong ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def test_longprocs_own_files_are_filled(tiny, settings_of, tmp_path) -> None:
     own = {key: value for key, value in row(1, **fields).items() if key != "prompt"}
     (place / "html_to_tsv_0.5k.json").write_text(json.dumps([own]))
     settings = settings_of("longproc", data=str(tmp_path), groups=["0.5k"])
-    with pytest.raises(DataError, match="W1 has no 'prompt', and .*prompts.yaml to fill one is missing"):
+    with pytest.raises(DataError, match=r"W1 has no 'prompt', and .*prompts.yaml to fill one is missing"):
+        longproc.build(settings, tiny, seed=0)
+    (place / "prompts.yaml").write_text(yaml.safe_dump({"USER_PROMPT": TEMPLATE + "{year}"}))
+    with pytest.raises(DataError, match=r"prompts.yaml .*'year'"):
         longproc.build(settings, tiny, seed=0)
     (place / "prompts.yaml").write_text(yaml.safe_dump({"USER_PROMPT": TEMPLATE}))
     (task,) = longproc.build(settings, tiny, seed=0).tasks
@@ -141,5 +144,5 @@ def test_rows_that_are_wrong(tiny, settings_of, tmp_path) -> None:
     assert [one.id for one in longproc.build(settings, tiny, seed=0).tasks[0].examples()] == ["W0", "W0#2"]
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "html_to_tsv_0.5k.json").write_text("[]")
-    with pytest.raises(DataError, match="must hold one html_to_tsv_0.5k"):
+    with pytest.raises(DataError, match=r"must hold one html_to_tsv_0.5k"):
         longproc.build(settings, tiny, seed=0)
