@@ -80,7 +80,7 @@ def hier_attention(
             ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, beta, part_out, part_lse,
             scale * _LOG2E, T, N, *q_BHTD.stride()[:3], *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
             G=G, GROUP=group, D=D, ROWS=tile.rows, SPLITS=splits, BITS=bits,
-            OFFSET=planes.split.upper_offset if bits == 4 else 0.0, LOWER_OFFSET=planes.split.lower_offset,
+            OFFSET=planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16,
             MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, STAGES=tile.stages,
             PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.warps,
             **({"maxnreg": tile.registers} if tile.registers else {}),

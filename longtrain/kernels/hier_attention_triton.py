@@ -9,8 +9,8 @@ numbers unpacked of a byte's two halves, s and z a key channel's step and zero, 
 
 Before its blocks go by, a program writes beta of all of them, and finds the power of two that keeps p s in
 the range of fp16. Rows m and the partial results are as in `tree_attention_triton`; the last split has the
-ring. PORTABLE unpacks by arithmetic (for the interpreter), otherwise by masks and one subtraction a pair:
-0x6400 | n is 1024 + n in fp16.
+ring. A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal range,
+but exact, and tensor cores take it at full speed. PORTABLE makes a number of it (for the interpreter).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,43 +29,26 @@ _ROUND = tl.constexpr(32)
 """Blocks whose beta is computed at once."""
 
 _UPPER = tl.constexpr("""{
-    .reg .b32 w, one;
-    mov.b32 one, 0x64006400;
+    .reg .b32 w;
     shr.u32 w, $4, 8;
-    lop3.b32 $0, $4, 0x000F000F, one, 0xEA;
-    lop3.b32 $1, w, 0x000F000F, one, 0xEA;
-    lop3.b32 $2, $4, 0x00F000F0, one, 0xEA;
-    lop3.b32 $3, w, 0x00F000F0, one, 0xEA;
-    sub.f16x2 $0, $0, one;
-    sub.f16x2 $1, $1, one;
-    sub.f16x2 $2, $2, one;
-    sub.f16x2 $3, $3, one;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, w, 0x000F000F;
+    and.b32 $2, $4, 0x00F000F0;
+    and.b32 $3, w, 0x00F000F0;
 }""")
-_BOTH = """{{
-    .reg .b32 u, l, one, base;
-    mov.b32 one, 0x64006400;
-    mov.b32 base, {base};
+_BOTH = tl.constexpr("""{
+    .reg .b32 u, l;
     shl.b32 u, $4, 4;
-    lop3.b32 u, u, 0x00F000F0, one, 0xEA;
-    lop3.b32 $0, $5, 0x000F000F, u, 0xEA;
-    shr.u32 u, $4, 4;
-    lop3.b32 u, u, 0x00F000F0, one, 0xEA;
-    shr.u32 l, $5, 8;
-    lop3.b32 $1, l, 0x000F000F, u, 0xEA;
-    lop3.b32 u, $4, 0x00F000F0, one, 0xEA;
+    lop3.b32 u, $5, u, 0x0F0F0F0F, 0xE4;
+    and.b32 $0, u, 0x00FF00FF;
+    shr.u32 u, u, 8;
+    and.b32 $1, u, 0x00FF00FF;
     shr.u32 l, $5, 4;
-    lop3.b32 $2, l, 0x000F000F, u, 0xEA;
-    shr.u32 u, $4, 8;
-    lop3.b32 u, u, 0x00F000F0, one, 0xEA;
-    shr.u32 l, $5, 12;
-    lop3.b32 $3, l, 0x000F000F, u, 0xEA;
-    sub.f16x2 $0, $0, base;
-    sub.f16x2 $1, $1, base;
-    sub.f16x2 $2, $2, base;
-    sub.f16x2 $3, $3, base;
-}}"""
-_BOTH_FLOOR = tl.constexpr(_BOTH.format(base="0x64006400"))
-_BOTH_RTN = tl.constexpr(_BOTH.format(base="0x64086408"))
+    lop3.b32 l, l, $4, 0x0F0F0F0F, 0xE4;
+    and.b32 $2, l, 0x00FF00FF;
+    shr.u32 l, l, 8;
+    and.b32 $3, l, 0x00FF00FF;
+}""")
 
 
 @triton.jit
@@ -81,15 +64,14 @@ def _upper(codes, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def _both(upper, lower, LOWER_OFFSET: tl.constexpr, PORTABLE: tl.constexpr):
-    """Numbers 16 u + l - offset of both planes, of the first and of the second half of a head."""
+def _both(upper, lower, PORTABLE: tl.constexpr):
+    """Numbers 16 u + l of both planes, of the first and of the second half of a head."""
     if PORTABLE:
-        low = (((upper & 15) << 4) | (lower & 15)).to(tl.float16) - LOWER_OFFSET
-        high = ((upper & 240) | (lower >> 4)).to(tl.float16) - LOWER_OFFSET
+        low = (((upper & 15) << 4) | (lower & 15)).to(tl.float16)
+        high = ((upper & 240) | (lower >> 4)).to(tl.float16)
     else:
-        source: tl.constexpr = _BOTH_RTN if LOWER_OFFSET else _BOTH_FLOOR
         low, high = tl.inline_asm_elementwise(
-            source, "=r,=r,=r,=r,r,r", [upper, lower], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            _BOTH, "=r,=r,=r,=r,r,r", [upper, lower], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     return low, high
 
@@ -103,6 +85,12 @@ def _position(i, PORTABLE: tl.constexpr):
 
 
 @triton.jit
+def _numbers(v_step_ptr, v_zero_ptr, at, token):
+    """Steps and zeros of a block's values."""
+    return tl.load(v_step_ptr + at * _BLOCK + token), tl.load(v_zero_ptr + at * _BLOCK + token)
+
+
+@triton.jit
 def _prepare(
     q_at, exists, k_step_at, k_zero_at, v_step_at, beta_at, norm, first, last,
     D: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
@@ -112,7 +100,7 @@ def _prepare(
     q = tl.load(q_at[:, None] + dim[None, :], mask=exists[:, None], other=0.0).to(tl.float32) / norm[:, None]
     m = tl.arange(0, ROWS)
     largest = 0.0
-    for start in range(first, last, _ROUND):
+    for start in tl.range(first, last, _ROUND, num_stages=1):
         block = start + n
         keep = (block < last)[:, None]
         at = block.to(tl.int64)[:, None]
@@ -131,7 +119,7 @@ def attend_kernel(
     ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, beta_ptr, out_ptr, lse_ptr, scale2, T, N,
     q_b, q_h, q_t, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    BITS: tl.constexpr, OFFSET: tl.constexpr, LOWER_OFFSET: tl.constexpr, MASK: tl.constexpr,
+    BITS: tl.constexpr, OFFSET: tl.constexpr, MASK: tl.constexpr,
     WORDS: tl.constexpr, RECENT: tl.constexpr, STAGES: tl.constexpr, PORTABLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -203,9 +191,12 @@ def attend_kernel(
         q_low, q_high = low.to(tl.float32) * scale2, high.to(tl.float32) * scale2
         norm = tl.maximum(tl.max(tl.abs(q_low), 1), tl.max(tl.abs(q_high), 1))
         norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
-        # the unpacked numbers of INT8, and those of the second half in INT4, are 16 times too large
-        a_low = (q_low / norm[:, None] * (0.0625 if BITS == 8 else 1.0)).to(tl.float16)
+        # numbers of INT8, and those of the second half in INT4, are 16 times too large; all are in steps of UNIT
+        UNIT: tl.constexpr = 1.0 if PORTABLE else 2.0**-24
+        FIRST: tl.constexpr = 0.0625 if BITS == 8 else 1.0
+        a_low = (q_low / norm[:, None] * FIRST).to(tl.float16)
         a_high = (q_high / norm[:, None] * 0.0625).to(tl.float16)
+        norm = norm / UNIT
         row = head * N
         beta_at = beta_ptr + pid.to(tl.int64) * N * ROWS
         lift = _prepare(
@@ -216,19 +207,22 @@ def attend_kernel(
         xp, tp = _position(x, PORTABLE), _position(token, PORTABLE)
         k_in = (token * X)[:, None] + xp[None, :]
         v_in = (x * _BLOCK)[:, None] + tp[None, :]
+        v_step_next, v_zero_next = _numbers(v_step_ptr, v_zero_ptr, row + first, token)
         total = tl.zeros((ROWS, _BLOCK), tl.float32)
         zeros = tl.zeros((ROWS, _BLOCK), tl.float32)
         for block in tl.range(first, last, num_stages=STAGES):
             at = row + block
+            v_step, v_zero = v_step_next, v_zero_next
+            v_step_next, v_zero_next = _numbers(
+                v_step_ptr, v_zero_ptr, tl.minimum(at + 1, row + last - 1), token
+            )
             step_low = tl.load(k_step_ptr + at * D + x)
             step_high = tl.load(k_step_ptr + at * D + X + x)
             k = tl.load(k_upper_ptr + at * (_BLOCK * X) + k_in)
             if BITS == 4:
                 k_low, k_high = _upper(k, PORTABLE)
             else:
-                k_low, k_high = _both(
-                    k, tl.load(k_lower_ptr + at * (_BLOCK * X) + k_in), LOWER_OFFSET, PORTABLE
-                )
+                k_low, k_high = _both(k, tl.load(k_lower_ptr + at * (_BLOCK * X) + k_in), PORTABLE)
             beta = tl.load(beta_at + block * ROWS + m)
             logit = tl.dot(
                 a_low * step_low[None, :], tl.trans(k_low), tl.broadcast_to(beta[:, None], (ROWS, _BLOCK))
@@ -237,8 +231,8 @@ def attend_kernel(
             new = tl.maximum(top, tl.max(logit, 1) * norm)
             weight = tl.exp2(logit * norm[:, None] - (new - lift)[:, None])
             shrink = tl.exp2(top - new)[:, None]
-            v_step = tl.load(v_step_ptr + at * _BLOCK + token).to(tl.float32)
-            v_zero = tl.load(v_zero_ptr + at * _BLOCK + token).to(tl.float32) + OFFSET * v_step
+            v_step = v_step.to(tl.float32)
+            v_zero = v_zero.to(tl.float32) + OFFSET * v_step
             total = total * shrink + weight
             zeros = zeros * shrink + weight * v_zero[None, :]
             weight = (weight * v_step[None, :]).to(tl.float16)
@@ -246,17 +240,15 @@ def attend_kernel(
             if BITS == 4:
                 v_low, v_high = _upper(v, PORTABLE)
             else:
-                v_low, v_high = _both(
-                    v, tl.load(v_lower_ptr + at * (_BLOCK * X) + v_in), LOWER_OFFSET, PORTABLE
-                )
+                v_low, v_high = _both(v, tl.load(v_lower_ptr + at * (_BLOCK * X) + v_in), PORTABLE)
             out_low = tl.dot(weight, tl.trans(v_low), out_low * shrink)
             out_high = tl.dot(weight, tl.trans(v_high), out_high * shrink)
             top = new
         sums = tl.sum(total, 1)
         shift = (tl.sum(zeros, 1) / sums)[:, None]
         tl.store(lse_ptr + slot, top - lift + tl.log2(sums), mask=exists)
-        out_low = out_low * (0.0625 if BITS == 8 else 1.0) / sums[:, None] + shift
-        out_high = out_high * 0.0625 / sums[:, None] + shift
+        out_low = out_low * (FIRST / UNIT) / sums[:, None] + shift
+        out_high = out_high * (0.0625 / UNIT) / sums[:, None] + shift
         tl.store(out_at, out_low, mask=exists[:, None])
         tl.store(out_at + X, out_high, mask=exists[:, None])
     else:
