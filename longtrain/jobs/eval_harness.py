@@ -213,7 +213,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     }
     report.write_files(session.folder, files)
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
-    show(outcome, session.folder, [name for name in files if name in ("table.md", "report.html")])
+    show(outcome, session.folder, [name for name in files if name in ("table.md", "speed.md", "report.html")])
     check_exactness(outcome.results)
 
 
@@ -249,9 +249,12 @@ def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[
     """Tables, pictures and, where `report=html`, the page."""
     from longtrain.evaluation.reporting.figures import pictures
     from longtrain.evaluation.reporting.page import page
+    from longtrain.evaluation.reporting.speed import speed_table
     from longtrain.evaluation.reporting.tables import table
 
     files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results)}
+    if speed := speed_table(outcome.results, timings):
+        files["speed.md"] = speed.encode()
     if cfg.report == "html":
         files["report.html"] = page(outcome.results, outcome.examples, timings=timings)
     return files
