@@ -21,9 +21,10 @@ class ArenaCache(KVCache):
     """Slot s of a sequence holds the s-th row that it kept; the tail follows at slot `rows_B[b]`.
 
     Every step is a fixed sequence of device operations on the same tensors, updated in place, so a CUDA
-    graph of it serves every length, and later batches of the same size. Prompts are read elsewhere: into `store`, an
-    ordinary cache over the same buffers, or, to be evicted, into a cache of their own; `take` moves them in.
-    After eviction a sequence has fewer rows than positions: `rows_B` counts rows, `len_B` positions.
+    graph of it serves every length, and later batches of the same size. Prompts are read elsewhere: into
+    `store`, an ordinary cache over the same buffers, or, to be evicted, into a cache of their own; `take`
+    moves them in. After eviction a sequence has fewer rows than positions: `rows_B` counts rows, `len_B`
+    positions.
 
     Args:
         store: cache whose buffers become the arena's; with no slots before position 0.

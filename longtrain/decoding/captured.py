@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from longtrain.decoding.phases import Phases
 if TYPE_CHECKING:
     from longtrain.target.model import Target
 
-Pool: TypeAlias = tuple[int, int]
-"""Memory of graphs, as torch names it."""
+Pool: TypeAlias = Any
+"""Memory of graphs (`torch.cuda.graph_pool_handle`)."""
 _LEAST_SLOTS = 256
 
 

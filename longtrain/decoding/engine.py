@@ -233,8 +233,9 @@ class Engine:
             return stage
         if self.capture != "auto":
             raise ConflictError(
-                f"capture=True, but this {type(cache).__name__} cannot be decoded from static buffers (its KV "
-                "heads or layers hold different numbers of rows); pass capture=False or 'auto', or evict evenly"
+                f"capture=True, but this {type(cache).__name__} cannot be decoded from static buffers (its "
+                "layers or KV heads hold different numbers of rows); pass capture=False or 'auto', or evict "
+                "evenly"
             )
         return None
 

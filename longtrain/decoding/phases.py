@@ -89,15 +89,26 @@ class Phases:
 
     def forward(self, tree: TokenTree) -> TargetStep:
         """The target over all nodes at once."""
-        mask: Mask = Causal() if self._is_chain else Tree(visible(tree.parents_BN))
-        rows = Rows(positions(tree, self.cache.len_B), tree.tokens_BN, mask=mask)
+        rows = Rows(positions(tree, self.cache.len_B), tree.tokens_BN, mask=self.mask(tree))
         return self.target.forward(rows, self.cache, want=self.want)
+
+    def mask(self, tree: TokenTree) -> Mask:
+        """Who sees whom among the nodes."""
+        return Causal() if self._is_chain else Tree(visible(tree.parents_BN))
 
     def accept(self, tree: TokenTree, step: TargetStep) -> Verdict:
         """The path that the target accepts, and its own token after it; uncut."""
         assert step.logits_BTV is not None
         logits_BNV = self.barred.out_of_nodes(step.logits_BTV, tree, self.most - self.left_B)
-        return verify(tree, logits_BNV, self.sampling, self.coins, self.cache.len_B, depth=self.shape.depth)
+        return verify(
+            tree,
+            logits_BNV,
+            self.sampling,
+            self.coins,
+            self.cache.len_B,
+            depth=self.shape.depth,
+            most_B=self.cache.commit_limit(),
+        )
 
     def commit(self, tree: TokenTree, step: TargetStep, whole: Verdict) -> None:
         """Keep the accepted rows, tell the draft, and hand out the tokens."""

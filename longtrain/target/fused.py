@@ -1,8 +1,8 @@
 """A target's decoder with one product for q, k, v, one for gate and up, and fused operators between them.
 
 Built for one model, at run time: no class is patched, and the model's own modules stay. Their weights become
-views of the joined ones, so there is no second copy, and whatever reads them (LoRA on suffix rows, warm starts)
-goes on as before.
+views of the joined ones, so there is no second copy, and whatever reads them (LoRA on suffix rows, warm
+starts) goes on as before.
 Shapes: B batch, T new rows, N = B * T rows, E hidden dim, X = (H + 2 G) D, I intermediate dim.
 """
 
