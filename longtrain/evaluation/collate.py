@@ -10,6 +10,7 @@ import numpy as np
 
 from longtrain.errors import DataError
 from longtrain.evaluation.records import Record
+from longtrain.evaluation.scores import tau_of
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import System
 
@@ -52,6 +53,14 @@ def parting(record: Record, other: Record) -> Json | None:
     if len(record.turns) != len(other.turns):
         return {"turn": min(len(record.turns), len(other.turns)) + 1, "position": 0}
     return None
+
+
+def cycles_of(record: Record) -> list[int] | None:
+    """Tokens of a draft's cycles and their number: over each other the acceptance length; None: no draft."""
+    if record.cycles is None:
+        return None
+    tokens, cycles = tau_of(record.rows())
+    return [sum(tokens), sum(cycles)]
 
 
 def kept_rows(record: Record) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from longtrain.evaluation.collate import by_example, plain
+from longtrain.evaluation.collate import by_example, cycles_of, plain
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import System
@@ -76,8 +76,7 @@ def output(record: Record) -> Json:
     if record.measures is not None:
         values["measures"] = record.measures
     if record.cycles is not None:
-        used = [cycle for row in record.rows() for cycle in row if not cycle.ended]
-        values["cycles"] = [sum(cycle.accepted + 1 for cycle in used), len(used)]
+        values["cycles"] = cycles_of(record)
     if record.marks is not None:
         values["marks"] = record.marks
     return values

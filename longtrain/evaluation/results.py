@@ -12,7 +12,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from longtrain.evaluation.collate import Table, by_example, kept_rows, kept_share, mean, parting, plain
+from longtrain.evaluation.collate import (
+    Table,
+    by_example,
+    cycles_of,
+    kept_rows,
+    kept_share,
+    mean,
+    parting,
+    plain,
+)
 from longtrain.evaluation.excerpts import examples
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.scores import ACCEPTANCE, acceptance_of, position_edges, tau_of
@@ -25,13 +34,14 @@ from longtrain.evaluation.statistics import (
     paired_mean_difference,
     pooled_ratio,
 )
-from longtrain.evaluation.suite import Scale, Suite
+from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Task
 
 __all__ = ["assemble", "examples", "reading_of", "verdict", "versus"]
 
 Json = dict[str, Any]
+Share = tuple[float, float]
 SCHEMA = 1
 LONG_OUTPUT = 256
 """Tokens from which the generated text is cut into `FINE` parts, not the usual few."""
@@ -52,30 +62,42 @@ class Hashed(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """How a record gives its share of a figure.
+    """How an outcome gives its share of a figure.
 
     Args:
-        share: record -> (numerator, denominator); None where it has no figure.
+        share: (score, measures, tokens and cycles of a draft) -> (numerator, denominator); None where there
+            is no figure.
         of: of the ratio of sums, elementwise.
     """
 
-    share: Callable[[Record], tuple[float, float] | None]
+    share: Callable[[float | None, Mapping[str, float] | None, Sequence[float] | None], Share | None]
     of: Callable[[Any], Any] = np.asarray
+
+    def of_record(self, record: Record) -> Share | None:
+        """A record's share."""
+        return self.share(record.score, record.measures, cycles_of(record))
 
     def figure(self, records: Iterable[Record]) -> Figure:
         """Shares of records; one without a figure has the denominator 0 and counts for nothing."""
-        shares = [self.share(record) or (0.0, 0.0) for record in records]
+        shares = [self.of_record(record) or (0.0, 0.0) for record in records]
         return [above for above, _ in shares], [below for _, below in shares]
 
 
-def reading_of(scale: Scale) -> Reading:
-    """How figures are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), or tokens a cycle."""
-    if scale.name == "perplexity":
-        return Reading(_nats, np.exp)
-    if scale.name == ACCEPTANCE:
-        return Reading(_cycles)
-    maximum = 1.0 if scale.maximum is None else scale.maximum
-    return Reading(lambda record: None if record.score is None else (maximum * record.score, 1.0))
+def reading_of(name: str, maximum: float | None) -> Reading:
+    """How figures are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), or tokens a cycle.
+
+    Args:
+        name: of the suite's scale.
+        maximum: of the suite's scale.
+    """
+    if name == "perplexity":
+        return Reading(
+            lambda score, found, cycles: (found["nats"], found["tokens"]) if found else None, np.exp
+        )
+    if name == ACCEPTANCE:  # plain decoding gives one token a cycle
+        return Reading(lambda score, found, cycles: (1.0, 1.0) if cycles is None else (cycles[0], cycles[1]))
+    best = 1.0 if maximum is None else maximum
+    return Reading(lambda score, found, cycles: None if score is None else (best * score, 1.0))
 
 
 def assemble(
@@ -152,7 +174,7 @@ class _Book:
 
     def __init__(self, suite: Suite, found: Table, draw: Draw, *, strict: bool) -> None:
         self.suite, self.found, self.draw, self.strict = suite, found, draw, strict
-        self.reading = reading_of(suite.scale)
+        self.reading = reading_of(suite.scale.name, suite.scale.maximum)
         self.longest = {task.name: task.max_new_tokens for task in suite.tasks if isinstance(task, Task)}
 
     def system(self, system: System, full: str | None, official: Mapping[str, float]) -> Json:
@@ -194,7 +216,7 @@ class _Book:
             "rows": len(some),
             "score": self._mean([some]),
             "cut": sum(record.cut for record in some),
-            "unjudged": sum(self.reading.share(record) is None for record in some),
+            "unjudged": sum(self.reading.of_record(record) is None for record in some),
             "prompt_tokens": mean(record.prompt_tokens for record in read),
             "output_tokens": mean(record.output_tokens for record in read),
             "kept_rows": mean(kept_rows(record) for record in some),
@@ -276,17 +298,6 @@ def edges_of(max_new_tokens: int) -> list[int]:
     if max_new_tokens >= LONG_OUTPUT:
         return position_edges(max_new_tokens, FINE)
     return position_edges(max_new_tokens)
-
-
-def _nats(record: Record) -> tuple[float, float] | None:
-    found = record.measures
-    return None if found is None else (found["nats"], found["tokens"])
-
-
-def _cycles(record: Record) -> tuple[float, float]:
-    """Tokens and cycles of a draft; plain decoding gives one token a cycle."""
-    above, below = tau_of(record.rows())
-    return (float(sum(above)), float(sum(below))) if record.cycles is not None else (1.0, 1.0)
 
 
 def _grouped(

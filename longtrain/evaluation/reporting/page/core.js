@@ -41,8 +41,8 @@ const PALETTE = {
   light: ["#0f6e84", "#d1642b", "#6a4fb3", "#2f8f4e", "#b8327f", "#8a6d1d", "#3b6fd4", "#7d4b3a", "#4f7a7a", "#a33b3b"],
   dark: ["#5cc3d8", "#f39a63", "#ae9bf0", "#74d191", "#f083be", "#dcbf5f", "#86aefb", "#d09d88", "#93c4c4", "#f28b8b"],
 };
-const families = unique(run.systems.filter((system) => system.kind !== "full").map((system) => system.family));
-const systemOf = Object.fromEntries(run.systems.map((system) => [system.name, system]));
+const families = unique((run.systems ?? []).filter((system) => system.kind !== "full").map((system) => system.family));
+const systemOf = Object.fromEntries((run.systems ?? []).map((system) => [system.name, system]));
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const theme = () => document.documentElement.dataset.theme;
 function colour(family) {

@@ -57,8 +57,7 @@ function tasksSection() {
 }
 
 function timesSection() {
-  const speed = page.timings?.speed;
-  const rows = (speed?.rows ?? []).flatMap((row) => Object.entries(row.figures).map(([name, figures]) => ({ ...row, ...figures, name })));
+  const rows = (page.timings?.speed ?? []).flatMap((row) => Object.entries(row.figures).map(([name, figures]) => ({ ...row, ...figures, name })));
   if (!rows.length) return null;
   const number = (key, name, digits, title) => rows.some((row) => known(row[key])) && { name, title, value: (row) => row[key], cell: (row) => fixed(row[key], digits) };
   const columns = [{ name: "system", left: true, value: (row) => row.name, cell: (row) => systemLabel(row.name) },
@@ -68,7 +67,7 @@ function timesSection() {
     number("ratio", "ratio", 2, "To the full cache without a draft"),
     number("end_to_end_tokens_per_s", "with prompt", 1, "Output tokens a second, the prompt\u2019s time included"),
     number("max_new_tokens", "output tokens", 0, "Asked for"), number("prompts", "prompts", 0), number("batch", "batch", 0)].filter(Boolean);
-  return section("speed", "Speed", `Measured on ${speed.device}; systems took turns on every batch.`, sortable(columns, rows, { id: "times", filter: false, label: "Speed" }).table);
+  return section("speed", "Speed", `Measured on ${page.timings.device}; systems took turns on every batch.`, sortable(columns, rows, { id: "times", filter: false, label: "Speed" }).table);
 }
 
 function deep(name, value) {

@@ -1,0 +1,75 @@
+"""`longtrain eval compare=[RUN_A,RUN_B]`: two finished runs against each other, nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from longtrain import provenance
+from longtrain.errors import ConfigError
+from longtrain.jobs import convert, plain
+
+
+def run(cfg: DictConfig) -> None:
+    """Compare the runs that `cfg.compare` names; write compare.json, compare.md and, if asked, compare.html.
+
+    Raises:
+        ConfigError: not two runs, or runs of another suite or protocol.
+        DataError: a damaged file of a run.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from longtrain.evaluation import compare, report
+    from longtrain.evaluation.reporting.page import compare_page
+
+    folders = folders_of(cfg)
+    resamples = convert(plain(cfg.suite).get("bootstrap", compare.RESAMPLES), int, "suite.bootstrap")
+    if resamples < 1:
+        raise ConfigError(f"suite.bootstrap={resamples}; allowed: 1 or more")
+    first, second = compare.load(folders)
+    found = compare.compare(first, second, seed=convert(cfg.seed, int, "seed"), resamples=resamples)
+    files = {"compare.json": report.as_json(found), "compare.md": compare.table(found).encode()}
+    if cfg.report == "html":
+        files["compare.html"] = compare_page(found)
+    folder = Path(cfg.run_dir) / "compare"
+    report.write_files(folder, files)
+    provenance.write(folder, plain(cfg), protocol=found["protocol"]["hash"])
+    header, rows = compare.rows(found, plain=True)
+    shown = Table(box=None, header_style="bold")
+    for number, column in enumerate(header):
+        shown.add_column(column, no_wrap=number > 0)
+    for row in rows:
+        shown.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    console.print(shown)
+    console.print("difference: the second run minus the first; * where larger than noise")
+    for note in found["notes"]:
+        console.print(f"note: {note}")
+    for name in files:
+        console.print(f"{name}: {folder / name}", soft_wrap=True)
+
+
+def folders_of(cfg: DictConfig) -> list[Path]:
+    """The two folders to compare; a bare name is one of `home`'s runs.
+
+    Raises:
+        ConfigError: not a list of two, or one that is not there.
+    """
+    asked = convert(plain(cfg.compare), list[str], "compare")
+    if len(asked) != 2:
+        raise ConfigError(
+            f"compare has {len(asked)} runs; allowed: two, as compare=[RUN_A,RUN_B], each a run's name or "
+            "its folder"
+        )
+    if cfg.report not in (None, "html"):
+        raise ConfigError(f"report={cfg.report}; allowed: html, or null (Markdown and JSON alone)")
+    found = []
+    for name in asked:
+        places = [Path(name), Path(cfg.home) / "runs" / name]
+        there = next((place for place in places if place.is_dir()), None)
+        if there is None:
+            raise ConfigError(f"compare: there is no run {name} (looked at {places[0]} and {places[1]})")
+        found.append(there)
+    return found
