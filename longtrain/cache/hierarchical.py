@@ -81,11 +81,23 @@ class HierarchicalCache(KVCache):
         self.blocks_B = torch.zeros_like(self.len_B)
         self.capacity, self.strict = max_tokens, strict
         self._row_B1 = torch.arange(batch, device=device)[:, None]
-        self._empty = True
         self._prompt_B: Tensor | None = None
         self._own: tuple[Tensor, Tensor] | None = None
-        self._high = self._synced_high = self._tail = 0
         self._bits: tuple[Mask, Tensor] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty again, for the next prompts; the storage stays where it is."""
+        self.len_B.zero_()
+        self.blocks_B.zero_()
+        self._empty = True
+        self._prompt_B = self._own = self._bits = None
+        self._high = self._synced_high = self._tail = 0
+
+    def serves(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it has the room, and is of this kind."""
+        like = (self.ring.k.device, self.ring.k.dtype) == (device, dtype)
+        return like and len(self.len_B) == batch and self.capacity >= max_tokens
 
     def expect(self, n_B: Tensor | None) -> None:
         """Valid rows of each sequence in the coming forward: a prompt is quantised as it is read."""
@@ -228,6 +240,8 @@ class HierarchicalCache(KVCache):
                 f"{rows} new rows for a hierarchical cache that holds a prefix; allowed: up to "
                 f"{MAX_ROWS} a step"
             )
+        if self.len_B.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # the host cannot ask while a graph is recorded, and will not be asked when it is replayed
         if self._high - self._synced_high > _SLACK or self._high > self.capacity:
             self._high = self._synced_high = int(self.len_B.max())
         if self._high > self.capacity:

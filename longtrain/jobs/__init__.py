@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
     from longtrain.decoding.evict import Evictor
-    from longtrain.decoding.roles import TreeShape
+    from longtrain.decoding.roles import Parts, TreeShape
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
@@ -148,6 +148,24 @@ def evictor_from(cfg: DictConfig) -> Evictor | None:
         for key, value in options.items()
     }
     return policies.make(str(name), budget, checked)
+
+
+def method_parts(cfg: DictConfig, target: Target) -> Parts | None:
+    """What `cfg.method` brings to an engine where it is a method without training (QuantSpec); else None.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the target is not served.
+    """
+    from longtrain import methods
+
+    if cfg.method is None:
+        return None
+    spec = methods.get(str(cfg.method.name))
+    if spec.objective is not None or spec.attach is None:
+        return None
+    values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
+    config = typed(spec.config, values, "method")
+    return spec.attach(spec.build(config, target.info), target, config, {})
 
 
 def budget_keys(cfg: DictConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from longtrain.jobs import (
     convert,
     evictor_from,
     load_target_from,
+    method_parts,
     plain,
     sampling_from,
     shape_from,
@@ -91,7 +92,7 @@ def _names(cfg: DictConfig) -> list[str]:
 
 
 def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Parts:
-    """What the artifacts and `evict` bring, as one."""
+    """What the artifacts, a method without training and `evict` bring, as one."""
     from longtrain import methods
     from longtrain.decoding.roles import Parts
 
@@ -100,6 +101,8 @@ def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Pa
         known = methods.get(artifact.method).inference_keys
         found.append(artifact.attach(target, **{key: keys[key] for key in known if key in keys}))
         taken.update(known)
+    if (untrained := method_parts(cfg, target)) is not None:
+        found.append(untrained)
     evictor = evictor_from(cfg)
     if evictor is not None:
         found.append(Parts(evictor=evictor, name=f"evict={evictor.name}"))

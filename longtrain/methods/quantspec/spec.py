@@ -17,6 +17,45 @@ from longtrain.target.info import TargetInfo
 from longtrain.target.int4 import Int4Target
 from longtrain.target.model import Target
 
+_ROUND = 1024
+"""Tokens that a cache's room is a multiple of, so that prompts of about one length share it."""
+
+
+class Caches:
+    """Makes an engine's caches. The last one is used again where it is large enough, since CUDA graphs
+    captured over a cache are good for that cache alone; so only one is in use at a time.
+
+    Args:
+        target: the frozen model.
+        config: settings.
+    """
+
+    def __init__(self, target: Target, config: Config) -> None:
+        self.target, self.config = target, config
+        self.last: HierarchicalCache | None = None
+
+    def __call__(self, batch: int, max_tokens: int, max_nodes: int) -> HierarchicalCache:
+        """An empty cache; called as `Target.new_cache` is."""
+        target, info, last = self.target, self.target.info, self.last
+        if last is not None and last.serves(batch, max_tokens, target.device, target.dtype):
+            last.clear()
+            return last
+        self.last = last = None  # its memory goes before that of the next is taken
+        self.last = HierarchicalCache(
+            n_layers=info.n_layers,
+            n_heads=info.n_heads,
+            n_kv_heads=info.n_kv_heads,
+            head_dim=info.head_dim,
+            batch=batch,
+            max_tokens=-(-max_tokens // _ROUND) * _ROUND,
+            max_nodes=max_nodes,
+            device=target.device,
+            dtype=target.dtype,
+            split=Split(self.config.split),
+            strict=self.config.strict_flush,
+        )
+        return self.last
+
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
     """Nothing is trained: a module without tensors."""
@@ -30,21 +69,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     info = target.info
     check_shape(n_heads=info.n_heads, n_kv_heads=info.n_kv_heads, head_dim=info.head_dim)
 
-    def new_cache(batch: int, max_tokens: int, max_nodes: int) -> HierarchicalCache:
-        return HierarchicalCache(
-            n_layers=info.n_layers,
-            n_heads=info.n_heads,
-            n_kv_heads=info.n_kv_heads,
-            head_dim=info.head_dim,
-            batch=batch,
-            max_tokens=max_tokens,
-            max_nodes=max_nodes,
-            device=target.device,
-            dtype=target.dtype,
-            split=Split(config.split),
-            strict=config.strict_flush,
-        )
-
+    new_cache = Caches(target, config)
     if not config.draft:
         return Parts(cache=new_cache, name="quantspec")
     model = Int4Target(target, group=config.weight_group) if config.weight_bits == 4 else target
