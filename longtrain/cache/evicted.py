@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.dense import DenseCache
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.lse_merge import lse_merge
 from longtrain.kernels.ragged_attention import Segments, even_attention, ragged_attention, segments_of
 
@@ -119,7 +119,12 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
 
     Raises:
         ConfigError: `keep` does not fit the cache: its shape, no row, or more rows than a prompt has.
+        ConflictError: the cache is of another kind, whose rows cannot be picked.
     """
+    if not isinstance(cache, DenseCache):
+        raise ConflictError(
+            f"rows of a {type(cache).__name__} cannot be evicted; evict from a plain cache, or leave eviction out"
+        )
     n_LBG, device = keep.n_LBG, cache.len_B.device
     L, B, G, _, D = cache.k_LBGSD.shape
     if n_LBG.shape != (L, B, G) or len(lengths) != B:
