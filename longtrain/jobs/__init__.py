@@ -44,16 +44,19 @@ def device_of(cfg: DictConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | None = None) -> Target:
+def load_target_from(
+    cfg: DictConfig, *, device: str | None = None, path: str | None = None, fuse: bool = True
+) -> Target:
     """The frozen target that `cfg.target` names.
 
     Args:
         cfg: the resolved configuration.
         device: where to put it, over `target.device`.
         path: what to load when `target.path` is not set (the target an artifact was trained for, say).
+        fuse: do as `target.fused` says; False keeps the model's own decoder.
 
     Raises:
-        ConfigError: neither `target.path` nor `path` names a target.
+        ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is none of its values.
     """
     from longtrain.target.loading import load_target
 
@@ -64,7 +67,12 @@ def load_target_from(cfg: DictConfig, *, device: str | None = None, path: str | 
             "longtrain train --help lists the names"
         )
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
-    return load_target(str(where), dtype=dtype, device=device or device_of(cfg), **target_overrides(cfg))
+    target = load_target(str(where), dtype=dtype, device=device or device_of(cfg), **target_overrides(cfg))
+    wanted = cfg.target.get("fused", "auto") if cfg.target else "auto"
+    if wanted not in ("auto", True, False):
+        raise ConfigError(f"target.fused={wanted}; allowed: auto, true, false")
+    fused = target.device.type == "cuda" if wanted == "auto" else wanted
+    return target.fuse() if fuse and fused else target
 
 
 def target_overrides(cfg: DictConfig) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def run(cfg: DictConfig) -> None:
         log.info("exported=%s", folder)
         return
     _same_settings(saved, settings["method"], trained)
-    target = load_target_from(cfg, path=settings["target"]["path"])
+    target = load_target_from(cfg, path=settings["target"]["path"], fuse=False)
     _same_target(saved, target)
     module = spec.build(config, target.info)
     _load(module, tensors, path)

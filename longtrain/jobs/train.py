@@ -56,9 +56,8 @@ def run(cfg: DictConfig) -> None:
         seed=convert(cfg.seed, int, "seed"),
     )
     settings = settings.spread(trainer.world_size)
-    target = (
-        None if spec.export is not None else load_target_from(cfg, device=str(trainer.strategy.root_device))
-    )
+    device = str(trainer.strategy.root_device)
+    target = None if spec.export is not None else load_target_from(cfg, device=device, fuse=False)
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
     module = spec.build(config, target.info if target is not None else None)
     start_from = _load_init(cfg, spec, module, target)
