@@ -80,7 +80,7 @@ class Session:
 
     @cached_property
     def decoding(self) -> Protocol:
-        """What the systems' texts follow from; ledgers keep it, so that another judge reads the same texts."""
+        """What texts follow from; ledgers keep it alone, so that another judge reads the same texts."""
         return protocol_of(self.suite, self.target, self.sampling)
 
     @cached_property

@@ -197,10 +197,16 @@ def _summary(task: MtBenchTask, marker: JudgeMarker | None, records: ByTask) -> 
     notes = [*wrong, f"judged by {marker.endpoint.model}"]
     if facts["unjudged"]:
         missing = f"{facts['unjudged']} of {facts['judgements']} ratings of {every[0].system}"
-        notes.append(f"{missing} could not be had and do not count")
+        notes.append(
+            f"{missing} could not be had; the benchmark's mean over the rest is {_shown(found['score'])}"
+        )
     score = found["score"]
     tasks = {} if score is None else {NAME: round(score, 2)}
     return Summary(title, tuple(notes), tasks, tasks.get(NAME), {"judge": facts, "mt_bench": found})
+
+
+def _shown(score: float | None) -> str:
+    return "nothing" if score is None else f"{score:.2f}"
 
 
 def _ratings(marks: Sequence[Mapping[str, Any] | None]) -> list[float | None]:
