@@ -57,6 +57,17 @@ def test_equal_to_the_official_definition() -> None:
     assert {0.0, 1.0, 1 / 2, 1 / 3, 1 / 4} <= set(scores)
 
 
+def test_equal_on_odd_and_long_texts(text_pairs) -> None:
+    rng, scores = random.Random(1), []
+    for prediction, answer in text_pairs(3000, longest=200):
+        pieces = [answer, answer[: len(answer) // 2], answer[1:], *answer.split(), *NESTED[:3]]
+        classes = rng.sample(pieces, rng.randrange(1, min(len(pieces), 40) + 1))
+        text = prediction + rng.choice(("", answer))
+        scores.append(classification(text, answer, classes))
+        assert scores[-1] == official(text, answer, classes), (text, answer, classes)
+    assert {0.0, 1.0, 1 / 2} <= set(scores)
+
+
 @pytest.mark.parametrize(
     ("prediction", "answer", "classes", "score"),
     [

@@ -65,6 +65,18 @@ def test_equal_to_the_official_definitions() -> None:
     assert {0.0, 1.0, 1 / 2, 1 / 3} <= set(scores)
 
 
+def test_equal_on_odd_and_long_texts(text_pairs) -> None:
+    scores = set()
+    for prediction, answer in text_pairs(3000, longest=400):
+        scores.add(count(prediction, answer))
+        assert count(prediction, answer) == official_count(prediction, answer), (prediction, answer)
+        for number in ("7", "٣"):
+            named = f"{answer}Paragraph {number} {answer}"
+            assert retrieval(prediction, named) == official_retrieval(prediction, named), (prediction, named)
+            scores.add(retrieval(prediction, named))
+    assert {0.0, 1.0} < scores and len(scores) > 10
+
+
 @pytest.mark.parametrize(
     ("prediction", "answer", "score"),
     [

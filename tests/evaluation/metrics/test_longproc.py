@@ -129,6 +129,17 @@ def test_equal_to_the_official_definition() -> None:
     assert sum(scores.error is not None for scores in got) > 300
 
 
+def test_equal_on_odd_and_long_texts(text_pairs) -> None:
+    found = set()
+    for number, (prediction, reference) in enumerate(text_pairs(2200, longest=200)):
+        joint = "name\n" if number % 4 else ""  # with a header nearly every text is a table
+        table, answer = joint + reference, joint + prediction
+        scores = html_to_tsv(answer, table)
+        assert (scores.precision, scores.recall, scores.f1) == official(answer, table), (answer, table)
+        found.add(scores.f1)
+    assert {0.0, 1.0} < found and len(found) > 5
+
+
 @pytest.mark.parametrize(
     ("prediction", "precision", "recall"),
     [

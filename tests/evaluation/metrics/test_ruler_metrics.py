@@ -76,6 +76,19 @@ def test_equal_to_the_official_definitions() -> None:
     assert rows > 2000
 
 
+def test_equal_on_odd_and_long_texts(text_pairs) -> None:
+    rng, found = random.Random(1), set()
+    for prediction, answer in text_pairs(3000, longest=400):
+        refs = [answer, *rng.sample(["7", "٣", "...", "", "THE", "İ", "x" * 900], 2)]
+        assert clean(prediction) == official_post(prediction)
+        text = official_post(prediction)
+        every, some = match_all(clean(prediction), refs), match_part(clean(prediction), refs)
+        assert percent([every]) == official_all([text], [refs]), (prediction, refs)
+        assert percent([some]) == official_part([text], [refs]), (prediction, refs)
+        found |= {every, some}
+    assert {0.0, 1 / 3, 2 / 3, 1.0} == found
+
+
 def test_by_hand() -> None:
     assert clean(" \x00a\x01b\t\n") == "a\nb" and clean("\x00") == ""
     assert match_all("It is ABC and 12.", ["abc", "12", "13", ""]) == 0.75
