@@ -1,0 +1,168 @@
+"""Systems from what was typed: names, budgets, shapes, what they are made of, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from longtrain import methods
+from longtrain.artifact import Artifact
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.roles import Law, TreeShape
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.evaluation.suite import EVICTOR
+from longtrain.evaluation.systems import Builder
+from longtrain.methods.longspec.config import Config as DraftConfig
+from longtrain.methods.lookaheadkv.config import Config as LookConfig
+
+from .toys import suite, task
+
+CHAIN = TreeShape((1, 1, 1))
+TREE = TreeShape((2, 2))
+
+
+@pytest.fixture(scope="module")
+def artifacts(target, tmp_path_factory):
+    """An untrained draft and untrained lookahead tokens, as folders."""
+    found = {}
+    configs = {"longspec": DraftConfig(window=16), "lookaheadkv": LookConfig(n_lookahead=4, lora_rank=2)}
+    for method, config in configs.items():
+        module = methods.get(method).build(config, target.info)
+        made = Artifact.from_module(method, config, module=module, target=target)
+        folder = tmp_path_factory.mktemp("checkpoints") / method
+        made.save(folder)
+        found[method] = Artifact.load(folder)
+    return found
+
+
+@pytest.fixture
+def build(target, artifacts):
+    def go(*entries, budgets=(40, 48), shapes=(CHAIN,), needs=None, greedy=True):
+        asked = suite() if needs is None else replace(suite(), needs=frozenset(needs))
+        return Builder(
+            target, [Budget(b) for b in budgets], list(shapes), artifacts.__getitem__, greedy
+        ).systems(asked, entries)
+
+    return go
+
+
+def test_policies_at_every_budget_after_the_full_cache(build):
+    found = build("snapkv", {"name": "adakv", "over": "snapkv", "floor": 0.3, "label": "ada"})
+    names = ["full", "snapkv@40", "snapkv@48", "ada@40", "ada@48"]
+    assert [system.name for system in found] == names
+    assert [system.family for system in found] == ["full", "snapkv", "snapkv", "ada", "ada"]
+    assert [system.kind for system in found] == ["full", *["policy"] * 4]
+    assert [system.budget for system in found] == [None, "40", "48", "40", "48"]
+    assert [s.parts.evictor.budget.tokens for s in found[1:]] == [40, 48, 40, 48]
+    assert found[3].facts == {"policy": "adakv", "over": "snapkv", "floor": 0.3, "budget": "40"}
+    assert len({str(system.facts) for system in found}) == 5
+    assert not any(system.drafts or system.lossless_of for system in found)
+
+
+def test_a_draft_at_every_shape(build):
+    one = build({"artifact": "longspec"})[1]
+    assert (one.name, one.family, one.kind, one.budget) == ("longspec", "longspec", "artifact", None)
+    assert one.drafts and not one.evicts and one.lossless_of == "full"
+    found = build({"artifact": "longspec"}, shapes=(CHAIN, TREE))
+    assert [system.name for system in found[1:]] == ["longspec chain 3", "longspec tree 2-2"]
+    assert found[1].parts is found[2].parts and found[1].facts != found[2].facts
+    assert found[1].facts["artifacts"][0]["method"] == "longspec"
+    assert len(found[1].facts["artifacts"][0]["weights"]) == 64
+
+
+def test_artifacts_and_policies_together(build):
+    found = build(
+        "snapkv",
+        {"artifact": "lookaheadkv", "adaptive": "heads"},
+        {"artifact": ["longspec", "lookaheadkv"], "adaptive": "heads"},
+        {"artifact": "longspec", "policy": "snapkv"},
+        budgets=(40,),
+    )
+    by = {system.name: system for system in found}
+    assert list(by) == [
+        "full",
+        "snapkv@40",
+        "lookaheadkv adaptive=heads@40",
+        "longspec+lookaheadkv adaptive=heads@40",
+        "longspec+snapkv@40",
+    ]
+    both = by["longspec+lookaheadkv adaptive=heads@40"]
+    assert both.kind == "combined" and both.drafts and both.evicts
+    assert both.parts.evictor.adaptive == "heads" and both.parts.evictor.budget.tokens == 40
+    assert both.lossless_of == "lookaheadkv adaptive=heads@40"
+    assert by["longspec+snapkv@40"].lossless_of == "snapkv@40"
+    alone = build({"artifact": "longspec", "policy": "snapkv"}, budgets=(40,))[1]
+    assert alone.lossless_of is None  # there is nothing to compare with
+
+
+def test_sampled_texts_are_compared_only_where_drafts_are_deterministic(build):
+    assert build({"artifact": "longspec"}, greedy=False)[1].lossless_of == "full"
+    iid = TreeShape((1, 1), Law.IID)
+    assert build({"artifact": "longspec"}, shapes=(iid,), greedy=False)[1].lossless_of is None
+    assert build({"artifact": "longspec"}, shapes=(iid,))[1].lossless_of == "full"
+
+
+def test_texts_of_every_combination_are_those_without_the_draft(session, target, artifacts):
+    asked = suite(task(examples=3, new=8))
+    entries = [
+        "snapkv",
+        {"artifact": "longspec"},
+        {"artifact": "lookaheadkv"},
+        {"artifact": ["longspec", "lookaheadkv"]},
+        {"artifact": "longspec", "policy": "snapkv"},
+    ]
+    builder = Builder(target, [Budget(40)], [CHAIN, TREE], artifacts.__getitem__)
+    made = session(asked=asked, systems=builder.systems(asked, entries))
+    made.work()
+    found = made.finish().results
+    compared = {
+        system["name"]: system["tasks"][0]["exactness"]
+        for system in found["systems"]
+        if system["tasks"][0]["exactness"]
+    }
+    assert len(compared) == 6
+    assert all(exact["compared"] == 3 and exact["different"] == 0 for exact in compared.values())
+    longest = max(made.records(), key=lambda record: record.prompt_tokens).example
+    records = {record.system: record for record in made.records() if record.example == longest}
+    assert records["longspec chain 3"].cycles and records["snapkv@40"].cycles is None
+    assert all(cycle.drafted == 3 for row in records["longspec chain 3"].rows() for cycle in row)
+    rows = {name: [turn.kept_rows for turn in record.turns] for name, record in records.items()}
+    assert rows["full"] == [records["full"].prompt_tokens] and rows["snapkv@40"] == [40.0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "settings", "error", "message"),
+    [
+        ([7], {}, ConfigError, r"suite\.systems entry 7; allowed: NAME of a policy"),
+        ([{"policy": "snapkv"}], {}, ConfigError, r"suite\.systems entry {'policy'"),
+        (["snap"], {}, ConfigError, "unknown eviction policy 'snap'"),
+        (["snapkv", "snapkv"], {}, ConfigError, r"two systems named snapkv@40; give each once"),
+        (["snapkv"], {"budgets": ()}, ConfigError, r"suite\.budgets=\[\] and snapkv evicts"),
+        (["snapkv"], {"budgets": (16,)}, ConfigError, r"16 rows and snapkv keeps 32 in any case"),
+        ([{"artifact": "longspec"}], {"shapes": ()}, ConfigError, r"drafts, and decode\.shape=\[\]"),
+        (
+            [{"artifact": "longspec"}],
+            {"needs": [EVICTOR]},
+            ConfigError,
+            r"artifact longspec brings a draft, which suite toy has no use for \(it takes: evictor\)",
+        ),
+        (["snapkv"], {"needs": []}, ConfigError, "policy snapkv brings an evictor, .* the full cache alone"),
+        ([{"artifact": "longspec", "depth": 3}], {}, ConfigError, "has the key depth=3; allowed: artifact"),
+        (
+            [{"artifact": "lookaheadkv", "budget_tokens": 3}],
+            {},
+            ConfigError,
+            "every system runs at the budgets of the suite",
+        ),
+        (
+            [{"artifact": "lookaheadkv", "policy": "snapkv"}],
+            {},
+            ConflictError,
+            "both bring the engine's evictor",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(build, entries, settings, error, message):
+    with pytest.raises(error, match=message):
+        build(*entries, **settings)
