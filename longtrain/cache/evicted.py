@@ -123,7 +123,7 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
     """
     if not isinstance(cache, DenseCache):
         raise ConflictError(
-            f"rows of a {type(cache).__name__} cannot be evicted; evict from a plain cache, or leave eviction out"
+            f"rows of a {type(cache).__name__} cannot be evicted; use a plain cache, or leave eviction out"
         )
     n_LBG, device = keep.n_LBG, cache.len_B.device
     L, B, G, _, D = cache.k_LBGSD.shape

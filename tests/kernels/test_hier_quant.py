@@ -1,0 +1,157 @@
+"""Codes, bytes and errors of the hierarchical cache's quantiser."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hier_cases import planes_of, ring_of, rows, same, strided
+
+from longtrain.errors import DataError
+from longtrain.kernels import hier_quant
+from longtrain.kernels import hier_quant_reference as twin
+from longtrain.kernels.hier_layout import BLOCK, Split, check_shape
+
+
+def test_where_each_code_lies():
+    """Byte b of four holds positions 0, 2, 1, 3; dimension j is in bits 0-3, j + D/2 in bits 4-7."""
+    code = torch.randint(16, (128, 64), dtype=torch.uint8)
+    key, value = twin.pack_rows(code), twin.pack_columns(code)
+    assert key.shape == (128, 32) and value.shape == (32, 128)
+    order = [0, 2, 1, 3]
+    for j in range(32):
+        byte = j // 4 * 4 + order[j % 4]
+        assert torch.equal(key[:, byte], code[:, j] | code[:, j + 32] << 4)
+    for t in range(128):
+        byte = t // 4 * 4 + order[t % 4]
+        assert torch.equal(value[:, byte], code[t, :32] | code[t, 32:] << 4)
+    assert torch.equal(twin.unpack_rows(key), code) and torch.equal(twin.unpack_columns(value), code)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("split", Split)
+def test_errors_are_bounded_by_the_step(split, dim):
+    """FLOOR: half a code of 256 and 8 of them; RTN: a whole code (its residual has no +1/2), half a step."""
+    x = rows(4, 128, 64).double()
+    upper, lower, step, zero = (part.double() for part in twin.quantise(x, dim, split))
+    eight = zero + step / 16 * (16 * upper + lower - split.lower_offset)
+    four = zero + step * (upper + split.upper_offset)
+    rounding = 2e-6 * x.abs().amax(dim, keepdim=True)  # fp32 arithmetic on numbers of this size
+    half_code = 1 / 32 if split is Split.FLOOR else 1 / 16
+    assert ((eight - x).abs() <= half_code * step + rounding).all()
+    assert ((four - x).abs() <= 0.5 * step + rounding).all()
+    assert (zero <= x + rounding).all() and (step >= 2.0**-14).all()
+    assert (x <= zero + step * twin.LEVELS[split] + rounding).all()
+    assert int(upper.max()) == 15 and int(lower.max()) <= 15
+
+
+def test_a_step_is_no_wider_than_its_range_needs():
+    x = torch.randn(50, 128) * 3
+    for split in Split:
+        _, _, step, zero = twin.quantise(x, -1, split)
+        span = x.amax(-1, keepdim=True) - zero.float()
+        assert (step.float() * twin.LEVELS[split] <= span * (1 + 2**-9)).all()
+        assert (x.amin(-1, keepdim=True) - zero.float() <= x.abs().amax() * 2**-9).all()
+
+
+def test_the_cut_code_is_nearer_than_the_residual_for_both_readers():
+    x = torch.randn(64, 128) + 8 * torch.randn(64, 1)
+    found = {}
+    for split in Split:
+        upper, lower, step, zero = (part.float() for part in twin.quantise(x, -1, split))
+        four = zero + step * (upper + split.upper_offset)
+        eight = zero + step / 16 * (16 * upper + lower - split.lower_offset)
+        found[split] = [float((y - x).square().mean().sqrt()) for y in (four, eight)]
+    assert found[Split.FLOOR][0] < found[Split.RTN][0] and found[Split.FLOOR][1] < found[Split.RTN][1]
+
+
+def test_rtn_is_the_papers():
+    """u = round((x - z) / s), l = round(e / (s / 16)), on a group whose step is exact in fp16."""
+    x = torch.arange(0, 61).float()[None] / 4  # 0..15: s = 1
+    upper, lower, step, zero = twin.quantise(x, -1, Split.RTN)
+    assert float(step) == 1 and float(zero) == 0
+    want_u = torch.floor(x + 0.5)
+    want_l = torch.floor((x - want_u) * 16 + 0.5).clamp(-8, 7)
+    assert torch.equal(upper.float(), want_u.clamp(max=15)) and torch.equal(lower.float() - 8, want_l)
+
+
+@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_blocks_read_back(split, dim):
+    k, v = (strided(rows(2, 2, 384, dim, seed=seed)) for seed in (3, 4))
+    planes = planes_of(split, dim=dim).layer(0)
+    hier_quant.quantise_blocks(k, v, planes, torch.tensor([3, 1]))
+    for bits, share in ((4, 0.5), (8, 1 / 16)):
+        got_k, got_v = twin.dequantise(planes, bits)
+        step_k = planes.k_step.float().repeat_interleave(BLOCK, 2)
+        step_v = planes.v_step.float().flatten(2)[..., None]
+        for got, want, step in ((got_k, k, step_k), (got_v, v, step_v)):
+            error = (got - want).abs()
+            assert (error <= share * step + 2e-6 * want.abs().amax())[0].all()
+            assert (error <= share * step + 2e-6 * want.abs().amax())[1, :, :BLOCK].all()
+            assert not got[1, :, BLOCK:].any()
+
+
+def test_interpreted_kernel_gives_the_same_bytes():
+    """In a process of its own: triton decides at its import whether it interprets or compiles."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", here / "interpreted_hier_quant.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=here.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -7e4])
+def test_numbers_without_a_code_are_refused(value):
+    k, v = rows(1, 2, 130, 64), rows(1, 2, 130, 64)
+    hier_quant.check_finite(k, v, 0)
+    for x in (k, v):
+        before = float(x[0, 1, 77, 5])
+        x[0, 1, 77, 5] = value
+        with pytest.raises(DataError, match="layer 3"):
+            hier_quant.check_finite(k, v, 3)
+        x[0, 1, 77, 5] = before
+
+
+def test_shapes_are_checked():
+    planes = planes_of(Split.FLOOR).layer(0)
+    with pytest.raises(DataError, match="head dim"):
+        hier_quant.quantise_blocks(rows(2, 2, 128, 128), rows(2, 2, 128, 128), planes, torch.ones(2).long())
+    for heads, groups, dim in ((8, 2, 96), (8, 3, 64), (8, 0, 64)):
+        with pytest.raises(Exception, match="allowed"):
+            check_shape(n_heads=heads, n_kv_heads=groups, head_dim=dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiled_kernel_gives_the_same_bytes(split, dim):
+    """Bit for bit: the same operations in fp32, none of them fused."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        k, v = (strided(rows(2, 4, 1100, dim, seed=seed, dtype=dtype, device="cuda")) for seed in (3, 4))
+        count_B = torch.tensor([8, 5], device="cuda")
+        mine = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
+        want = planes_of(split, dim=dim, heads=4, blocks=9, device="cuda")
+        hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
+        first_B = torch.zeros_like(count_B)
+        twin.quantise_blocks(k[:, :, :1024], v[:, :, :1024], want.layer(0), first_B, count_B)
+        assert same(mine, want) == []
+        ring = ring_of(3, 2, 4, dim, dtype=dtype, device="cuda")
+        block_B, due_B = torch.tensor([7, 3], device="cuda"), torch.tensor([True, False], device="cuda")
+        mine, host = (
+            planes_of(split, layers=3, dim=dim, heads=4, blocks=9, device=d) for d in ("cuda", "cpu")
+        )
+        hier_quant.flush_blocks(ring, mine, block_B, due_B)
+        cpu = type(ring)(ring.k.cpu(), ring.v.cpu())
+        hier_quant.flush_blocks(cpu, host, block_B.cpu(), due_B.cpu())
+        assert all(torch.equal(getattr(mine, n).cpu(), getattr(host, n)) for n in ("k_upper", "v_lower"))
+        assert int(mine.k_step.ne(0).sum()) == 3 * 4 * dim
