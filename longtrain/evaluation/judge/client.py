@@ -146,9 +146,9 @@ class Client:
                 return self._send(messages)
             except PassingError as problem:
                 if attempt == self.endpoint.retries:
+                    often = f", {attempt + 1} times in a row" if attempt else ""
                     raise JudgeError(
-                        f"judge {self.endpoint.model} at {self.endpoint.host}: {problem}, "
-                        f"{attempt + 1} times in a row"
+                        f"judge {self.endpoint.model} at {self.endpoint.host}: {problem}{often}"
                     ) from problem
                 self._pause(attempt, problem)
         raise AssertionError("unreachable")
