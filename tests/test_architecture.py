@@ -40,6 +40,7 @@ FENCES = {
     "omegaconf": ("cli", "jobs", "explain"),
     "rich": ("cli", "jobs", "training", "data"),
     "matplotlib": ("evaluation", "training", "artifact", "bench"),
+    "plotly": ("evaluation/reporting/page.py",),
     "datasets": ("data",),
     "huggingface_hub": (
         "artifact",

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from longtrain.errors import DataError
-from longtrain.evaluation.statistics import Interval, paired_difference, pooled_ratio, wilson
+from longtrain.evaluation.statistics import (
+    LEAST,
+    Interval,
+    mean_of_ratios,
+    paired_difference,
+    paired_mean_difference,
+    pooled_ratio,
+    wilson,
+)
 
 
 def test_wilson_matches_published_values():
@@ -65,3 +73,67 @@ def test_paired_difference_refuses_other_prompts():
 
 def test_interval_prints_itself():
     assert str(Interval(1.5, 1.25, 1.75, 9)) == "1.500 [1.250, 1.750]"
+
+
+def test_an_average_weighs_tasks_alike_and_is_resampled_within_them():
+    rng = np.random.default_rng(2)
+    small, large = rng.normal(20, 1, 10), rng.normal(60, 1, 1000)
+    got = mean_of_ratios([(small, np.ones(10)), (large, np.ones(1000))])
+    assert got.value == pytest.approx((small.mean() + large.mean()) / 2)
+    assert got.n == 1010
+    # were examples drawn from both tasks together, the interval would have the width of their distance
+    assert got.high - got.low < 1.5
+
+
+def test_a_mean_over_one_task_is_its_pooled_ratio():
+    one = mean_of_ratios([([3, 5, 8], [2, 2, 3])], resamples=4000)
+    pooled = pooled_ratio([3, 5, 8], [2, 2, 3], resamples=4000)
+    assert one.value == pooled.value
+    assert one.low == pytest.approx(pooled.low, abs=0.05)
+    assert one.high == pytest.approx(pooled.high, abs=0.05)
+
+
+def test_perplexity_is_exp_of_the_pooled_ratio_and_its_interval_too():
+    nats, tokens = [20.0, 33.0, 8.0], [10, 11, 5]
+    got = mean_of_ratios([(nats, tokens)], of=np.exp)
+    plain = mean_of_ratios([(nats, tokens)])
+    assert got.value == pytest.approx(math.exp(61 / 26))
+    assert (got.low, got.high) == pytest.approx((math.exp(plain.low), math.exp(plain.high)))
+
+
+def test_nothing_to_average():
+    assert math.isnan(mean_of_ratios([]).value)
+    assert math.isnan(mean_of_ratios([([], [])]).value)
+    assert mean_of_ratios([([1], [0]), ([4], [2])]).value == 2
+    assert math.isnan(paired_mean_difference([(([], []), ([], []))]).value)
+
+
+def test_a_paired_mean_difference_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(3)
+    hits, called = 0, 0
+    for trial in range(200):
+        strata = []
+        for _ in range(2):
+            level, ones = rng.normal(50, 20, size=40), np.ones(40)
+            strata.append(((level + rng.normal(0, 4, size=40), ones), (level, ones)))
+        got = paired_mean_difference(strata, seed=trial, resamples=400)
+        hits += got.low <= 0 <= got.high
+        called += got.larger_than_noise
+    assert 178 <= hits <= 200
+    assert called == 200 - hits
+
+
+def test_a_prompt_counts_only_where_both_have_a_figure():
+    got = paired_mean_difference([(([9, 7, 5], [1, 1, 0]), ([4, 0, 1], [1, 0, 1]))])
+    assert (got.value, got.n) == (5, 1)
+    with pytest.raises(DataError, match="same prompts"):
+        paired_mean_difference([(([1, 2], [1, 1]), ([1], [1]))])
+
+
+def test_few_examples_never_make_a_difference_larger_than_noise():
+    def gap(n):
+        return paired_mean_difference([(([9.0] * n, [1] * n), ([4.0] * n, [1] * n))])
+
+    assert gap(LEAST).larger_than_noise
+    assert not gap(LEAST - 1).larger_than_noise
+    assert not paired_mean_difference([(([4.0] * 9, [1] * 9), ([4.0] * 9, [1] * 9))]).larger_than_noise

@@ -105,7 +105,7 @@ def _record(system, task, example, place, kept, seed) -> Record:
     luck, facets = rng.random(), example.fields["facets"]
     length = facets.get("length", 3000 + 137 * place)
     budget = int(system.budget) if system.budget else None
-    share = 1.0 if budget is None else STRENGTH.get(system.family.split("+")[0], 1) ** (110 / (budget + 10))
+    share = 1.0 if budget is None else STRENGTH.get(system.family.split("+")[0], 1) ** (60 / (budget + 10))
     if "depth" in facets and budget is not None:
         middle = 1 - abs(facets["depth"] - 50) / 50
         share *= 1 - 0.5 * (1 - share) * middle - 0.06 * LENGTHS.index(length)
@@ -199,3 +199,9 @@ def made() -> SimpleNamespace:
         results=make_results(suite, systems, records),
         examples=make_examples(suite, systems, records),
     )
+
+
+@pytest.fixture(scope="session")
+def tools() -> SimpleNamespace:
+    """What makes results and examples of other records."""
+    return SimpleNamespace(make_results=make_results, make_examples=make_examples)

@@ -1,0 +1,185 @@
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation import compare
+from longtrain.evaluation.harness.session import jsonl
+from longtrain.evaluation.report import as_json
+from longtrain.evaluation.reporting.page import compare_page
+
+
+@pytest.fixture
+def write(made, tools, tmp_path):
+    """Writes a run of the made-up suite: (name, change of a record, systems, hash) -> its folder."""
+
+    def run(name, change=lambda record: record, systems=None, protocol="aa", settings=None, **target):
+        systems = systems or made.systems[:3]
+        names = {system.name for system in systems}
+        records = [change(record) for record in made.records if record.system in names]
+        results = tools.make_results(made.suite, systems, records, resamples=100)
+        results["protocol"] = {
+            "hash": protocol,
+            "settings": settings or {"tasks": {"qasper": {"template": "x"}}},
+        }
+        results["target"].update(target)
+        folder = tmp_path / name / "eval" / "longbench"
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_bytes(as_json(results))
+        lines = tools.make_examples(made.suite, systems, records)
+        (folder / "examples.jsonl").write_bytes(jsonl(lines))
+        return tmp_path / name
+
+    return run
+
+
+def compared(*folders, **more):
+    return compare.compare(*compare.load(folders), resamples=300, **more)
+
+
+def lift(record):
+    return replace(record, score=min(1.0, record.score + 0.05))
+
+
+def test_differences_are_paired_and_over_common_examples(write):
+    found = compared(write("old"), write("new", lift))
+    assert [run["label"] for run in found["runs"]] == ["old", "new"]
+    pair = next(one for one in found["pairs"] if one["name"] == "streaming_llm@64")
+    assert pair["examples"] == 80
+    assert 4 < pair["average"]["difference"]["value"] <= 5
+    assert pair["average"]["larger_than_noise"]
+    gap = pair["average"]["second"]["value"] - pair["average"]["first"]["value"]
+    assert gap == pytest.approx(pair["average"]["difference"]["value"])
+    assert pair["acceptance"] is None
+
+
+def test_a_run_against_itself_shows_no_difference(write):
+    folder = write("one")
+    found = compared(folder, folder / "eval" / "longbench")
+    for pair in found["pairs"]:
+        assert pair["average"]["difference"]["value"] == 0
+        assert not pair["average"]["larger_than_noise"]
+
+
+def test_acceptance_is_compared_where_drafts_ran(made, write):
+    systems = [made.systems[0], next(s for s in made.systems if s.name == "longspec_llama8b")]
+
+    def worse(record):
+        if record.cycles is None:
+            return record
+        turns = tuple(tuple(replace(c, accepted=c.accepted // 2) for c in turn) for turn in record.cycles)
+        return replace(record, cycles=turns)
+
+    found = compared(write("old", systems=systems), write("new", worse, systems=systems))
+    pair = next(one for one in found["pairs"] if one["name"] == "longspec_llama8b")
+    assert pair["acceptance"]["difference"]["value"] < -0.5
+    assert pair["acceptance"]["larger_than_noise"]
+    assert not pair["average"]["larger_than_noise"]
+
+
+def test_systems_of_other_names_are_paired_by_budget(made, write):
+    by_name = {system.name: system for system in made.systems}
+    old = [made.systems[0], by_name["snapkv@64"], by_name["snapkv@128"]]
+    new = [made.systems[0], by_name["lookaheadkv_llama8b@64"], by_name["lookaheadkv_llama8b@256"]]
+    found = compared(write("old", systems=old), write("new", systems=new))
+    assert [pair["name"] for pair in found["pairs"]] == ["full", "snapkv@64 / lookaheadkv_llama8b@64"]
+    assert found["pairs"][1]["average"]["difference"]["value"] > 0
+
+
+def test_another_protocol_is_refused_naming_the_first_setting(write):
+    old = write("old", settings={"chat_template": "abc", "tasks": {"qasper": {"template": "x"}}})
+    new = write(
+        "new", protocol="bb", settings={"chat_template": None, "tasks": {"qasper": {"template": "y"}}}
+    )
+    with pytest.raises(ConfigError, match='chat_template is "abc" in the first and nothing in the second'):
+        compared(old, new)
+
+
+def test_a_changed_prompt_deep_inside_is_named(write):
+    old = write("old")
+    new = write("new", protocol="bb", settings={"tasks": {"qasper": {"template": "y"}}})
+    with pytest.raises(ConfigError, match=r'tasks\.qasper\.template is "x" in the first and "y"'):
+        compared(old, new)
+
+
+def test_other_weights_are_compared_and_said(write):
+    found = compared(write("old"), write("new", weights_hash="other", dtype="float32"))
+    assert "the targets' weights differ: llama31_8b and llama31_8b" in found["notes"]
+    assert "the targets' precision differs: bfloat16 and float32" in found["notes"]
+
+
+def test_nothing_to_pair_is_refused(made, write):
+    by_name = {system.name: system for system in made.systems}
+    old, new = write("old", systems=[by_name["snapkv@64"]]), write("new", systems=[by_name["snapkv@128"]])
+    with pytest.raises(ConfigError, match="no system in common"):
+        compared(old, new)
+
+
+def test_folders_without_results_or_with_several(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no results\.json"):
+        compare.load([tmp_path])
+    folder = write("old")
+    other = folder / "eval" / "ruler"
+    other.mkdir()
+    (other / "results.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"results of several suites; name one of: .*longbench, .*ruler"):
+        compare.load([folder])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.json", "{"),
+        ("results.json", "{}"),
+        ("examples.jsonl", '{"task": "qasper"}\n'),
+        ("examples.jsonl", "["),
+    ],
+)
+def test_a_damaged_file_is_named(write, name, content):
+    folder = write("old")
+    (folder / "eval" / "longbench" / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name} cannot be read"):
+        compare.load([folder])
+
+
+def test_the_report_marks_what_is_larger_than_noise(write):
+    found = compared(write("old"), write("new", lift))
+    text = compare.table(found)
+    assert "old and new" in text.splitlines()[0]
+    for pair in found["pairs"]:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {pair['name']} |"))
+        assert ("**" in line) == pair["average"]["larger_than_noise"]
+    html = compare_page(found).decode()
+    data = html.split('id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["results"] == json.loads(json.dumps(found))
+
+
+def test_the_job_writes_its_files_and_refuses_what_it_cannot_compare(write, tmp_path, monkeypatch):
+    from longtrain.jobs import eval_compare
+
+    written = {}
+    monkeypatch.setattr(
+        eval_compare.provenance, "write", lambda folder, config, **facts: written.update(facts)
+    )
+    cfg = SimpleNamespace(
+        compare=[str(write("old")), str(write("new", lift))],
+        report="html",
+        home=str(tmp_path),
+        run_dir=str(tmp_path / "both"),
+        seed=0,
+        suite={"bootstrap": 50},
+    )
+    monkeypatch.setattr(eval_compare, "plain", lambda node: vars(node) if node is cfg else node)
+    eval_compare.run(cfg)
+    folder = tmp_path / "both" / "compare"
+    assert {path.name for path in folder.iterdir()} == {"compare.json", "compare.md", "compare.html"}
+    assert json.loads((folder / "compare.json").read_text())["bootstrap"]["resamples"] == 50
+    assert written == {"protocol": "aa"}
+    cfg.compare = [cfg.compare[0]]
+    with pytest.raises(ConfigError, match="compare has 1 runs; allowed: two"):
+        eval_compare.run(cfg)
+    cfg.compare = [str(tmp_path / "old"), "nowhere"]
+    with pytest.raises(ConfigError, match="there is no run nowhere"):
+        eval_compare.run(cfg)

@@ -1,0 +1,108 @@
+import copy
+import re
+
+import pytest
+
+from longtrain.evaluation.reporting.figures import budget_rank, by_budget, pictures
+from longtrain.evaluation.reporting.tables import cell, difference, summary, table
+
+
+def lines_of(text, title):
+    """Cells of the table below a heading."""
+    part = text.split(f"## {title}\n\n", 1)[1].split("\n\n")[0]
+    return [[one.strip() for one in re.split(r"(?<!\\)\|", line)[1:-1]] for line in part.splitlines()]
+
+
+def test_the_table_says_title_notes_protocol_and_every_system(made):
+    text = table(made.results)
+    assert text.startswith("# Variant of LongBench: llama31_8b\n")
+    assert "\n- 5 of 16 tasks; 10 rows of each, fewer than published\n" in text
+    assert "`3f9a1c0be27d4456`" in text
+    rows = lines_of(text, "Systems")
+    assert [row[0] for row in rows[2:]] == [system.name for system in made.systems]
+    assert all(len(row) == len(rows[0]) for row in rows)
+
+
+def test_bold_is_larger_than_noise_and_nothing_else(made):
+    rows = {row[0]: row for row in lines_of(table(made.results), "Systems")}
+    for system in made.results["systems"]:
+        if system["versus_full"] is not None:
+            assert ("**" in rows[system["name"]][2]) == system["versus_full"]["larger_than_noise"]
+    found = [system["versus_full"]["larger_than_noise"] for system in made.results["systems"][1:]]
+    assert {True, False} == set(found)
+
+
+def test_points_by_task_are_those_of_the_results(made):
+    head, _, *rows = lines_of(table(made.results), "Score by task")
+    for system, row in zip(made.results["systems"], rows, strict=True):
+        points = {task["task"]: task["score"]["value"] for task in system["tasks"]}
+        shown = {name: float(text.strip("*")) for name, text in zip(head[1:], row[1:], strict=True)}
+        assert shown == pytest.approx(points, abs=0.0051)
+
+
+def test_columns_that_nobody_fills_are_left_out(made):
+    results = copy.deepcopy(made.results)
+    results["systems"] = [system for system in results["systems"] if system["acceptance"] is None]
+    header, rows = summary(results)
+    assert header == ["system", "average score", "vs full", "cache kept"]
+    assert all(len(row) == 4 for row in rows)
+
+
+def test_with_many_tasks_and_few_systems_the_systems_are_columns(made):
+    results = copy.deepcopy(made.results)
+    results["systems"] = results["systems"][:2]
+    for system in results["systems"]:
+        system["tasks"] = [{**system["tasks"][0], "task": f"task{i}"} for i in range(12)]
+    head, _, *rows = lines_of(table(results), "Score by task")
+    assert head == ["task", "full", "streaming_llm@64"]
+    assert len(rows) == 12
+
+
+def test_what_differs_from_plain_decoding_is_named(made):
+    results = copy.deepcopy(made.results)
+    draft = next(system for system in results["systems"] if system["name"] == "longspec_llama8b")
+    exact = draft["tasks"][0]["exactness"]
+    exact.update(different=2, first=[{"example": "narrativeqa-3", "turn": 1, "position": 17}])
+    text = table(results)
+    assert "narrativeqa: 2 of 10 texts differ; narrativeqa-3 at token 17" in text
+    assert "78/80 the same" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a|b", r"a\|b"),
+        ("line\nbreak", "line break"),
+        ("<script>", r"\<script\>"),
+        ("snake_case", "snake_case"),
+        ("_not_ *this*", r"\_not\_ \*this\*"),
+        ("[x](y)", r"\[x\](y)"),
+    ],
+)
+def test_names_cannot_break_a_table(text, shown):
+    assert cell(text) == shown
+
+
+def test_a_difference_in_words():
+    versus = {"difference": {"value": -3.1, "low": -4.2, "high": -2.0, "n": 9}, "larger_than_noise": True}
+    assert difference(versus) == "**-3.10** [-4.20, -2.00]"
+    assert difference(versus, plain=True) == "-3.10* [-4.20, -2.00]"
+    assert difference({**versus, "larger_than_noise": False}) == "-3.10 [-4.20, -2.00]"
+    assert difference(None) == "-"
+
+
+def test_pictures_are_made_for_what_there_is(made):
+    found = pictures(made.results)
+    assert set(found) == {"budget.png", "acceptance.png", "needle.png"}
+    assert all(content.startswith(b"\x89PNG") for content in found.values())
+    assert found == pictures(made.results)
+    plain = copy.deepcopy(made.results)
+    plain["systems"], plain["cells"] = plain["systems"][:1], []
+    assert pictures(plain) == {}
+
+
+def test_budgets_are_lines_of_families_in_order(made):
+    lines = by_budget(made.results)
+    assert [place for place, _ in lines["snapkv"]] == ["64", "128", "256", "512"]
+    assert "full" not in lines and "longspec_llama8b" not in lines
+    assert sorted(["10%", "512", "5%", "64"], key=budget_rank) == ["64", "512", "5%", "10%"]

@@ -1,0 +1,251 @@
+import json
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longtrain.decoding.stats import Cycle
+from longtrain.errors import DataError
+from longtrain.evaluation.records import Record, Turn
+from longtrain.evaluation.results import assemble, examples
+from longtrain.evaluation.scores import ACCEPTANCE
+from longtrain.evaluation.suite import Scale, Suite, Summary
+from longtrain.evaluation.systems import System
+from longtrain.evaluation.task import Example, Measured, Task
+
+FULL = System("full", "full", "full")
+SMALL = System("snapkv@64", "policy", "snapkv", "64")
+
+
+class Hashed:
+    hash = "00ff00ff00ff00ff"
+    settings = {"suite": "s"}
+
+
+def task(name, n=8, **more):
+    rows = tuple(
+        Example(f"{name}-{i}", {"text": f"text {i}", "length": 1024 * (1 + i % 2)}) for i in range(n)
+    )
+    return Facetted(name, rows, "{text}", 32, "f1", judge=None, **more)
+
+
+class Facetted(Task):
+    def facets(self, example):
+        return {"length": example.fields["length"]}
+
+
+def record(system, example, score, *, tokens=(1, 2, 3), task="qa", **more):
+    turn = Turn("words", tuple(tokens), "length", 100, 64.0 if system.budget else 100.0)
+    facets = {"length": 1024 * (1 + int(example.split("-")[1]) % 2)}
+    return Record(system.name, task, example, facets, 100, "", False, (turn,), score, **more)
+
+
+def run(suite, systems, records, **more):
+    more = {"target": {"name": "t", "weights_hash": "w", "dtype": "float32"}, "resamples": 200, **more}
+    return assemble(suite, systems, records, protocol=Hashed(), **more)
+
+
+def entry(results, system):
+    return next(one for one in results["systems"] if one["name"] == system)
+
+
+@pytest.fixture
+def two():
+    """A task of eight examples; the small cache loses 0.1 of every score."""
+    suite = Suite("s", (task("qa"),))
+    scores = [0.2 + 0.1 * i for i in range(8)]
+    records = [record(FULL, f"qa-{i}", score) for i, score in enumerate(scores)]
+    records += [record(SMALL, f"qa-{i}", score - 0.1) for i, score in enumerate(scores)]
+    return suite, records
+
+
+def test_scores_averages_and_paired_differences(two):
+    suite, records = two
+    results = run(suite, [FULL, SMALL], records)
+    full, small = entry(results, "full"), entry(results, "snapkv@64")
+    assert full["tasks"][0]["score"]["value"] == pytest.approx(55)
+    assert full["tasks"][0]["official"] == 55.0
+    assert full["versus_full"] is None and full["tasks"][0]["versus_full"] is None
+    gap = small["tasks"][0]["versus_full"]
+    assert gap["difference"]["value"] == pytest.approx(-10)
+    assert gap["difference"]["low"] == pytest.approx(-10)  # paired: the spread of the scores is not noise
+    assert gap["larger_than_noise"]
+    assert full["average"]["low"] < 45 < 65 < full["average"]["high"]
+    assert small["tasks"][0]["kept_rows"] == 64
+    assert small["tasks"][0]["kept_share"] == pytest.approx(0.64)
+
+
+def test_results_do_not_depend_on_the_order_of_records(two):
+    suite, records = two
+    shuffled = random.Random(3).sample(records, len(records))
+    assert json.dumps(run(suite, [FULL, SMALL], shuffled)) == json.dumps(run(suite, [FULL, SMALL], records))
+
+
+def test_cells_and_facets_split_the_scores(two):
+    suite, records = two
+    results = run(suite, [FULL, SMALL], records)
+    cells = [cell for cell in results["cells"] if cell["system"] == "full"]
+    assert [(cell["facets"], cell["score"]["n"]) for cell in cells] == [
+        ({"length": 1024}, 4),
+        ({"length": 2048}, 4),
+    ]
+    assert cells[0]["score"]["value"] == pytest.approx(50)
+    facets = entry(results, "full")["facets"]
+    assert [(one["facet"], one["value"]) for one in facets] == [("length", 1024), ("length", 2048)]
+    assert facets[1]["score"]["value"] == pytest.approx(60)
+
+
+def test_a_facet_weighs_tasks_alike():
+    suite = Suite("s", (task("qa", 2), task("needle", 8)))
+    records = [record(FULL, f"qa-{i}", 1.0) for i in range(2)]
+    records += [record(FULL, f"needle-{i}", 0.0, task="needle") for i in range(8)]
+    facets = entry(run(suite, [FULL], records), "full")["facets"]
+    assert [one["score"]["value"] for one in facets] == [50, 50]
+
+
+def test_unjudged_answers_are_counted_and_left_out(two):
+    suite, records = two
+    records[0] = replace(records[0], score=None)
+    results = run(suite, [FULL, SMALL], records)
+    full = entry(results, "full")["tasks"][0]
+    assert (full["unjudged"], full["score"]["n"], full["rows"]) == (1, 7, 8)
+    assert entry(results, "snapkv@64")["versus_full"]["difference"]["n"] == 7
+    nothing = run(suite, [FULL], [replace(one, score=None) for one in records if one.system == "full"])
+    assert entry(nothing, "full")["average"] == {"value": None, "low": None, "high": None, "n": 0}
+    json.dumps(nothing, allow_nan=False)
+
+
+def test_perplexity_pools_nats_over_tokens():
+    class Corpus(Measured):
+        def __init__(self):
+            self.name, self.rows = "text", tuple(Example(f"text-{i}", {}) for i in range(3))
+
+        def settings(self):
+            return {}
+
+        def measure(self, target, parts, examples):
+            raise AssertionError("nothing is measured here")
+
+    suite = Suite(
+        "perplexity", (Corpus(),), scale=Scale("perplexity", None, False), summarise=lambda _: Summary("p")
+    )
+    found = [
+        {"nats": n, "tokens": t, "kept_rows": 50.0, "context_tokens": 100}
+        for n, t in [(20, 10), (33, 11), (8, 5)]
+    ]
+    records = [Record("full", "text", f"text-{i}", {}, measures=one) for i, one in enumerate(found)]
+    line = entry(run(suite, [FULL], records), "full")["tasks"][0]
+    assert line["score"]["value"] == pytest.approx(math.exp(61 / 26))
+    assert line["score"]["low"] >= math.exp(8 / 5) and line["score"]["high"] <= math.exp(3)
+    assert (line["unjudged"], line["kept_share"], line["output_tokens"]) == (0, 0.5, None)
+
+
+DRAFT = System("draft", "artifact", "draft", lossless_of="full")
+
+
+def drafted(hits, tokens=(1, 2, 3), example="qa-0"):
+    cycles = (tuple(Cycle(1 + 2 * i, 4, 4, hit, hit + 1) for i, hit in enumerate(hits)),)
+    return record(DRAFT, example, 1.0, tokens=tokens, cycles=cycles)
+
+
+def test_acceptance_of_drafts_and_where_their_texts_part():
+    suite = Suite("s", (task("qa", 2),))
+    records = [record(FULL, "qa-0", 1.0), record(FULL, "qa-1", 1.0)]
+    records += [drafted([4, 2]), drafted([0], tokens=(1, 2, 9), example="qa-1")]
+    for strict in (True, False):
+        target = {"name": "t", "weights_hash": "w", "dtype": "float32", "strict": strict}
+        results = run(suite, [FULL, DRAFT], records, target=target)
+        line = entry(results, "draft")["tasks"][0]
+        assert line["acceptance"]["tau"]["value"] == pytest.approx((5 + 3 + 1) / 3)
+        assert line["acceptance"]["acceptance_rate"]["value"] == pytest.approx(6 / 12)
+        exact = line["exactness"]
+        assert (exact["compared"], exact["different"]) == (2, 1)
+        assert exact["first"] == [{"example": "qa-1", "turn": 1, "position": 2}]
+        assert exact["violations"] == (1 if strict else None)
+    assert entry(results, "full")["acceptance"] is None
+    assert entry(results, "full")["tasks"][0]["exactness"] is None
+    by_length = entry(results, "draft")["facets"]
+    assert [one["acceptance"]["value"] for one in by_length] == [4, 1]
+
+
+def test_where_acceptance_is_the_figure_plain_decoding_has_one_token_a_cycle():
+    suite = Suite("s", (task("qa", 2),), scale=Scale(ACCEPTANCE, None, True))
+    records = [record(FULL, f"qa-{i}", None) for i in range(2)] + [
+        drafted([4, 2]),
+        drafted([0], example="qa-1"),
+    ]
+    results = run(suite, [FULL, DRAFT], records)
+    assert entry(results, "full")["average"]["value"] == 1
+    assert entry(results, "draft")["average"]["value"] == 3
+
+
+def test_acceptance_by_place_covers_the_whole_output():
+    suite = Suite("s", (replace(task("qa", 1), max_new_tokens=512),))
+    places = entry(run(suite, [DRAFT], [drafted([1])]), "draft")["acceptance"]["by_position"]
+    assert (places[0]["from"], places[-1]["below"], len(places)) == (1, 512, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"system": "h2o@64"}, "system h2o@64"),
+        ({"task": "other"}, "task other"),
+        ({"example": "qa-99"}, "example qa-99"),
+        ({"score": 0.0}, "there twice"),
+    ],
+)
+def test_records_that_do_not_belong_are_refused(two, change, says):
+    suite, records = two
+    with pytest.raises(DataError, match=says):
+        run(suite, [FULL, SMALL], [*records, replace(records[0], **change)])
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        raise AssertionError("only encode and decode are needed")
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+
+class Spelt(Facetted):
+    def encode(self, example, tokenizer, *, max_tokens, answers=()):
+        from longtrain.evaluation.prompts import Encoded
+
+        return Encoded(tuple(map(ord, example.fields["text"]))[:max_tokens])
+
+
+@pytest.mark.parametrize(
+    ("length", "start", "end"),
+    [(10, 10, 0), (1000, 1000, 0), (1001, 300, 700), (5000, 300, 700)],
+)
+def test_examples_show_the_ends_of_a_prompt(length, start, end):
+    text = "".join(random.Random(0).choices("abcdef", k=length))
+    rows = (Example("qa-0", {"text": text, "length": 1024}),)
+    suite = Suite("s", (Spelt("qa", rows, "", 32, "f1", judge=None),))
+    records = [record(FULL, "qa-0", 0.5), record(SMALL, "qa-0", 0.25)]
+    (line,) = examples(suite, [FULL, SMALL], records, Letters(), max_tokens={"qa": 9000})
+    assert line["prompt_start"] == text[:start]
+    assert line["prompt_end"] == (text[-end:] if end else "")
+    assert list(line["outputs"]) == ["full", "snapkv@64"]
+    assert line["outputs"]["snapkv@64"] == {"texts": ["words"], "score": 0.25, "output_tokens": 3}
+
+
+def test_what_is_not_in_a_result_is_no_example(two):
+    suite, records = two
+    lines = list(examples(suite, [FULL, SMALL], records[:3], Letters(), max_tokens={}))
+    assert [line["example"] for line in lines] == ["qa-0", "qa-1", "qa-2"]
+
+
+def test_numbers_of_numpy_become_plain(two):
+    suite, records = two
+    results = run(
+        suite, [FULL], [r for r in records if r.system == "full"], baseline={"score": np.float64(1.5)}
+    )
+    assert json.loads(json.dumps(results))["baseline"] == {"score": 1.5}
