@@ -102,18 +102,18 @@ def figures(ratings: Sequence[tuple[str, Sequence[float | None]]]) -> Json:
     Args:
         ratings: category and the two turns' ratings, of each question.
     """
-    by_turn: dict[str, list[float]] = {}
+    by_turn: dict[str, list[float]] = {"turn 1": [], "turn 2": []}
     by_category: dict[str, list[float]] = {}
     for category, turns in ratings:
         for turn, rating in enumerate(turns, 1):
             if rating is not None:
-                by_turn.setdefault(f"turn {turn}", []).append(rating)
+                by_turn[f"turn {turn}"].append(rating)
                 by_category.setdefault(category, []).append(rating)
     every = [rating for ratings_ in by_turn.values() for rating in ratings_]
     return {
         "score": _mean(every),
         "ratings": len(every),
-        "turns": {name: _mean(values) for name, values in sorted(by_turn.items())},
+        "turns": {name: _mean(values) for name, values in by_turn.items()},
         "categories": {name: _mean(values) for name, values in by_category.items()},
     }
 

@@ -21,8 +21,14 @@ def table(results: Json) -> str:
     Args:
         results: of `results.assemble`.
     """
-    parts = [_headline(results), _systems(results), _tasks(results), _depths(results), _positions(results)]
-    parts += [_facets(results), _exactness(results), _footnote(results)]
+    parts = [_headline(results), _systems(results), _tasks(results), _own(results)]
+    parts += [
+        _depths(results),
+        _positions(results),
+        _facets(results),
+        _exactness(results),
+        _footnote(results),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -152,6 +158,29 @@ def _score(task: Json) -> str:
 
 def _tau(task: Json) -> str:
     return interval(task["acceptance"]["tau"]) if task["acceptance"] else "-"
+
+
+def _own(results: Json) -> str:
+    """Figures that only this suite has, `extra.table` of its summary: a title, and a number a column."""
+    found = {
+        system["name"]: system["extra"]["table"]
+        for system in results["systems"]
+        if "table" in system["extra"]
+    }
+    if not found:
+        return ""
+    first = next(iter(found.values()))
+    rows = [
+        [
+            cell(name),
+            *(
+                "-" if (value := own["columns"].get(column)) is None else f"{value:.2f}"
+                for column in first["columns"]
+            ),
+        ]
+        for name, own in found.items()
+    ]
+    return f"## {cell(first['title'])}\n\n" + markdown(["system", *map(cell, first["columns"])], rows)
 
 
 def _depths(results: Json) -> str:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import SLACK
-from longtrain.evaluation.judge.longwrite import LongWrite, count_words, figures, has_chinese, required
+from longtrain.evaluation.judge.longwrite import (
+    DIMENSIONS,
+    LongWrite,
+    count_words,
+    figures,
+    has_chinese,
+    required,
+)
 from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts, marks_of
 from longtrain.evaluation.judge.prompts import longbench_write_prompts
 from longtrain.evaluation.judge.settings import UNJUDGED, endpoint_from, judge_settings
@@ -124,15 +131,34 @@ def _summary(task: LongWriteTask, marker: JudgeMarker | None, records: ByTask) -
     found = figures(marks, [(wanted[record.example], count_words(record.texts[0])) for record in every])
     found |= {"texts_at_limit": sum(record.turns[0].finish == "length" for record in every)}
     if marker is None:
-        return Summary(title, (*wrong, UNJUDGED), extra={"judge": None, "longbench_write": found})
+        return Summary(
+            title,
+            (*wrong, UNJUDGED),
+            extra={"judge": None, "longbench_write": found, "table": table_of(found)},
+        )
     facts = judge_facts(marker, every)
     notes = [*wrong, f"judged by {marker.endpoint.model}"]
     if facts["unjudged"]:
         missing = f"{facts['unjudged']} of {facts['judgements']} texts of {every[0].system}"
         notes.append(f"{missing} could not be judged; quality is of the rest")
     score = found["score"]
+    extra = {"judge": facts, "longbench_write": found, "table": table_of(found)}
     tasks = {} if score is None else {NAME: round(score, 2)}
-    return Summary(title, tuple(notes), tasks, tasks.get(NAME), {"judge": facts, "longbench_write": found})
+    return Summary(title, tuple(notes), tasks, tasks.get(NAME), extra)
+
+
+def table_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The official scores beside the raw means, for the table of systems."""
+    raw = found["dimensions"] or dict.fromkeys(DIMENSIONS)
+    columns = {
+        "S (official)": found["score"],
+        "S_q": found["quality"],
+        "S_l": found["length"],
+        "raw mean": found["dimensions_mean"],
+        **raw,
+        "words": found["words"],
+    }
+    return {"title": "Official scores, 0 to 100, and raw means of the dimensions, 1 to 5", "columns": columns}
 
 
 def _room(task: Task, target: Target) -> int:

@@ -201,8 +201,11 @@ def _summary(task: MtBenchTask, marker: JudgeMarker | None, records: ByTask) -> 
             f"{missing} could not be had; the benchmark's mean over the rest is {_shown(found['score'])}"
         )
     score = found["score"]
+    columns = {"all ratings": score, **found["turns"]}
+    table = {"title": "Mean rating by turn, 1 to 10", "columns": columns}
+    extra = {"judge": facts, "mt_bench": found, "table": table}
     tasks = {} if score is None else {NAME: round(score, 2)}
-    return Summary(title, tuple(notes), tasks, tasks.get(NAME), {"judge": facts, "mt_bench": found})
+    return Summary(title, tuple(notes), tasks, tasks.get(NAME), extra)
 
 
 def _shown(score: float | None) -> str:

@@ -111,6 +111,9 @@ def test_mt_bench_unjudged_interrupted_and_judged(tmp_path: Path) -> None:
     assert full["extra"]["judge"]["judgements"] == 6
     assert full["tasks"][0]["official"] == pytest.approx(full["tasks"][0]["score"]["value"], abs=0.005)
     assert {cell["facets"]["category"] for cell in resumed["cells"]} == {"writing", "math", "extraction"}
+    table = (folder_of(home, "mtbench") / "table.md").read_text()
+    assert "| system | all ratings | turn 1 | turn 2 |" in table
+    assert f"| full | {full['extra']['mt_bench']['score']:.2f} | " in table
     examples = [
         json.loads(line) for line in (folder_of(home, "mtbench") / "examples.jsonl").read_text().splitlines()
     ]
@@ -153,3 +156,7 @@ def test_longbench_write(tmp_path: Path) -> None:
     assert full["tasks"][0]["score"]["value"] == pytest.approx(full["tasks"][0]["official"], abs=0.005)
     assert "3 of 120 requests, the English ones" not in results["notes"]
     assert "3 of 120 requests" in results["notes"]
+    table = (folder_of(tmp_path, "longbench_write") / "table.md").read_text()
+    assert "| S (official) | S_q | S_l | raw mean | Relevance | " in table
+    figures = [found[key] for key in ("score", "quality", "length", "dimensions_mean")]
+    assert " | ".join(["| full", *(f"{figure:.2f}" for figure in figures)]) in table
