@@ -1,19 +1,17 @@
-"""Acceptance of drafts over context lengths: the runs. The figures made of them are in `scores`."""
+"""Acceptance of drafts over context lengths: what is asked, and what comes of it. Figures: `scores`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from longtrain.decoding.engine import Engine
-from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import Point
-from longtrain.evaluation.exactness import Exactness, compare
+from longtrain.evaluation.exactness import Exactness
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -88,69 +86,22 @@ class Runs:
     plain: list[Cell]
 
 
-def run_acceptance(
-    target: Target,
-    variants: Sequence[Variant],
-    protocol: Protocol,
-    *,
-    advance: Advance = lambda what, done: None,
-) -> Runs:
-    """Decode every prompt with every variant, and plainly.
+def check(target: Target, names: Sequence[str], protocol: Protocol) -> None:
+    """Refuse what cannot be measured.
 
     Args:
         target: the frozen model.
-        variants: at least one; names must differ.
-        protocol: what to decode.
-        advance: told of progress.
+        names: of the variants.
+        protocol: what is asked of them.
 
     Raises:
         ConfigError: two variants of one name, or a length that the target's context does not hold.
     """
-    names = [variant.name for variant in variants]
     if len(set(names)) != len(names):
-        raise ConfigError(f"variants {names} do not differ in name; give each artifact and shape once")
+        raise ConfigError(f"variants {list(names)} do not differ in name; give each artifact and shape once")
     most = target.info.max_positions - protocol.max_new_tokens
     if max(protocol.lengths) > most:
         raise ConfigError(
             f"length {max(protocol.lengths)} with {protocol.max_new_tokens} new tokens exceeds the target's "
             f"context of {target.info.max_positions}; pass lengths of at most {most}"
         )
-    cells: dict[str, list[Cell]] = {name: [] for name in names}
-    plain: list[Cell] = []
-    for length in protocol.lengths:
-        prompts = protocol.prompts(length)
-        if protocol.compare:
-            plain.append(_decode(target, PLAIN, prompts, protocol, advance))
-        for variant in variants:
-            cell = _decode(target, variant, prompts, protocol, advance)
-            if protocol.compare and (protocol.sampling.greedy or variant.shape.law is Law.POINT):
-                found = compare(
-                    target, prompts, plain[-1].tokens, other=cell.tokens, greedy=protocol.sampling.greedy
-                )
-                cell = replace(cell, exactness=found)
-            cells[variant.name].append(cell)
-    return Runs(cells, plain)
-
-
-def _decode(
-    target: Target, variant: Variant, prompts: list[list[int]], protocol: Protocol, advance: Advance
-) -> Cell:
-    length = len(prompts[0])
-    limits = Limits(protocol.batch, length + protocol.max_new_tokens, variant.shape.n_nodes)
-    engine = Engine(target, variant.parts, limits=limits)
-    tokens: list[list[int]] = []
-    stats = Stats()
-    for first in range(0, len(prompts), protocol.batch):
-        some = prompts[first : first + protocol.batch]
-        generation = engine.generate(
-            some,
-            max_new_tokens=protocol.max_new_tokens,
-            sampling=protocol.sampling,
-            shape=variant.shape,
-            ignore_eos=protocol.ignore_eos,
-            sequence_ids=range(first, first + len(some)),
-        )
-        tokens += generation.tokens
-        stats = stats + generation.stats
-        advance(f"{variant.name} @ {length}", len(some))
-    return Cell(length, tokens, stats)

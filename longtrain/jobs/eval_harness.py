@@ -101,6 +101,10 @@ def session_of(cfg: DictConfig) -> Session:
     from longtrain.evaluation.suites import SUITES
     from longtrain.evaluation.systems import Builder
 
+    if cfg.suite.name == "acceptance":
+        from longtrain.jobs import eval_acceptance
+
+        return eval_acceptance.session_of(cfg)
     suite_cfg = plain(cfg.suite)
     counts = {key: convert(suite_cfg[key], int, f"suite.{key}") for key in ("batch", "bootstrap")}
     for key, value in counts.items():
@@ -159,7 +163,7 @@ def entries_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
 
     asked = cfg.artifact if isinstance(cfg.artifact, ListConfig | list) else [cfg.artifact]
     entries: list[Any] = [{"artifact": str(where)} for where in asked if where]
-    listed = plain(cfg.suite.systems) if cfg.suite.systems else []
+    listed = plain(cfg.suite)["systems"] or []
     if not isinstance(listed, list):
         raise ConfigError(f"suite.systems={listed}; allowed: a list, [snapkv,{{artifact: NAME}}]")
     entries += [entry for entry in listed if entry not in entries]
@@ -199,6 +203,11 @@ def finish(cfg: DictConfig, session: Session) -> None:
     from longtrain.evaluation import report
     from longtrain.evaluation.harness.session import jsonl
 
+    if cfg.suite.name == "acceptance":
+        from longtrain.jobs import eval_acceptance
+
+        eval_acceptance.finish(cfg, session)  # type: ignore[arg-type]  # what its session_of gave
+        return
     marker, total = session.suite.marker, 0
     if marker is not None and not session.missing():
         total = marker.count(session.records())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from omegaconf import OmegaConf
@@ -9,7 +10,7 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.roles import Law
 from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs import shape_from
+from longtrain.jobs import eval_acceptance, shape_from
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.target.loading import load_target, random_target
@@ -47,9 +48,12 @@ def test_acceptance_leaves_scores_table_picture_and_provenance(run, tmp_path):
         "timings.json",
         "table.md",
         "acceptance.png",
+        "acceptance",  # the harness's own: what is done, results.json, tables, pages
         "config.yaml",
         "provenance.json",
     }
+    results = json.loads((folder / "acceptance" / "results.json").read_text())
+    assert [task["task"] for task in results["systems"][1]["tasks"]] == ["64", "128"]
     scores = json.loads((folder / "scores.json").read_text())
     cells = scores["variants"][0]["lengths"]
     assert [cell["length"] for cell in cells] == [64, 128]
@@ -67,6 +71,47 @@ def test_scores_do_not_change_on_a_rerun(run, tmp_path):
     before = path.read_bytes()
     run("suite.speed_prompts=0")
     assert path.read_bytes() == before
+
+
+def test_a_run_that_was_cut_off_goes_on(run, tmp_path, monkeypatch):
+    from longtrain.evaluation.harness import run as harness
+
+    folder = tmp_path / "runs" / "one" / "eval"
+    run("suite.speed_prompts=0")
+    before = (folder / "scores.json").read_bytes()
+    (folder / "scores.json").unlink()
+    ledger = next(folder.glob("acceptance/*/ledger/draft-*.jsonl"))
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # killed while the last unit was written
+    decoded = []
+    decode = harness.Runner._decode
+
+    def counted(self, system, task, unit, prompts):
+        decoded.append((system.name, task.name, len(prompts)))
+        return decode(self, system, task, unit, prompts)
+
+    monkeypatch.setattr(harness.Runner, "_decode", counted)
+    run("suite.speed_prompts=0")
+    assert (folder / "scores.json").read_bytes() == before and decoded == [("draft", "128", 4)]
+    run("suite.speed_prompts=0", "suite.max_new_tokens=10")  # other settings start anew
+    assert len(decoded) == 1 + 4
+
+
+def test_parts_give_what_one_run_gives(run, tmp_path):
+    path = tmp_path / "runs" / "one" / "eval" / "scores.json"
+    run("suite.speed_prompts=0", "suite.batch=2")
+    before = path.read_bytes()
+    shutil.rmtree(path.parent)
+    run("suite.speed_prompts=0", "suite.batch=2", "shards=2", "shard=1")
+    assert not path.exists()
+    run("suite.speed_prompts=0", "suite.batch=2", "shards=2", "shard=0")
+    assert path.read_bytes() == before
+
+
+def test_without_plain_decoding_only_drafts_run(run, tmp_path):
+    run("suite.baseline=false", "suite.speed_prompts=0")
+    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
+    assert scores["plain"] == [] and scores["variants"][0]["lengths"][0]["exactness"] is None
 
 
 def test_several_artifacts_and_shapes_side_by_side(run, artifact, tmp_path):
@@ -145,7 +190,7 @@ def test_suite_keys_are_all_read(composed):
     """A key in the suite's file that the job does not know would be a promise it does not keep."""
     from pathlib import Path
 
-    source = Path(evaluation.__file__).read_text()
+    source = Path(eval_acceptance.__file__).read_text()
     for key in OmegaConf.to_container(composed("eval", "suite=acceptance").suite):
         assert f"suite.{key}" in source or f'"{key}"' in source, key
 

@@ -107,6 +107,7 @@ class Runner:
         first: list[Encoded] = []
         cut = [False] * len(examples)
         times = {"prefill_s": 0.0, "decode_s": 0.0, "output_tokens": 0}
+        times |= {"target_forwards": 0, "cache_bytes": 0, "draft_bytes": 0}
         for _ in range(task.n_turns):
             prompts = [
                 task.encode(one, tokenizer, max_tokens=room, answers=said)
@@ -124,6 +125,9 @@ class Runner:
             times["prefill_s"] += made.stats.prefill_s
             times["decode_s"] += made.stats.decode_s
             times["output_tokens"] += sum(made.stats.output_tokens)
+            times["target_forwards"] += made.stats.target_forwards
+            for name in ("cache_bytes", "draft_bytes"):
+                times[name] = max(times[name], getattr(made.stats, name))
         records = [
             Record(
                 system.name,
@@ -206,16 +210,19 @@ def records_of(ledger: Ledger) -> dict[Place, Record]:
 
 
 def times_of(ledger: Ledger) -> list[Json]:
-    """What each task took, all units together: seconds, tokens and tokens a second."""
+    """What each task took, all units together: seconds, tokens and tokens a second, the most bytes held."""
     tasks: dict[str, Json] = {}
     for key in sorted(ledger.done):
         task, times = key.rpartition(":")[0], ledger.done[key]["times"]
         row = tasks.setdefault(task, {"task": task, "units": 0, "examples": 0})
         row["units"] += 1
         row["examples"] += times["batch"]
-        for name in ("prefill_s", "decode_s", "output_tokens", "wall_s"):
+        for name in ("prefill_s", "decode_s", "output_tokens", "wall_s", "target_forwards"):
             if name in times:
                 row[name] = row.get(name, 0) + times[name]
+        for name in ("cache_bytes", "draft_bytes"):
+            if name in times:
+                row[name] = max(row.get(name, 0), times[name])
     for row in tasks.values():
         if row.get("decode_s"):
             row["tokens_per_s"] = row["output_tokens"] / (row["prefill_s"] + row["decode_s"])
