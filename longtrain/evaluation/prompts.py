@@ -64,12 +64,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tok
     return Encoded(tuple(ids), cut)
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-    """The tokens of a conversation up to where the assistant's next answer begins, thinking switched off.
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, thinking: bool = False
+) -> tuple[int, ...]:
+    """The tokens of a conversation up to where the assistant's next answer begins.
 
     Args:
         tokenizer: the target's.
         messages: each with `role` and `content`, the last one the user's.
+        thinking: switched on in templates that have the switch.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -80,7 +83,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[s
         [dict(message) for message in messages],
         add_generation_prompt=True,
         tokenize=False,
-        enable_thinking=False,
+        enable_thinking=thinking,
     )
     ids: Any = tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
     return tuple(ids)

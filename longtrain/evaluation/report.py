@@ -114,17 +114,6 @@ def summary(variant: Json, cell: Json, figures: Json | None) -> list[str]:
     ]
 
 
-def needle_table(found: Json) -> str:
-    """The Markdown report of a needle run."""
-    rows = []
-    for cell in found["cells"]:
-        dropped = "; ".join(f"{count} {reason}" for reason, count in cell["dropped"].items()) or "none"
-        score = interval(cell["exact"], 3)
-        rows.append([tokens(cell["length"]), str(cell["needles"]), str(cell["ran"]), score, dropped])
-    header = ["context", "needles", "prompts", "exact match (Wilson 95%)", "dropped"]
-    return f"# Needles: {found['target']['name']}\n\n{markdown(header, rows)}\n"
-
-
 def tokens(count: int) -> str:
     """1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
     return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)

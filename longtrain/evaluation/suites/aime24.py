@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.aime import LARGEST, right
+from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
 from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from longtrain.target.model import Target
 
 TITLE = "AIME 2024"
@@ -29,6 +32,21 @@ MARGIN = 32
 class ContestTask(Task):
     """Problems whose answer is a whole number from 0 to 999."""
 
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The problem, never cut; as a chat message with thinking as `protocol` has it."""
+        text = self.prompt(example)
+        if not self.chat:
+            return Encoded(tuple(tokenizer(text, verbose=False).input_ids))
+        message = [{"role": "user", "content": text}]
+        return Encoded(encode_chat(tokenizer, message, thinking=bool(self.protocol["thinking"])))
+
     def references(self, example: Example) -> list[str]:
         """The answer."""
         return [str(example.fields["answer"])]
@@ -38,7 +56,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
     """The problems at `suite.data`.
 
     Args:
-        settings: `data`, `limit`, `max_new_tokens`, `chat`; see conf/suite/aime24.yaml.
+        settings: `data`, `limit`, `max_new_tokens`, `chat`, `thinking`; see conf/suite/aime24.yaml.
         target: answers are no longer than its window leaves.
         seed: of the run; nothing is drawn here.
 
@@ -50,7 +68,14 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
     limit, chat = read.optional_integer("limit"), read.flag("chat")
     rows = problems(read.text("data"))[:limit]
     task = ContestTask(
-        "aime24", rows, TEMPLATE, 1, "exact_number", lambda text, row: right(text, row.fields["answer"]), chat
+        "aime24",
+        rows,
+        TEMPLATE,
+        1,
+        "exact_number",
+        lambda text, row: right(text, row.fields["answer"]),
+        chat,
+        protocol={"thinking": read.flag("thinking")},
     )
     asked = read.integer("max_new_tokens")
     room = target.info.max_positions - _longest(task, target) - MARGIN

@@ -263,7 +263,7 @@ def _notes(read: Settings, names: Sequence[str], samples: int, sources: Sources)
     if len(names) < len(ruler.TASKS):
         notes.append(f"{len(names)} of {len(ruler.TASKS)} tasks")
     if samples != SAMPLES:
-        notes.append(f"{samples} examples of a task at each length instead of {SAMPLES}")
+        notes.append(f"examples of a task at each length: {samples} instead of {SAMPLES}")
     if sources.seed != SEED:
         notes.append(f"seed {sources.seed} instead of {SEED}")
     essays = any(ruler.TASKS[name].options.get("haystack") == "essay" for name in names)

@@ -42,6 +42,18 @@ def test_all_of_it(build, tiny, answered) -> None:
     assert third.average == 10.0  # 0, 10 and 20 of 30
 
 
+def test_thinking_is_a_setting(build, tiny, monkeypatch) -> None:
+    template = "{{ messages[0]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}"
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+    texts, settings = [], []
+    for thinking in (True, False):
+        (task,) = build(thinking=thinking, max_new_tokens=10).tasks
+        texts.append(tiny.tokenizer.decode(task.encode(task.rows[0], tiny.tokenizer, max_tokens=10).ids))
+        settings.append(task.settings())
+    assert [text.endswith("<think></think>") for text in texts] == [False, True]
+    assert settings[0] != settings[1]
+
+
 def test_solutions_end_with_the_window(build, tiny, answered) -> None:
     suite = build()
     (task,) = suite.tasks

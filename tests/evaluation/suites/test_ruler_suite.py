@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from random import Random
 
 import pytest
@@ -111,8 +112,9 @@ def test_the_same_settings_give_the_same_bytes_in_any_order(suite, build, tiny) 
 
 
 def test_sources_are_part_of_the_protocol(suite, build, tiny, tmp_path, files) -> None:
-    essays = tmp_path / "essays.json"
-    essays.write_text(json.dumps({"text": "One may write. Another may read what was written. " * 300}))
+    essays = tmp_path / "essays.json.xz"
+    with lzma.open(essays, "wt") as file:
+        file.write(json.dumps({"text": "One may write. Another may read what was written. " * 300}))
     words = tmp_path / "words.txt"
     words.write_text("alpha\nbeta\n")
     hashes = {protocol_of(suite, tiny, Sampling()).hash}
@@ -120,7 +122,7 @@ def test_sources_are_part_of_the_protocol(suite, build, tiny, tmp_path, files) -
         hashes.add(protocol_of(build(**changed), tiny, Sampling()).hash)
     assert len(hashes) == 5
     settings = {task.name: task.settings()["protocol"] for task in build(haystack=str(essays)).tasks}
-    assert settings["niah_single_2"]["haystack"]["name"] == "essays.json"
+    assert settings["niah_single_2"]["haystack"]["name"] == "essays.json.xz"
     assert "haystack" not in settings["niah_single_1"] and "questions" in settings["qa_1"]
 
 
@@ -128,7 +130,7 @@ def test_what_a_result_is_called(suite, build, answered, tiny, tmp_path, monkeyp
     summary = suite.summary(answered(suite, lambda task, one: ""))
     assert summary.title == "Variant of RULER" and summary.average == 0.0
     said = " ".join(summary.notes)
-    for part in ("3 examples", "not in Paul Graham's essays", "not from wonderwords"):
+    for part in ("each length: 3 instead of 500", "not in Paul Graham's essays", "not from wonderwords"):
         assert part in said
     fewer = build(tasks=["vt", "cwe"], seed=1, chat=False)
     notes = fewer.summary(answered(fewer, lambda task, one: "")).notes
