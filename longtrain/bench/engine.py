@@ -1,17 +1,25 @@
-"""Tokens a second of plain and speculative decoding by one engine, in one process, on the same prompts."""
+"""Tokens a second of the engine: plain and speculative, against Hugging Face's loop and the roofline.
+
+All ways decode the same prompts in one process, over the same weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from longtrain.bench import roofline, steps
+from longtrain.bench.eviction_theory import Sizes, gpu_called
 from longtrain.bench.report import gib, spread
-from longtrain.decoding.engine import Engine, Generation
-from longtrain.decoding.limits import Limits
+from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
 from longtrain.log import get_logger
+from longtrain.target.stock import decode_stock
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -22,14 +30,33 @@ COLUMNS = {
     "prompt tokens": "prompt_tokens",
     "batch": "batch",
     "plain tok/s": "plain.tokens_per_s.median",
+    "least ms": "roofline_ms",
+    "of roofline": "roofline_share",
+    "HF tok/s": "hugging_face.tokens_per_s.median",
+    "not captured tok/s": "uncaptured.tokens_per_s.median",
     "draft tok/s": "draft.tokens_per_s.median",
     "speed": "ratio",
+    "same cache tok/s": "same_cache.tokens_per_s.median",
+    "speed over it": "same_cache_ratio",
     "tau": "draft.tau",
     "same text": "same",
     "prefill s": "plain.prefill_s.median",
     "cache GiB": "plain.cache_gib",
     "draft GiB": "draft.draft_gib",
 }
+STEP_COLUMNS = {
+    "prompt tokens": "prompt_tokens",
+    "batch": "batch",
+    "shape": "shape",
+    "cycle ms": "cycle_ms",
+    "idle ms": "idle_ms.median",
+    "draft ms": "propose_ms.median",
+    "attention ms": "attention_ms.median",
+    "linear ms": "linear_ms",
+    "accept ms": "accept_ms.median",
+    "commit ms": "commit_ms.median",
+}
+BASELINES = ("hugging_face", "uncaptured")
 
 
 @dataclass(frozen=True)
@@ -38,10 +65,15 @@ class Settings:
 
     Args:
         max_new_tokens: generated tokens a prompt; no token id ends a text.
-        sampling: the same for both.
+        sampling: the same for all ways; Hugging Face's loop is greedy.
         shape: what is drafted.
         warmup: runs not counted.
         repeats: runs counted.
+        baselines: further ways to decode plainly: names of `BASELINES`.
+        cycles: cycles that are taken apart, plainly and with the draft; 0: none.
+
+    Raises:
+        ConfigError: no such baseline.
     """
 
     max_new_tokens: int
@@ -49,12 +81,22 @@ class Settings:
     shape: TreeShape
     warmup: int = 1
     repeats: int = 5
+    baselines: Sequence[str] = ()
+    cycles: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.baselines:
+            if name not in BASELINES:
+                raise ConfigError(f"suite.baselines names '{name}'; known: {', '.join(BASELINES)}")
 
 
 def measure(
     target: Target, parts: Parts | None, prompts: Sequence[Sequence[int]], settings: Settings
 ) -> dict[str, Any]:
-    """Decode one batch of prompts plainly and, where `parts` brings a draft, with it.
+    """Decode one batch of prompts plainly, by the baselines and, where `parts` brings a draft, with it.
+
+    Parts with a cache or an evictor of their own also decode plainly with those: that, and not the whole
+    cache in 16 bits, is whose text the draft must give.
 
     Args:
         target: the model.
@@ -62,7 +104,6 @@ def measure(
         prompts: token ids of equal length.
         settings: see `Settings`.
     """
-    limits = Limits()
     row: dict[str, Any] = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
 
     def run(engine: Engine, shape: TreeShape) -> Callable[[], Generation]:
@@ -74,15 +115,33 @@ def measure(
             ignore_eos=True,
         )
 
-    row["plain"], plain = _timed(run(Engine(target, limits=limits), TreeShape(())), settings)
+    row["plain"], plain = _timed(run(Engine(target), PLAIN), settings)
+    row |= _roofline(target, row)
     log.info("prompt_tokens=%d batch=%d plain=%s", row["prompt_tokens"], row["batch"], row["plain"])
+    if "uncaptured" in settings.baselines:
+        row["uncaptured"], _ = _timed(run(Engine(target, capture=False), PLAIN), settings)
+    if "hugging_face" in settings.baselines:
+        row["hugging_face"] = _stock(target, prompts, settings)
+    ways: list[tuple[Parts | None, TreeShape]] = [(None, PLAIN)]
     if parts is not None and parts.draft is not None:
-        row["draft"], drafted = _timed(run(Engine(target, parts, limits=limits), settings.shape), settings)
+        if parts.cache is not None or parts.evictor is not None:
+            undrafted = replace(parts, draft=None)
+            row["same_cache"], plain = _timed(run(Engine(target, undrafted), PLAIN), settings)
+            ways.append((undrafted, PLAIN))
+        row["draft"], drafted = _timed(run(Engine(target, parts), settings.shape), settings)
+        ways.append((parts, settings.shape))
         row["draft"]["tau"] = drafted.stats.tau
         row["draft"]["acceptance_rate"] = drafted.stats.acceptance_rate
         row["same"] = sum(a == b for a, b in zip(plain.tokens, drafted.tokens, strict=True)) / len(prompts)
-        row["ratio"] = row["draft"]["tokens_per_s"]["median"] / row["plain"]["tokens_per_s"]["median"]
+        row["ratio"] = _speed(row, "draft") / _speed(row, "plain")
+        if "same_cache" in row:
+            row["same_cache_ratio"] = _speed(row, "draft") / _speed(row, "same_cache")
         log.info("prompt_tokens=%d batch=%d draft=%s", row["prompt_tokens"], row["batch"], row["draft"])
+    if settings.cycles:
+        row["steps"] = [
+            steps.measure(target, one, prompts, steps.Settings(shape, settings.sampling, settings.cycles))
+            for one, shape in ways
+        ]
     return row
 
 
@@ -100,3 +159,32 @@ def _timed(work: Callable[[], Generation], settings: Settings) -> tuple[dict[str
         "target_forwards": stats[-1].target_forwards,
     }
     return figures, runs[-1]
+
+
+def _speed(row: dict[str, Any], way: str) -> float:
+    """Tokens a second of one way."""
+    return float(row[way]["tokens_per_s"]["median"])
+
+
+def _stock(target: Target, prompts: Sequence[Sequence[int]], settings: Settings) -> dict[str, Any]:
+    """Hugging Face's own loop."""
+    runs = [
+        decode_stock(target, prompts, max_new_tokens=settings.max_new_tokens)
+        for _ in range(settings.warmup + settings.repeats)
+    ][settings.warmup :]
+    tokens = len(prompts) * (settings.max_new_tokens - 1)
+    return {
+        "tokens_per_s": spread([tokens / one.decode_s for one in runs]),
+        "prefill_s": spread([one.prefill_s for one in runs]),
+    }
+
+
+def _roofline(target: Target, row: dict[str, Any]) -> dict[str, Any]:
+    """The least time of a plain step on this GPU and its share of the time taken; nothing elsewhere."""
+    gpu = gpu_called(torch.cuda.get_device_name(target.device)) if target.device.type == "cuda" else None
+    if gpu is None:
+        return {}
+    parts = roofline.step(Sizes.of(target.info), batch=row["batch"], context=row["prompt_tokens"])
+    least_ms = roofline.figures(parts, gpu)["ms"]
+    taken_ms = 1e3 * row["batch"] / _speed(row, "plain")
+    return {"gpu": gpu.name, "roofline_ms": least_ms, "roofline_share": least_ms / taken_ms}

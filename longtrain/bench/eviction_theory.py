@@ -28,23 +28,26 @@ ITEM = 2
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of a device: dense bf16 FLOP/s and bytes/s."""
+    """Peaks of a device: dense bf16 FLOP/s, bytes/s and bytes of memory."""
 
     name: str
     flops_per_s: float
     bytes_per_s: float
+    memory_bytes: float
 
 
 GPUS = {
-    "H100": Gpu("H100", 989e12, 3.35e12),
-    "H200": Gpu("H200", 989e12, 4.8e12),
+    "H100": Gpu("H100", 989e12, 3.35e12, 80e9),
+    "H200": Gpu("H200", 989e12, 4.8e12, 141e9),
+    "A100": Gpu("A100", 312e12, 2.039e12, 80e9),
+    "A6000": Gpu("A6000", 154.8e12, 0.768e12, 48e9),
 }
-"""Data-sheet peaks of the SXM boards."""
+"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of the RTX A6000."""
 
 
 def gpu_called(name: str) -> Gpu | None:
     """The entry of `GPUS` for what CUDA calls a device ("NVIDIA H200"); None for others."""
-    slower = any(board in name for board in ("NVL", "PCIe"))
+    slower = any(board in name for board in ("NVL", "PCIe", "40GB"))
     return next((gpu for key, gpu in GPUS.items() if key in name and not slower), None)
 
 

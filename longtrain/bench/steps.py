@@ -17,11 +17,12 @@ from torch import Tensor
 
 from longtrain.bench.report import spread
 from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Captured, Mail, Stage, has_graphs, record
+from longtrain.decoding.captured import Captured, Mail, Stage, can_settle, has_graphs, record
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.errors import ConflictError
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -52,22 +53,28 @@ def measure(
 
     Args:
         target: the model.
-        parts: what brings the draft; None: plain decoding.
+        parts: what brings draft, cache and evictor; None: plain decoding.
         prompts: token ids.
         settings: see `Settings`.
+
+    Raises:
+        ConflictError: such cycles cannot be captured.
     """
-    shape = settings.shape
-    draft = parts.draft if parts is not None and shape.widths else None
+    shape, parts = settings.shape, parts or Parts()
+    draft = parts.draft if shape.widths else None
     room = 2 * (settings.warmup + settings.cycles + 2) * (shape.depth + 1)
     stage = Stage(target)
     read = prefill(
         target,
-        stage.new_cache,
+        parts.cache or (target.new_cache if parts.evictor else stage.new_cache),
         prompts,
         max_new_tokens=room,
         nodes=shape.n_nodes,
         hidden=draft.want.hidden if draft else (),
+        evictor=parts.evictor,
     )
+    if not can_settle(read.cache) or (draft is not None and draft.tensors() is None):
+        raise ConflictError(f"the cycles of parts '{parts.name}' cannot be captured; pass suite.cycles=0")
     cache = stage.settle(read.cache, room=room + shape.n_nodes)
     if draft is not None:
         draft.start(read.tokens_BS, read.n_B, read.step, cache)
@@ -119,7 +126,8 @@ def _whole(phases: Phases, settings: Settings) -> dict[str, Any]:
 
 def _split(phases: Phases, settings: Settings) -> dict[str, Any]:
     """Each phase by itself."""
-    device, made = phases.target.device, {}
+    device = phases.target.device
+    made: dict[str, Any] = {}  # what one phase leaves to the next, at one place in all cycles
 
     def propose() -> None:
         made["tree"] = phases.propose()

@@ -9,15 +9,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from longtrain import provenance
-from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.contexts import documents_from_files, parse_tokens
-from longtrain.jobs import convert, device_of, load_target_from, plain, sampling_from, shape_from
+from longtrain.errors import ConfigError
+from longtrain.evaluation.contexts import parse_tokens
+from longtrain.jobs import convert, device_of, plain
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    pass
 
-SUITES = ("engine", "draft_memory", "eviction")
+SUITES = ("engine", "draft_memory", "eviction", "roofline")
 
 
 def run(cfg: DictConfig) -> None:
@@ -26,7 +25,7 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: no such suite, or one of its keys is wrong.
     """
-    from longtrain.bench import draft_memory, engine, report
+    from longtrain.bench import engine, report
 
     name = str(cfg.suite.name)
     if name not in SUITES:
@@ -34,52 +33,27 @@ def run(cfg: DictConfig) -> None:
     if name == "eviction":
         _eviction(cfg)
         return
-    rows = _engine(cfg) if name == "engine" else _draft_memory(cfg)
+    rows, columns = _measured(cfg, name)
     folder = Path(cfg.run_dir) / "bench"
     path = report.write(folder, name, settings=plain(cfg.suite), rows=rows)
     provenance.write(folder, plain(cfg))
-    columns = engine.COLUMNS if name == "engine" else draft_memory.COLUMNS
     console = Console(soft_wrap=True, highlight=False)
     console.print(report.table(rows, columns), markup=False)
+    if cycles := [one for row in rows for one in row.get("steps", [])]:
+        console.print(report.table(cycles, engine.STEP_COLUMNS), markup=False)
     console.print(f"wrote {path}", markup=False)
 
 
-def _engine(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Plain against speculative decoding on the held-out text that ships with the package."""
-    from longtrain.artifact import Artifact
-    from longtrain.bench import engine
+def _measured(cfg: DictConfig, name: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of a suite, and which of their values its table shows."""
+    from longtrain.bench import draft_memory, engine, roofline
+    from longtrain.jobs import bench_engine
 
-    artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
-    target = load_target_from(cfg, path=artifact.target.name if artifact else None)
-    settings = engine.Settings(
-        max_new_tokens=int(cfg.suite.max_new_tokens),
-        sampling=sampling_from(cfg),
-        shape=shape_from(cfg),
-        warmup=int(cfg.suite.warmup),
-        repeats=int(cfg.suite.repeats),
-    )
-    rows: list[dict[str, Any]] = []
-    for length in map(parse_tokens, cfg.suite.lengths):
-        for batch in cfg.suite.batches:
-            parts = artifact.attach(target, verify=not rows) if artifact else None
-            rows.append(engine.measure(target, parts, _prompts(target, length, batch), settings))
-    return rows
-
-
-def _prompts(target: Target, length: int, batch: int) -> list[list[int]]:
-    """Stretches of held-out text, evenly spread.
-
-    Raises:
-        DataError: the target has no tokenizer, or there is too little text for this length.
-    """
-    if target.tokenizer is None:
-        raise DataError(f"target {target.info.name} has no tokenizer; bench suite=engine needs real text")
-    documents = documents_from_files(asset_dir("bundled") / "text" / "heldout", target.tokenizer)
-    ids = [int(token) for document in documents for token in document.ids_T]
-    if len(ids) < length:
-        raise DataError(f"held-out text has {len(ids)} tokens; lengths={length} asks for more")
-    step = (len(ids) - length) // max(1, batch - 1) if batch > 1 else 0
-    return [ids[i * step : i * step + length] for i in range(batch)]
+    if name == "engine":
+        return bench_engine.engine_rows(cfg), engine.COLUMNS
+    if name == "roofline":
+        return bench_engine.roofline_rows(cfg), roofline.COLUMNS
+    return _draft_memory(cfg), draft_memory.COLUMNS
 
 
 def _draft_memory(cfg: DictConfig) -> list[dict[str, Any]]:

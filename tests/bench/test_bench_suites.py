@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from longtrain.bench import draft_memory, engine, report
-from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
 from longtrain.methods import get
+from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.target.loading import random_target
 
 
@@ -79,6 +82,33 @@ def test_engine_suite_measures_plain_and_drafted() -> None:
     assert row["same"] == 1.0
     assert 1.0 <= row["draft"]["tau"] <= 3.0
     assert row["ratio"] > 0 and row["plain"]["target_forwards"] == 6
+
+
+def test_engine_suite_measures_baselines_and_takes_cycles_apart() -> None:
+    target, spec = random_target("llama_micro"), get("longspec")
+    config = spec.config(window=8)
+    assert spec.attach is not None
+    draft = spec.attach(spec.build(config, target.info).eval(), target, config, {})
+    parts = draft.merge(Parts(evictor=SnapKV(Budget(6), window=2), name="snapkv"))
+    how = engine.Settings(
+        max_new_tokens=6,
+        sampling=Sampling(),
+        shape=TreeShape((2, 2)),
+        repeats=1,
+        baselines=engine.BASELINES,
+        cycles=2,
+    )
+    row = engine.measure(target, parts, [list(range(3, 15))] * 2, how)
+    for way in ("plain", "uncaptured", "hugging_face", "same_cache", "draft"):
+        assert row[way]["tokens_per_s"]["median"] > 0
+    assert row["same"] == 1.0 and row["same_cache"]["cache_gib"] < row["plain"]["cache_gib"]
+    assert [one["shape"] for one in row["steps"]] == [[], [], [2, 2]]
+    for one in row["steps"]:
+        phases = ("propose_ms", "forward_ms", "accept_ms", "commit_ms", "attention_ms")
+        assert all(one[name]["median"] > 0 for name in phases) and one["cycle_ms"] > 0
+        assert one["linear_ms"] == one["forward_ms"]["median"] - one["attention_ms"]["median"]
+    with pytest.raises(ConfigError, match="names 'vllm'; known: hugging_face, uncaptured"):
+        engine.Settings(6, Sampling(), TreeShape(()), baselines=["vllm"])
 
 
 def test_report_keeps_the_environment(tmp_path: Path) -> None:

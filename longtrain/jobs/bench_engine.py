@@ -1,0 +1,141 @@
+"""`longtrain bench suite=engine` and `suite=roofline`: decoding as it is, and as it can be at best."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.contexts import documents_from_files, parse_tokens
+from longtrain.jobs import convert, device_of, load_target_from, plain, sampling_from, shape_from, typed
+
+if TYPE_CHECKING:
+    from longtrain.artifact import Artifact
+    from longtrain.decoding.roles import Parts
+    from longtrain.target.model import Target
+
+
+def engine_rows(cfg: DictConfig) -> list[dict[str, Any]]:
+    """Plain against speculative decoding, on held-out text or, with `suite.shape`, on random ids."""
+    from longtrain.artifact import Artifact
+    from longtrain.bench import engine
+
+    suite = cfg.suite
+    artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
+    counts = {
+        key: convert(suite[key], int, f"suite.{key}")
+        for key in ("max_new_tokens", "warmup", "repeats", "cycles")
+    }
+    settings = engine.Settings(
+        sampling=sampling_from(cfg),
+        shape=shape_from(cfg),
+        baselines=convert(plain(suite.baselines), list[str], "suite.baselines"),
+        **counts,
+    )
+    named = artifact.target.name if artifact else None
+    target = _random_target(cfg) if suite.shape else load_target_from(cfg, path=named)
+    rows: list[dict[str, Any]] = []
+    parts = None
+    for length in map(parse_tokens, suite.lengths):
+        for batch in suite.batches:
+            if parts is None:
+                parts = _parts(cfg, target, artifact)
+            prompts = (_random_ids if suite.shape else _stretches)(target, length, batch)
+            rows.append(engine.measure(target, parts, prompts, settings))
+    return rows
+
+
+def roofline_rows(cfg: DictConfig) -> list[dict[str, Any]]:
+    """The analytic model over lengths and batch sizes.
+
+    Raises:
+        ConfigError: no such device or shape, or bits other than 16, 8 and 4.
+    """
+    from longtrain.bench import roofline
+    from longtrain.bench.eviction_theory import GPUS, Sizes
+    from longtrain.target.shapes import SHAPES
+
+    suite = cfg.suite
+    shape = suite.shape if isinstance(suite.shape, str) else plain(suite.shape)
+    if isinstance(shape, str) and shape not in SHAPES:
+        raise ConfigError(f"suite.shape={shape}; known: {', '.join(SHAPES)}")
+    if suite.gpu not in GPUS:
+        raise ConfigError(f"suite.gpu={suite.gpu}; known: {', '.join(GPUS)}")
+    bits = [convert(suite[key], int, f"suite.{key}") for key in ("weight_bits", "kv_bits")]
+    for key, value in zip(("weight_bits", "kv_bits"), bits, strict=True):
+        if value not in (16, 8, 4):
+            raise ConfigError(f"suite.{key}={value}; allowed: 16, 8, 4")
+    return roofline.table(
+        Sizes.of_keys(SHAPES[shape] if isinstance(shape, str) else shape),
+        GPUS[suite.gpu],
+        batches=convert(plain(suite.batches), list[int], "suite.batches"),
+        contexts=[parse_tokens(length) for length in suite.lengths],
+        tokens=convert(suite.generated_tokens, int, "suite.generated_tokens"),
+        width=roofline.Width(*bits),
+    )
+
+
+def _random_target(cfg: DictConfig) -> Target:
+    """A published shape with random weights, fused where it runs on CUDA."""
+    from longtrain.target.loading import random_target
+
+    device = device_of(cfg)
+    dtype = str(cfg.target.dtype) if cfg.target else "auto"
+    target = random_target(str(cfg.suite.shape), seed=int(cfg.seed), dtype=dtype, device=device)
+    return target.fuse() if device.startswith("cuda") else target
+
+
+def _parts(cfg: DictConfig, target: Target, artifact: Artifact | None) -> Parts | None:
+    """What decodes beside the target: an artifact, or `method=NAME` with random weights.
+
+    Raises:
+        ConfigError: a method that brings nothing to an engine, or one with weights and a real target.
+    """
+    import torch
+
+    from longtrain import methods
+
+    if artifact is not None:
+        return artifact.attach(target)
+    if cfg.method is None:
+        return None
+    spec = methods.get(str(cfg.method.name))
+    if spec.attach is None:
+        raise ConfigError(f"method={spec.name} brings nothing to decode with; pass another, or none")
+    if spec.objective is not None and not cfg.suite.shape:
+        raise ConfigError(
+            f"method={spec.name} would decode with random weights; pass artifact=NAME, or suite.shape=NAME "
+            "to measure random weights"
+        )
+    values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
+    config = typed(spec.config, values, "method")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(cfg.seed))
+        module = spec.build(config, target.info)
+    return spec.attach(module.to(target.device, target.dtype), target, config, {})
+
+
+def _stretches(target: Target, length: int, batch: int) -> list[list[int]]:
+    """Stretches of held-out text, evenly spread.
+
+    Raises:
+        DataError: the target has no tokenizer, or there is too little text for this length.
+    """
+    if target.tokenizer is None:
+        raise DataError(f"target {target.info.name} has no tokenizer; bench suite=engine needs real text")
+    documents = documents_from_files(asset_dir("bundled") / "text" / "heldout", target.tokenizer)
+    ids = [int(token) for document in documents for token in document.ids_T]
+    if len(ids) < length:
+        raise DataError(f"held-out text has {len(ids)} tokens; lengths={length} asks for more")
+    step = (len(ids) - length) // max(1, batch - 1) if batch > 1 else 0
+    return [ids[i * step : i * step + length] for i in range(batch)]
+
+
+def _random_ids(target: Target, length: int, batch: int) -> list[list[int]]:
+    """Prompts for weights that know no text."""
+    import torch
+
+    coins = torch.Generator().manual_seed(length)
+    return torch.randint(target.info.vocab_size, (batch, length), generator=coins).tolist()

@@ -1,0 +1,97 @@
+"""The analytic model: Table 1's asymptotics, the figures' statements, and sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from longtrain.bench import roofline
+from longtrain.bench.eviction_theory import GPUS, Sizes, gpu_called
+from longtrain.bench.roofline import Width
+
+LLAMA2_7B = Sizes(32, 32, 32, 128, 4096, 11008, 32000)
+LLAMA31_8B = Sizes(32, 32, 8, 128, 4096, 14336, 128256)
+A6000 = GPUS["A6000"]
+
+
+def test_a_step_by_hand() -> None:
+    parts = roofline.step(LLAMA31_8B, batch=2, context=1000, rows=3)
+    weights = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 128256 * 4096
+    assert parts.linear.flops == 2 * 6 * weights
+    assert parts.attention.flops == 2 * 3 * 4 * 32 * 32 * 128 * 1000
+    assert parts.attention.bytes == 2 * (2 * 2 * 32 * 8 * 128 * 1000) + 2 * 2 * 6 * 32 * 32 * 128
+    through = 32 * (4 * 4096 + 6144 + 4096 + 2 * 14336 + 14336 + 4096 + 4096 + 4096 - 8192)
+    assert parts.linear.bytes == pytest.approx(
+        2 * weights + 2 * (6 * through + 6 * (4096 + 128256)), rel=1e-3
+    )
+
+
+def test_decoding_intensity_is_that_of_table_1() -> None:
+    """Linear: the batch. Attention: one FLOP a byte and query head, whatever batch and context."""
+    for batch in (1, 4, 32):
+        for context in (4096, 131072):
+            parts = roofline.step(LLAMA2_7B, batch=batch, context=context)
+            assert roofline.intensity(parts.attention) == pytest.approx(1, rel=1e-3)
+            assert roofline.intensity(parts.linear) == pytest.approx(batch, rel=0.02)
+    grouped = roofline.step(LLAMA31_8B, batch=1, context=131072)
+    assert roofline.intensity(grouped.attention) == pytest.approx(4, rel=1e-3)
+
+
+def test_prefill_is_bound_by_arithmetic_and_decoding_by_memory() -> None:
+    """Figs. 2 and 5, Llama-2-7B on an A6000 at the contexts and batch sizes plotted."""
+    assert roofline.ridge(A6000) == pytest.approx(201.6, abs=0.1)
+    rows = roofline.table(LLAMA2_7B, A6000, batches=[1, 8, 64], contexts=[1024, 16384, 262144], tokens=1024)
+    bounds = {(row["phase"], row["aggregate_bound"]) for row in rows}
+    assert bounds == {("prefill", "compute"), ("decode", "memory")}
+    assert all(row["attention_bound"] == "compute" for row in rows if row["phase"] == "prefill")
+
+
+def test_attention_takes_over_with_context_and_batch() -> None:
+    rows = roofline.table(LLAMA2_7B, A6000, batches=[1, 16], contexts=[512, 32768, 131072], tokens=1024)
+    share = {
+        (row["batch"], row["context"]): row["attention_share"] for row in rows if row["phase"] == "decode"
+    }
+    assert share[1, 512] < 0.05 < 0.5 < share[1, 32768] < share[1, 131072]
+    assert share[1, 512] < share[16, 512] and share[16, 32768] > 0.9
+
+
+def test_the_cache_outgrows_eight_gpus() -> None:
+    """Fig. 6: Llama-2-7B's cache against 8 x 80 GB."""
+    (row,) = (
+        row
+        for row in roofline.table(LLAMA2_7B, GPUS["H100"], batches=[16], contexts=[131072], tokens=2)
+        if row["phase"] == "decode"
+    )
+    assert row["kv_gb"] == pytest.approx(16 * 68.7, rel=1e-3)
+    assert row["kv_gb"] > 8 * 80 and not row["fits"] and row["memory_share"] > 8
+
+
+def test_generation_is_the_sum_of_its_steps() -> None:
+    whole = roofline.generation(LLAMA31_8B, batch=2, context=100, tokens=5)
+    by_hand = [roofline.step(LLAMA31_8B, batch=2, context=100 + i) for i in range(5)]
+    for part in ("linear", "attention"):
+        for what in ("flops", "bytes"):
+            summed = sum(getattr(getattr(one, part), what) for one in by_hand)
+            assert getattr(getattr(whole, part), what) == pytest.approx(summed)
+
+
+def test_narrow_numbers_carry_scales_and_zeros() -> None:
+    assert roofline.stored(128, 16) == 256
+    assert 256 / roofline.stored(128, 4) == pytest.approx(3.76, abs=0.01)
+    assert 256 / roofline.stored(128, 8) == pytest.approx(1.94, abs=0.01)
+    slow = roofline.step(LLAMA31_8B, batch=1, context=65536)
+    fast = roofline.step(LLAMA31_8B, batch=1, context=65536, width=Width(weights=4, kv=4))
+    assert slow.whole.bytes / fast.whole.bytes == pytest.approx(3.7, abs=0.1)
+    assert fast.whole.flops == slow.whole.flops
+
+
+def test_a_bound_is_the_longer_of_two_times() -> None:
+    parts = roofline.step(LLAMA31_8B, batch=1, context=32768)
+    found = roofline.figures(parts, GPUS["H200"])
+    assert found["ms"] == pytest.approx(1e3 * parts.whole.bytes / 4.8e12)
+    wide = roofline.step(LLAMA31_8B, batch=512, context=1)
+    assert roofline.bound_ms(wide.linear, GPUS["H200"]) == pytest.approx(1e3 * wide.linear.flops / 989e12)
+
+
+def test_boards_of_other_speed_are_not_taken_for_these() -> None:
+    assert gpu_called("NVIDIA RTX A6000") is A6000 and gpu_called("NVIDIA A100-SXM4-80GB") is GPUS["A100"]
+    assert gpu_called("NVIDIA A100-SXM4-40GB") is None and gpu_called("NVIDIA H100 PCIe") is None
