@@ -130,6 +130,7 @@ def _contest(read: Settings, target: Target, notes: list[str]) -> Task:
         "limit": read.get("limit"),
         "max_new_tokens": asked,
         "chat": read.get("chat"),
+        "thinking": False,
     }
     (task,) = aime24.build({"name": read.suite, **settings}, target, seed=0).tasks
     assert isinstance(task, Task)
