@@ -1,0 +1,298 @@
+"""`longtrain eval` through the harness: killed, resumed, cut into parts and extended, one result."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.evaluation.longbench import SPECS
+from longtrain.evaluation.ruler import DATASETS
+from longtrain.evaluation.suites import SUITES
+from longtrain.jobs import eval as evaluation
+from longtrain.jobs import eval_harness, eval_parts
+from longtrain.jobs.eval_progress import Progress
+
+TASKS = ("hotpotqa", "trec", "lcc")
+RESULT = ("results.json", "examples.jsonl", "table.md")
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    """Rows of three LongBench tasks with short answers."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in TASKS:
+        lines = []
+        for number in range(6):
+            row = {
+                "input": f"What is number {number}?",
+                "context": "It was a dark and stormy night. " * (4 + 5 * number % 7),
+                "answers": ["night", str(number)],
+                "length": 30,
+                "dataset": name,
+                "language": "en",
+                "all_classes": ["night", "day"] if name == "trec" else None,
+                "_id": f"{name}-{number}",
+            }
+            lines.append(json.dumps(row))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def overrides(rows) -> list[str]:
+    return [
+        "suite=longbench",
+        f"suite.data={rows}",
+        f"suite.tasks=[{','.join(TASKS)}]",
+        "suite.batch=2",
+        "suite.bootstrap=50",
+        "suite.systems=[snapkv]",
+        "suite.budgets=[48]",
+    ]
+
+
+@pytest.fixture
+def run(composed, overrides, tmp_path):
+    """`run(name, *changes)`: the command in this process; gives the folder of its results."""
+
+    def go(name: str, *changes: str) -> Path:
+        evaluation.run(composed("eval", *overrides, *changes, f"name={name}"))
+        return tmp_path / "runs" / name / "eval" / "longbench"
+
+    return go
+
+
+@pytest.fixture
+def command(overrides, target_folder, tmp_path):
+    """`command(name, *changes)`: the same in a process of its own."""
+
+    def start(name: str, *changes: str) -> subprocess.Popen[str]:
+        words = [*overrides, f"target.path={target_folder}", "target.device=cpu", f"home={tmp_path}"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "longtrain", "eval", *words, *changes, f"name={name}", "quiet=true"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    return start
+
+
+def result(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in RESULT]
+
+
+def units(folder: Path) -> int:
+    """Finished units in all ledgers."""
+    found = [path.read_bytes() for path in (folder / "ledger").glob("*.jsonl")]
+    return sum(content.count(b"\n") for content in found) - len(found)
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Until so many units are finished, while the process runs."""
+    end = time.monotonic() + 60
+    while units(folder) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "nothing comes"
+        time.sleep(0.005)
+
+
+def test_a_killed_run_goes_on_and_its_result_is_that_of_a_whole_one(run, command, tmp_path):
+    want = result(run("whole"))
+    folder = tmp_path / "runs" / "killed" / "eval" / "longbench"
+    process = command("killed")
+    wait_for(process, folder, 5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = units(folder)
+    assert 5 <= done < 18 and not (folder / "results.json").exists()
+    (ledger,) = (folder / "ledger").glob("full*.jsonl")
+    ledger.write_bytes(ledger.read_bytes() + b'{"key": "torn')
+    before = {path: path.read_bytes() for path in (folder / "ledger").glob("*.jsonl")}
+    assert result(run("killed")) == want
+    assert units(folder) == 18
+    for path, content in before.items():  # nothing was run again
+        assert path.read_bytes().startswith(content[: content.rfind(b"\n") + 1])
+    keys = [json.loads(line)["key"] for line in ledger.read_text().splitlines()[1:]]
+    assert len(keys) == len(set(keys)) == 9
+
+
+def test_sigterm_finishes_the_unit_and_says_how_to_go_on(run, monkeypatch, tmp_path):
+    advance, calls = Progress.advance, []
+
+    def counted(self: Progress, what: str, done: int) -> None:
+        advance(self, what, done)
+        calls.append(what)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "advance", counted)
+        with pytest.raises(
+            LongtrainError, match=r"stopped as asked with 12 examples of full left .* goes on"
+        ):
+            run("stopped")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert units(tmp_path / "runs" / "stopped" / "eval" / "longbench") == len(calls) == 3
+    assert result(run("stopped")) == result(run("whole"))
+
+
+def test_two_processes_here_make_the_same_result(run, capsys):
+    want = result(run("whole"))
+    assert result(run("parts", "shards=2")) == want
+
+
+def test_parts_one_by_one_and_a_merge(run, caplog):
+    want = result(run("whole"))
+    caplog.set_level("INFO")
+    folder = run("parts", "shards=3", "shard=2")
+    assert not (folder / "results.json").exists()
+    assert "part=2 of=3 done" in caplog.text
+    with pytest.raises(ConfigError, match=r"not finished \(full: \d+ examples, snapkv@48: \d+ examples left"):
+        run("parts", "shards=3", "shard=merge")
+    run("parts", "shards=3", "shard=0")
+    assert result(run("parts", "shards=3", "shard=1")) == want  # the last one merges
+    (folder / "results.json").unlink()
+    assert result(run("parts", "shards=3", "shard=merge")) == want
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_named_with_its_reason(run, rows, monkeypatch):
+    monkeypatch.setattr(eval_parts, "environment", lambda *_: {**os.environ, "HF_HUB_OFFLINE": "1"})
+    with pytest.raises(LongtrainError, match=r"part \d of 2 failed: unknown eviction policy 'snap'"):
+        run("parts", "shards=2", "suite.systems=[snap]")
+
+
+def test_gpus_are_dealt_out_in_turn(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    seen = [eval_parts.environment(n, 3, "cuda")["CUDA_VISIBLE_DEVICES"] for n in range(3)]
+    assert seen == ["3", "5", "3"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = eval_parts.environment(0, 2, "cpu")
+    assert share["CUDA_VISIBLE_DEVICES"] == "3,5" and int(share["OMP_NUM_THREADS"]) >= 1
+
+
+def test_files_and_what_is_in_them(run, capsys):
+    folder = run("one", "report=html")
+    names = {path.name for path in folder.iterdir()}
+    assert {*RESULT, "timings.json", "report.html", "config.yaml", "provenance.json", "ledger"} <= names
+    found = json.loads((folder / "results.json").read_text())
+    assert found["title"].startswith("Variant of LongBench")
+    assert [system["name"] for system in found["systems"]] == ["full", "snapkv@48"]
+    assert str(folder.parent.parent) not in (folder / "results.json").read_text()
+    assert "_s" not in {key[-2:] for key in found["systems"][0]}
+    lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
+    assert [line["example"] for line in lines] == [f"{t}-{i}" for t in SPECS if t in TASKS for i in range(6)]
+    assert all(set(line["outputs"]) == {"full", "snapkv@48"} for line in lines)
+    times = json.loads((folder / "timings.json").read_text())
+    assert all(task["output_tokens"] > 0 for system in times["systems"] for task in system["tasks"])
+    assert json.loads((folder / "provenance.json").read_text())["protocol"] == found["protocol"]["hash"]
+    assert "Variant of LongBench" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("report=pdf", ConfigError, r"report=pdf; allowed: html, or null"),
+        ("shards=0", ConfigError, r"shards=0; allowed: 1 or more"),
+        ("shard=1", ConfigError, r"shard=1 shards=1; allowed: 0 to 0, merge"),
+        ("shard=all", ConfigError, r"shard=all; allowed: a whole number"),
+        ("suite.batch=0", ConfigError, r"suite\.batch=0; allowed: 1 or more"),
+        ("suite.bootstrap=no", ConfigError, r"suite\.bootstrap=False|suite\.bootstrap=no"),
+        ("suite.systems=snapkv", ConfigError, r"suite\.systems=snapkv; allowed: a list"),
+        ("suite.budgets=[64,0.1]", ConfigError, r"suite\.budgets=\[64, 0\.1\]; allowed"),
+        ("suite.shapes=[4]", ConfigError, r"suite\.shapes has 4; allowed: lists of widths"),
+        (
+            "suite.check_baseline=perhaps",
+            ConfigError,
+            r"suite\.check_baseline=perhaps; allowed: true or false",
+        ),
+        ("decode.temperature=-1", ConfigError, r"temperature=-1\.0; allowed"),
+    ],
+)
+def test_wrong_settings_are_one_clear_error_and_write_nothing(run, tmp_path, change, error, message):
+    with pytest.raises(error, match=message):
+        run("one", change)
+    assert not list(tmp_path.glob("runs/*/eval/*/ledger/*.jsonl"))
+
+
+def test_a_row_with_a_missing_field_is_named(run, rows, tmp_path):
+    lines = (rows / "trec.jsonl").read_text().splitlines()
+    values = json.loads(lines[3])
+    del values["answers"]
+    lines[3] = json.dumps(values)
+    (rows / "trec.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"trec\.jsonl.*4.*answers|answers.*trec\.jsonl.*4"):
+        run("one")
+
+
+def test_a_folder_of_another_protocol_loses_nothing(run):
+    folder = run("one")
+    want = result(folder)
+    with pytest.raises(
+        ConfigError, match=r"protocol\.decoding\.seed=0, and .*seed=1 is asked for; pass name="
+    ):
+        run("one", "seed=1")
+    assert result(folder) == want
+    with pytest.raises(ConfigError, match=r"protocol\.tasks\.lcc\.rows=6, and .*=2 is asked for"):
+        run("one", "suite.limit=2")
+    assert result(run("one")) == want
+
+
+def test_every_key_of_a_harness_suite_is_read(composed):
+    """A key that nothing knows would be a promise that is not kept."""
+    import inspect
+
+    from longtrain.evaluation import suites
+
+    folder = Path(inspect.getfile(suites)).parent
+    shared = "".join(path.read_text() for path in folder.glob("*.py"))
+    judges = "".join(path.read_text() for path in folder.parent.glob("judge/*.py"))
+    job = Path(inspect.getfile(eval_harness)).read_text()
+    conf = Path(__file__).parent.parent.parent / "conf" / "suite"
+    seen = set()
+    for path in conf.glob("*.yaml"):
+        cfg = composed("eval", f"suite={path.stem}").suite
+        if cfg.name in SUITES:
+            seen.add(cfg.name)
+            importlib.import_module(SUITES[cfg.name])
+            for key in OmegaConf.to_container(cfg):
+                named = f'"{key}"' in shared + judges + job or f"suite.{key}" in job
+                assert named or key in DATASETS, (path.name, key)
+    assert seen == set(SUITES), f"suites without a file in conf/suite: {set(SUITES) - seen}"
+
+
+def test_progress_counts_what_was_done_before(caplog, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    caplog.set_level("INFO")
+    with Progress(10, 4, every_s=0.0) as bar:
+        bar.advance("full · qasper", 2)
+        bar.add(5, 1)
+        bar.advance("full · trec", 2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "examples_done_before=4 of=10"
+    assert "full · qasper: examples=6 of=10 left_s=" in lines[1]
+    assert "full · trec: examples=9 of=15 left_s=" in lines[2]
+
+
+def test_the_bar_starts_where_the_earlier_run_ended(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Progress(10, 4) as bar:
+        (shown,) = bar._bar.tasks
+        assert (shown.completed, shown.total) == (4, 10)
+        bar.advance("full · qasper", 3)
+        assert (shown.completed, shown.description) == (7, "full · qasper")
