@@ -1,0 +1,192 @@
+"""QuantSpec in the engine: the same text as plain decoding on the same cache, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+from longtrain import methods
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.int4_linear import Int4Linear
+from longtrain.methods import policies
+from longtrain.methods.quantspec.config import Config
+from longtrain.target.int4 import Int4Target
+from longtrain.target.loading import random_target
+
+SPEC = methods.get("quantspec")
+MICRO = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    """In fp64, so that no tie is decided by the number of rows of a step."""
+    return random_target(MICRO, seed=3, dtype=torch.float64)
+
+
+def parts_of(target, **keys) -> Parts:
+    config = Config(**keys)
+    return SPEC.attach(SPEC.build(config, target.info), target, config, {})
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    gen = torch.Generator().manual_seed(1)
+    return [torch.randint(MICRO["vocab_size"], (length,), generator=gen).tolist() for length in lengths]
+
+
+def both(engine, texts, shape, **options):
+    plain = engine.generate(texts, shape=PLAIN, ignore_eos=True, **options)
+    return plain, engine.generate(texts, shape=shape, ignore_eos=True, **options)
+
+
+def test_512_greedy_tokens_are_those_of_plain_decoding_on_this_cache(target):
+    plain, drafted = both(
+        Engine(target, parts_of(target)), prompts(250), TreeShape((1,) * 4), max_new_tokens=512
+    )
+    assert drafted.tokens == plain.tokens and drafted.stats.tau > 1.3
+    assert len(plain.tokens[0]) == 512
+
+
+@pytest.mark.parametrize(
+    "keys", [{"split": "rtn"}, {"weight_bits": 16}, {"kv_bits": 8}], ids=["rtn", "KV only", "weights only"]
+)
+def test_batches_sampled_and_greedy_are_exact(target, keys):
+    """Drafts chosen by argmax: the target's coins decide every token, whatever was drafted."""
+    engine = Engine(target, parts_of(target, **keys))
+    for temperature, texts in ((0.0, prompts(120, 255, 380)), (1.0, prompts(250))):
+        sampling = Sampling(temperature=temperature, seed=5)
+        plain, drafted = both(engine, texts, TreeShape((1,) * 7), max_new_tokens=24, sampling=sampling)
+        assert drafted.tokens == plain.tokens
+
+
+def test_the_upper_half_of_the_cache_is_nearly_the_target(target):
+    """On the target's own weights only the reading at 4 bits differs."""
+    prompt = prompts(600)
+    shape = TreeShape((1,) * 3)
+    rates = {}
+    for name, keys in (("kv", {"weight_bits": 16}), ("weights", {"kv_bits": 8}), ("both", {})):
+        engine = Engine(target, parts_of(target, **keys))
+        generation = engine.generate(prompt, max_new_tokens=40, shape=shape, ignore_eos=True)
+        rates[name] = generation.stats.acceptance_rate
+    assert rates["kv"] > 0.6 and rates["kv"] > rates["both"] - 0.05
+
+
+def test_a_step_stops_where_plain_decoding_would_quantise(target):
+    """With 254 tokens in the cache two more rows fit before the flush, however many are accepted."""
+    engine = Engine(target, parts_of(target, weight_bits=16))
+    out = engine.generate(prompts(254), max_new_tokens=20, shape=TreeShape((1,) * 6), ignore_eos=True)
+    assert out.stats.rows[0][0].emitted <= 2
+    free = Engine(target, parts_of(target, weight_bits=16, strict_flush=False))
+    loose = free.generate(prompts(254), max_new_tokens=20, shape=TreeShape((1,) * 6), ignore_eos=True)
+    assert loose.stats.rows[0][0].emitted > 2
+
+
+@pytest.mark.parametrize("law", [Law.IID, Law.POINT])
+def test_sampled_text_follows_the_law_of_plain_decoding(law):
+    """Two-sample chi-square of the tokens after the first, 500 sequences each; 99.9% of the law."""
+    target = random_target({**MICRO, "vocab_size": 7}, seed=3)
+    engine = Engine(target, parts_of(target), limits=Limits(batch=500))
+    texts = [[token % 7 for token in prompts(254)[0]]] * 500
+    sampling = Sampling(temperature=1.3, seed=1)
+    counts = []
+    for shape, first in ((PLAIN, 0), (TreeShape((1, 1), law), 1000)):
+        generation = engine.generate(
+            texts,
+            max_new_tokens=4,
+            sampling=sampling,
+            shape=shape,
+            ignore_eos=True,
+            sequence_ids=range(first, first + 500),
+        )
+        tokens = torch.tensor(generation.tokens)
+        counts.append(torch.stack([torch.bincount(tokens[:, at], minlength=7) for at in (1, 2, 3)]).double())
+    one, two = counts
+    total = (one + two).clamp(min=1)
+    chi2 = float(((one - two).square() / total).sum())
+    assert chi2 < 42.3  # 18 degrees of freedom
+
+
+def test_another_draft_on_this_cache_is_exact(target):
+    longspec = methods.get("longspec")
+    config = longspec.config(window=32)
+    module = longspec.build(config, target.info).double()
+    parts = parts_of(target, draft=False).merge(longspec.attach(module, target, config, {}))
+    assert parts.name == "quantspec+longspec"
+    engine = Engine(target, parts)
+    plain, drafted = both(engine, prompts(250, 40), TreeShape((2, 2)), max_new_tokens=24)
+    assert drafted.tokens == plain.tokens
+
+
+def test_plain_decoding_needs_no_draft_and_reads_eight_bits(target):
+    """The target's law on this cache is near that of the plain cache: most greedy tokens agree."""
+    prompt = prompts(700)
+    here = Engine(target, parts_of(target, draft=False)).generate(prompt, max_new_tokens=16, ignore_eos=True)
+    there = Engine(target).generate(prompt, max_new_tokens=16, ignore_eos=True)
+    assert here.tokens[0][:3] == there.tokens[0][:3]
+    assert here.stats.draft_bytes == 0 and here.stats.cache_bytes < there.stats.cache_bytes
+
+
+def test_the_draft_shares_all_but_its_linear_layers(target):
+    before = copy.deepcopy(target.state_dict())
+    model = Int4Target(target, group=128)
+    assert model.model.model.embed_tokens.weight is target.model.model.embed_tokens.weight
+    assert model.model.model.norm.weight is target.model.model.norm.weight
+    layers = [module for module in model.modules() if isinstance(module, Int4Linear)]
+    assert len(layers) == 8 and not any(type(m) is torch.nn.Linear for m in model.modules())
+    assert model.int4_bytes() == sum(layer.bytes() for layer in layers)
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+    assert any(type(m) is torch.nn.Linear for m in target.modules())
+    assert (model.device, model.dtype) == (target.device, target.dtype)
+    pos_BT = torch.arange(5)[None]
+    assert all(torch.equal(a, b) for a, b in zip(model.rope(pos_BT), target.rope(pos_BT), strict=True))
+    with pytest.raises(ConflictError, match="INT4"):
+        _ = model.head_weight
+
+
+def test_caches_are_used_again(target):
+    parts = parts_of(target, draft=False)
+    first = parts.cache(2, 300, 5)
+    assert parts.cache(2, 1000, 5) is first and int(first.len_B.max()) == 0
+    assert parts.cache(3, 300, 5) is not first and parts.cache(3, 1025, 5).capacity == 2048
+
+
+def test_what_it_refuses(target):
+    parts = parts_of(target)
+    engine = Engine(target, parts)
+    with pytest.raises(ConfigError, match="chains"):
+        engine.generate(prompts(20), max_new_tokens=4, shape=TreeShape((2, 2)))
+    evictor = policies.make("snapkv", Budget(8), {})
+    with pytest.raises(ConflictError, match="quantspec"):
+        Engine(target, parts.merge(Parts(evictor=evictor, name="snapkv")))
+    with pytest.raises(ConflictError, match="hierarchical"):
+        Engine(target, Parts(draft=parts.draft)).generate(prompts(20), max_new_tokens=4)
+    with pytest.raises(ConflictError, match="start"):
+        parts_of(target).draft.propose(torch.zeros(1).long(), PLAIN, Sampling(), None)
+    with pytest.raises(ConfigError, match="size 32"):
+        parts_of(random_target("qwen3_micro"))
+    with pytest.raises(ConfigError, match="no inference keys"):
+        SPEC.attach(SPEC.build(Config(), None), target, Config(), {"budget_tokens": 3})
+    for keys in (
+        {"split": "ceil"},
+        {"kv_bits": 2},
+        {"weight_bits": 8},
+        {"weight_group": 100},
+        {"kv_bits": 8, "weight_bits": 16},
+    ):
+        with pytest.raises(ConfigError, match=r"method\.(split|kv_bits|weight)"):
+            Config(**keys)
