@@ -13,13 +13,16 @@ from rich.console import Console
 
 from longtrain import methods
 from longtrain.assets import asset_dir
-from longtrain.bench import estimate
+from longtrain.bench import estimate, roofline
+from longtrain.bench.eviction_theory import GPUS, Sizes
 from longtrain.bench.report import GIB, table
 from longtrain.errors import ConfigError
 from longtrain.jobs import plain, typed
 from longtrain.jobs.prepare import data_config
 from longtrain.target.info import TargetInfo
 
+DECODES_ON = "H200"
+"""The device that the bound on decoding is told for; `bench suite=roofline` has others."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 
@@ -44,6 +47,7 @@ def run(cfg: DictConfig) -> None:
         ("target", f"{info.name}: {parameters / 1e9:.3g} B weights, {parameters * size / GIB:.3g} GiB"),
         ("KV cache", f"{kv / 1024:.4g} KiB a token; {kv * info.max_positions / GIB:.3g} GiB at its "
                      f"{info.max_positions} positions"),
+        ("decoding", _decoding(info, size)),
         ("trained", f"{trained / 1e6:.4g} M weights; {trained * estimate.STATE_BYTES / GIB:.3g} GiB with "
                     "gradients and Adam"),
     ]  # fmt: skip
@@ -76,6 +80,18 @@ def run(cfg: DictConfig) -> None:
             "estimate.",
             markup=False,
         )
+
+
+def _decoding(info: TargetInfo, itemsize: int) -> str:
+    """Where a decoding step's time goes at the target's longest context, at best."""
+    gpu, width = GPUS[DECODES_ON], roofline.Width(8 * itemsize, 8 * itemsize)
+    parts = roofline.step(Sizes.of(info), batch=1, context=info.max_positions, width=width)
+    found = roofline.figures(parts, gpu)
+    return (
+        f"a step at {info.max_positions} tokens takes {found['ms']:.3g} ms or more on an {gpu.name}, "
+        f"{found['attention_share']:.0%} of it attention ({found['aggregate_intensity']:.3g} FLOP a byte, "
+        f"{found['aggregate_bound']} bound)"
+    )
 
 
 def _on_cpu(cfg: DictConfig) -> bool:

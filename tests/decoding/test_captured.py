@@ -24,6 +24,7 @@ from longtrain.kernels.tree_attention_reference import visible_slots
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.target.loading import random_target
 from longtrain.target.step import Want
 
 from .micro import prompts_of, snapkv
@@ -261,3 +262,32 @@ def test_what_cannot_be_captured_is_refused_or_left():
 def test_a_taped_cycle_that_asks_the_host_is_found():
     with pytest.raises(AssertionError, match="asks the host"):
         Tape(lambda: torch.ones(2).sum().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, TREE, TreeShape((2, 4), Law.IID)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
+def test_cuda_graphs_give_the_same_texts(family, sampling, shape):
+    """In fp32: kernels that sum in another order move logits by 1e-6, and texts of 48 tokens stay."""
+    target = random_target(family, dtype=torch.float32, device="cuda")
+    draft = longspec(target)
+    draft.draft.to("cuda")
+    parts = Parts(draft=draft, name="longspec")
+    for prompts in (ONE, THREE):
+        both(target, parts, prompts, max_new_tokens=48, sampling=sampling, shape=shape, ignore_eos=True)
+    auto = Engine(target, parts)
+    auto.generate(ONE, max_new_tokens=48, shape=shape, ignore_eos=True)
+    assert auto._kept.arena is not None
+
+
+@pytest.mark.gpu
+def test_a_graph_is_made_anew_where_weights_moved():
+    target = random_target("llama_micro", dtype=torch.float32, device="cuda")
+    static = Engine(target, capture=True)
+    settings = {"max_new_tokens": 32, "ignore_eos": True}
+    first = static.generate(THREE, **settings)
+    for change in (target.fuse, target.unfuse):
+        change()
+        torch.cuda.empty_cache()
+        assert static.generate(THREE, **settings).tokens == first.tokens

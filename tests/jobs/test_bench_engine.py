@@ -1,0 +1,70 @@
+"""`bench suite=engine` and `suite=roofline` from their configuration to what they write."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longtrain.errors import ConfigError
+from longtrain.jobs import bench
+
+
+def written(tmp_path, name):
+    return json.loads((tmp_path / "runs" / "one" / "bench" / f"{name}.json").read_text())["rows"]
+
+
+def test_random_weights_and_a_random_draft(composed, tmp_path, capsys):
+    small = ("suite.shape=llama_micro", "lengths=[24]", "suite.batches=[1,2]", "suite.max_new_tokens=5")
+    quick = ("suite.repeats=1", "suite.warmup=0", "suite.cycles=2", "suite.baselines=[hugging_face]")
+    bench.run(composed("bench", "method=longspec", "method.window=8", *small, *quick))
+    rows = written(tmp_path, "engine")
+    assert [(row["prompt_tokens"], row["batch"]) for row in rows] == [(24, 1), (24, 2)]
+    assert all(row["same"] == 1.0 and row["hugging_face"]["prefill_s"]["median"] > 0 for row in rows)
+    assert [one["shape"] for one in rows[0]["steps"]] == [[], [1, 1, 1, 1]]
+    said = capsys.readouterr().out
+    assert "| plain tok/s |" in said and "| attention ms |" in said and "wrote " in said
+
+
+def test_real_text_without_a_draft(composed, tmp_path):
+    bench.run(composed("bench", "lengths=[40]", "suite.max_new_tokens=4", "suite.repeats=1"))
+    (row,) = written(tmp_path, "engine")
+    assert row["plain"]["target_forwards"] == 4 and "draft" not in row and "steps" not in row
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method=longspec"], "method=longspec would decode with random weights; pass artifact=NAME"),
+        (["method=pretrain", "suite.shape=llama_micro"], "method=pretrain brings nothing to decode with"),
+        (["suite.shape=gpt9"], "unknown shape 'gpt9'"),
+        (["suite.baselines=[vllm]"], "names 'vllm'"),
+        (["suite.cycles=some"], "suite.cycles=some; allowed: a whole number"),
+    ],
+)
+def test_engine_refuses(composed, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        bench.run(composed("bench", *overrides))
+
+
+def test_the_roofline_is_a_table(composed, tmp_path, capsys):
+    keys = ("lengths=[1k,128k]", "suite.batches=[1]", "suite.kv_bits=4")
+    bench.run(composed("bench", "suite=roofline", *keys))
+    rows = written(tmp_path, "roofline")
+    found = {(row["phase"], row["context"]): row for row in rows}
+    assert found["decode", 131072]["kv_gb"] == pytest.approx(17.2 / 3.76, rel=0.01)
+    assert found["decode", 1024]["attention_share"] < 0.02 < 0.2 < found["decode", 131072]["attention_share"]
+    assert "| attention's share |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("suite.gpu=TPU", "suite.gpu=TPU; known: H100"),
+        ("suite.shape=gpt9", "suite.shape=gpt9; known"),
+        ("suite.kv_bits=3", "suite.kv_bits=3; allowed: 16, 8, 4"),
+    ],
+)
+def test_roofline_refuses(composed, override, words):
+    with pytest.raises(ConfigError, match=words):
+        bench.run(composed("bench", "suite=roofline", override))
