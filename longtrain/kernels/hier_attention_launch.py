@@ -83,7 +83,7 @@ def hier_attention(
             OFFSET=planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16,
             MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, STAGES=tile.stages,
             PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.warps,
-            **({"maxnreg": tile.registers} if tile.registers else {}),
+            **({"maxnreg": tile.registers} if tile.registers else {}), **merging.pdl(chained),
         )  # fmt: skip
         return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 

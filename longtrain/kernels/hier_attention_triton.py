@@ -9,8 +9,8 @@ numbers unpacked of a byte's two halves, s and z a key channel's step and zero, 
 
 Before its blocks go by, a program writes beta of all of them, and finds the power of two that keeps p s in
 the range of fp16. Rows m and the partial results are as in `tree_attention_triton`; the last split has the
-ring. A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal range,
-but exact, and tensor cores take it at full speed. PORTABLE makes a number of it (for the interpreter).
+ring. A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal
+range, but exact, and tensor cores take it at full speed. PORTABLE makes n of it (for the interpreter).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.tree_attention_triton import _rows, _visible
 
@@ -123,8 +123,9 @@ def attend_kernel(
     WORDS: tl.constexpr, RECENT: tl.constexpr, STAGES: tl.constexpr, PORTABLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Partial out [ROWS, D] and base-2 lse [ROWS] of a tile of rows over a split of the blocks or the ring."""
+    """Partial out [ROWS, D], base-2 lse [ROWS] of a tile of rows over a split of the blocks or the ring."""
     if CHAINED:
+        gdc_wait()
         gdc_launch_dependents()
     X: tl.constexpr = D // 2
     tiles = tl.cdiv(T * GROUP, ROWS)
@@ -191,7 +192,7 @@ def attend_kernel(
         q_low, q_high = low.to(tl.float32) * scale2, high.to(tl.float32) * scale2
         norm = tl.maximum(tl.max(tl.abs(q_low), 1), tl.max(tl.abs(q_high), 1))
         norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
-        # numbers of INT8, and those of the second half in INT4, are 16 times too large; all are in steps of UNIT
+        # numbers of INT8, and those of INT4's second half, are 16 times too large; all are steps of UNIT
         UNIT: tl.constexpr = 1.0 if PORTABLE else 2.0**-24
         FIRST: tl.constexpr = 0.0625 if BITS == 8 else 1.0
         a_low = (q_low / norm[:, None] * FIRST).to(tl.float16)

@@ -44,21 +44,20 @@ class Tile:
 
 
 TILES = (
-    Tile(rows=16, keys=64, warps=4, stages=3, resident=2),
-    Tile(rows=32, keys=64, warps=4, stages=3, resident=2),
-    Tile(rows=64, keys=64, warps=4, stages=3, resident=2),
-    Tile(rows=128, keys=64, warps=8, stages=3, resident=1),
+    Tile(rows=16, keys=64, warps=4, stages=4, resident=1, bulk=True),
+    Tile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
+    Tile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
+    Tile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
 )
 """In half precision: the first that holds all packed rows, or else the last."""
 FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
-BLOCK = 8
-"""Partial results that a merging program reads at once."""
+BLOCK = 16
+"""Most partial results that a merging program reads at once."""
 CHUNK = 1
-"""Packed rows of a merging program."""
-MERGE_WARPS = 2
+"""Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
 CHAINED = True
-"""The merging kernel is launched before the attention kernel ends, where the device can."""
+"""Kernels start while the one before them ends, where the device can; they wait before they read."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
@@ -90,7 +89,8 @@ def tree_attention(
     part_lse, part_out = part[: programs * splits * tile.rows], part[programs * splits * tile.rows :]
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows, "SPLITS": splits}
     hopper = _hopper(q_BHTD.device)
-    bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu")
+    bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu") and _even(k_BGSD, v_BGSD)
+    chained = chains(q_BHTD.device)
     registers = {"maxnreg": tile.registers} if tile.registers else {}
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with torch.cuda.device_of(q_BHTD):
@@ -100,7 +100,7 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *(bits.stride()[:2] if kind == 2 else (0, 0)),
             **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
-            STAGES=tile.stages, CHAINED=chains(q_BHTD.device), num_warps=tile.warps, **registers,
+            STAGES=tile.stages, CHAINED=chained, num_warps=tile.warps, **registers, **pdl(chained),
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
@@ -113,18 +113,24 @@ def merge(
     out_BHTD = torch.empty((B, H, T, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     chained = chains(q_BHTD.device)
-    kernels.merge_kernel[(B * G * -(-T * (H // G) // CHUNK),)](
+    block = min(BLOCK, triton.next_power_of_2(splits))
+    chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
+    kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
         part_out, part_lse, out_BHTD, lse_BHT, T,
         G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows, SPLITS=splits,
-        BLOCK=min(BLOCK, triton.next_power_of_2(splits)), CHUNK=CHUNK, CHAINED=chained,
-        num_warps=MERGE_WARPS, **({"launch_pdl": True} if chained else {}),
+        BLOCK=block, CHUNK=chunk, CHAINED=chained, num_warps=max(1, block // 8), **pdl(chained),
     )  # fmt: skip
     return out_BHTD, lse_BHT
 
 
 def chains(device: torch.device) -> bool:
-    """Whether the merging kernel is launched before the attention kernel ends."""
+    """Whether kernels are launched before the one in front of them ends."""
     return CHAINED and _hopper(device)
+
+
+def pdl(chained: bool) -> dict[str, bool]:
+    """The launch option of that (programmatic dependent launch)."""
+    return {"launch_pdl": True} if chained else {}
 
 
 def _width(D: int) -> int:
@@ -150,6 +156,14 @@ def splits_for(programs: int, resident: int, device: torch.device) -> int:
     if device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, cores * resident // programs)
+
+
+def _even(*tensors: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes, as bulk copies ask for."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
+        for x in tensors
+    )
 
 
 def _descriptor(x_BGSD: Tensor, tile: Tile) -> Any:

@@ -42,7 +42,7 @@ def _step(q, k, v, scale2, top, total, acc, visible, MASKED: tl.constexpr):
 
 @triton.jit
 def _visible(slot, n, query, low_bits, high_bits, T, MASK: tl.constexpr, WORDS: tl.constexpr):
-    """Which of a tile's slots each row sees. MASK 0: the prefix; 1: also rows up to its own; 2: also its bits."""
+    """Slots of a tile that each row sees. MASK 0: the prefix; 1: and rows up to its own; 2: and its bits."""
     own = (slot - n)[None, :]
     seen = own < 0
     if MASK == 1:
@@ -67,9 +67,10 @@ def attend_kernel(
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: the merging kernel may be put on the multiprocessors while this one runs.
+    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise.
     """
     if CHAINED:
+        gdc_wait()
         gdc_launch_dependents()
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -145,6 +146,7 @@ def merge_kernel(
     """out_BHTD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
     if CHAINED:
         gdc_wait()
+        gdc_launch_dependents()
     chunks = tl.cdiv(T * GROUP, CHUNK)
     pid = tl.program_id(0)
     m = pid % chunks * CHUNK + tl.arange(0, CHUNK)

@@ -1,0 +1,133 @@
+"""Compiles the Triton kernels for a GPU that need not be there, and reads what the compiler made of them.
+
+Registers, stack, shared memory and the instructions of the inner loop say most of what matters to a kernel's
+speed before it is ever run: spills, narrow loads, conversions. The assembler and the disassembler are those
+that triton brings.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = 90
+"""Compute capability 9.0, as triton writes it."""
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_LABEL = re.compile(r"^\s*(\.L_\w+):")
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What the compiler made of a kernel.
+
+    Args:
+        registers: of a thread.
+        stack_bytes: of a thread; spilled registers lie there.
+        shared_bytes: of a program.
+        instructions: machine instructions in order, without operands (`HMMA.16816.F32`).
+        loops: of each backward branch, its first and last instruction's positions.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: tuple[str, ...]
+    loops: tuple[tuple[int, int], ...]
+
+    def count(self, prefix: str, within: tuple[int, int] | None = None) -> int:
+        """Instructions whose name begins so, in all or in a loop."""
+        first, last = within or (0, len(self.instructions) - 1)
+        return sum(name.startswith(prefix) for name in self.instructions[first : last + 1])
+
+    def loop_of(self, prefix: str) -> tuple[int, int]:
+        """The loop with most instructions of that name: the inner loop, if the name is chosen well.
+
+        Raises:
+            ValueError: no loop has one.
+        """
+        best = max(self.loops, key=lambda loop: self.count(prefix, loop), default=(0, -1))
+        if not self.count(prefix, best):
+            raise ValueError(f"no loop with {prefix} in {Counter(self.instructions).most_common(5)}")
+        return best
+
+
+def compile_kernel(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    aligned: Sequence[str] = (),
+    warps: int = 4,
+    stages: int = 3,
+    registers: int | None = None,
+    capability: int = HOPPER,
+) -> Binary:
+    """Compile a kernel for a GPU that need not be there.
+
+    Args:
+        kernel: a `triton.jit` function.
+        types: triton's type of each argument (`*bf16`, `fp32`); arguments named nowhere are `i32`.
+        constants: values of the constexpr arguments.
+        aligned: further arguments that are multiples of 16; pointers are taken to be.
+        warps: of a program.
+        stages: tiles in flight, where the kernel does not say.
+        registers: most of a thread.
+        capability: of the GPU.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    even = {i for i, name in enumerate(names) if signature[name].startswith("*") or name in aligned}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=dict(constants),
+        attrs={(i,): [["tt.divisibility", 16]] for i in even},
+    )
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if registers is not None:
+        options["maxnreg"] = registers
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(built.asm["cubin"])
+        usage = _tool("cuobjdump", "-res-usage", cubin)
+        text = _tool("nvdisasm", "-c", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {usage!r}")
+    instructions, loops = _read(text)
+    return Binary(int(found[1]), int(found[2]), int(built.metadata.shared), instructions, loops)
+
+
+def _tool(name: str, *arguments: object) -> str:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    command = [str(program), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _read(text: str) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """Names of all instructions of a disassembly, and the loops."""
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(names)
+        if found := _INSTRUCTION.search(line):
+            if found[1].startswith("BRA") and (target := _TARGET.search(found[2])):
+                branches.append((len(names), target[1]))
+            names.append(found[1])
+    loops = tuple((labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at)
+    return tuple(names), loops

@@ -1,0 +1,74 @@
+"""Inputs of the tree and hierarchical attention tests."""
+
+import torch
+
+from longtrain.kernels import hier_layout
+from longtrain.kernels.tree_attention import CAUSAL, tree_bits
+
+
+def forest(B, N):
+    """A random forest's mask: each node sees itself and its ancestors; parents come before children."""
+    visible_BNN = torch.zeros(B, N, N, dtype=torch.bool)
+    for tree in visible_BNN:
+        for i in range(N):
+            parent = int(torch.randint(-1, i, ()))
+            if parent >= 0:
+                tree[i] = tree[parent]
+            tree[i, i] = True
+    return visible_BNN
+
+
+def mask_named(name, B, T, device="cpu"):
+    """What `tree_attention` takes, and the same as visible_BTT."""
+    if name == "none":
+        return None, torch.zeros(B, T, T, dtype=torch.bool)
+    if name == "causal":
+        return CAUSAL, torch.ones(B, T, T, dtype=torch.bool).tril()
+    visible_BTT = forest(B, T)
+    return tree_bits(visible_BTT).to(device), visible_BTT
+
+
+def dense_case(*, B=1, H=4, G=2, T=3, D=16, S=40, lens=(20,), base=0, dtype=torch.float32, device="cpu"):
+    """q, and K and V as views of a larger tensor with slots before heads; NaN where nothing may be read."""
+    q_BHTD = torch.randn(B, H, T, D).to(dtype)
+    k_BGSD, v_BGSD = torch.randn(2, B, S, G, D).to(dtype).transpose(2, 3).unbind(0)
+    for b, n in enumerate(lens):
+        for x in (k_BGSD, v_BGSD):
+            x[b, :, base + n + T :] = float("nan")
+    return (x.to(device) for x in (q_BHTD, k_BGSD, v_BGSD, torch.tensor(lens)))
+
+
+def hier_case(
+    *, split, B=1, H=4, G=2, T=3, D=64, blocks=(2,), recent=(140,), dtype=torch.float32, device="cpu"
+):
+    """q, random planes (one block more than used), ring and lengths; NaN where nothing may be read."""
+    planes = hier_layout.new_planes(
+        n_layers=2, batch=B, n_kv_heads=G, blocks=max(blocks) + 1, head_dim=D, split=split, device=device
+    ).layer(1)
+    for name in ("k_upper", "k_lower", "v_upper", "v_lower"):
+        getattr(planes, name).random_(0, 256)
+    for name in ("k_step", "v_step"):
+        getattr(planes, name).uniform_(0.01, 0.3)
+    for name in ("k_zero", "v_zero"):
+        getattr(planes, name).uniform_(-4, 2)
+    ring = hier_layout.new_ring(
+        n_layers=2, batch=B, n_kv_heads=G, head_dim=D, device=device, dtype=dtype
+    ).layer(1)
+    ring.k.normal_()
+    ring.v.normal_()
+    for b, n in enumerate(blocks):
+        for name in ("k_step", "k_zero", "v_step", "v_zero"):
+            getattr(planes, name)[b, :, n:] = float("nan")
+        for position in range(n * 128 + recent[b] + T, n * 128 + 384):
+            ring.k[b, :, position % 384] = float("nan")
+            ring.v[b, :, position % 384] = float("nan")
+    lens = hier_layout.Lens(
+        torch.tensor([n * 128 + r for n, r in zip(blocks, recent, strict=True)], device=device),
+        torch.tensor(blocks, device=device),
+    )
+    return torch.randn(B, H, T, D, device=device).to(dtype), planes, ring, lens
+
+
+def distance(got, want):
+    """Norm of the difference over the norm of what is wanted."""
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))

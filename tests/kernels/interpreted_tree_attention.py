@@ -1,0 +1,66 @@
+"""Run by test_tree_attention.py under TRITON_INTERPRET=1: the Triton kernels on a CPU against their twin."""
+
+import warnings
+
+import pytest
+import torch
+from attention_cases import dense_case, mask_named
+
+from longtrain.kernels import tree_attention_launch as launch
+from longtrain.kernels import tree_attention_reference as reference
+from longtrain.kernels.tree_attention import kernel_serves, tree_attention
+
+CASES = {
+    "one row, no prefix": ("causal", 1, {"lens": (0,), "T": 1}),
+    "prefix of none, no mask": ("none", 2, {"lens": (0,)}),
+    "a tile of keys less one": ("tree", 1, {"lens": (31,), "S": 64}),
+    "a tile of keys": ("none", 2, {"lens": (32,), "S": 64}),
+    "a tile of keys and one, no groups": ("causal", 2, {"H": 2, "G": 2, "lens": (33,), "S": 64}),
+    "ragged batch, groups of 8": ("tree", 3, {"B": 3, "H": 8, "G": 1, "lens": (0, 7, 65), "S": 99, "T": 7}),
+    "evicted rows in front": ("tree", 2, {"B": 2, "lens": (3, 40), "S": 90, "base": 33, "G": 1}),
+    "head dim 24": ("causal", 1, {"D": 24, "G": 1}),
+    "head dim 128": ("tree", None, {"D": 128, "lens": (70,), "S": 80, "G": 1}),
+    "two words of bits": ("tree", 2, {"T": 70, "lens": (20,), "S": 100, "H": 1, "G": 1}),
+}
+"""Name -> mask, splits, inputs."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():  # log2(0) and 0 * inf of rows that see nothing
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+@pytest.mark.parametrize(("mask", "splits", "case"), CASES.values(), ids=CASES)
+def test_the_kernel_follows_the_reference(mask, splits, case):
+    """fp32 keeps 24 bits; sums of 100 products of numbers around 1."""
+    q, k, v, lens = dense_case(**case)
+    how = {"scale": 0.4, "base": case.get("base", 0)}
+    bits, _ = mask_named(mask, len(lens), q.shape[2])
+    assert kernel_serves(q, k, v)
+    want, want_lse = reference.tree_attention(q.double(), k.double(), v.double(), lens, bits, **how)
+    got, lse = tree_attention(q, k, v, lens, bits, splits=splits, **how)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5, check_dtype=False)
+    torch.testing.assert_close(lse, want_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_tiles_of_half_precision(bulk):
+    """fp16 keeps 11 bits of the weights: errors of 5e-4 each, which average out."""
+    q, k, v, lens = dense_case(D=64, H=4, G=1, T=20, lens=(100,), S=150, dtype=torch.float16)
+    tile = launch.Tile(rows=64, keys=64, warps=4, stages=2, resident=1, bulk=bulk)
+    bits, _ = mask_named("tree", 1, 20)
+    got, lse = launch.tree_attention(q, k, v, lens, bits, 0.125, 0, 2, tile)
+    want, want_lse = reference.tree_attention(q, k, v, lens, bits, scale=0.125)
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=0)
+
+
+def test_peaky_scores():
+    """Scores of several hundred: the softmax must not overflow, between splits neither."""
+    q, k, v, lens = dense_case(lens=(130,), S=140, H=1, G=1)
+    got, lse = tree_attention(q, 30 * k, v, lens, None, scale=1.0, splits=4)
+    want, want_lse = reference.tree_attention(q.double(), 30 * k.double(), v.double(), lens, None, scale=1.0)
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-4)
+    torch.testing.assert_close(lse.double(), want_lse, atol=0, rtol=1e-6)

@@ -1,0 +1,144 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import dense_case, distance, forest, mask_named
+
+from longtrain.errors import DataError
+from longtrain.kernels import tree_attention_reference as reference
+from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "tree"])
+def test_the_reference_follows_the_definition(mask):
+    """Row by row: softmax over the slots it sees, in fp64."""
+    B, T, base, lens = 2, 5, 3, (0, 9)
+    q, k, v, len_B = dense_case(B=B, T=T, lens=lens, base=base, dtype=torch.float64)
+    bits, visible_BTT = mask_named(mask, B, T)
+    out, lse = tree_attention(q, k, v, len_B, bits, scale=0.3, base=base)
+    for b in range(B):
+        for h in range(4):
+            for t in range(T):
+                slots = [*range(base + lens[b])] + [
+                    base + lens[b] + j for j in range(T) if visible_BTT[b, t, j]
+                ]
+                logit = 0.3 * k[b, h // 2, slots] @ q[b, h, t]
+                torch.testing.assert_close(lse[b, h, t], torch.logsumexp(logit, 0))
+                torch.testing.assert_close(out[b, h, t], torch.softmax(logit, 0) @ v[b, h // 2, slots])
+
+
+def test_rows_that_see_nothing_give_zero():
+    q, k, v, len_B = dense_case(lens=(0,))
+    out, lse = tree_attention(q, k, v, len_B, None, scale=1.0)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("N", [1, 63, 64, 65, 128])
+def test_bits_and_back(N):
+    visible_BNN = forest(2, N) | (torch.rand(2, N, N) < 0.1)
+    bits_BNW = tree_bits(visible_BNN)
+    assert bits_BNW.dtype == torch.int64 and bits_BNW.shape == (2, N, -(-N // 64))
+    back = reference.visible_rows(bits_BNW, rows=N, batch=2, device=torch.device("cpu"))
+    assert torch.equal(back, visible_BNN)
+
+
+def test_a_chain_is_a_tree():
+    q, k, v, len_B = dense_case(T=6)
+    chain = tree_bits(torch.ones(1, 6, 6, dtype=torch.bool).tril())
+    for a, b in zip(
+        tree_attention(q, k, v, len_B, CAUSAL, scale=1.0),
+        tree_attention(q, k, v, len_B, chain, scale=1.0),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_bad_shapes_are_refused():
+    q, k, v, len_B = dense_case()
+    with pytest.raises(DataError, match="multiple of KV heads"):
+        tree_attention(q[:, :3], k, v, len_B, CAUSAL, scale=1.0)
+    with pytest.raises(DataError, match="values"):
+        tree_attention(q, k, v.half(), len_B, CAUSAL, scale=1.0)
+    with pytest.raises(DataError, match="len_B"):
+        tree_attention(q, k, v, len_B.float(), CAUSAL, scale=1.0)
+    with pytest.raises(DataError, match="base=38 and 3 new rows in 40 slots"):
+        tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, base=38)
+    with pytest.raises(DataError, match="tree mask"):
+        tree_attention(q, k, v, len_B, tree_bits(forest(1, 4)), scale=1.0)
+    with pytest.raises(DataError, match="splits=0"):
+        tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, splits=0)
+
+
+def test_a_tree_larger_than_the_kernel_takes_is_refused():
+    with pytest.raises(DataError, match="129 x 129"):
+        tree_bits(torch.ones(1, 129, 129, dtype=torch.bool))
+    q, k, v, len_B = dense_case(T=129, S=200)
+    with pytest.raises(DataError, match="a tree of 129 nodes"):
+        tree_attention(q, k, v, len_B, torch.zeros(1, 129, 3, dtype=torch.int64), scale=1.0)
+
+
+def test_interpreted_kernels_follow_the_definition():
+    """In a process of its own: triton decides at its import whether it interprets or compiles."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", here / "interpreted_tree_attention.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=here.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+# On a GPU: inputs are rounded to the kernel's dtype first, so only its own rounding counts: weights become
+# bf16 (8 bits, relative error 2^-9) before they meet values; errors of many keys average out.
+
+GPU_CASES = [
+    {"B": B, "H": 2 * g, "G": 2, "T": T, "lens": tuple(max(0, n - 9 * b) for b in range(B)), "S": n + T + 9}
+    for B, g, T, n in [
+        (1, 4, 1, 0), (1, 4, 1, 4097), (3, 1, 2, 127), (1, 8, 7, 128), (3, 4, 7, 129), (1, 4, 64, 1),
+        (1, 4, 64, 4097), (3, 4, 64, 1000), (1, 1, 128, 300), (1, 8, 128, 4097),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_kernels_on_a_gpu(case, dtype, D):
+    q, k, v, len_B = dense_case(**case, D=D, dtype=dtype, device="cuda")
+    for name in ("none", "causal", "tree"):
+        mask, _ = mask_named(name, len(len_B), q.shape[2], "cuda")
+        out, lse = tree_attention(q, k, v, len_B, mask, scale=D**-0.5)
+        want, want_lse = reference.tree_attention(
+            q.double(), k.double(), v.double(), len_B, mask, scale=D**-0.5
+        )
+        assert distance(out, want) <= (1e-5 if dtype == torch.float32 else 4e-3)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_every_length():
+    q, k, v, len_B = dense_case(
+        T=8, H=8, G=2, D=64, S=3000, lens=(2900,), dtype=torch.bfloat16, device="cuda"
+    )
+    mask, _ = mask_named("tree", 1, 8, "cuda")
+    tree_attention(q, k, v, len_B, mask, scale=0.125)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = tree_attention(q, k, v, len_B, mask, scale=0.125)
+    for n in (0, 5, 640, 2900):
+        len_B.fill_(n)
+        graph.replay()
+        want, want_lse = reference.tree_attention(
+            q.double(), k.double(), v.double(), len_B, mask, scale=0.125
+        )
+        assert distance(out, want) <= 4e-3
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=0)
