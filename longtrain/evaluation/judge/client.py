@@ -193,6 +193,8 @@ class Client:
 
     def _pause(self, attempt: int, problem: PassingError) -> None:
         """Wait before the next try; as long as the server asks, for every thread."""
+        if self._stop.is_set():
+            raise StoppedError
         if problem.wait_s is None:
             pause = min(LONGEST_PAUSE_S, self.endpoint.backoff_s * 2**attempt)
             pause *= random.uniform(0.75, 1.25)  # so that many threads do not come back at once

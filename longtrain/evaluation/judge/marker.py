@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from longtrain.evaluation.judge.client import Client, Endpoint, Reply
@@ -93,27 +94,53 @@ class JudgeMarker:
             return
         client = Client(self.endpoint)
         failure: JudgeError | None = None
-        pool = ThreadPoolExecutor(max_workers=self.endpoint.concurrency, thread_name_prefix="judge")
         try:
-            futures = {pool.submit(self._ask, client, question): key for key, question in wanted.items()}
-            for future in as_completed(futures):
-                try:
-                    book.put(futures[future], future.result())
-                except (StoppedError, CancelledError):
-                    continue
-                except JudgeError as error:
-                    failure = failure or error
-                    _cancel(client, futures)
+            for question, result in self._ask_all(client, list(wanted.values())):
+                if isinstance(result, JudgeError):
+                    failure = failure or result
+                    client.stop()  # what is under way is waited for, it may still bring a judgement
+                elif isinstance(result, Exception):
+                    if not isinstance(result, StoppedError):
+                        raise result
                 else:
-                    advance(what, times[futures[future]])
+                    book.put(question.key, result)
+                    advance(what, times[question.key])
         finally:
-            client.close()
-            pool.shutdown(wait=True, cancel_futures=True)
+            client.stop()
+        client.close()
         if failure is not None:
             there = sum(key in book.done for key in times)
             raise JudgeError(
                 f"{failure}; {there} of {len(times)} judgements are kept, the same command goes on from there"
             ) from failure
+
+    def _ask_all(
+        self, client: Client, questions: Sequence[Question]
+    ) -> Iterator[tuple[Question, Json | Exception]]:
+        """Judgements or what went wrong, as they come.
+
+        The threads are daemons: whoever is interrupted and leaves the loop waits for no reply.
+        """
+        waiting: SimpleQueue[Question] = SimpleQueue()
+        done: SimpleQueue[tuple[Question, Json | Exception]] = SimpleQueue()
+        for question in questions:
+            waiting.put(question)
+
+        def work() -> None:
+            while True:
+                try:
+                    question = waiting.get_nowait()
+                except Empty:
+                    return
+                try:
+                    done.put((question, self._ask(client, question)))
+                except Exception as error:
+                    done.put((question, error))
+
+        for _ in range(min(self.endpoint.concurrency, len(questions))):
+            threading.Thread(target=work, name="judge", daemon=True).start()
+        for _ in questions:
+            yield done.get()
 
     def _ask(self, client: Client, question: Question) -> Json:
         """The judgement of one question: its mark, or why there is none."""
@@ -179,12 +206,6 @@ def judge_facts(marker: JudgeMarker, records: Sequence[Record]) -> Json:
 def _examples(suite: Suite) -> dict[tuple[str, str], Example]:
     tasks = [task for task in suite.tasks if isinstance(task, Task)]
     return {(task.name, example.id): example for task in tasks for example in task.examples()}
-
-
-def _cancel(client: Client, futures: Mapping[Future[Json], str]) -> None:
-    client.stop()
-    for future in futures:
-        future.cancel()
 
 
 def _short(reason: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,23 @@ def test_a_judge_that_breaks_down_loses_nothing(desk: Desk, bad: Answer, why: st
     with serve(in_turn(Answer())) as judge:
         whole = Desk(desk.folder / "whole").mark(marker(judge.url), records)
     assert [one.score for one in marked] == [one.score for one in whole]
+
+
+def test_an_interrupted_run_waits_for_nobody_and_keeps_what_came(desk: Desk) -> None:
+    class Impatient(Desk):
+        def advance(self, what: str, done: int) -> None:
+            raise KeyboardInterrupt
+
+    records = records_of("full")
+    with serve(lambda _, number: Answer(delay_s=0.0 if number == 0 else 20.0)) as judge:
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            Impatient(desk.folder).mark(marker(judge.url, timeout_s=30.0), records)
+        assert time.monotonic() - start < 10
+    assert len(desk.kept()) == 1
+    with serve(in_turn(Answer())) as judge:
+        desk.mark(marker(judge.url), records)
+        assert len(judge.requests) == 11
 
 
 def test_other_judges_and_prompts_are_kept_apart(desk: Desk) -> None:
