@@ -63,6 +63,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> N
         "_assets/conf/base.yaml",
         "_assets/conf/target/templates/vicuna.jinja",
         "_assets/recipes/quickstart.yaml",
+        "evaluation/reporting/web/page.html",
     ):
         assert f"longtrain/{part}" in names
     assert any(name.startswith("longtrain/_assets/bundled/tiny/") for name in names)

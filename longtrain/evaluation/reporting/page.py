@@ -108,4 +108,4 @@ def _filled(title: str, data: Mapping[str, Any], libraries: Sequence[str], scrip
 
 
 def _asset(name: str) -> str:
-    return resources.files("longtrain.evaluation.reporting").joinpath("page", name).read_text("utf-8")
+    return resources.files("longtrain.evaluation.reporting").joinpath("web", name).read_text("utf-8")

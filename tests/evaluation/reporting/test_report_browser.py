@@ -52,6 +52,7 @@ def open_page(browser):
             browser.new_context(offline=True, **{"viewport": {"width": 1280, "height": 900}, **options})
         )
         tab = contexts[-1].new_page()
+        tab.set_default_timeout(8_000)
         tab.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))
@@ -151,7 +152,7 @@ def test_plots_follow_their_controls(made, report, open_page):
     assert tab.locator("#plot-budget .yaxislayer-above").text_content() != before
     tab.click(".plot:has(#plot-budget) .chip:has-text('streaming_llm')")
     assert tab.locator("#plot-budget .scatterlayer .trace").count() == 3
-    tab.click(".plot:has(.maps) .chip span:text-is('snapkv@64')")
+    tab.click(".plot:has(.maps) .chip:has-text('snapkv@64')")
     assert tab.locator(".maps > div:visible").count() == 7
 
 
@@ -160,7 +161,7 @@ def test_examples_are_searched_filtered_and_read_side_by_side(made, report, open
     assert tab.inner_text("#examples-count") == "80 of 80 examples"
     assert tab.locator(".example").count() == 12
     assert tab.locator(".example >> nth=0 >> .outputs > div").count() == 3
-    tab.click("#examples .chip span:text-is('snapkv@512')")
+    tab.click("#examples .chip:has-text('snapkv@512')")
     assert tab.locator(".example >> nth=0 >> .outputs > div").count() == 4
 
     def count(number):

@@ -51,7 +51,7 @@ def test_the_data_arrive_whole_whatever_the_outputs_are(made, html):
 
 def test_nothing_from_outside_becomes_an_element(made, html):
     """The elements are those of the template: no output adds one."""
-    template = resources.files(page_module.__package__).joinpath("page", "page.html").read_text("utf-8")
+    template = resources.files(page_module.__package__).joinpath("web", "page.html").read_text("utf-8")
     scripts = ["script"] * len(RUN_SCRIPTS) + ["script"]  # and plotly
     assert [tag for tag, _ in parsed(html).tags] == [tag for tag, _ in parsed(template).tags] + scripts
     assert "window.broken" in html  # it is there, as data
@@ -80,7 +80,7 @@ def test_the_page_asks_the_network_for_nothing(html):
 
 def test_scripts_of_the_page_never_write_markup():
     for name in {*RUN_SCRIPTS, *COMPARE_SCRIPTS}:
-        code = resources.files(page_module.__package__).joinpath("page", name).read_text("utf-8")
+        code = resources.files(page_module.__package__).joinpath("web", name).read_text("utf-8")
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|fetch\(", code
         ), name

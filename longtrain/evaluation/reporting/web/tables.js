@@ -91,6 +91,17 @@ function systemsTable() {
   return sortable(columns, run.systems, { id: "systems", label: "Filter systems" });
 }
 
+/** Figures that only this suite has (`extra.table`): a title, and a number a column. */
+function ownTable() {
+  const own = (system) => system.extra?.table;
+  const systems = run.systems.filter(own);
+  if (!systems.length) return null;
+  const names = unique(systems.flatMap((system) => Object.keys(own(system).columns)));
+  const columns = [{ name: "system", left: true, value: (s) => s.name, cell: (s) => systemLabel(s.name) },
+    ...names.map((name) => ({ name, value: (s) => own(s).columns[name] ?? null, cell: (s) => fixed(own(s).columns[name]) }))];
+  return { title: own(systems[0]).title, ...sortable(columns, systems, { id: "own", filter: false, label: own(systems[0]).title }) };
+}
+
 /** Systems by tasks: scores, differences from the full cache, or acceptance lengths. */
 function taskMatrix(what) {
   const names = unique(run.systems.flatMap((system) => system.tasks.map((task) => task.task)));

@@ -15,10 +15,16 @@ function headline() {
 
 const card = (id, name, big, ...about) => el("div", { class: "card figure", id }, el("div", { class: "name" }, name), el("div", { class: "big" }, big), el("div", { class: "about" }, about));
 
+/** How the full cache's score compares with a recorded one, in words. */
+const BASELINE = {
+  equal: "as it was recorded", recorded: "recorded for later runs", none: "nothing recorded to compare it with",
+  off: "not compared with the recorded value, as asked",
+};
+
 function overview() {
   const cards = [];
   const evicting = run.systems.filter((system) => known(system.budget) && has(system.versus_full?.difference));
-  if (full && has(full.average)) cards.push(card("card-full", full.tasks.length > 1 ? `Full cache, average ${scaleName}` : `Full cache, ${scaleName}`, fixed(full.average.value), `95% interval ${range(full.average)}`, direction));
+  if (full && has(full.average)) cards.push(card("card-full", full.tasks.length > 1 ? `Full cache, average ${scaleName}` : `Full cache, ${scaleName}`, fixed(full.average.value), `95% interval ${range(full.average)}${direction}`, el("div", {}, BASELINE[run.baseline?.status])));
   if (evicting.length) {
     const close = evicting.filter((system) => !(system.versus_full.larger_than_noise && !better(system.versus_full.difference.value)));
     close.sort((a, b) => (keptShare(a) ?? 1) - (keptShare(b) ?? 1));
@@ -52,8 +58,10 @@ function tasksSection() {
   const place = el("div"), search = el("span");
   const show = (what) => { const made = taskMatrix(what); place.replaceChildren(made.table); search.replaceChildren(made.search); };
   show(options[0][0]);
+  const own = ownTable();
   return section("tasks", "Tasks", "Point at a figure for its interval. Bold and coloured: differs from the full cache by more than noise.",
-    el("div", { class: "controls" }, options.length > 1 && segments(options, options[0][0], show), search), place);
+    el("div", { class: "controls" }, options.length > 1 && segments(options, options[0][0], show), search), place,
+    own && [el("h3", { class: "under" }, own.title), own.table]);
 }
 
 function timesSection() {
@@ -96,6 +104,8 @@ function protocolSection() {
 
 function start() {
   const drawings = plots();
+  const halves = drawings.map((plot) => plot.card).filter((one) => !one.classList.contains("wide"));
+  if (halves.length % 2) halves[halves.length - 1].classList.add("wide"); // no empty half of a line
   const sections = [systemsSection(), drawings.length && section("plots", "Plots", null, el("div", { class: "plots" }, drawings.map((plot) => plot.card))),
     tasksSection(), timesSection(), examplesSection(), protocolSection()].filter(Boolean);
   const links = sections.map((one) => el("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
