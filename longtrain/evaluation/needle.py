@@ -1,5 +1,8 @@
 """Retrieval by free-running generation: seven-digit values hidden in held-out text, one of them asked for.
 
+`run` measures what the cards of reference targets state: needles anywhere. The grid by depth is
+`suites/needle.py`.
+
 Shapes: T tokens.
 """
 
