@@ -29,7 +29,7 @@ def started(tmp_path):
 
 
 def test_alone_it_exports_and_evaluates(started):
-    want = ["python", "-m", "longtrain", "+recipe=quickstart", "job=[export,eval]", "suite=longbench"]
+    want = ["python", "-m", "longtrain", "job=[export,eval]", "+recipe=quickstart", "suite=longbench"]
     assert started(*RECIPE) == want
 
 
@@ -37,5 +37,5 @@ def test_an_arrays_task_is_a_part(started):
     array = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "3"}
     words = started(*RECIPE, **array)
     assert words == [
-        "python", "-m", "longtrain", "eval", "+recipe=quickstart", "shards=3", "shard=2", "suite=longbench",
+        "python", "-m", "longtrain", "eval", "shards=3", "shard=2", "+recipe=quickstart", "suite=longbench",
     ]  # fmt: skip
