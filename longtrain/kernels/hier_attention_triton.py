@@ -113,12 +113,12 @@ def _prepare(
     return _FP16_EXPONENT - tl.ceil(tl.log2(tl.maximum(largest, 1e-6)))
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["splits", "T", "N"])
 def attend_kernel(
     q_ptr, k_upper_ptr, k_lower_ptr, v_upper_ptr, v_lower_ptr, k_step_ptr, k_zero_ptr, v_step_ptr, v_zero_ptr,
-    ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, beta_ptr, out_ptr, lse_ptr, scale2, T, N,
+    ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, beta_ptr, out_ptr, lse_ptr, scale2, splits, T, N,
     q_b, q_h, q_t, bits_b, bits_t,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, MASK: tl.constexpr,
     WORDS: tl.constexpr, RECENT: tl.constexpr, STAGES: tl.constexpr, PORTABLE: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -135,11 +135,11 @@ def attend_kernel(
     kv = (pid // tiles) % G
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     blocks = tl.load(blocks_ptr + b).to(tl.int32)
-    share = tl.cdiv(blocks, SPLITS - 1)
+    share = tl.cdiv(blocks, splits - 1)
     first = split * share
     last = tl.minimum(first + share, blocks)
     m, x, token = tl.arange(0, ROWS), tl.arange(0, X), tl.arange(0, _BLOCK)
-    slot = (pid * SPLITS + split).to(tl.int64) * ROWS + m
+    slot = (pid * splits + split).to(tl.int64) * ROWS + m
     out_at = out_ptr + slot[:, None] * D + x[None, :]
     q_at = q_ptr + b.to(tl.int64) * q_b + (kv * GROUP + member).to(tl.int64) * q_h + query.to(tl.int64) * q_t
     low = tl.load(q_at[:, None] + x[None, :], mask=exists[:, None], other=0.0)
@@ -148,7 +148,7 @@ def attend_kernel(
     out_low = tl.zeros((ROWS, X), tl.float32)
     out_high = tl.zeros((ROWS, X), tl.float32)
 
-    if split == SPLITS - 1:
+    if split == splits - 1:
         n, begin = tl.load(len_ptr + b).to(tl.int32), blocks * _BLOCK
         end = n + T if MASK else n
         low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)

@@ -87,7 +87,7 @@ def tree_attention(
     programs = B * G * tiles
     part = q_BHTD.new_empty(programs * splits * tile.rows * (width + 1), dtype=torch.float32)
     part_lse, part_out = part[: programs * splits * tile.rows], part[programs * splits * tile.rows :]
-    const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows, "SPLITS": splits}
+    const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
     hopper = _hopper(q_BHTD.device)
     bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu") and _even(k_BGSD, v_BGSD)
     chained = chains(q_BHTD.device)
@@ -96,7 +96,7 @@ def tree_attention(
     with torch.cuda.device_of(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
             q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
-            scale * _LOG2E, T, base,
+            scale * _LOG2E, splits, T, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *(bits.stride()[:2] if kind == 2 else (0, 0)),
             **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
@@ -116,8 +116,8 @@ def merge(
     block = min(BLOCK, triton.next_power_of_2(splits))
     chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
-        part_out, part_lse, out_BHTD, lse_BHT, T,
-        G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows, SPLITS=splits,
+        part_out, part_lse, out_BHTD, lse_BHT, splits, T,
+        G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows,
         BLOCK=block, CHUNK=chunk, CHAINED=chained, num_warps=max(1, block // 8), **pdl(chained),
     )  # fmt: skip
     return out_BHTD, lse_BHT

@@ -3,7 +3,7 @@
 A tile of ROWS packed rows m = i * GROUP + r holds query i under query head r of one KV head, so that K and V
 are read once for a group. Keys are cut into tiles of KEYS slots; tiles that lie whole inside of the prefix
 need no mask, and the rest (the prefix's ragged end and the new rows) is tested slot by slot. A program takes
-an equal share of a sequence's tiles. Partial results lie at ((b * G + kv) * tiles + tile) * SPLITS + split.
+an equal share of a sequence's tiles. Partial results lie at ((b * G + kv) * tiles + tile) * splits + split.
 Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
 Offsets that may exceed 2^31 are 64-bit. Nothing beyond a sequence's own slots enters a result.
 """
@@ -56,12 +56,12 @@ def _visible(slot, n, query, low_bits, high_bits, T, MASK: tl.constexpr, WORDS: 
     return seen
 
 
-@triton.jit(do_not_specialize=["T", "base"])
+@triton.jit(do_not_specialize=["splits", "T", "base"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, T, base,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, base,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
+    KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
@@ -79,10 +79,10 @@ def attend_kernel(
     n = tl.load(len_ptr + b).to(tl.int32) + base
     end = n + T if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
-    share = tl.cdiv(count, SPLITS)
+    share = tl.cdiv(count, splits)
     first = split * share
     last = tl.minimum(first + share, count)
-    slot_ptr = lse_ptr + (pid * SPLITS + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot_ptr = lse_ptr + (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if first >= last:
         tl.store(slot_ptr, tl.full((ROWS,), float("-inf"), tl.float32), mask=exists)
         return
@@ -133,15 +133,15 @@ def attend_kernel(
 
     tl.store(slot_ptr, top + tl.log2(total), mask=exists)
     some = tl.where(total > 0, total, 1.0)
-    out_at = (pid * SPLITS + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(out_ptr + out_at[:, None] * WIDTH + dim[None, :], acc / some[:, None], mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["splits", "T"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out_BHTD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
     if CHAINED:
@@ -154,12 +154,12 @@ def merge_kernel(
     kv, b = pid // chunks % G, pid // (chunks * G)
     tile = (b * G + kv) * tl.cdiv(T * GROUP, ROWS) + m // ROWS
     split, dim = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    at = (tile.to(tl.int64) * SPLITS)[None, :] * ROWS + (m % ROWS)[None, :] + split[:, None] * ROWS
+    at = (tile.to(tl.int64) * splits)[None, :] * ROWS + (m % ROWS)[None, :] + split[:, None] * ROWS
     top = tl.full((CHUNK,), float("-inf"), tl.float32)
     total = tl.zeros((CHUNK,), tl.float32)
     acc = tl.zeros((CHUNK, WIDTH), tl.float32)
-    for start in range(0, SPLITS, BLOCK):
-        inside = (split < SPLITS - start)[:, None] & exists[None, :]
+    for start in range(0, splits, BLOCK):
+        inside = (split < splits - start)[:, None] & exists[None, :]
         lse = tl.load(part_lse_ptr + at, mask=inside, other=float("-inf"))
         some = (lse > float("-inf"))[:, :, None]
         out = tl.load(part_ptr + at[:, :, None] * WIDTH + dim[None, None, :], mask=some, other=0.0)
