@@ -10,13 +10,15 @@ import torch
 from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.data.batch import Batch
-from longtrain.decoding.engine import Engine
+from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.methods.spec import MethodSpec, Objective
 from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
 
 SPECS = [methods.get(name) for name in methods.names()]
 LEARNED = [spec for spec in SPECS if spec.objective is not None and spec.data is None]
-ATTACHED = [spec for spec in SPECS if spec.attach is not None]
+ATTACHED = [spec for spec in SPECS if spec.attach is not None and spec.objective is not None]
+UNTRAINED = [spec for spec in SPECS if spec.attach is not None and spec.objective is None]
 
 
 def ids(spec):
@@ -49,7 +51,7 @@ def batch(target):
 
 
 def test_there_are_methods_to_test():
-    assert len(SPECS) >= 3 and len(LEARNED) >= 2 and len(ATTACHED) >= 2
+    assert len(SPECS) >= 4 and len(LEARNED) >= 2 and len(ATTACHED) >= 2 and len(UNTRAINED) >= 1
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=ids)
@@ -124,3 +126,19 @@ def test_export_and_load_are_bit_equal_and_the_engine_takes_the_parts(spec, targ
     assert [len(row) for row in tokens] == [6, 6]
     if parts.evictor is None:
         assert tokens == Engine(target).generate(prompts, max_new_tokens=6, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize("spec", UNTRAINED, ids=ids)
+def test_without_training_it_has_no_tensors_and_repeats_its_own_plain_decoding(spec):
+    shape = {**SHAPES["llama_micro"], "head_dim": 64, "hidden_size": 64, "intermediate_size": 96}
+    target = random_target(shape, seed=4, dtype=torch.float64)
+    config = spec.config()
+    module = spec.build(config, target.info)
+    assert not module.state_dict() and spec.data is None and spec.export is None
+    engine = Engine(target, spec.attach(module, target, config, {}))
+    prompts = [list(range(2, 80)), list(range(20, 50))]
+    drafted, plain = (
+        engine.generate(prompts, max_new_tokens=6, ignore_eos=True, shape=shape).tokens
+        for shape in (None, PLAIN)
+    )
+    assert drafted == plain and [len(row) for row in drafted] == [6, 6]
