@@ -192,7 +192,7 @@ def _held(phases: Phases) -> list[Tensor]:
     target, draft = phases.target, phases.draft
     weights = [target.head_weight, target.final_norm_weight]
     if target.fused is not None:
-        weights.append(target.fused.layers[0].qkv)
+        weights += target.fused.tensors()
     return [*(phases.cache.tensors() or ()), *((draft and draft.tensors()) or ()), *weights]
 
 

@@ -8,6 +8,8 @@ Shapes: N output features, K input features, X = K / 2 bytes of two codes, J gro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
@@ -96,13 +98,47 @@ class Int4Linear(nn.Module):
         self.register_buffer("table_JN2", table_JN2)
         self.register_buffer("bias", None if source.bias is None else source.bias.detach())
 
+    @classmethod
+    def joined(cls, parts: Sequence[Int4Linear]) -> Int4Linear:
+        """One layer that gives the outputs of several side by side; they keep views of its weights.
+
+        Args:
+            parts: of one input.
+
+        Raises:
+            ConfigError: output features that are no multiple of 8.
+        """
+        if any(part.features % _ROWS for part in parts):
+            counts = [part.features for part in parts]
+            raise ConfigError(
+                f"INT4 layers of {counts} output features cannot be joined; allowed: multiples of 8"
+            )
+        whole = cls.__new__(cls)
+        nn.Module.__init__(whole)
+        whole.features, whole.group = sum(part.features for part in parts), parts[0].group
+        biases = [part.bias for part in parts if part.bias is not None]
+        whole.register_buffer("codes", torch.cat([part.codes for part in parts]))
+        whole.register_buffer("table_JN2", torch.cat([part.table_JN2 for part in parts], 1))
+        whole.register_buffer("bias", torch.cat(biases) if biases else None)
+        row = tile = 0
+        for part in parts:
+            rows, tiles = part.features, len(part.codes)
+            part.codes = whole.codes[tile : tile + tiles]
+            part.table_JN2 = whole.table_JN2[:, row : row + rows]
+            row, tile = row + rows, tile + tiles
+        return whole
+
+    def part(self) -> None:
+        """Have weights of its own again, after `joined`."""
+        self.codes, self.table_JN2 = self.codes.clone(), self.table_JN2.contiguous().clone()
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] in x's dtype, of x [..., K]."""
         if not self.codes.is_cuda:
             weight_NK = written_out(self.codes, self.table_JN2, x.dtype)[: self.features]
             return linear(x, weight_NK, self.bias)
         rows = x.reshape(-1, x.shape[-1]).bfloat16()
-        out = torch.ops.aten._weight_int4pack_mm(rows, self.codes, self.group, self.table_JN2)
+        out = torch.ops.aten._weight_int4pack_mm(rows, self.codes, self.group, self.table_JN2.contiguous())
         out = out[:, : self.features].to(x.dtype).view(*x.shape[:-1], self.features)
         return out if self.bias is None else out + self.bias
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotate_heads, swiglu
+from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.target.attention import Pass, attend
 
 if TYPE_CHECKING:
@@ -28,13 +29,28 @@ MLP_ROWS = 16384
 
 
 @dataclass(frozen=True)
+class Dense:
+    """A linear layer as its tensors."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        """Its product with some rows."""
+        return linear(x_NE, self.weight, self.bias)
+
+
+Product: TypeAlias = Dense | Int4Linear
+"""Several linears of one input as one."""
+
+
+@dataclass(frozen=True)
 class FusedLayer:
     """The joined weights of one decoder layer, and the modules they came from."""
 
     module: Any
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    gate_up: Tensor
+    qkv: Product
+    gate_up: Product
     norms: Norms | None
 
 
@@ -80,8 +96,7 @@ class FusedDecoder:
         for index, layer in enumerate(self.layers):
             module, attention = layer.module, layer.module.self_attn
             x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.input_layernorm.weight, eps)
-            qkv_NX = linear(normed_NE, layer.qkv, layer.qkv_bias)
-            rotated = rotate_heads(qkv_NX, rope, heads, norms=layer.norms, eps=eps)
+            rotated = rotate_heads(layer.qkv(normed_NE), rope, heads, norms=layer.norms, eps=eps)
             q, k, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in rotated)
             mixed_BTHD, _ = attend(
                 attention, q, k, v, None, scaling=attention.scaling, longtrain_pass=one_pass
@@ -90,41 +105,44 @@ class FusedDecoder:
             x_NE, normed_NE = add_rms_norm(
                 x_NE, attention.o_proj(mixed_NX), module.post_attention_layernorm.weight, eps
             )
-            parts = [
-                module.mlp.down_proj(swiglu(linear(rows, layer.gate_up)))
-                for rows in normed_NE.split(MLP_ROWS)
-            ]
+            parts = [module.mlp.down_proj(swiglu(layer.gate_up(rows))) for rows in normed_NE.split(MLP_ROWS)]
             add_NE = parts[0] if len(parts) == 1 else torch.cat(parts)
             if index in wanted:
                 hidden[index] = (x_NE + add_NE).view(B, T, E)
         _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
         return normed_NE.view(B, T, E)
 
+    def tensors(self) -> list[Tensor]:
+        """The first layer's joined weights: they tell this decoder from one that was joined anew."""
+        first = self.layers[0].qkv
+        return [first.codes if isinstance(first, Int4Linear) else first.weight]
+
     def undo(self) -> None:
         """Give every module weights of its own again."""
         for layer in self.layers:
             for linears in _sharing(layer.module):
-                for one in linears:
-                    _assign(one, one.weight.clone(), None if one.bias is None else one.bias.clone())
+                _part(linears)
         self.layers = []
 
 
 def _fused(module: Any) -> FusedLayer:
     """Join a layer's weights, one group after the other."""
     attention = module.self_attn
-    (qkv, bias), (gate_up, _) = (_joined(linears) for linears in _sharing(module))
+    qkv, gate_up = (_joined(linears) for linears in _sharing(module))
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    return FusedLayer(module, qkv, bias, gate_up, norms)
+    return FusedLayer(module, qkv, gate_up, norms)
 
 
-def _sharing(module: Any) -> list[list[nn.Linear]]:
+def _sharing(module: Any) -> list[list[Any]]:
     """The linears that read one input."""
     attention, mlp = module.self_attn, module.mlp
     return [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
 
 
-def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights below one another, and biases; the linears keep views of them."""
+def _joined(linears: Sequence[Any]) -> Product:
+    """Several linears as one; they keep views of its weights."""
+    if isinstance(linears[0], Int4Linear):
+        return Int4Linear.joined(linears)
     weight = torch.cat([one.weight for one in linears])
     bias = None if linears[0].bias is None else torch.cat([one.bias for one in linears])
     first = 0
@@ -132,7 +150,16 @@ def _joined(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         rows = slice(first, first + one.weight.shape[0])
         _assign(one, weight[rows], None if bias is None else bias[rows])
         first = rows.stop
-    return weight, bias
+    return Dense(weight, bias)
+
+
+def _part(linears: Sequence[Any]) -> None:
+    """Undo `_joined`."""
+    for one in linears:
+        if isinstance(one, Int4Linear):
+            one.part()
+        else:
+            _assign(one, one.weight.clone(), None if one.bias is None else one.bias.clone())
 
 
 def _assign(one: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:

@@ -37,6 +37,8 @@ class Int4Target(Target):
                     if isinstance(child, nn.Linear):
                         setattr(parent, name, Int4Linear(child, group))
         super().__init__(model, target.info, target.tokenizer)
+        if target.fused is not None:
+            self.fuse()
 
     @property
     def device(self) -> torch.device:

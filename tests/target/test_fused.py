@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longtrain.errors import TargetMismatchError
+from longtrain.target.int4 import Int4Target
 from longtrain.target.loading import random_target
 from longtrain.target.shapes import SHAPES
 from longtrain.target.step import Rows, Want
@@ -55,8 +56,9 @@ def test_weights_are_joined_without_a_copy_and_parted_again():
     target.fuse()
     layer = target.fused.layers[1]
     attention = target.model.model.layers[1].self_attn
-    assert layer.qkv.data_ptr() == attention.q_proj.weight.data_ptr()
-    assert attention.v_proj.weight.untyped_storage().data_ptr() == layer.qkv.untyped_storage().data_ptr()
+    joined = layer.qkv.weight
+    assert joined.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.parameters()}
     assert sum(storages.values()) == size
     assert {name: value.shape for name, value in target.state_dict().items()} == {
@@ -68,12 +70,29 @@ def test_weights_are_joined_without_a_copy_and_parted_again():
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
 
 
+def test_a_target_with_int4_weights_is_fused_too():
+    """The same products from joined codes: each output row has scales of its own."""
+    shape = {**SHAPES["qwen2_micro"], "hidden_size": 64, "intermediate_size": 96}
+    target = random_target(shape, seed=2)
+    want = Want("all", (0, -1))
+    expected, _ = steps(Int4Target(target, group=32), want)
+    model = Int4Target(target.fuse(), group=32)
+    assert model.fused is not None and model.fused is not target.fused
+    size = model.int4_bytes()
+    for a, b in zip(steps(model, want)[0], expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    model.unfuse()
+    assert model.int4_bytes() == size
+    for a, b in zip(steps(model, want)[0], expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_cast_keeps_it_fused():
     target = random_target("llama_micro").fuse()
     joined = target.fused
     target.double()
     assert target.fused is not None and target.fused is not joined
-    assert target.fused.layers[0].qkv.dtype == torch.float64
+    assert target.fused.layers[0].qkv.weight.dtype == torch.float64
     assert target.model.model.layers[0].self_attn.k_proj.weight.dtype == torch.float64
     steps(target, Want("all"))
 
