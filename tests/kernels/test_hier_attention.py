@@ -1,0 +1,115 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import distance, hier_case, mask_named
+
+from longtrain.errors import DataError
+from longtrain.kernels import hier_attention_reference as reference
+from longtrain.kernels.hier_attention import hier_attention
+from longtrain.kernels.hier_layout import Split
+from longtrain.kernels.hier_quant_reference import dequantise
+from longtrain.kernels.tree_attention import CAUSAL, tree_bits
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "tree"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("split", list(Split))
+def test_the_reference_follows_the_definition(split, bits, mask):
+    """Row by row over the written-out planes and the ring's positions, in fp64."""
+    T, blocks, recent = 4, (2, 0), (200, 3)
+    q, planes, ring, lens = hier_case(split=split, B=2, T=T, blocks=blocks, recent=recent)
+    shown, visible_BTT = mask_named(mask, 2, T)
+    out, lse = hier_attention(q.double(), planes, ring, lens, shown, bits=bits, scale=0.125)
+    k, v = (x.double() for x in dequantise(planes, bits))
+    for b in range(2):
+        old, end = 128 * blocks[b], 128 * blocks[b] + recent[b]
+        for h in range(4):
+            for t in range(T):
+                fresh = [*range(old, end)] + [end + j for j in range(T) if visible_BTT[b, t, j]]
+                slots = [p % 384 for p in fresh]
+                keys = torch.cat((k[b, h // 2, :old], ring.k[b, h // 2, slots].double()))
+                values = torch.cat((v[b, h // 2, :old], ring.v[b, h // 2, slots].double()))
+                logit = 0.125 * keys @ q[b, h, t].double()
+                torch.testing.assert_close(lse[b, h, t], torch.logsumexp(logit, 0))
+                torch.testing.assert_close(out[b, h, t], torch.softmax(logit, 0) @ values)
+
+
+def test_bad_shapes_are_refused():
+    q, planes, ring, lens = hier_case(split=Split.FLOOR)
+    with pytest.raises(DataError, match="bits=2; allowed: 4, 8"):
+        hier_attention(q, planes, ring, lens, CAUSAL, bits=2, scale=1.0)
+    with pytest.raises(DataError, match="multiple of KV heads"):
+        hier_attention(q[:, :3], planes, ring, lens, CAUSAL, bits=4, scale=1.0)
+    with pytest.raises(DataError, match="1 to 128 rows"):
+        hier_attention(q.repeat(1, 1, 50, 1), planes, ring, lens, CAUSAL, bits=4, scale=1.0)
+    with pytest.raises(DataError, match="tree mask"):
+        hier_attention(
+            q, planes, ring, lens, tree_bits(torch.ones(1, 5, 5, dtype=torch.bool)), bits=4, scale=1.0
+        )
+
+
+def test_interpreted_kernels_follow_the_reference():
+    """In a process of its own: triton decides at its import whether it interprets or compiles."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", here / "interpreted_hier_attention.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=here.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+GPU_CASES = [
+    {"T": 1, "H": 8, "blocks": (5,), "recent": (130,)},
+    {"T": 7, "H": 8, "B": 2, "blocks": (40, 37), "recent": (256, 3)},
+    {"T": 64, "H": 2, "B": 2, "blocks": (3, 0), "recent": (200, 0)},
+    {"T": 3, "H": 8, "G": 1, "blocks": (0,), "recent": (70,)},
+    {"T": 64, "H": 8, "blocks": (33,), "recent": (128,)},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("split", list(Split))
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_kernels_on_a_gpu(case, split, bits, D):
+    """bf16 rounds the ring's weights to 8 bits; queries times steps and the planes' weights are fp16."""
+    q, planes, ring, lens = hier_case(**case, split=split, D=D, dtype=torch.bfloat16, device="cuda")
+    for name in ("none", "causal", "tree"):
+        mask, _ = mask_named(name, len(lens.len_B), q.shape[2], "cuda")
+        how = {"bits": bits, "scale": D**-0.5}
+        out, lse = hier_attention(q, planes, ring, lens, mask, **how)
+        want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, mask, **how)
+        assert distance(out, want) <= 4e-3
+        torch.testing.assert_close(lse.double(), want_lse, atol=3e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_every_length():
+    q, planes, ring, lens = hier_case(
+        split=Split.FLOOR, H=8, T=5, D=128, blocks=(20,), recent=(300,), dtype=torch.bfloat16, device="cuda"
+    )
+    ring.k.nan_to_num_()
+    ring.v.nan_to_num_()
+    how = {"bits": 4, "scale": 128**-0.5}
+    hier_attention(q, planes, ring, lens, CAUSAL, **how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = hier_attention(q, planes, ring, lens, CAUSAL, **how)
+    for blocks, recent in ((0, 0), (1, 130), (20, 255)):
+        lens.blocks_B.fill_(blocks)
+        lens.len_B.fill_(128 * blocks + recent)
+        graph.replay()
+        want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, CAUSAL, **how)
+        assert distance(out, want) <= 4e-3
+        torch.testing.assert_close(lse.double(), want_lse, atol=3e-3, rtol=0)
