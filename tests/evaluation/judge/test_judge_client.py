@@ -18,13 +18,6 @@ from longtrain.evaluation.judge.errors import JudgeError, RefusedError, StoppedE
 ASK = [{"role": "user", "content": "How good is this?"}]
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-
-
 def client(url: str, **values: Any) -> Client:
     return Client(Endpoint(url, "judge", **{"backoff_s": 0.01, "timeout_s": 5.0, "retries": 3, **values}))
 

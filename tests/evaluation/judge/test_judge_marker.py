@@ -28,13 +28,6 @@ ROWS = tuple(
 SUITE = Suite("mtbench", (Task("mt_bench", ROWS, "{turns}", 8, "judge", None, n_turns=2),))
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-
-
 def record(system: str, row: Example, *answers: str) -> Record:
     turns = tuple(Turn(text, (1, 2), "stop_id", 5, 5.0) for text in answers)
     return Record(system, "mt_bench", row.id, {"category": "writing"}, turns=turns)

@@ -27,13 +27,6 @@ REFERENCES = [{"question_id": 111, "choices": [{"turns": ["4", "5"]}]}]
 REQUESTS = [{"prompt": f"Write {n} words of a ship.", "type": "Story", "length": n} for n in (5, 20, 40)]
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-
-
 def rows(path: Path, values: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
