@@ -94,4 +94,6 @@ def _number(value: float | None, shape: str) -> str:
 
 
 def _bytes(count: int | None) -> str:
-    return f"{count / (1 << 30):.2f} GiB" if count else "-"
+    if not count:
+        return "-"
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

@@ -1,12 +1,15 @@
 """The page in a real headless browser, cut off from every network."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from longtrain.evaluation import compare
 from longtrain.evaluation.compare import Run
 from longtrain.evaluation.reporting.page import compare_page, page
+from longtrain.evaluation.scores import ACCEPTANCE
+from longtrain.evaluation.suite import Scale, Summary
 
 pytestmark = pytest.mark.slow
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[test]'")
@@ -14,6 +17,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SECRET = "zebra-7731"
 """Stands in one output alone."""
+EXTRA = {"title": "By turn", "columns": {"first": 3.14159, "second": None}}
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +56,12 @@ def open_page(browser):
             browser.new_context(offline=True, **{"viewport": {"width": 1280, "height": 900}, **options})
         )
         tab = contexts[-1].new_page()
-        tab.set_default_timeout(8_000)
+        tab.set_default_timeout(60_000)
         tab.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))
         tab.goto(file.as_uri())
-        tab.wait_for_selector("html[data-ready]", timeout=30_000)
+        tab.wait_for_selector("html[data-ready]")
         return tab
 
     yield opened
@@ -178,7 +182,7 @@ def test_examples_are_searched_filtered_and_read_side_by_side(made, report, open
     same = sum(len({str(one["outputs"][name]["texts"]) for name in chosen}) == 1 for one in made.examples)
     assert 0 < same < 80
     tab.check("#examples-differ")
-    count(80 - same)  # the changed output was of one that differs anyway, or is one more
+    count(80 - same)
     tab.uncheck("#examples-differ")
     tab.select_option("#examples select >> nth=0", "needle")
     count(40)
@@ -230,6 +234,45 @@ def test_nothing_is_wider_than_the_window(report, open_page, width):
     tab = open_page(report, viewport={"width": width, "height": 844})
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.locator("#times tbody tr").count() == 2
+
+
+def rescaled(made, kind):
+    """The made-up run as another suite would have it."""
+    if kind == "perplexity":
+        scale = Scale("perplexity", None, higher_is_better=False)
+        records = [
+            replace(
+                one, turns=(), score=None, cycles=None, measures={"nats": 90 * (2 - one.score), "tokens": 40}
+            )
+            for one in made.records
+        ]
+    elif kind == "acceptance":
+        scale, records = Scale(ACCEPTANCE, None), [replace(one, score=None) for one in made.records]
+    else:
+        scale, records = (
+            Scale("rating", 10.0),
+            [replace(one, score=None, marks={"said": "<b>"}) for one in made.records],
+        )
+    suite = replace(made.suite, scale=scale, summarise=lambda _: Summary(kind, (), extra={"table": EXTRA}))
+    return suite, records
+
+
+@pytest.mark.parametrize(("kind", "plots"), [("perplexity", 2), ("acceptance", 4), ("unjudged", 3)])
+def test_pages_of_other_suites(made, tools, tmp_path, open_page, kind, plots):
+    suite, records = rescaled(made, kind)
+    results = tools.make_results(suite, made.systems, records, resamples=50)
+    file = tmp_path / "report.html"
+    file.write_bytes(page(results, tools.make_examples(suite, made.systems, records)))
+    tab = open_page(file)
+    assert tab.locator("nav a").all_inner_texts() == ["Systems", "Plots", "Tasks", "Examples", "Protocol"]
+    assert tab.locator(".plot .scatterlayer").count() == plots
+    head = tab.locator("#systems thead button").all_inner_texts()
+    assert (f"average {suite.scale.name}" in head) == (kind != "unjudged")
+    assert ("τ" in head) == (kind == "unjudged")
+    assert column(tab, "own", 2)[0] == "3.14"
+    if kind == "perplexity":  # the full cache has the lowest and so the best
+        assert tab.locator("#systems tbody .better").count() == 0
+        assert tab.locator("#systems tbody .worse").count() > 5
 
 
 def test_a_comparison_opens_and_sorts(made, tmp_path, open_page):
