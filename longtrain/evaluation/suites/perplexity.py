@@ -111,7 +111,8 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
     """A task for each entry of `suite.texts`.
 
     Args:
-        settings: `texts`, `window`, `stride`, `max_tokens`, `limit`; see conf/suite/perplexity.yaml.
+        settings: `texts`, `window`, `stride`, `first_windows`, `max_tokens`, `limit`; see
+            conf/suite/perplexity.yaml.
         target: gives the tokenizer and its window.
         seed: of the run; nothing is drawn here.
 
@@ -130,15 +131,17 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
         )
     most = None if read.get("max_tokens") is None else _tokens(read, "max_tokens")
     limit = read.optional_integer("limit")
+    first = read.flag("first_windows")
     tasks = tuple(
-        _windows(entry, target, window=window, stride=stride, most=most, limit=limit)
+        _windows(entry, target, window=window, stride=stride, most=most, limit=limit, first=first)
         for entry in entries(read)
     )
     cut = [task.name for task in tasks if not task.whole]
-    notes = [
-        f"windows of {window} tokens, {stride} scored in each; a text's first window is scored whole",
-        "a window's context is evicted once, before its tokens are scored; first windows have none to evict",
-    ]
+    notes = [f"windows of {window} tokens, {stride} scored in each after its context is evicted once"]
+    if first:
+        notes.append("a text's first window is scored whole; it has no context to evict")
+    else:
+        notes.append("the first window of each text is left out: every token has a full context")
     if cut:
         notes.append(f"the beginning only of {', '.join(cut)} (suite.max_tokens or suite.limit)")
     notes += [f"the first {one.limit} texts of {one.name}" for one in entries(read) if one.limit]
@@ -194,7 +197,14 @@ def _entry(read: Settings, item: Any) -> Text:
 
 
 def _windows(
-    entry: Text, target: Target, *, window: int, stride: int, most: int | None, limit: int | None
+    entry: Text,
+    target: Target,
+    *,
+    window: int,
+    stride: int,
+    most: int | None,
+    limit: int | None,
+    first: bool,
 ) -> Windows:
     """Windows until `most` tokens are read, or `limit` windows made."""
     prefix = np.asarray(prefix_of(target.tokenizer), np.int64)
@@ -217,12 +227,17 @@ def _windows(
             if limit is not None and len(rows) >= limit:
                 whole = False
                 break
+            if span.begin == 0 and not first:
+                continue
             place = {"text": len(ids) - 1, "begin": span.begin, "first": span.first, "end": span.end}
             size = int(bytes_T[span.end] - bytes_T[span.first])
             name = f"{text.name}@{span.first}" if new else f"{text.name}#{len(ids)}@{span.first}"
             rows.append(Example(name, {"name": text.name, **place, "bytes": size}))
     if not rows:
-        raise DataError(f"text {entry.name} at {entry.where} has no two tokens; give it some text")
+        least = 2 if first else window + 1
+        raise DataError(
+            f"text {entry.name} at {entry.where} has no {least} tokens in one piece; give it more"
+        )
     return Windows(entry.name, tuple(rows), tuple(ids), window, stride, whole)
 
 

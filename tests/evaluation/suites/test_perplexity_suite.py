@@ -19,7 +19,8 @@ from longtrain.evaluation.suites import perplexity
 from longtrain.methods import policies
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents \u2013 caf\u00e9, \U0001f600. " * 6
-SMALL = {"name": "perplexity", "window": 64, "stride": 16, "max_tokens": None, "limit": None}
+SMALL = {"name": "perplexity", "window": 64, "stride": 16, "first_windows": True}
+SMALL |= {"max_tokens": None, "limit": None}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,9 @@ def test_eviction_reaches_the_figures(target, text):
     assert found.tasks != full.tasks
     kept = [record.measures["kept_rows"] for record in records["rain.txt"]]
     assert kept == [1.0] + [8.0] * (len(kept) - 1)
+    later = build(target, text, first_windows=False)
+    assert [row.id for row in later.tasks[0].rows] == [row.id for row in suite.tasks[0].rows][1:]
+    assert any("left out" in note for note in later.summary({}).notes)
     assert suite.needs == {"evictor"} and not suite.scale.higher_is_better
 
 
@@ -157,9 +161,13 @@ def test_wrong_settings_are_named(target, text, settings, error, message, monkey
         build(target, text, **settings)
 
 
+def test_settings_are_those_of_the_configuration(settings_of):
+    assert set(settings_of("perplexity")) == {*SMALL, "texts", "budgets", "batch"}
+
+
 def test_a_text_too_short_and_a_row_without_text(target, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="has no two tokens"):
+    with pytest.raises(DataError, match="has no 2 tokens"):
         build(target, tmp_path / "empty.txt")
     (tmp_path / "rows.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:1 has no column 'text'"):

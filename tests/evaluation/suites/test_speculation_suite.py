@@ -12,9 +12,11 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.plan import plan
+from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.results import reading_of
+from longtrain.evaluation.reporting.speed import speed_table
+from longtrain.evaluation.results import assemble
 from longtrain.evaluation.speed import speed_rows, speed_steps
 from longtrain.evaluation.suites import documents, drafting, speculation
 from longtrain.evaluation.systems import FULL_CACHE, System
@@ -115,9 +117,16 @@ def test_figures_are_those_of_the_cycles(target, data, systems):
     assert set(figures["by_length"]) == {"1024", "2048"}
     assert sum(one["cycles"] for one in figures["by_length"].values()) == figures["cycles"] == len(cycles)
     assert suite.summary(plain).tasks == {} and suite.summary(plain).average is None
-    shares = [reading_of(suite.scale).share(record) for record in (drafted["lcc"][0], plain["lcc"][0])]
-    first = drafted["lcc"][0].rows()[0]
-    assert shares == [(sum(c.accepted + 1 for c in first), len(first)), (1.0, 1.0)]
+    records = [record for some in (plain, drafted) for rows in some.values() for record in rows]
+    protocol = protocol_of(suite, target, Sampling())
+    made = assemble(suite, systems, records, protocol=protocol, target={"name": "t"}, resamples=50)
+    full, draft = ({task["task"]: task for task in one["tasks"]} for one in made["systems"])
+    assert full["lcc"]["score"]["value"] == 1.0 and full["lcc"]["official"] is None
+    assert draft["lcc"]["score"]["value"] == pytest.approx(figures["tau"], abs=1e-4)
+    assert draft["lcc"]["official"] == figures["tau"] and draft["lcc"]["unjudged"] == 0
+    assert draft["lcc"]["acceptance"]["acceptance_rate"]["value"] == pytest.approx(
+        figures["acceptance_rate"], abs=1e-4
+    )
 
 
 def test_acceptance_is_pooled_and_ended_cycles_are_left_out():
@@ -150,6 +159,20 @@ def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
     assert row["figures"]["draft"]["ratio"] > 0 and row["figures"]["draft"]["draft_bytes"] > 0
     assert sum(done for _, done in told) == speed_steps(systems, suite, prompts=2) == 8
     json.dumps(found, allow_nan=False)
+    results = {
+        "title": "T",
+        "target": {"name": "t"},
+        "cells": [],
+        "systems": [
+            {"name": name, "tasks": [{"task": "gov_report", "acceptance": tau}]}
+            for name, tau in (("full", None), ("draft", {"tau": {"value": 3.25}}))
+        ],
+    }
+    table = speed_table(results, {"device": "cpu", "speed": found["rows"]})
+    ratio = row["figures"]["draft"]["ratio"]
+    assert "| gov_report | full | - |" in table and "| gov_report | draft | 3.25 |" in table
+    assert f"{ratio:.2f} ×" in table and "2 of gov_report (12 tokens each)" in table
+    assert speed_table(results, {"device": "cpu"}) == ""
 
 
 def test_texts_over_at_once_have_no_speed(target, data, systems):
