@@ -42,8 +42,14 @@ class Tile:
 
 
 TILES = {
-    4: (Tile(rows=16, warps=4, stages=3, resident=2), Tile(rows=32, warps=8, stages=3, resident=1)),
-    8: (Tile(rows=16, warps=4, stages=3, resident=2), Tile(rows=32, warps=8, stages=3, resident=1)),
+    4: (
+        Tile(rows=16, warps=4, stages=3, resident=3, registers=168),
+        Tile(rows=32, warps=4, stages=3, resident=2),
+    ),
+    8: (
+        Tile(rows=16, warps=4, stages=3, resident=3, registers=168),
+        Tile(rows=32, warps=4, stages=3, resident=2),
+    ),
 }
 """By bits: the first that holds all packed rows, or else the last."""
 
@@ -65,7 +71,7 @@ def hier_attention(
     group = H // G
     tile = tile or tile_for(T * group, bits)
     programs = B * G * -(-T * group // tile.rows)
-    splits = splits or 1 + merging.splits_for(programs, tile.resident, q_BHTD.device)
+    splits = splits or max(2, merging.splits_for(programs, tile.resident, q_BHTD.device))
     q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
     own_bits = mask if isinstance(mask, Tensor) else lens.len_B
     kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1

@@ -8,7 +8,7 @@ numbers unpacked of a byte's two halves, s and z a key channel's step and zero, 
     out_md = (sum_c (p_mc s_c) u_cd + sum_c p_mc (z_c + offset s_c)) / sum_c p_mc
 
 Before its blocks go by, a program writes beta of all of them, and finds the power of two that keeps p s in
-the range of fp16. Rows m and the partial results are as in `tree_attention_triton`; the last split has the
+the range of fp16. Rows m and the partial results are as in `tree_attention_triton`; the first split has the
 ring. A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal
 range, but exact, and tensor cores take it at full speed. PORTABLE makes n of it (for the interpreter).
 """
@@ -25,8 +25,6 @@ from longtrain.kernels.tree_attention_triton import _rows, _visible
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)
 _FP16_EXPONENT = tl.constexpr(14.0)
-_ROUND = tl.constexpr(32)
-"""Blocks whose beta is computed at once."""
 
 _UPPER = tl.constexpr("""{
     .reg .b32 w;
@@ -85,6 +83,18 @@ def _position(i, PORTABLE: tl.constexpr):
 
 
 @triton.jit
+def _narrow(x, ROWS: tl.constexpr):
+    """Sums of a row's numbers by eights that a thread holds anyway: no exchange between threads."""
+    return tl.sum(tl.sum(tl.reshape(x, (ROWS, 4, _BLOCK // 8, 2)), 3), 1)
+
+
+@triton.jit
+def _narrowed(x, ROWS: tl.constexpr):
+    """A row's one number, held by the threads that hold the row's sums of `_narrow`."""
+    return tl.max(tl.max(tl.reshape(x, (ROWS, 4, _BLOCK // 8, 2)), 3), 1)
+
+
+@triton.jit
 def _numbers(v_step_ptr, v_zero_ptr, at, token):
     """Steps and zeros of a block's values."""
     return tl.load(v_step_ptr + at * _BLOCK + token), tl.load(v_zero_ptr + at * _BLOCK + token)
@@ -93,14 +103,14 @@ def _numbers(v_step_ptr, v_zero_ptr, at, token):
 @triton.jit
 def _prepare(
     q_at, exists, k_step_at, k_zero_at, v_step_at, beta_at, norm, first, last,
-    D: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Write beta of the blocks first..last-1, and return the most that p may be, in base 2."""
-    dim, n, token = tl.arange(0, D), tl.arange(0, _ROUND), tl.arange(0, _BLOCK)
+    dim, n, token = tl.arange(0, D), tl.arange(0, ROUND), tl.arange(0, _BLOCK)
     q = tl.load(q_at[:, None] + dim[None, :], mask=exists[:, None], other=0.0).to(tl.float32) / norm[:, None]
     m = tl.arange(0, ROWS)
     largest = 0.0
-    for start in tl.range(first, last, _ROUND, num_stages=1):
+    for start in tl.range(first, last, ROUND, num_stages=1):
         block = start + n
         keep = (block < last)[:, None]
         at = block.to(tl.int64)[:, None]
@@ -136,7 +146,7 @@ def attend_kernel(
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     blocks = tl.load(blocks_ptr + b).to(tl.int32)
     share = tl.cdiv(blocks, splits - 1)
-    first = split * share
+    first = (split - 1) * share
     last = tl.minimum(first + share, blocks)
     m, x, token = tl.arange(0, ROWS), tl.arange(0, X), tl.arange(0, _BLOCK)
     slot = (pid * splits + split).to(tl.int64) * ROWS + m
@@ -148,7 +158,7 @@ def attend_kernel(
     out_low = tl.zeros((ROWS, X), tl.float32)
     out_high = tl.zeros((ROWS, X), tl.float32)
 
-    if split == splits - 1:
+    if split == 0:
         n, begin = tl.load(len_ptr + b).to(tl.int32), blocks * _BLOCK
         end = n + T if MASK else n
         low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
@@ -202,15 +212,15 @@ def attend_kernel(
         beta_at = beta_ptr + pid.to(tl.int64) * N * ROWS
         lift = _prepare(
             q_at, exists, k_step_ptr + row * D, k_zero_ptr + row * D, v_step_ptr + row * _BLOCK, beta_at,
-            norm / scale2, first, last, D, ROWS, OFFSET,
+            norm / scale2, first, last, D, ROWS, OFFSET, 32 if ROWS == 16 else 16,
         )  # fmt: skip
         tl.debug_barrier()
         xp, tp = _position(x, PORTABLE), _position(token, PORTABLE)
         k_in = (token * X)[:, None] + xp[None, :]
         v_in = (x * _BLOCK)[:, None] + tp[None, :]
         v_step_next, v_zero_next = _numbers(v_step_ptr, v_zero_ptr, row + first, token)
-        total = tl.zeros((ROWS, _BLOCK), tl.float32)
-        zeros = tl.zeros((ROWS, _BLOCK), tl.float32)
+        total = tl.zeros((ROWS, _BLOCK // 8), tl.float32)
+        zeros = tl.zeros((ROWS, _BLOCK // 8), tl.float32)
         for block in tl.range(first, last, num_stages=STAGES):
             at = row + block
             v_step, v_zero = v_step_next, v_zero_next
@@ -232,10 +242,11 @@ def attend_kernel(
             new = tl.maximum(top, tl.max(logit, 1) * norm)
             weight = tl.exp2(logit * norm[:, None] - (new - lift)[:, None])
             shrink = tl.exp2(top - new)[:, None]
+            fade = _narrowed(tl.broadcast_to(shrink, (ROWS, _BLOCK)), ROWS)
             v_step = v_step.to(tl.float32)
             v_zero = v_zero.to(tl.float32) + OFFSET * v_step
-            total = total * shrink + weight
-            zeros = zeros * shrink + weight * v_zero[None, :]
+            total = total * fade + _narrow(weight, ROWS)
+            zeros = zeros * fade + _narrow(weight * v_zero[None, :], ROWS)
             weight = (weight * v_step[None, :]).to(tl.float16)
             v = tl.load(v_upper_ptr + at * (_BLOCK * X) + v_in)
             if BITS == 4:

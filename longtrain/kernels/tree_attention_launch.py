@@ -52,7 +52,7 @@ TILES = (
 """In half precision: the first that holds all packed rows, or else the last."""
 FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
-BLOCK = 16
+BLOCK = 64
 """Most partial results that a merging program reads at once."""
 CHUNK = 1
 """Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
@@ -118,7 +118,7 @@ def merge(
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
         part_out, part_lse, out_BHTD, lse_BHT, splits, T,
         G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows,
-        BLOCK=block, CHUNK=chunk, CHAINED=chained, num_warps=max(1, block // 8), **pdl(chained),
+        BLOCK=block, CHUNK=chunk, CHAINED=chained, num_warps=max(1, min(8, block // 8)), **pdl(chained),
     )  # fmt: skip
     return out_BHTD, lse_BHT
 
@@ -151,11 +151,12 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def splits_for(programs: int, resident: int, device: torch.device) -> int:
-    """Splits that make `programs` fill the device once; the same for every length."""
+    """Splits that make `programs` fill the device once, in sixteens if many; the same for every length."""
     cores = _INTERPRETED
     if device.type == "cuda":
         cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, cores * resident // programs)
+    fit = max(1, cores * resident // programs)
+    return fit if fit < 16 else fit // 16 * 16
 
 
 def _even(*tensors: Tensor) -> bool:

@@ -161,8 +161,11 @@ def merge_kernel(
     for start in range(0, splits, BLOCK):
         inside = (split < splits - start)[:, None] & exists[None, :]
         lse = tl.load(part_lse_ptr + at, mask=inside, other=float("-inf"))
-        some = (lse > float("-inf"))[:, :, None]
-        out = tl.load(part_ptr + at[:, :, None] * WIDTH + dim[None, None, :], mask=some, other=0.0)
+        # what an empty split leaves unwritten is read with the rest, so as not to wait for lse, and dropped
+        out = tl.load(
+            part_ptr + at[:, :, None] * WIDTH + dim[None, None, :], mask=inside[:, :, None], other=0.0
+        )
+        out = tl.where((lse > float("-inf"))[:, :, None], out, 0.0)
         new = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
         weight = tl.exp2(lse - base[None, :])
