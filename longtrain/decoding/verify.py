@@ -72,12 +72,12 @@ def _walk(
     tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor, levels: int
 ) -> Verdict:
     """Choose the target's token at a node and follow the first child that carries it, until none does."""
+    best_BN = logits_BNV.argmax(-1) if sampling.greedy else None
 
     def choose(node_B: Tensor, n_B: Tensor) -> Tensor:
-        logits_BV = logits_BNV[row_B, node_B]
-        if sampling.greedy:
-            return logits_BV.argmax(-1)
-        return coins.draw(probs(logits_BV, sampling), pos_B + n_B, "target")
+        if best_BN is not None:
+            return best_BN.gather(1, node_B[:, None])[:, 0]
+        return coins.draw(probs(logits_BNV[row_B, node_B], sampling), pos_B + n_B, "target")
 
     row_B, node_B, n_B = _start(tree)
     walking_B = n_B > 0

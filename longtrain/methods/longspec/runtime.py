@@ -174,8 +174,12 @@ def _best(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` most likely continuations of all nodes together: tokens, parents within the level, scores.
 
-    Under temperature the target draws from a sharper or flatter law, and so are continuations ranked.
+    Under temperature the target draws from a sharper or flatter law, and so are continuations ranked. A
+    single continuation of a single node is its argmax, whatever the scores.
     """
+    if width == logits_BMV.shape[1] == 1:
+        best_BK = logits_BMV.argmax(-1)
+        return best_BK, torch.zeros_like(best_BK), score_BM
     wide = torch.promote_types(logits_BMV.dtype, torch.float32)
     logp_BMV = (logits_BMV.to(wide) / (sampling.temperature or 1.0)).log_softmax(-1)
     vocab = logp_BMV.shape[-1]
