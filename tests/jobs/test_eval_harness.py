@@ -23,6 +23,10 @@ from longtrain.jobs import eval_harness, eval_parts
 from longtrain.jobs.eval_progress import Progress
 
 TASKS = ("hotpotqa", "trec", "lcc")
+ROWS = 4
+UNITS = 2 * len(TASKS) * ROWS // 2
+"""Of both systems together, two examples each."""
+WHOLE: list[bytes] = []
 RESULT = ("results.json", "examples.jsonl", "table.md")
 
 
@@ -33,7 +37,7 @@ def rows(tmp_path) -> Path:
     folder.mkdir()
     for name in TASKS:
         lines = []
-        for number in range(6):
+        for number in range(ROWS):
             row = {
                 "input": f"What is number {number}?",
                 "context": "It was a dark and stormy night. " * (4 + 5 * number % 7),
@@ -74,6 +78,14 @@ def run(composed, overrides, tmp_path):
 
 
 @pytest.fixture
+def whole(run) -> list[bytes]:
+    """The result of a run from start to end; it holds no path, so one serves all tests."""
+    if not WHOLE:
+        WHOLE.extend(result(run("whole")))
+    return WHOLE
+
+
+@pytest.fixture
 def command(overrides, target_folder, tmp_path):
     """`command(name, *changes)`: the same in a process of its own."""
 
@@ -110,27 +122,26 @@ def wait_for(process: subprocess.Popen[str], folder: Path, count: int) -> None:
         time.sleep(0.005)
 
 
-def test_a_killed_run_goes_on_and_its_result_is_that_of_a_whole_one(run, command, tmp_path):
-    want = result(run("whole"))
+def test_a_killed_run_goes_on_and_its_result_is_that_of_a_whole_one(run, command, whole, tmp_path):
     folder = tmp_path / "runs" / "killed" / "eval" / "longbench"
     process = command("killed")
-    wait_for(process, folder, 5)
+    wait_for(process, folder, 3)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = units(folder)
-    assert 5 <= done < 18 and not (folder / "results.json").exists()
+    assert 3 <= done < UNITS and not (folder / "results.json").exists()
     (ledger,) = (folder / "ledger").glob("full*.jsonl")
     ledger.write_bytes(ledger.read_bytes() + b'{"key": "torn')
     before = {path: path.read_bytes() for path in (folder / "ledger").glob("*.jsonl")}
-    assert result(run("killed")) == want
-    assert units(folder) == 18
+    assert result(run("killed")) == whole
+    assert units(folder) == UNITS
     for path, content in before.items():  # nothing was run again
         assert path.read_bytes().startswith(content[: content.rfind(b"\n") + 1])
     keys = [json.loads(line)["key"] for line in ledger.read_text().splitlines()[1:]]
-    assert len(keys) == len(set(keys)) == 9
+    assert len(keys) == len(set(keys)) == UNITS // 2
 
 
-def test_sigterm_finishes_the_unit_and_says_how_to_go_on(run, monkeypatch, tmp_path):
+def test_sigterm_finishes_the_unit_and_says_how_to_go_on(run, whole, monkeypatch, tmp_path):
     advance, calls = Progress.advance, []
 
     def counted(self: Progress, what: str, done: int) -> None:
@@ -142,22 +153,18 @@ def test_sigterm_finishes_the_unit_and_says_how_to_go_on(run, monkeypatch, tmp_p
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "advance", counted)
-        with pytest.raises(
-            LongtrainError, match=r"stopped as asked with 12 examples of full left .* goes on"
-        ):
+        with pytest.raises(LongtrainError, match=r"stopped as asked with 6 examples of full left .* goes on"):
             run("stopped")
     assert signal.getsignal(signal.SIGTERM) is before
     assert units(tmp_path / "runs" / "stopped" / "eval" / "longbench") == len(calls) == 3
-    assert result(run("stopped")) == result(run("whole"))
+    assert result(run("stopped")) == whole
 
 
-def test_two_processes_here_make_the_same_result(run, capsys):
-    want = result(run("whole"))
-    assert result(run("parts", "shards=2")) == want
+def test_two_processes_here_make_the_same_result(run, whole):
+    assert result(run("parts", "shards=2")) == whole
 
 
-def test_parts_one_by_one_and_a_merge(run, caplog):
-    want = result(run("whole"))
+def test_parts_one_by_one_and_a_merge(run, whole, caplog):
     caplog.set_level("INFO")
     folder = run("parts", "shards=3", "shard=2")
     assert not (folder / "results.json").exists()
@@ -165,9 +172,9 @@ def test_parts_one_by_one_and_a_merge(run, caplog):
     with pytest.raises(ConfigError, match=r"not finished \(full: \d+ examples, snapkv@48: \d+ examples left"):
         run("parts", "shards=3", "shard=merge")
     run("parts", "shards=3", "shard=0")
-    assert result(run("parts", "shards=3", "shard=1")) == want  # the last one merges
+    assert result(run("parts", "shards=3", "shard=1")) == whole  # the last one merges
     (folder / "results.json").unlink()
-    assert result(run("parts", "shards=3", "shard=merge")) == want
+    assert result(run("parts", "shards=3", "shard=merge")) == whole
 
 
 @pytest.mark.slow
@@ -196,7 +203,9 @@ def test_files_and_what_is_in_them(run, capsys):
     assert str(folder.parent.parent) not in (folder / "results.json").read_text()
     assert "_s" not in {key[-2:] for key in found["systems"][0]}
     lines = [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
-    assert [line["example"] for line in lines] == [f"{t}-{i}" for t in SPECS if t in TASKS for i in range(6)]
+    assert [line["example"] for line in lines] == [
+        f"{t}-{i}" for t in SPECS if t in TASKS for i in range(ROWS)
+    ]
     assert all(set(line["outputs"]) == {"full", "snapkv@48"} for line in lines)
     times = json.loads((folder / "timings.json").read_text())
     assert all(task["output_tokens"] > 0 for system in times["systems"] for task in system["tasks"])
@@ -248,7 +257,7 @@ def test_a_folder_of_another_protocol_loses_nothing(run):
     ):
         run("one", "seed=1")
     assert result(folder) == want
-    with pytest.raises(ConfigError, match=r"protocol\.tasks\.lcc\.rows=6, and .*=2 is asked for"):
+    with pytest.raises(ConfigError, match=r"protocol\.tasks\.hotpotqa\.rows=4, and .*=2 is asked for"):
         run("one", "suite.limit=2")
     assert result(run("one")) == want
 
