@@ -82,7 +82,9 @@ preferred.addEventListener("change", (event) => setTheme(event.matches ? "dark" 
 const ACCEPTANCE = "acceptance length"; // a scale whose figure is tau itself
 const scaleName = run.scale?.name ?? "score";
 const better = (difference) => (difference > 0) === (run.scale?.higher_is_better ?? true);
-const direction = run.scale && !run.scale.higher_is_better ? " (lower is better)" : "";
+const direction = run.scale && !run.scale.higher_is_better ? " Lower is better." : "";
+/** Whether a system is part of plots of the figure: of acceptance only where a draft ran. */
+const counts = (system) => scaleName !== ACCEPTANCE || Boolean(system.acceptance);
 
 /** A difference: bold and coloured only where it is larger than noise. */
 function difference(versus, digits = 2) {

@@ -72,7 +72,7 @@ const entry = (system, task) => (task === "" ? system.average : system.tasks.fin
 const full = run.systems?.find((system) => system.kind === "full");
 
 function budgetPlot() {
-  const evicting = run.systems.filter((system) => known(system.budget));
+  const evicting = run.systems.filter((system) => known(system.budget) && counts(system));
   const budgets = unique(evicting.map((system) => system.budget)).sort((a, b) => parseFloat(a) - parseFloat(b));
   if (!scored || !evicting.length) return null;
   const names = unique(run.systems.flatMap((system) => system.tasks.map((task) => task.task)));
@@ -98,7 +98,7 @@ function budgetPlot() {
 }
 
 function averagePlot() {
-  const systems = run.systems.filter((system) => has(system.average));
+  const systems = run.systems.filter((system) => has(system.average) && counts(system));
   if (systems.length < 2) return null;
   return plotCard("plot-average", systems[0].tasks.length > 1 ? `Average ${scaleName}` : `The ${scaleName}`, `With 95% intervals; ordered by value.${direction}`, () => {
     const up = [...systems].sort((a, b) => (a.average.value - b.average.value) * (run.scale.higher_is_better ? 1 : -1));
@@ -183,7 +183,7 @@ function needleMaps() {
     const grid = depths.map((depth) => lengths.map((length) => find(length, depth)?.value ?? null));
     const few = lengths.length <= 6;
     Plotly.react(boxes[place].lastChild, [{
-      type: "heatmap", x: lengths.map(tokens), y: depths.map(String), z: grid, zmin: 0, zmax: maximum, xgap: 2, ygap: 2, showscale: false,
+      type: "heatmap", x: lengths.map(tokens), y: depths.map(String), z: grid, zmin: 0, zmax: maximum, reversescale: !run.scale.higher_is_better, xgap: 2, ygap: 2, showscale: false,
       colorscale: [[0, css("--low")], [1, css("--high")]], text: grid.map((row) => row.map((value) => (known(value) ? String(Math.round(value)) : ""))),
       texttemplate: few ? "%{text}" : "", textfont: { size: 11 },
       customdata: depths.map((depth) => lengths.map((length) => { const found = find(length, depth); return found ? [range(found), found.n] : ["", 0]; })),
@@ -192,7 +192,7 @@ function needleMaps() {
   });
   const card = el("div", { class: "card plot wide" },
     el("div", { class: "title" }, el("h3", {}, "Needles by length and depth"), keys.length > 1 && select(keys.map((key) => [key, key]), chosen, (key) => { chosen = key; paint(); }, "Task of the needle maps")),
-    el("p", { class: "note" }, `Mean ${scaleName} of each cell, ${maximum} at most, over where in the context the needle lies: depth 0 is its start.`),
+    el("p", { class: "note" }, `Mean ${scaleName} of each cell${known(run.scale.maximum) ? `, ${maximum} at most` : ""}, over where in the context the needle lies: depth 0 is its start.${direction}`),
     el("div", { class: "maps" }, boxes), names.length > 1 && switches(names.map((name) => [name, systemOf[name].family]), shown, paint));
   return { card, start: () => drawn(paint) };
 }

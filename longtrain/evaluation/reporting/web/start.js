@@ -23,8 +23,9 @@ const BASELINE = {
 
 function overview() {
   const cards = [];
-  const evicting = run.systems.filter((system) => known(system.budget) && has(system.versus_full?.difference));
-  if (full && has(full.average)) cards.push(card("card-full", full.tasks.length > 1 ? `Full cache, average ${scaleName}` : `Full cache, ${scaleName}`, fixed(full.average.value), `95% interval ${range(full.average)}${direction}`, el("div", {}, BASELINE[run.baseline?.status])));
+  const plain = scaleName !== ACCEPTANCE;
+  const evicting = run.systems.filter((system) => plain && known(system.budget) && has(system.versus_full?.difference));
+  if (full && plain && has(full.average)) cards.push(card("card-full", full.tasks.length > 1 ? `Full cache, average ${scaleName}` : `Full cache, ${scaleName}`, fixed(full.average.value), `95% interval ${range(full.average)}.${direction}`, el("div", {}, BASELINE[run.baseline?.status])));
   if (evicting.length) {
     const close = evicting.filter((system) => !(system.versus_full.larger_than_noise && !better(system.versus_full.difference.value)));
     close.sort((a, b) => (keptShare(a) ?? 1) - (keptShare(b) ?? 1));
@@ -32,10 +33,11 @@ function overview() {
       ? card("card-small", "Smallest cache within noise of full", percent(keptShare(close[0]), 0), "kept by ", el("b", {}, close[0].name), `, difference ${signed(close[0].versus_full.difference.value, 1)}`)
       : card("card-small", "Within noise of the full cache", "none", `every one of the ${evicting.length} systems that evict loses more than noise`));
   }
-  const drafts = run.systems.filter((system) => has(system.acceptance?.tau)).sort((a, b) => b.acceptance.tau.value - a.acceptance.tau.value);
+  const tau = (system) => (plain ? system.acceptance.tau : system.average).value;
+  const drafts = run.systems.filter((system) => has(system.acceptance?.tau)).sort((a, b) => tau(b) - tau(a));
   if (drafts.length) {
     const [best] = drafts;
-    cards.push(card("card-tau", "Longest acceptance \u03c4", fixed(best.acceptance.tau.value), el("b", {}, best.name), `, ${percent(best.acceptance.acceptance_rate.value, 0)} of drafts accepted`));
+    cards.push(card("card-tau", "Longest acceptance \u03c4", fixed(tau(best)), el("b", {}, best.name), `, ${percent(best.acceptance.acceptance_rate.value, 0)} of drafts accepted`));
     const found = drafts.map(exactnessOf).filter(Boolean);
     const sum = (key) => found.reduce((total, one) => total + one[key], 0);
     if (found.length) cards.push(card("card-exact", "Drafted texts equal to plain decoding", `${sum("compared") - sum("different")} / ${sum("compared")}`, sum("different") ? "the rest may be rounding; see results.json" : "token for token"));
@@ -45,7 +47,7 @@ function overview() {
 
 function systemsSection() {
   const { table, search } = systemsTable();
-  return section("systems", "Systems", `Bold differences from the full cache are larger than noise: their ${100 * run.bootstrap.confidence}% interval over the same examples leaves out 0.`,
+  return section("systems", "Systems", scored && `Bold differences from the full cache are larger than noise: their ${100 * run.bootstrap.confidence}% interval over the same examples leaves out 0.`,
     overview(), el("div", { class: "controls", style: "margin-top:16px" }, search), table);
 }
 
@@ -59,7 +61,7 @@ function tasksSection() {
   const show = (what) => { const made = taskMatrix(what); place.replaceChildren(made.table); search.replaceChildren(made.search); };
   show(options[0][0]);
   const own = ownTable();
-  return section("tasks", "Tasks", "Point at a figure for its interval. Bold and coloured: differs from the full cache by more than noise.",
+  return section("tasks", "Tasks", `Point at a figure for its interval.${scored ? " Bold and coloured: differs from the full cache by more than noise." : ""}`,
     el("div", { class: "controls" }, options.length > 1 && segments(options, options[0][0], show), search), place,
     own && [el("h3", { class: "under" }, own.title), own.table]);
 }

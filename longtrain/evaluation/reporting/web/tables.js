@@ -69,7 +69,7 @@ function systemsTable() {
     { name: "kind", left: true, minor: true, value: (s) => s.kind, cell: (s) => el("span", { class: "tag" }, s.kind) },
     { name: "budget", minor: true, title: "Rows of the prompt that stay in the cache, as asked for", value: (s) => (known(s.budget) ? parseFloat(s.budget) : null), cell: (s) => s.budget ?? "\u2013" }];
   if (scored) {
-    columns.push({ name: run.systems[0].tasks.length > 1 ? `average ${scaleName}` : scaleName, title: `Mean over tasks${direction}, 95% bootstrap interval over examples`, value: (s) => s.average.value,
+    columns.push({ name: run.systems[0].tasks.length > 1 ? `average ${scaleName}` : scaleName, title: `Mean over tasks, 95% bootstrap interval over examples.${direction}`, value: (s) => s.average.value,
       cell: (s) => [has(s.average) ? [el("b", {}, fixed(s.average.value)), el("span", { class: "range" }, range(s.average)), whisker(s.average, low, high, s.family)] : "\u2013"] });
     columns.push({ name: "vs full", title: "Difference from the full cache over the same examples; bold where larger than noise", value: (s) => s.versus_full?.difference.value,
       cell: (s) => s.kind === "full" ? el("span", { class: "faint" }, "reference") : [difference(s.versus_full), has(s.versus_full?.difference) && el("span", { class: "range" }, range(s.versus_full.difference))] });
