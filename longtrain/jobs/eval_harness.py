@@ -153,16 +153,19 @@ def folder_of(cfg: DictConfig) -> Path:
 
 
 def entries_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
-    """Entries of the comparison, `artifact=` first, and every artifact that one of them names.
+    """Entries of the comparison, `artifact=` and an untrained `method=` first, and the artifacts they name.
 
     Raises:
         ConfigError: `suite.systems` is no list.
         ArtifactError: an artifact that is not there, or damaged.
     """
+    from longtrain import methods
     from longtrain.artifact import Artifact
 
     asked = cfg.artifact if isinstance(cfg.artifact, ListConfig | list) else [cfg.artifact]
     entries: list[Any] = [{"artifact": str(where)} for where in asked if where]
+    if cfg.method is not None and methods.get(str(cfg.method.name)).objective is None and not entries:
+        entries.append({"method": plain(cfg.method)})
     listed = plain(cfg.suite)["systems"] or []
     if not isinstance(listed, list):
         raise ConfigError(f"suite.systems={listed}; allowed: a list, [snapkv,{{artifact: NAME}}]")
@@ -280,7 +283,7 @@ def show(outcome: Outcome, folder: Path, names: list[str]) -> None:
     header, rows = summary(results)
     shown = Table(box=None, header_style="bold", title=results["title"], title_justify="left")
     for number, column in enumerate(header):
-        shown.add_column(column, no_wrap=number > 0)
+        shown.add_column(column, no_wrap=number == 0)
     for row in rows:
         shown.add_row(*row)
     console = Console(highlight=False, markup=False)
