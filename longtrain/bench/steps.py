@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longtrain.bench.report import spread
 from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Captured, Mail, Stage, can_settle, has_graphs, record
+from longtrain.decoding.captured import Cycles, Mail, Stage, can_settle, has_graphs, record
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts, TreeShape
@@ -100,13 +100,14 @@ def measure(
 def _whole(phases: Phases, settings: Settings) -> dict[str, Any]:
     """Cycles one after another, as the engine runs them: wall time, and the GPU's busy and idle share."""
     device = phases.target.device
-    cycle, mail = Captured(phases, None), Mail(Stage.late)
+    cycles = Cycles(phases, captured=True)
+    mail = Mail(cycles.late)
     marks: list[Any] = []
 
     def go(count: int) -> None:
         for _ in range(count):
             marks.append(_mark(device))
-            cycle()
+            cycles.run()
             marks.append(_mark(device))
             mail.send(phases.news_BX)
             for _ in mail.due(rest=False):

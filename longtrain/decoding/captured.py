@@ -9,6 +9,7 @@ Shapes: B batch, X numbers of a cycle.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,34 +30,42 @@ Pool: TypeAlias = Any
 _LEAST_SLOTS = 256
 
 
-class Captured:
-    """A cycle's phases: run as they are once, then as a CUDA graph.
+class Cycles:
+    """The cycles of one kind of call: run as they are, or from the second on as a CUDA graph.
 
-    The first run compiles kernels and makes what is kept from cycle to cycle; on a CPU every run is like it.
+    The first one compiles kernels and makes what is kept from cycle to cycle. On a CPU there are no graphs.
 
     Args:
-        phases: the cycle, over a cache and a draft whose state is updated in place.
+        phases: a cycle.
+        captured: whether cache and draft update their state in place, so that a graph of a cycle is every
+            cycle; the host then reads its tokens one cycle late.
         pool: graph memory, shared with cycles that never run at the same time.
     """
 
-    def __init__(self, phases: Phases, pool: Pool | None) -> None:
-        self.phases, self._pool = phases, pool
+    def __init__(self, phases: Phases, *, captured: bool, pool: Pool | None = None) -> None:
+        self.phases, self._captured, self._pool = phases, captured, pool
         self._replay: Callable[[], None] | None = None
         self._held: list[Tensor] = []
         self._where: list[int] = []
         self._ran = False
+        self.capture_s = 0.0
+        """Wall time that making the graph took, in seconds."""
 
-    def __call__(self) -> None:
-        """The next cycle."""
+    @property
+    def late(self) -> int:
+        """Cycles that the host reads behind."""
+        return int(self._captured)
+
+    def run(self) -> None:
+        """The next cycle: propose, forward, accept, commit."""
         device = self.phases.target.device
-        if self._replay is None and self._ran and has_graphs(device):
+        if self._captured and self._ran and self._replay is None and has_graphs(device):
+            started_s = time.perf_counter()
             self._replay = record(self.phases, device, self._pool)
             self._held = _held(self.phases)
             self._where = [one.data_ptr() for one in self._held]
-        if self._replay is not None:
-            self._replay()
-            return
-        self.phases()
+            self.capture_s = time.perf_counter() - started_s
+        (self._replay or self.phases)()
         self._ran = True
 
     def holds(self, phases: Phases) -> bool:
@@ -90,13 +99,10 @@ class Stage:
         target: the frozen model.
     """
 
-    late = 1
-    """Cycles that the host reads behind."""
-
     def __init__(self, target: Target) -> None:
         self.target = target
         self.arena: ArenaCache | None = None
-        self._captured: dict[Hashable, Captured] = {}
+        self._cycles: dict[Hashable, Cycles] = {}
         self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
@@ -122,16 +128,16 @@ class Stage:
         arena.take(cache, room=room)
         return arena
 
-    def captured(self, phases: Phases, key: Hashable) -> Captured:
-        """The cycle of an earlier call of this kind if its graph still holds, else a new one.
+    def cycles(self, phases: Phases, key: Hashable) -> Cycles:
+        """Those of an earlier call of this kind if their graph still holds, else new ones.
 
         Args:
             phases: over the present cache and draft.
             key: whatever else is a constant in a graph of them.
         """
-        found = self._captured.get(key)
+        found = self._cycles.get(key)
         if found is None or not found.holds(phases):
-            found = self._captured[key] = Captured(phases, self._pool)
+            found = self._cycles[key] = Cycles(phases, captured=True, pool=self._pool)
         return found
 
     def _reserve(self, batch: int, slots: int) -> ArenaCache:
@@ -143,7 +149,7 @@ class Stage:
             if like and arena.slots >= slots:
                 return arena
         self.arena = arena = None  # its memory goes before that of the next is taken
-        self._captured.clear()
+        self._cycles.clear()
         self.arena = ArenaCache(target.new_cache(batch, _rounded(slots), 0))
         return self.arena
 

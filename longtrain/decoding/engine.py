@@ -9,7 +9,7 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache
 from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Mail, Stage, can_settle
+from longtrain.decoding.captured import Cycles, Mail, Stage, can_settle
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
 from longtrain.decoding.phases import Phases
@@ -170,21 +170,23 @@ class Engine:
         prefilled_s = time.perf_counter()
 
         phases = Phases(target, cache, draft, shape, sampling, barred)
-        cycle: Callable[[], None] = phases
         if stage:
-            cycle = captured = stage.captured(phases, _constants(shape, sampling, barred))
-            phases = captured.phases
+            cycles = stage.cycles(phases, _constants(shape, sampling, barred))
+        else:
+            cycles = Cycles(phases, captured=False)
+        phases, known_s = cycles.phases, cycles.capture_s
         phases.begin(root_B, coins, max_new_tokens)
         phases.close(over)
-        mail, cycles, most = Mail(stage.late if stage else 0), 0, max_new_tokens - 1
+        mail, count, most = Mail(cycles.late), 0, max_new_tokens - 1
         while not out.done:
-            if cycles < most:  # each gives every text at least one token
-                cycle()  # propose, forward, accept, commit
+            if count < most:  # each gives every text at least one token
+                cycles.run()  # propose, forward, accept, commit
                 mail.send(phases.news_BX)
-                cycles += 1
-            for emitted in mail.due(rest=cycles == most):
+                count += 1
+            for emitted in mail.due(rest=count == most):
                 phases.close(out.take(emitted))
         done_s = time.perf_counter()
+        capture_s = cycles.capture_s - known_s
 
         stats = Stats(
             rows=out.cycles,
@@ -193,11 +195,12 @@ class Engine:
             output_tokens=[len(tokens) for tokens in out.tokens],
             repeated_tokens=[repeated(tokens) for tokens in out.tokens],
             prefill_s=prefilled_s - started_s,
-            decode_s=done_s - prefilled_s,
+            decode_s=done_s - prefilled_s - capture_s,
+            capture_s=capture_s,
             cache_bytes=cache.bytes(),
             cache_bytes_full=read.full_bytes if evictor else cache.bytes(),
             draft_bytes=draft.bytes() if draft else 0,
-            target_forwards=read.forwards + cycles,
+            target_forwards=read.forwards + count,
         )
         return Generation(out.tokens, stats, out.finish, out.texts())
 

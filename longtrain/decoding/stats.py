@@ -59,6 +59,7 @@ class Stats:
         repeated_tokens: how many of these stand in an n-gram that the same output held before (`repeated`).
         prefill_s: wall time from the start to the first tokens, in seconds, the draft's own start included.
         decode_s: wall time of all cycles, in seconds.
+        capture_s: wall time of making CUDA graphs, once for each kind of call; not in `decode_s`.
         kept_rows: rows of each prompt left in the cache after eviction, mean over layers and KV heads.
         cache_bytes: the target's cache while decoding, largest of the pooled calls.
         cache_bytes_full: that cache before eviction, likewise.
@@ -73,6 +74,7 @@ class Stats:
     kept_rows: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    capture_s: float = 0.0
     cache_bytes: int = 0
     cache_bytes_full: int = 0
     draft_bytes: int = 0
@@ -88,6 +90,7 @@ class Stats:
             kept_rows=self.kept_rows + other.kept_rows,
             prefill_s=self.prefill_s + other.prefill_s,
             decode_s=self.decode_s + other.decode_s,
+            capture_s=self.capture_s + other.capture_s,
             cache_bytes=max(self.cache_bytes, other.cache_bytes),
             cache_bytes_full=max(self.cache_bytes_full, other.cache_bytes_full),
             draft_bytes=max(self.draft_bytes, other.draft_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,8 @@ class Runner:
     sampling: Sampling
     advance: Advance = lambda what, done: None
     stopping: Callable[[], bool] = lambda: False
+    _engine: list[Engine] = field(default_factory=list, init=False, repr=False, compare=False)
+    """That of the system at hand: it keeps buffers and CUDA graphs from unit to unit."""
 
     def run(self, system: System, units: Sequence[Unit], ledger: Ledger) -> None:
         """Run what the ledger does not hold yet.
@@ -57,6 +59,7 @@ class Runner:
             ConfigError: memory ran out, or a prompt does not fit the target.
             LongtrainError: whatever a task or a system runs into.
         """
+        self._engine.clear()
         left = remaining(list(units), places_of(ledger))
         for number, unit in enumerate(left):
             if self.stopping():
@@ -158,7 +161,10 @@ class Runner:
         tokenizer = self.target.tokenizer
         assert tokenizer is not None
         limits = Limits(len(prompts), info.max_positions, max(system.shape.n_nodes, 1))
-        return Engine(self.target, system.parts, limits=limits).generate(
+        if not self._engine or self._engine[0].parts is not system.parts:
+            self._engine[:] = [Engine(self.target, system.parts)]
+        self._engine[0].limits = limits
+        return self._engine[0].generate(
             [prompt.ids for prompt in prompts],
             max_new_tokens=new,
             sampling=replace(self.sampling, temperature=heat),
