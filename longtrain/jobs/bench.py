@@ -16,7 +16,7 @@ from longtrain.jobs import convert, device_of, plain
 if TYPE_CHECKING:
     pass
 
-SUITES = ("engine", "draft_memory", "eviction", "roofline")
+SUITES = ("engine", "draft_memory", "eviction", "kernels", "roofline")
 
 
 def run(cfg: DictConfig) -> None:
@@ -32,6 +32,11 @@ def run(cfg: DictConfig) -> None:
         raise ConfigError(f"bench has no suite '{name}'; known: {', '.join(SUITES)}")
     if name == "eviction":
         _eviction(cfg)
+        return
+    if name == "kernels":
+        from longtrain.jobs import bench_kernels
+
+        bench_kernels.run(cfg)
         return
     rows, columns = _measured(cfg, name)
     folder = Path(cfg.run_dir) / "bench"

@@ -7,7 +7,7 @@ Shapes: see `kernels.hier_attention`; M packed rows (new rows x query heads of a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,3 +98,23 @@ def hier_attention(
 def tile_for(rows: int, bits: int) -> Tile:
     """The tile for so many packed rows."""
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
+
+
+def candidates(rows: int, bits: int) -> tuple[Tile, ...]:
+    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
+    first = tile_for(rows, bits)
+    if first.rows == 16:
+        return (
+            replace(first, stages=4, recent=32),
+            replace(first, resident=4, registers=128, recent=32),
+            replace(first, resident=2, registers=None),
+            replace(first, resident=6),
+            replace(first, stages=2),
+        )
+    return (
+        replace(first, warps=8, resident=1),
+        replace(first, stages=2),
+        replace(first, resident=3, stages=2, registers=168, recent=32),
+        replace(first, resident=4),
+        replace(first, rows=16, resident=3, registers=168),
+    )

@@ -6,7 +6,7 @@ Shapes: see `kernels.tree_attention`; M packed rows (new rows x query heads of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -148,6 +148,25 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return FLOAT
     return next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
+
+
+def candidates(rows: int) -> tuple[Tile, ...]:
+    """Tiles in half precision that may beat the chosen one on another device, for `bench suite=kernels`."""
+    first = tile_for(rows, torch.bfloat16)
+    if first.rows == 16:
+        return (
+            replace(first, stages=6),
+            replace(first, keys=128, stages=3),
+            replace(first, resident=2, stages=3),
+            replace(first, bulk=False, stages=3),
+        )
+    if first.rows == 32:
+        return (
+            replace(first, stages=6, resident=1),
+            replace(first, keys=128, stages=3, resident=1),
+            replace(first, bulk=False),
+        )
+    return tuple(tile for tile in TILES[2:] if tile != first)
 
 
 def splits_for(programs: int, resident: int, device: torch.device) -> int:

@@ -1,0 +1,118 @@
+"""Stock attention that the project's kernels are held against, on a dense cache whose length the host knows.
+
+`exact` baselines compute what the kernel computes; the others leave out the mask among the new rows, and are
+therefore too fast by what it costs.
+Shapes: T new rows, S keys in front of them, H query heads, G KV heads, D head dim, R = T * H/G packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from longtrain.kernels.split_attention import split_attention
+
+NAMES = ("flash", "packed_flash", "cudnn", "packed_flash_and_masked", "flex")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One attention call over `keys` cached keys and the T new rows' own behind them.
+
+    Args:
+        q_BHTD: queries.
+        k_BGSD: keys, S = keys + T.
+        v_BGSD: values.
+        keys: cached rows.
+        visible_BTT: which of their own keys rows see.
+    """
+
+    q_BHTD: Tensor
+    k_BGSD: Tensor
+    v_BGSD: Tensor
+    keys: int
+    visible_BTT: Tensor
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.q_BHTD.shape[2]
+
+
+Attention = Callable[[Tensor, Tensor], Tensor]
+"""Keys and values -> output."""
+
+
+def attention_of(name: str, x: Inputs) -> tuple[Attention, bool]:
+    """A baseline as a function of keys and values, and whether it is exact.
+
+    Raises:
+        KeyError: no such baseline.
+    """
+    make = {
+        "flash": lambda: _backend(SDPBackend.FLASH_ATTENTION, x),
+        "packed_flash": lambda: _packed(x),
+        "cudnn": lambda: _backend(SDPBackend.CUDNN_ATTENTION, x),
+        "packed_flash_and_masked": lambda: _split(x),
+        "flex": lambda: _flex(x),
+    }[name]
+    return make(), x.rows == 1 or name in ("packed_flash_and_masked", "flex")
+
+
+def _backend(backend: SDPBackend, x: Inputs) -> Attention:
+    def run(k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(x.q_BHTD, k, v, enable_gqa=True)
+
+    return run
+
+
+def _packed(x: Inputs) -> Attention:
+    """The query heads of a KV head become rows: K and V are read once for all of them."""
+    q_BGRD = _pack(x)
+
+    def run(k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(q_BGRD, k, v).view_as(x.q_BHTD)
+
+    return run
+
+
+def _split(x: Inputs) -> Attention:
+    """Packed flash over the cached keys, a small masked product over the rows' own, and their merge."""
+    q_BGRD = _pack(x)
+    group = x.q_BHTD.shape[1] // x.k_BGSD.shape[1]
+    visible_B1RC = x.visible_BTT.repeat(1, group, 1)[:, None]
+
+    def run(k: Tensor, v: Tensor) -> Tensor:
+        out, _ = split_attention(q_BGRD, k, v, x.keys, visible_B1RC, scale=q_BGRD.shape[-1] ** -0.5)
+        return out.view_as(x.q_BHTD)
+
+    return run
+
+
+def _flex(x: Inputs) -> Attention:
+    """FlexAttention, compiled; it fails to lower for many rows."""
+    from torch.nn.attention import flex_attention as flex
+
+    visible_BTT, keys = x.visible_BTT, x.keys
+
+    def sees(b: Any, h: Any, row: Any, slot: Any) -> Any:
+        own = (slot - keys).clamp(min=0)
+        return (slot < keys) | visible_BTT[b, row, own]
+
+    B, _, S, _ = x.k_BGSD.shape
+    blocks = flex.create_block_mask(sees, B, None, x.rows, S, device=str(x.q_BHTD.device))
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda k, v: compiled(x.q_BHTD, k, v, block_mask=blocks, enable_gqa=True)
+
+
+def _pack(x: Inputs) -> Tensor:
+    B, _, _, D = x.q_BHTD.shape
+    return x.q_BHTD.reshape(B, x.k_BGSD.shape[1], -1, D)

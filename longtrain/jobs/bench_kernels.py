@@ -1,0 +1,99 @@
+"""`longtrain bench suite=kernels`: what to measure, from the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from longtrain import provenance
+from longtrain.bench import attention_baselines, kernels, report
+from longtrain.errors import ConfigError
+from longtrain.evaluation.contexts import parse_tokens
+from longtrain.jobs import convert, device_of, plain
+
+CUDA_CELLS = [
+    ("dense", 1, "32k"), ("int4", 1, "32k"), ("dense", 1, "128k"), ("int4", 1, "128k"), ("int4", 1, "256k"),
+    ("int8", 7, "32k"), ("int8", 7, "128k"), ("dense", 7, "128k"), ("dense", 8, "32k"), ("dense", 8, "128k"),
+    ("dense", 64, "32k"), ("dense", 64, "128k"),
+]  # fmt: skip
+CPU_CELLS = [("dense", 1, 512), ("int4", 1, 512), ("int8", 7, 512), ("dense", 8, 512)]
+
+
+def run(cfg: DictConfig) -> None:
+    """Measure, write `kernels.json`, show the table; the file is written again whenever there is a new row.
+
+    Raises:
+        ConfigError: a key of the suite is wrong.
+    """
+    settings = settings_of(cfg)
+    folder = Path(cfg.run_dir) / "bench"
+    provenance.write(folder, plain(cfg))
+    rows: list[dict[str, Any]] = []
+    for row in kernels.measure(settings):
+        rows.append(row)
+        path = report.write(folder, "kernels", settings=plain(cfg.suite), rows=rows)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(report.table(rows, kernels.COLUMNS), markup=False)
+    console.print(f"wrote {path}", markup=False)
+
+
+def settings_of(cfg: DictConfig) -> kernels.Settings:
+    """`suite` as the settings of `bench.kernels`; `auto` is settled by the device.
+
+    Raises:
+        ConfigError: a value of another type, an unknown cache or baseline, a shape that does not fit.
+    """
+    device, suite = torch.device(device_of(cfg)), plain(cfg.suite)
+    cuda = device.type == "cuda"
+
+    def auto(key: str, on_cuda: Any, elsewhere: Any) -> Any:
+        return (on_cuda if cuda else elsewhere) if suite[key] == "auto" else suite[key]
+
+    heads, kv_heads = convert(auto("heads", [32, 8], [4, 2]), list[int], "suite.heads")
+    head_dim = convert(auto("head_dim", 128, 64), int, "suite.head_dim")
+    cells = [_cell(one, heads, kv_heads, head_dim) for one in auto("cells", CUDA_CELLS, CPU_CELLS)]
+    if (mha := auto("mha_heads", 32, None)) is not None:
+        mha = convert(mha, int, "suite.mha_heads")
+        cells += [_cell(one, mha, mha, head_dim) for one in suite["mha_cells"]]
+    if not cells:
+        raise ConfigError("suite.cells is empty; say what to measure, such as [[dense, 1, 32k]]")
+    baselines = tuple(convert(suite["baselines"], list[str], "suite.baselines"))
+    if unknown := set(baselines) - set(attention_baselines.NAMES):
+        known = ", ".join(attention_baselines.NAMES)
+        raise ConfigError(f"suite.baselines has {', '.join(sorted(unknown))}; known: {known}")
+    name = str(auto("dtype", "bfloat16", "float32"))
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ConfigError(f"suite.dtype={name}; allowed: bfloat16, float16, float32")
+    return kernels.Settings(
+        device=device,
+        dtype=getattr(torch, name),
+        cells=tuple(cells),
+        baselines=baselines,
+        repeats=convert(suite["repeats"], int, "suite.repeats"),
+        candidates=convert(suite["candidates"], bool, "suite.candidates"),
+        seed=convert(cfg.seed, int, "seed"),
+    )
+
+
+def _cell(given: Any, heads: int, kv_heads: int, head_dim: int) -> kernels.Cell:
+    """One of `suite.cells`."""
+    try:
+        cache, rows, keys = given
+        cell = kernels.Cell(str(cache), heads, kv_heads, int(rows), parse_tokens(keys), head_dim)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"suite.cells has {given}; allowed: [cache, new rows, keys], as [int4, 1, 32k]"
+        ) from error
+    if cell.cache not in kernels.BITS:
+        raise ConfigError(f"suite.cells has the cache '{cell.cache}'; known: {', '.join(kernels.BITS)}")
+    least = 1 if cell.cache == "dense" else 2 * kernels.RECENT
+    if not 1 <= cell.rows <= 128 or cell.keys < least or heads % kv_heads:
+        raise ConfigError(
+            f"suite.cells has {given} with {heads} query heads over {kv_heads} KV heads; allowed: 1 to 128 "
+            f"rows, {least} keys or more, query heads a multiple of KV heads"
+        )
+    return cell
