@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.artifact.folder import MODEL
-from longtrain.decoding.engine import PLAIN
+from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.errors import ConfigError
@@ -27,8 +27,8 @@ Json = dict[str, Any]
 FULL, POLICY, ARTIFACT, COMBINED = "full", "policy", "artifact", "combined"
 BUDGET_KEYS = ("budget_tokens", "budget_ratio")
 ALLOWED = (
-    "NAME of a policy, {name: NAME, option: value}, {artifact: NAME}, {artifact: [NAME, NAME]} or "
-    "{artifact: NAME, policy: NAME}"
+    "NAME of a policy, {name: NAME, option: value}, {artifact: NAME}, {artifact: [NAME, NAME]}, "
+    "{artifact: NAME, policy: NAME} or {method: NAME} (one without training, alone or beside these)"
 )
 
 
@@ -105,7 +105,7 @@ class Builder:
         for entry in entries:
             if isinstance(entry, str):
                 entry = {"name": entry}
-            if isinstance(entry, Mapping) and "artifact" in entry:
+            if isinstance(entry, Mapping) and not {"artifact", "method"}.isdisjoint(entry):
                 found += self._artifacts(suite, dict(entry))
             elif isinstance(entry, Mapping) and "name" in entry:
                 found += self._policies(suite, dict(entry))
@@ -116,6 +116,8 @@ class Builder:
             raise ConfigError(
                 f"suite.systems has two systems named {twice[0]}; give each once, or one of them a `label`"
             )
+        for system in found:
+            Engine(self.target, system.parts)  # refuses parts that cannot go together
         return [replace(system, lossless_of=self._plain_of(system, found)) for system in found]
 
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
@@ -130,44 +132,54 @@ class Builder:
         yield from self._at_budgets(plain, policy.make)
 
     def _artifacts(self, suite: Suite, entry: Json) -> Iterator[System]:
-        """One or several artifacts, with a policy or without, at every budget and shape they can have."""
-        asked, policy, title = (entry.pop(key, None) for key in ("artifact", "policy", "label"))
-        where = [str(one) for one in (asked if isinstance(asked, list | tuple) else [asked])]
+        """Artifacts, a method without training and a policy, or some of these, as one system.
+
+        It is made at every budget if something evicts, and with every shape if something drafts.
+        """
+        asked, method, policy, title = (
+            entry.pop(key, None) for key in ("artifact", "method", "policy", "label")
+        )
+        where = [str(one) for one in (asked if isinstance(asked, list | tuple) else [asked] if asked else [])]
         loaded = [self.load(one) for one in where]
         self._check_options(where, loaded, entry)
-        extra = policy_of({"name": policy} if isinstance(policy, str) else policy) if policy else None
-        who = "+".join([*(Path(one).name for one in where), *([extra.name] if extra else [])])
-        family = str(title or " ".join([who, *(f"{key}={value}" for key, value in entry.items())]))
-        attached = [self._attach(artifact, entry) for artifact in loaded]
-        if extra is not None:
-            attached.append(Parts(evictor=_made(extra.make, self._budgets(family)[0]), name=extra.name))
-        parts = Parts().merge(*attached)
         facts: Json = {"artifacts": [_facts(artifact) for artifact in loaded]}
-        facts |= {"policy": extra.facts} if extra else {}
+        names, parts = [Path(one).name for one in where], [self._attach(one, entry) for one in loaded]
+        if method is not None:
+            made, facts["method"], words = self._untrained(*_named(method))
+            names.append(words)
+            parts.append(made)
+        extra = policy_of({"name": policy} if isinstance(policy, str) else policy) if policy else None
+        if extra is not None:
+            names.append(extra.name)
+            parts.append(Parts(evictor=_made(extra.make, self._budgets(extra.name)[0]), name=extra.name))
+            facts["policy"] = extra.facts
         facts |= {"options": entry} if entry else {}
-        kind = ARTIFACT if len(loaded) == 1 and extra is None else COMBINED
-        shapes: Sequence[TreeShape | None] = [None]
-        if parts.draft is not None:
-            _check_role(suite, f"artifact {who}", DRAFT)
-            shapes = self.shapes
-            if not shapes:
-                raise ConfigError(
-                    f"artifact {who} drafts, and decode.shape=[]; pass decode=chain, or "
-                    "suite.shapes=[[1,1,1,1]]"
-                )
-        base = System(family, kind, family, parts=parts)
-        for shape in shapes:
-            system = replace(base, facts=facts)
-            if shape is not None:
-                name = f"{family} {shape_name(shape)}" if len(shapes) > 1 else family
-                own = {**facts, "shape": list(shape.widths), "law": shape.law.value}
-                system = replace(base, name=name, family=name, shape=shape, facts=own)
-            if parts.evictor is None:
+        whole, who = Parts().merge(*parts), "+".join(names)
+        family = str(title or _words(who, entry))
+        for role, part in ((DRAFT, whole.draft), (EVICTOR, whole.evictor)):
+            if part is not None:
+                _check_role(suite, who, role)
+        kind = ARTIFACT if len(parts) == 1 else COMBINED
+        for system in self._at_shapes(System(family, kind, family, parts=whole, facts=facts)):
+            if whole.evictor is None:
                 yield system
-                continue
-            _check_role(suite, f"artifact {who}", EVICTOR)
-            make = extra.make if extra else parts.evictor.with_budget  # type: ignore[attr-defined]
-            yield from self._at_budgets(system, make)
+            else:
+                make = extra.make if extra else whole.evictor.with_budget  # type: ignore[attr-defined]
+                yield from self._at_budgets(system, make)
+
+    def _at_shapes(self, system: System) -> Iterator[System]:
+        """A system with every shape that its draft is to have; as it is where nothing drafts."""
+        if system.parts.draft is None:
+            yield system
+            return
+        if not self.shapes:
+            raise ConfigError(
+                f"{system.name} drafts, and decode.shape=[]; pass decode=chain, or suite.shapes=[[1,1,1,1]]"
+            )
+        for shape in self.shapes:
+            name = f"{system.name} {shape_name(shape)}" if len(self.shapes) > 1 else system.name
+            facts = {**system.facts, "shape": list(shape.widths), "law": shape.law.value}
+            yield replace(system, name=name, family=name, shape=shape, facts=facts)
 
     def _at_budgets(self, system: System, make: Callable[[Budget], Evictor] | None) -> Iterator[System]:
         """A system with its evictor at every budget."""
@@ -196,6 +208,30 @@ class Builder:
         if name not in self.attached:
             self.attached[name] = artifact.attach(self.target, **given)
         return self.attached[name]
+
+    def _untrained(self, name: str, options: Json) -> tuple[Parts, Json, str]:
+        """The parts of a method without training, its settings, and its name with what is not a default.
+
+        Raises:
+            ConfigError: no such method or option, or the method needs an artifact.
+        """
+        spec = methods.get(name)
+        if spec.objective is not None or spec.attach is None:
+            raise ConfigError(
+                f"suite.systems entry {{method: {name}}}: {name} is trained; export it and pass "
+                "{artifact: NAME}"
+            )
+        known = [one.name for one in fields(spec.config)]
+        if unknown := [key for key in options if key not in known]:
+            raise ConfigError(f"method {name} has no option '{unknown[0]}'; known: {', '.join(known)}")
+        config = spec.config(**options)
+        key = json.dumps([name, options], sort_keys=True)
+        if key not in self.attached:
+            module = spec.build(config, self.target.info)
+            self.attached[key] = spec.attach(module, self.target, config, {})
+        usual = vars(spec.config())
+        changed = {key: value for key, value in vars(config).items() if value != usual[key]}
+        return self.attached[key], {"name": name, **vars(config)}, _words(name, changed)
 
     def _check_options(self, where: list[str], loaded: Sequence[Artifact], options: Json) -> None:
         for key in options:
@@ -232,6 +268,25 @@ def _made(make: Callable[[Budget], Evictor] | None, budget: Budget) -> Evictor:
             f"budgets of at least {least}, or a smaller window"
         )
     return evictor
+
+
+def _named(entry: Any) -> tuple[str, Json]:
+    """Name and options of `NAME` or `{name: NAME, option: value}`."""
+    if isinstance(entry, Mapping) and "name" in entry:
+        return str(entry["name"]), {key: value for key, value in entry.items() if key != "name"}
+    if not isinstance(entry, str):
+        raise ConfigError(
+            f"suite.systems entry method={entry}; allowed: NAME or {{name: NAME, option: value}}"
+        )
+    return entry, {}
+
+
+def _words(name: str, options: Mapping[str, Any]) -> str:
+    """`lookaheadkv adaptive=heads`."""
+    shown = {True: "true", False: "false", None: "null"}
+    return " ".join(
+        [name, *(f"{k}={shown.get(v, v) if isinstance(v, bool | None) else v}" for k, v in options.items())]
+    )
 
 
 def _facts(artifact: Artifact) -> Json:

@@ -252,6 +252,14 @@ def test_a_lost_chat_template_is_told_before_anything_runs(session, target, monk
     assert json.loads(whole(session("fourth", asked))[0])["baseline"]["status"] == "equal"
 
 
+def test_shipped_scores_name_the_command_that_gave_them(tmp_path):
+    entries = recorded.Baselines.load(tmp_path).entries
+    assert entries
+    for entry in entries:
+        assert entry["source"].startswith("longtrain eval target=") and entry["low"] <= entry["score"]
+        assert entry["protocol"]["suite"] == entry["suite"] in entry["source"]
+
+
 def test_other_examples_or_targets_are_not_held_to_it(session):
     whole(session("first", record=True))
     other = json.loads(whole(session("second", suite(task(examples=4))))[0])

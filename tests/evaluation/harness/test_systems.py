@@ -15,6 +15,8 @@ from longtrain.evaluation.suite import EVICTOR
 from longtrain.evaluation.systems import Builder
 from longtrain.methods.longspec.config import Config as DraftConfig
 from longtrain.methods.lookaheadkv.config import Config as LookConfig
+from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
 
 from .toys import suite, task
 
@@ -131,6 +133,33 @@ def test_texts_of_every_combination_are_those_without_the_draft(session, target,
     assert rows["full"] == [records["full"].prompt_tokens] and rows["snapkv@40"] == [40.0]
 
 
+@pytest.fixture(scope="module")
+def wide():
+    """Heads of the size that a quantised cache needs."""
+    return random_target(
+        {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}, seed=0
+    )
+
+
+def test_methods_without_training_alone_and_beside_others(wide):
+    builder = Builder(wide, [Budget(40)], [CHAIN], {}.__getitem__)
+    alone = {"method": {"name": "quantspec", "draft": False}}
+    found = builder.systems(suite(), ["snapkv", alone, {"method": "quantspec"}])
+    assert [system.name for system in found] == ["full", "snapkv@40", "quantspec draft=false", "quantspec"]
+    cache, both = found[2:]
+    assert cache.kind == both.kind == "artifact" and not cache.drafts and both.drafts
+    assert cache.parts.cache is not None and both.lossless_of is None
+    assert cache.facts["method"]["kv_bits"] == 4 and both.facts["shape"] == [1, 1, 1]
+    with pytest.raises(ConflictError, match="bring a cache of their own and an evictor"):
+        builder.systems(suite(), [{"method": "quantspec", "policy": "snapkv"}])
+    with pytest.raises(ConfigError, match="longspec is trained; export it and pass"):
+        builder.systems(suite(), [{"method": "longspec"}])
+    with pytest.raises(ConfigError, match="method quantspec has no option 'bits'; known: draft, split"):
+        builder.systems(suite(), [{"method": {"name": "quantspec", "bits": 4}}])
+    with pytest.raises(ConfigError, match=r"entry method=4; allowed: NAME or \{name"):
+        builder.systems(suite(), [{"method": 4}])
+
+
 @pytest.mark.parametrize(
     ("entries", "settings", "error", "message"),
     [
@@ -145,7 +174,7 @@ def test_texts_of_every_combination_are_those_without_the_draft(session, target,
             [{"artifact": "longspec"}],
             {"needs": [EVICTOR]},
             ConfigError,
-            r"artifact longspec brings a draft, which suite toy has no use for \(it takes: evictor\)",
+            r"longspec brings a draft, which suite toy has no use for \(it takes: evictor\)",
         ),
         (["snapkv"], {"needs": []}, ConfigError, "policy snapkv brings an evictor, .* the full cache alone"),
         ([{"artifact": "longspec", "depth": 3}], {}, ConfigError, "has the key depth=3; allowed: artifact"),
