@@ -41,6 +41,11 @@ def run(cfg: DictConfig) -> None:
     from longtrain.training.optim import Optim
 
     spec = _spec(cfg)
+    if spec.objective is None:
+        raise ConfigError(
+            f"method={spec.name} has nothing to train; use it: longtrain generate method={spec.name} "
+            "prompt=TEXT"
+        )
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
     if spec.check_data is not None:
         spec.check_data(config, data_config(cfg))
@@ -61,9 +66,7 @@ def run(cfg: DictConfig) -> None:
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
     module = spec.build(config, target.info if target is not None else None)
     start_from = _load_init(cfg, spec, module, target)
-    objective = spec.objective(module, target, config) if spec.objective is not None else None
-    if objective is None:
-        raise ConfigError(f"method={spec.name} has nothing to train; choose another one for this job")
+    objective = spec.objective(module, target, config)
     if objective.per_document and isinstance(data, DataModule):
         data.refuse_cuts()
     facts = {**_facts(cfg, target.info if target is not None else None, data), **start_from}
