@@ -11,7 +11,9 @@ from torch import Tensor
 from longtrain.kernels.hier_layout import BLOCK, Planes, Split
 from longtrain.kernels.hier_quant_triton import quantise_kernel
 
-WARPS = 8
+WARPS = 4
+CHANNELS = 64
+"""Channels of a program that has keys; what it holds in registers grows with them."""
 
 
 def quantise(
@@ -24,7 +26,7 @@ def quantise(
     blocks: int,
     ring: int,
 ) -> None:
-    """Two programs a head and block, for keys and for values; those beyond a sequence's count leave at once.
+    """Programs for keys and values of each head and block; those beyond a sequence's count leave at once.
 
     Args:
         k_LBGND: rows of the source.
@@ -36,11 +38,12 @@ def quantise(
         ring: slots of the source if it is a ring, else 0.
     """
     L, B, G, _, D = k_LBGND.shape
+    parts = D // CHANNELS
     with torch.cuda.device_of(k_LBGND):
-        quantise_kernel[(blocks, L * B * G, 2)](
+        quantise_kernel[(blocks, L * B * G, 2 * parts)](
             k_LBGND, v_LBGND, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero, first_B, count_B,
             *k_LBGND.stride()[:4], *v_LBGND.stride()[:4], B, G, planes.k_step.shape[-2],
-            D=D, C=BLOCK, RING=ring, FLOOR=planes.split is Split.FLOOR,
+            D=D, C=BLOCK, RING=ring, FLOOR=planes.split is Split.FLOOR, PARTS=parts,
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip

@@ -40,12 +40,12 @@ def quantise(x: Tensor, dim: int, split: Split) -> tuple[Tensor, Tensor, Tensor,
     z, s = zero.float(), step.float()
     per_step = 1.0 / s
     if split is Split.FLOOR:
-        code = torch.floor((x - z) * (per_step * 16) + 0.5).clamp(0, 255)
+        code = torch.round((x - z) * (per_step * 16)).clamp(0, 255)
         upper = torch.floor(code * 0.0625)
         lower = code - 16 * upper
     else:
-        upper = torch.floor((x - z) * per_step + 0.5).clamp(0, 15)
-        lower = torch.floor((x - (z + s * upper)) * (per_step * 16) + 0.5).clamp(-8, 7) + 8
+        upper = torch.round((x - z) * per_step).clamp(0, 15)
+        lower = torch.round((x - (z + s * upper)) * (per_step * 16)).clamp(-8, 7) + 8
     return upper.to(torch.uint8), lower.to(torch.uint8), step, zero
 
 

@@ -72,8 +72,8 @@ def test_rtn_is_the_papers():
     x = torch.arange(0, 61).float()[None] / 4  # 0..15: s = 1
     upper, lower, step, zero = twin.quantise(x, -1, Split.RTN)
     assert float(step) == 1 and float(zero) == 0
-    want_u = torch.floor(x + 0.5)
-    want_l = torch.floor((x - want_u) * 16 + 0.5).clamp(-8, 7)
+    want_u = x.round()
+    want_l = ((x - want_u) * 16).round().clamp(-8, 7)
     assert torch.equal(upper.float(), want_u.clamp(max=15)) and torch.equal(lower.float() - 8, want_l)
 
 
