@@ -39,7 +39,7 @@ def run(cfg: DictConfig) -> None:
     header, rows = compare.rows(found, plain=True)
     shown = Table(box=None, header_style="bold")
     for number, column in enumerate(header):
-        shown.add_column(column, no_wrap=number > 0)
+        shown.add_column(column, no_wrap=number == 0)
     for row in rows:
         shown.add_row(*row)
     console = Console(highlight=False, markup=False)
@@ -57,11 +57,12 @@ def folders_of(cfg: DictConfig) -> list[Path]:
     Raises:
         ConfigError: not a list of two, or one that is not there.
     """
-    asked = convert(plain(cfg.compare), list[str], "compare")
+    given = cfg.compare if isinstance(cfg.compare, str) else plain(cfg.compare)
+    asked = convert([given] if isinstance(given, str) else given, list[str], "compare")
     if len(asked) != 2:
         raise ConfigError(
-            f"compare has {len(asked)} runs; allowed: two, as compare=[RUN_A,RUN_B], each a run's name or "
-            "its folder"
+            f"compare={given} names {len(asked)} of them; allowed: two, as compare=[RUN_A,RUN_B], each a "
+            "run's name or its folder"
         )
     if cfg.report not in (None, "html"):
         raise ConfigError(f"report={cfg.report}; allowed: html, or null (Markdown and JSON alone)")

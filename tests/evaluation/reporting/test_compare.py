@@ -178,7 +178,7 @@ def test_the_job_writes_its_files_and_refuses_what_it_cannot_compare(write, tmp_
     assert json.loads((folder / "compare.json").read_text())["bootstrap"]["resamples"] == 50
     assert written == {"protocol": "aa"}
     cfg.compare = [cfg.compare[0]]
-    with pytest.raises(ConfigError, match="compare has 1 runs; allowed: two"):
+    with pytest.raises(ConfigError, match="names 1 of them; allowed: two"):
         eval_compare.run(cfg)
     cfg.compare = [str(tmp_path / "old"), "nowhere"]
     with pytest.raises(ConfigError, match="there is no run nowhere"):
