@@ -255,7 +255,7 @@ def _footnote(results: Json) -> str:
     return (
         f"Intervals: {100 * boot['confidence']:g}% bootstrap over examples within each task "
         f"({boot['resamples']} resamples, seed {boot['seed']}). Bold: the difference from the full cache "
-        "over the same examples is larger than noise."
+        "over the same examples is larger than noise: its interval leaves out 0, over six examples or more."
     )
 
 

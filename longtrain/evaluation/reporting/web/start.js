@@ -47,7 +47,7 @@ function overview() {
 
 function systemsSection() {
   const { table, search } = systemsTable();
-  return section("systems", "Systems", scored && `Bold differences from the full cache are larger than noise: their ${100 * run.bootstrap.confidence}% interval over the same examples leaves out 0.`,
+  return section("systems", "Systems", scored && `Bold differences from the full cache are larger than noise: their ${100 * run.bootstrap.confidence}% interval over the same examples, six or more, leaves out 0.`,
     overview(), el("div", { class: "controls", style: "margin-top:16px" }, search), table);
 }
 
