@@ -47,6 +47,29 @@ def test_the_kernels_interpreted():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+EIGHT_B = {
+    "_add_rms_norm_kernel": ({"E": 4096, "WIDTH": 4096, "ADD": True}, {"eps": "fp32"}, 8),
+    "_rotate_kernel": ({"H": 32, "G": 8, "D": 128, "HALF": 64, "HEADS": 4, "NORM": True}, {"eps": "fp32"}, 2),
+    "_swiglu_kernel": ({"size": 14336, "COLUMNS": 1024}, {}, 4),
+    "_write_kernel": ({"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128}, {"slot_ptr": "*i64"}, 4),
+}
+"""Constants of each kernel at the shape of Llama-3.1-8B, types that are not bf16 pointers, warps."""
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel cannot be compiled")
+@pytest.mark.parametrize("name", EIGHT_B)
+def test_kernels_compile_for_hopper_without_spills(name):
+    """Wide loads: 16 bytes a thread wherever the row is long enough."""
+    from longtrain.kernels import aot, fused_layer_triton
+
+    constants, types, warps = EIGHT_B[name]
+    jit = getattr(fused_layer_triton, name)
+    pointers = {arg: "*bf16" for arg in jit.arg_names if arg.endswith("_ptr")}
+    binary = aot.compile_kernel(jit, {**pointers, **types}, constants, warps=warps)
+    assert binary.stack_bytes == 0 and binary.registers <= 128
+    assert binary.count("LDG.E") and not binary.count("LDG.E.U8")
+
+
 def made(device, dtype, *shape, seed=0):
     coins = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=coins).to(device, dtype)
