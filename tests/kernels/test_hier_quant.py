@@ -110,6 +110,27 @@ def test_interpreted_kernel_gives_the_same_bytes():
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_it_compiles_for_hopper_without_spills(split, dim):
+    """Two programs fit on a multiprocessor (65536 registers), rows are read 16 bytes at a time, and only the
+    divisions of the program's number convert."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from longtrain.kernels import aot, hier_quant_launch
+    from longtrain.kernels.hier_quant_triton import quantise_kernel
+
+    types = {name: "*fp16" for name in ("ks_ptr", "kz_ptr", "vs_ptr", "vz_ptr")}
+    types |= {name: "*u8" for name in ("ku_ptr", "kl_ptr", "vu_ptr", "vl_ptr")}
+    types |= {"k_ptr": "*bf16", "v_ptr": "*bf16", "first_ptr": "*i64", "count_ptr": "*i64"}
+    constants = {"D": dim, "C": BLOCK, "RING": 0, "FLOOR": split is Split.FLOOR}
+    constants["PARTS"] = dim // hier_quant_launch.CHANNELS
+    strides = [f"{x}_{name}" for x in "kv" for name in "lbgn"]
+    warps = hier_quant_launch.WARPS
+    built = aot.compile_kernel(quantise_kernel, types, constants, aligned=strides, warps=warps, stages=1)
+    assert built.stack_bytes == 0 and built.registers * warps * 32 * 2 <= 65536
+    assert built.count("LDG.E.128") and built.count("F2I") <= 4 and not built.count("LDG.E.U16")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -7e4])
 def test_numbers_without_a_code_are_refused(value):
     k, v = rows(1, 2, 130, 64), rows(1, 2, 130, 64)
