@@ -34,6 +34,7 @@ COLUMNS = {
     "heads": "heads",
     "rows": "rows",
     "keys": "keys",
+    "kernel": "kernel",
     "ms": "ms.median",
     "p10": "ms.p10",
     "p90": "ms.p90",
@@ -132,6 +133,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
             "heads": f"{cell.heads}/{cell.kv_heads}",
             "rows": cell.rows,
             "keys": cell.keys,
+            "kernel": "triton" if settings.device.type == "cuda" else "torch twin",
             **_bound(cell, settings.device),
         }
         try:
@@ -143,7 +145,13 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
             row |= _against(_baselines(cell, settings, memory), row["ms"]["median"])
         except torch.OutOfMemoryError as error:
             row["failed"] = f"out of memory: {str(error).partition('.')[0]}"
-        log.info("measured %s", row)
+        ms, best = row.get("ms", {}).get("median"), row.get("best", {})
+        log.info(
+            "cache=%s heads=%s rows=%d keys=%d ms=%s speed=%s",
+            *(row[name] for name in ("cache", "heads", "rows", "keys")),
+            ms,
+            best.get("speed"),
+        )
         yield row
         timing.release(settings.device)
 

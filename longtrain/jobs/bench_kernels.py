@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from longtrain import provenance
-from longtrain.bench import attention_baselines, kernels, report
+from longtrain.bench import attention_baselines, kernels, kernels_report, report
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import convert, device_of, plain
@@ -24,7 +24,7 @@ CPU_CELLS = [("dense", 1, 512), ("int4", 1, 512), ("int8", 7, 512), ("dense", 8,
 
 
 def run(cfg: DictConfig) -> None:
-    """Measure, write `kernels.json`, show the table; the file is written again whenever there is a new row.
+    """Measure, write `kernels.json` (again whenever there is a new row) and `kernels.png`, show the table.
 
     Raises:
         ConfigError: a key of the suite is wrong.
@@ -38,7 +38,9 @@ def run(cfg: DictConfig) -> None:
         path = report.write(folder, "kernels", settings=plain(cfg.suite), rows=rows)
     console = Console(soft_wrap=True, highlight=False)
     console.print(report.table(rows, kernels.COLUMNS), markup=False)
-    console.print(f"wrote {path}", markup=False)
+    if (png := kernels_report.picture(rows)) is not None:
+        path.with_suffix(".png").write_bytes(png)
+    console.print(f"wrote {path} and the picture beside it", markup=False)
 
 
 def settings_of(cfg: DictConfig) -> kernels.Settings:
@@ -61,7 +63,9 @@ def settings_of(cfg: DictConfig) -> kernels.Settings:
         cells += [_cell(one, mha, mha, head_dim) for one in suite["mha_cells"]]
     if not cells:
         raise ConfigError("suite.cells is empty; say what to measure, such as [[dense, 1, 32k]]")
-    baselines = tuple(convert(suite["baselines"], list[str], "suite.baselines"))
+    fast = [name for name in attention_baselines.NAMES if name not in ("cudnn", "flex")]
+    stock = auto("baselines", list(attention_baselines.NAMES), fast)
+    baselines = tuple(convert(stock, list[str], "suite.baselines"))
     if unknown := set(baselines) - set(attention_baselines.NAMES):
         known = ", ".join(attention_baselines.NAMES)
         raise ConfigError(f"suite.baselines has {', '.join(sorted(unknown))}; known: {known}")

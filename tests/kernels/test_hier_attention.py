@@ -78,14 +78,16 @@ GPU_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("split", list(Split))
+@pytest.mark.parametrize(
+    ("split", "bits", "D"),
+    [(Split.FLOOR, 4, 128), (Split.FLOOR, 8, 128), (Split.RTN, 4, 64), (Split.RTN, 8, 128)],
+    ids=str,
+)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_kernels_on_a_gpu(case, split, bits, D):
     """bf16 rounds the ring's weights to 8 bits; queries times steps and the planes' weights are fp16."""
     q, planes, ring, lens = hier_case(**case, split=split, D=D, dtype=torch.bfloat16, device="cuda")
-    for name in ("none", "causal", "tree"):
+    for name in ("causal", "tree") if case["T"] > 1 else ("none",):
         mask, _ = mask_named(name, len(lens.len_B), q.shape[2], "cuda")
         how = {"bits": bits, "scale": D**-0.5}
         out, lse = hier_attention(q, planes, ring, lens, mask, **how)

@@ -1,0 +1,91 @@
+"""What the compiler makes of the attention kernels for compute capability 9.0, without a GPU.
+
+The counts are per thread and tile of the inner loop; a 128-token block of one KV head has 32768 codes.
+"""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted, not compiled", allow_module_level=True)
+
+from longtrain.kernels import hier_attention_launch, hier_attention_triton, tree_attention_launch
+from longtrain.kernels import tree_attention_triton as tree
+from longtrain.kernels.aot import compile_kernel
+
+STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s")
+
+
+def compiled_tree(tile):
+    kind = f"tensordesc<bf16[1,1,{tile.keys},128]>" if tile.bulk else "*bf16"
+    types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")}
+    types |= {"k_tiles": kind, "v_tiles": kind, "len_ptr": "*i64", "bits_ptr": "*i64"}
+    types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "scale2": "fp32"}
+    constants = {
+        "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
+        "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True,
+    }  # fmt: skip
+    return compile_kernel(
+        tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
+    )
+
+
+def compiled_hier(tile, bits):
+    codes = ("k_upper_ptr", "k_lower_ptr", "v_upper_ptr", "v_lower_ptr")
+    numbers = ("k_step_ptr", "k_zero_ptr", "v_step_ptr", "v_zero_ptr")
+    types = {name: "*u8" for name in codes} | {name: "*fp16" for name in numbers}
+    types |= {name: "*bf16" for name in ("q_ptr", "ring_k_ptr", "ring_v_ptr")}
+    types |= {name: "*i64" for name in ("len_ptr", "blocks_ptr", "bits_ptr")}
+    types |= {name: "*fp32" for name in ("beta_ptr", "out_ptr", "lse_ptr")} | {"scale2": "fp32"}
+    constants = {
+        "G": 8, "GROUP": 4, "D": 128, "ROWS": tile.rows, "BITS": bits, "RECENT": tile.recent,
+        "OFFSET": 7.5 / 16 if bits == 4 else 0.0, "MASK": 2, "WORDS": 1, "STAGES": tile.stages,
+        "PORTABLE": False, "CHAINED": True,
+    }  # fmt: skip
+    return compile_kernel(
+        hier_attention_triton.attend_kernel, types, constants, aligned=("q_b", "q_h", "q_t"),
+        warps=tile.warps, registers=tile.registers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", tree_attention_launch.TILES, ids=lambda tile: f"{tile.rows} rows")
+def test_tree_attention(tile):
+    """Nothing is spilled; tiles come by bulk copies; tiles of 64 rows or more use the warp-group products."""
+    built = compiled_tree(tile)
+    assert built.stack_bytes == 0 and built.registers <= 255
+    assert built.shared_bytes * tile.resident <= 227 * 1024
+    assert built.registers * 32 * tile.warps * tile.resident <= 65536
+    product = "HGMMA" if tile.rows >= 64 else "HMMA"
+    inner = built.loop_of("UTMALDG")
+    assert built.count(product, inner) > 0 and built.count("UTMALDG", inner) == 2
+    assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG"))
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "most"), [(4, 16, 3.4), (8, 16, 4.2), (8, 32, 6.2)], ids=lambda x: str(x)
+)
+def test_hier_attention(bits, rows, most):
+    """Codes are unpacked by masks alone, in wide words, and nothing of the inner loop is spilled.
+
+    `most`: instructions of a thread for each code.
+    """
+    tile = next(tile for tile in hier_attention_launch.TILES[bits] if tile.rows == rows)
+    built = compiled_hier(tile, bits)
+    assert built.registers * 32 * tile.warps * tile.resident <= 65536
+    assert built.shared_bytes * tile.resident <= 227 * 1024
+    inner = built.loop_of("LOP3")
+    count = {
+        name: built.count(name, inner) for name in ("LDL", "STL", "I2F", "LDS.U8", "HADD2", "HMMA", "PRMT")
+    }
+    assert not any(count[name] for name in ("LDL", "STL", "I2F", "LDS.U8"))
+    assert count["PRMT"] <= 8 and count["HADD2"] <= 24 and count["HMMA"] == 64 * rows // 16
+    codes = 2 * 128 * 128 / (32 * tile.warps)
+    assert (inner[1] - inner[0] + 1) / codes <= most
+
+
+def test_a_kernel_that_is_not_there_has_no_loop():
+    built = compiled_tree(tree_attention_launch.TILES[0])
+    with pytest.raises(ValueError, match="no loop with NOSUCH"):
+        built.loop_of("NOSUCH")
