@@ -32,10 +32,7 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> bytes | None:
     axes.plot([], [], color="black", linewidth=1, label="bound: bytes or multiplications at the peak rate")
     axes.set_yscale("log")
     axes.set_ylim(top=1.8 * max([*middle, *(y for y in stock if y == y)]))
-    names = [
-        f"{row['cache']}\n{row['heads']} heads\n{row['rows']} new\n{_tokens(row['keys'])}" for row in rows
-    ]
-    axes.set_xticks(list(places), names, fontsize=8)
+    axes.set_xticks(list(places), [_name(row) for row in rows], fontsize=8)
     axes.set_ylabel("ms a layer")
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
