@@ -27,7 +27,7 @@ from longtrain.decoding.roles import Draft, Parts, TreeShape
 from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
 from longtrain.decoding.stats import Stats, repeated
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.tree_attention import MAX_NODES
+from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
 from longtrain.target.step import TargetStep
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ PLAIN = TreeShape(())
 CHAIN = TreeShape((1, 1, 1, 1))
 """What is drafted where a draft is there and no shape is asked for."""
 Capture: TypeAlias = Literal["auto"] | bool
-_WORTH = 16
+_WORTH = 32
 """New tokens from which on `auto` captures: making a graph costs as much as some cycles."""
 
 
@@ -211,7 +211,7 @@ class Engine:
             ConflictError: they must be captured and cannot be.
         """
         auto = self.capture == "auto"
-        if not self.capture or (auto and (self.target.device.type != "cuda" or max_new_tokens < _WORTH)):
+        if not self.capture or (auto and (max_new_tokens < _WORTH or not _gains(self.target))):
             return None
         reason = ""
         if draft is not None and draft.tensors() is None:
@@ -261,6 +261,14 @@ def _logits(step: TargetStep) -> Tensor:
     """Logits that were asked for."""
     assert step.logits_BTV is not None
     return step.logits_BTV
+
+
+def _gains(target: Target) -> bool:
+    """Whether static buffers are faster there: on CUDA, where attention over them has a kernel."""
+    if target.device.type != "cuda":
+        return False
+    probe = torch.empty(1, 1, 1, target.info.head_dim, dtype=target.dtype, device=target.device)
+    return kernel_serves(probe, probe, probe)
 
 
 def _constants(shape: TreeShape, sampling: Sampling, barred: Barred) -> Hashable:
