@@ -70,7 +70,7 @@ def statistics(stats: Stats) -> str:
         f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
         f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
     ]
-    if stats.draft_bytes:
+    if any(cycle.drafted for cycle in stats.cycles()):
         parts.append(f"acceptance length τ {stats.tau:.2f}, accepted {stats.acceptance_rate:.0%} of drafted")
     if stats.evicted:
         parts.append(f"kept {sum(stats.kept_rows):.0f} of {sum(stats.prompt_tokens)} rows")

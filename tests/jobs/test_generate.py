@@ -5,7 +5,7 @@ import pytest
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
-from longtrain.jobs import generate
+from longtrain.jobs import generate, train
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.lookaheadkv import config as lookaheadkv
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
@@ -243,3 +243,21 @@ def test_bad_input_is_one_clear_error(composed, overrides, error, message):
 def test_a_shape_is_a_list_of_widths(composed, artifact, shape):
     with pytest.raises(ConfigError, match=r"decode.shape=.*; allowed: (a list|widths)"):
         generate.run(composed("generate", "prompt=a", "artifact=draft", f"decode.shape={shape}"))
+
+
+def test_a_method_without_training_needs_no_artifact(composed, capsys):
+    """QuantSpec on the bundled target: the text of plain decoding on its cache, and the draft's figures."""
+    call = [*NEW, "target.path=tiny", "prompt='" + "The quick brown fox jumps over the lazy dog. " * 30 + "'"]
+    found = []
+    for more in ([], ["method.weight_bits=16"], ["method.draft=false"]):
+        generate.run(composed("generate", *call, "method=quantspec", *more))
+        found.append(capsys.readouterr().out.removesuffix("\n").rpartition("\n"))
+    (text, _, both), (same, _, kv_only), (plain, _, alone) = found
+    assert text == same == plain
+    assert "accepted" in both and "draft 5." in both
+    assert "accepted" in kv_only and "draft" not in kv_only.partition("drafted")[2]
+    assert "accepted" not in alone
+    with pytest.raises(ConflictError, match=r"quantspec\+evict=snapkv"):
+        generate.run(composed("generate", *call, "method=quantspec", "evict=snapkv"))
+    with pytest.raises(ConfigError, match="longtrain generate method=quantspec"):
+        train.run(composed("train", "method=quantspec"))
