@@ -34,7 +34,7 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> bytes | None:
     axes.set_ylim(top=1.8 * max([*middle, *(y for y in stock if y == y)]))
     axes.set_xticks(list(places), [_name(row) for row in rows], fontsize=8)
     axes.set_ylabel("ms a layer")
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(fontsize=8, frameon=False, loc="outside upper left", ncols=3)
     axes.spines[["top", "right"]].set_visible(False)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)

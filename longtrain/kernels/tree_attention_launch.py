@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from longtrain.kernels import tree_attention_triton as kernels
 from longtrain.kernels.tree_attention_reference import Causal
@@ -100,7 +101,8 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *(bits.stride()[:2] if kind == 2 else (0, 0)),
             **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
-            STAGES=tile.stages, CHAINED=chained, num_warps=tile.warps, **registers, **pdl(chained),
+            STAGES=_stages(tile, width, k_BGSD), CHAINED=chained,
+            num_warps=tile.warps, **registers, **pdl(chained),
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
@@ -176,6 +178,22 @@ def splits_for(programs: int, resident: int, device: torch.device) -> int:
         cores = torch.cuda.get_device_properties(device).multi_processor_count
     fit = max(1, cores * resident // programs)
     return fit if fit < 16 else fit // 16 * 16
+
+
+def _stages(tile: Tile, width: int, k_BGSD: Tensor) -> int:
+    """Tiles in flight, fewer where the device's shared memory does not hold them."""
+    if k_BGSD.device.type != "cuda":
+        return tile.stages
+    limit = _shared_bytes(k_BGSD.device)
+    row = width * k_BGSD.element_size()
+    return max(1, min(tile.stages, (limit - 2048 - tile.rows * row) // (2 * tile.keys * row)))
+
+
+@lru_cache(maxsize=16)
+def _shared_bytes(device: torch.device) -> int:
+    """Most shared memory of a program."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def _even(*tensors: Tensor) -> bool:
