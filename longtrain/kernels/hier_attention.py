@@ -19,7 +19,7 @@ from torch import Tensor
 from longtrain.errors import DataError
 from longtrain.kernels import hier_attention_reference as reference
 from longtrain.kernels.hier_layout import BLOCK, HEAD_DIMS, Lens, Planes, Ring
-from longtrain.kernels.tree_attention import compiles_for
+from longtrain.kernels.tree_attention import check_mask, compiles_for
 from longtrain.kernels.tree_attention_reference import Causal
 
 MAX_ROWS = BLOCK
@@ -53,7 +53,7 @@ def hier_attention(
         sees nothing.
 
     Raises:
-        DataError: shapes or bits that do not fit.
+        DataError: shapes, a mask or bits that do not fit.
 
     Source: QuantSpec §4.2-4.3.
     """
@@ -66,6 +66,7 @@ def hier_attention(
         )
     if bits not in (4, 8):
         raise DataError(f"bits={bits}; allowed: 4, 8")
+    check_mask(mask, B, T)
     if not kernel_serves(q_BHTD, planes, ring):
         return reference.hier_attention(q_BHTD, planes, ring, lens, mask, bits=bits, scale=scale)
     from longtrain.kernels import hier_attention_launch

@@ -138,11 +138,21 @@ def _check(
     tail = 0 if mask is None else T
     if base < 0 or base + tail > S:
         raise DataError(f"base={base} and {tail} new rows in {S} slots; allowed: 0 <= base <= {S - tail}")
-    if isinstance(mask, Tensor):
-        if T > MAX_NODES:
-            raise DataError(f"a tree of {T} nodes; allowed: 1 to {MAX_NODES} (a chain: mask=CAUSAL)")
-        want = (B, T, -(-T // _WORD))
-        if mask.shape != want or mask.dtype != torch.int64:
-            raise DataError(
-                f"tree mask {tuple(mask.shape)} of {mask.dtype}; allowed: {want}, int64, see tree_bits"
-            )
+    check_mask(mask, B, T)
+
+
+def check_mask(mask: Tensor | Causal | None, B: int, T: int) -> None:
+    """Refuse a tree mask that is none of B trees of T nodes.
+
+    Raises:
+        DataError: its size or dtype, or too many nodes.
+    """
+    if not isinstance(mask, Tensor):
+        return
+    if T > MAX_NODES:
+        raise DataError(f"a tree of {T} nodes; allowed: 1 to {MAX_NODES} (a chain: mask=CAUSAL)")
+    want = (B, T, -(-T // _WORD))
+    if mask.shape != want or mask.dtype != torch.int64:
+        raise DataError(
+            f"tree mask {tuple(mask.shape)} of {mask.dtype}; allowed: {want}, int64, see tree_bits"
+        )
