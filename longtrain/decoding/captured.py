@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from longtrain.target.model import Target
 
 Pool: TypeAlias = Any
-"""Memory of graphs (`torch.cuda.graph_pool_handle`)."""
+"""Memory of graphs (`torch.cuda.CUDAGraph.pool`)."""
 _LEAST_SLOTS = 256
 
 
@@ -39,12 +39,14 @@ class Cycles:
         phases: a cycle.
         captured: whether cache and draft update their state in place, so that a graph of a cycle is every
             cycle; the host then reads its tokens one cycle late.
-        pool: graph memory, shared with cycles that never run at the same time.
+        pool: asked, when the graph is made, for the memory of graphs that never run at the same time.
     """
 
-    def __init__(self, phases: Phases, *, captured: bool, pool: Pool | None = None) -> None:
+    def __init__(
+        self, phases: Phases, *, captured: bool, pool: Callable[[], Pool | None] = lambda: None
+    ) -> None:
         self.phases, self._captured, self._pool = phases, captured, pool
-        self._replay: Callable[[], None] | None = None
+        self._graph: Any = None
         self._held: list[Tensor] = []
         self._where: list[int] = []
         self._ran = False
@@ -59,18 +61,26 @@ class Cycles:
     def run(self) -> None:
         """The next cycle: propose, forward, accept, commit."""
         device = self.phases.target.device
-        if self._captured and self._ran and self._replay is None and has_graphs(device):
+        if self._captured and self._ran and self._graph is None and has_graphs(device):
             started_s = time.perf_counter()
-            self._replay = record(self.phases, device, self._pool)
+            self._graph = record(self.phases, device, self._pool())
             self._held = _held(self.phases)
             self._where = [one.data_ptr() for one in self._held]
             self.capture_s = time.perf_counter() - started_s
-        (self._replay or self.phases)()
+        if self._graph is None:
+            self.phases()
+        else:
+            self._graph.replay()
         self._ran = True
+
+    @property
+    def pool(self) -> Pool | None:
+        """The memory of the graph; None before it is made."""
+        return None if self._graph is None else self._graph.pool()
 
     def holds(self, phases: Phases) -> bool:
         """Whether the graph is one of these phases: whether all that they work on lies where it lay."""
-        return self._replay is not None and self._where == [one.data_ptr() for one in _held(phases)]
+        return self._graph is not None and self._where == [one.data_ptr() for one in _held(phases)]
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -78,8 +88,8 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def record(work: Callable[[], None], device: torch.device, pool: Pool | None) -> Callable[[], None]:
-    """A CUDA graph of `work`, which is not run now; call the result to run it.
+def record(work: Callable[[], None], device: torch.device, pool: Pool | None) -> Any:
+    """A CUDA graph of `work`, which is not run now; `replay` of the result runs it.
 
     Args:
         work: asks the host nothing, and works on tensors that stay where they are.
@@ -89,7 +99,7 @@ def record(work: Callable[[], None], device: torch.device, pool: Pool | None) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
         work()
-    return graph.replay
+    return graph
 
 
 class Stage:
@@ -103,7 +113,6 @@ class Stage:
         self.target = target
         self.arena: ArenaCache | None = None
         self._cycles: dict[Hashable, Cycles] = {}
-        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
         """The arena's buffers as an empty cache to read prompts into; called as `Target.new_cache` is."""
@@ -139,6 +148,10 @@ class Stage:
         if found is None or not found.holds(phases):
             found = self._cycles[key] = Cycles(phases, captured=True, pool=self._pool)
         return found
+
+    def _pool(self) -> Pool | None:
+        """The memory of a graph that lives: a pool that no graph holds any more cannot be taken up again."""
+        return next((one.pool for one in self._cycles.values() if one.pool is not None), None)
 
     def _reserve(self, batch: int, slots: int) -> ArenaCache:
         """An arena for so many sequences, with at least so many slots of each."""

@@ -5,7 +5,7 @@ A CUDA graph repeats operators on the same memory; on a CPU `Tape` does so, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -100,14 +100,27 @@ def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale):
     return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible, scale=scale)
 
 
+class Graph:
+    """A tape with the memory of its results, as CUDA graphs have it."""
+
+    def __init__(self, tape: Tape, pool: object) -> None:
+        self.replay, self._pool = tape.replay, pool
+
+    def pool(self) -> object:
+        return self._pool
+
+
 @pytest.fixture
 def tapes(monkeypatch) -> list[Tape]:
     """Cycles are recorded as on a GPU: the second one of a kind, and every later one is that record again."""
-    made = []
+    made, living = [], WeakSet()
 
-    def record(work, device, pool) -> Callable[[], None]:
+    def record(work, device, pool) -> Graph:
+        assert pool is None or pool in {graph.pool() for graph in living}, "nothing holds this pool any more"
         made.append(Tape(work))
-        return made[-1].replay
+        graph = Graph(made[-1], pool or object())
+        living.add(graph)
+        return graph
 
     monkeypatch.setattr(captured, "has_graphs", lambda device: True)
     monkeypatch.setattr(captured, "record", record)
@@ -279,6 +292,19 @@ def test_cuda_graphs_give_the_same_texts(family, sampling, shape):
     auto = Engine(target, parts)
     auto.generate(ONE, max_new_tokens=48, shape=shape, ignore_eos=True)
     assert auto._kept.arena is not None
+
+
+@pytest.mark.gpu
+def test_graphs_are_made_anew_where_the_arena_grew():
+    """The first arena's graphs go, and their memory with them; the next ones start a pool of their own."""
+    target = random_target("llama_micro", dtype=torch.float32, device="cuda")
+    static = Engine(target, capture=True)
+    for prompts in (ONE, THREE, ONE):
+        both_ways = [
+            engine.generate(prompts, max_new_tokens=48, ignore_eos=True).tokens
+            for engine in (static, Engine(target, capture=False))
+        ]
+        assert both_ways[0] == both_ways[1]
 
 
 @pytest.mark.gpu
