@@ -116,7 +116,7 @@ def session_of(cfg: DictConfig) -> Session:
     first = next(iter(artifacts.values()), None)
     target = load_target_from(cfg, path=first.target.name if first else None)
     module = importlib.import_module(SUITES[suite_cfg["name"]])
-    suite = module.build(suite_cfg, target, seed=seed)
+    suite = module.build(suite_cfg, target, seed=seed, sampling=sampling)
     builder = Builder(
         target,
         budgets_of_suite(suite_cfg["budgets"]),

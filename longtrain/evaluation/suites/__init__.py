@@ -1,7 +1,8 @@
 """The suites that `longtrain eval` runs through its harness, one module each.
 
-A module has `build(settings, target, *, seed) -> Suite`: `settings` is the plain mapping of the group `suite`
-of the configuration, `target` the loaded target and `seed` the run's.
+A module has `build(settings, target, *, seed, sampling) -> Suite`: `settings` is the plain mapping of the
+group `suite` of the configuration, `target` the loaded target, `seed` the run's, and `sampling` how the run
+decodes.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from longtrain.evaluation.task import Example, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 TITLE = "AIME 2024"
@@ -52,13 +53,14 @@ class ContestTask(Task):
         return [str(example.fields["answer"])]
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The problems at `suite.data`.
 
     Args:
         settings: `data`, `limit`, `max_new_tokens`, `chat`, `thinking`; see conf/suite/aime24.yaml.
         target: answers are no longer than its window leaves.
         seed: of the run; nothing is drawn here.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, or no room for an answer.

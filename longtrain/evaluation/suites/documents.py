@@ -22,6 +22,7 @@ from longtrain.evaluation.task import Example, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 MARK = "QUESTION"
@@ -108,7 +109,7 @@ class Documents(Task):
         return None
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """One task: the first documents that fill each length.
 
     Args:
@@ -116,6 +117,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
             `chat`; see conf/suite/pg19.yaml.
         target: gives the tokenizer and its window.
         seed: of the run; nothing is drawn here.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, or a length that the target does not hold.

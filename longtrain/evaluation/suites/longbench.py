@@ -13,16 +13,18 @@ from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.suites.window import prompts_up_to
 
 if TYPE_CHECKING:
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The tasks that `suite.tasks` names, of the rows at `suite.data`.
 
     Args:
         settings: `data`, `tasks`, `limit`, `max_prompt_tokens`, `chat`; see conf/suite/longbench.yaml.
         target: its window decides how long prompts may be.
         seed: of the run; nothing is drawn here.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting.

@@ -29,6 +29,7 @@ from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Facet, Task
 
 if TYPE_CHECKING:
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 ROWS, ENGLISH_ROWS = 120, 60
@@ -67,7 +68,7 @@ def group(words: int) -> str:
     return f"{low}-{high or ''}"
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The suite, see `longtrain.evaluation.suites`.
 
     Raises:

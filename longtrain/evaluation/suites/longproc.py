@@ -16,6 +16,7 @@ from longtrain.evaluation.suites.window import prompts_up_to
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 TITLE = "LongProc html_to_tsv"
@@ -42,13 +43,14 @@ class TableTask(Task):
         return [str(example.fields["gt"])]
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The length groups that `suite.groups` names, of the rows at `suite.data`.
 
     Args:
         settings: `data`, `groups`, `limit`, `max_prompt_tokens`, `chat`; see conf/suite/longproc.yaml.
         target: whose window must hold the answers.
         seed: of the run; nothing is drawn here.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, or prompts or answers longer than the target's window.

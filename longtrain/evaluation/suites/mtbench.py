@@ -26,6 +26,7 @@ from longtrain.evaluation.task import Example, Facet, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 TEMPERATURES = {
@@ -128,7 +129,7 @@ class MtBenchTask(Task):
         return tuple(ids)
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The suite, see `longtrain.evaluation.suites`.
 
     Raises:

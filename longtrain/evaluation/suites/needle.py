@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.data.synthetic import RetrievalWriter
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 WORDING = (
@@ -91,7 +92,7 @@ class NeedleTask(Task):
         return float(NUMBER.findall(text) == [self.written(example)[1]])
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """A task for every count of needles, each over the grid of `suite.lengths` and `suite.depths`.
 
     Args:
@@ -99,6 +100,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
             conf/suite/needle.yaml.
         target: its tokenizer and chat template write the prompts.
         seed: of keys, values, places and text.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, a length beyond the target's window or too short for its needles.

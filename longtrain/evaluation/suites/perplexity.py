@@ -23,6 +23,7 @@ from longtrain.evaluation.task import Example, Measured, rows_sha256
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 JOINS = {"wikitext2": "\n\n", "c4": " "}
@@ -107,7 +108,7 @@ class Windows(Measured):
         ]
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """A task for each entry of `suite.texts`.
 
     Args:
@@ -115,6 +116,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
             conf/suite/perplexity.yaml.
         target: gives the tokenizer and its window.
         seed: of the run; nothing is drawn here.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, or a window that the target does not hold.

@@ -22,6 +22,7 @@ from longtrain.evaluation.task import Example, Facet, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 TITLE = "RULER"
@@ -136,7 +137,7 @@ class RulerTask(Task):
 CHAT_OPTIONS = {"enable_thinking": False}
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The tasks that `suite.tasks` names at every length of `suite.lengths`.
 
     Args:
@@ -144,6 +145,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
             `hotpotqa`, `chat`; see conf/suite/ruler.yaml.
         target: lengths are counted with its tokenizer and must fit its window.
         seed: of the run; RULER has its own (`suite.seed`).
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, a length beyond the target's window or too short for a task, or a task

@@ -19,6 +19,7 @@ from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
+    from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
 LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
@@ -46,7 +47,7 @@ class LongAnswers(Task):
         return None
 
 
-def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The tasks that `suite.tasks` names.
 
     Args:
@@ -54,6 +55,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
             `max_new_tokens`, `aime24_max_new_tokens`, `chat`; see conf/suite/speculation.yaml.
         target: its tokenizer measures prompts, its window decides how long they may be.
         seed: of the run; nothing is drawn here.
+        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, or answers longer than the target's window.
@@ -66,7 +68,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int) -> Suite:
     notes: list[str] = []
     tasks = _long(read, target, tuple(name for name in names if name != CONTEST), notes)
     if CONTEST in names:
-        tasks.append(_contest(read, target, notes))
+        tasks.append(_contest(read, target, notes, sampling))
 
     def summarise(records: ByTask) -> Summary:
         return drafting.summary(TITLE, records, notes)
@@ -122,7 +124,7 @@ def _long(read: Settings, target: Target, names: tuple[str, ...], notes: list[st
     return tasks
 
 
-def _contest(read: Settings, target: Target, notes: list[str]) -> Task:
+def _contest(read: Settings, target: Target, notes: list[str], sampling: Sampling) -> Task:
     """AIME 2024; adds to `notes` how long solutions are."""
     asked = read.integer("aime24_max_new_tokens", least=2)
     settings = {
@@ -132,7 +134,7 @@ def _contest(read: Settings, target: Target, notes: list[str]) -> Task:
         "chat": read.get("chat"),
         "thinking": False,
     }
-    (task,) = aime24.build({"name": read.suite, **settings}, target, seed=0).tasks
+    (task,) = aime24.build({"name": read.suite, **settings}, target, seed=0, sampling=sampling).tasks
     assert isinstance(task, Task)
     notes.append(f"AIME 2024: solutions of at most {task.max_new_tokens} tokens, over where the text ends")
     lengths = {row.id: drafting.bucket(_tokens(target, task.prompt(row))) for row in task.examples()}

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longtrain.assets import asset_dir
+from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.judge.longwrite import DIMENSIONS
@@ -84,7 +85,7 @@ def mt_bench(target: Any, data: str | None, **changed: Any) -> Suite:
         "max_new_tokens": 1024,
         "judge": JUDGE,
     }
-    return mtbench.build({**settings, **changed}, target, seed=0)
+    return mtbench.build({**settings, **changed}, target, seed=0, sampling=Sampling())
 
 
 def long_write(target: Any, data: str | None, **changed: Any) -> Suite:
@@ -97,7 +98,7 @@ def long_write(target: Any, data: str | None, **changed: Any) -> Suite:
         "max_new_tokens": 32768,
         "judge": {**JUDGE, "temperature": 0.5},
     }
-    return longbench_write.build({**settings, **changed}, target, seed=0)
+    return longbench_write.build({**settings, **changed}, target, seed=0, sampling=Sampling())
 
 
 def answered(suite: Suite, text: str, **values: Any) -> list[Record]:

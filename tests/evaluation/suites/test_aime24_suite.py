@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.suites import aime24
 
@@ -21,7 +22,9 @@ def build(tiny, settings_of, tmp_path):
     data = write(tmp_path / "aime.jsonl")
 
     def make(**changed):
-        return aime24.build(settings_of("aime24", **{"data": data, **changed}), tiny, seed=0)
+        return aime24.build(
+            settings_of("aime24", **{"data": data, **changed}), tiny, seed=0, sampling=Sampling()
+        )
 
     return make
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 def build(tiny, settings_of, folder):
     def make(**changed):
         settings = settings_of("longbench", **{"data": str(folder), **changed})
-        return longbench.build(settings, tiny, seed=0)
+        return longbench.build(settings, tiny, seed=0, sampling=Sampling())
 
     return make
 
@@ -77,15 +77,21 @@ def test_less_of_it_is_a_variant(build, answered) -> None:
 def test_prompts_are_cut_to_what_was_asked_for(tiny, settings_of, tmp_path, run_suite) -> None:
     write(tmp_path, "trec", [row("trec", 0, words=900), row("trec", 1)])
     settings = settings_of("longbench", data=str(tmp_path), tasks=["trec"], max_prompt_tokens=300)
-    suite = longbench.build(settings, tiny, seed=0)
+    suite = longbench.build(settings, tiny, seed=0, sampling=Sampling())
     records = run_suite(suite, tiny)
     assert [record.cut for record in records["trec"]] == [True, False]
     assert abs(records["trec"][0].prompt_tokens - 300) <= 2
     summary = suite.summary(records)
     assert summary.title == "Variant of LongBench"
-    room = prompt_room(longbench.build({**settings, "max_prompt_tokens": None}, tiny, seed=0).tasks[0], tiny)
+    room = prompt_room(
+        longbench.build({**settings, "max_prompt_tokens": None}, tiny, seed=0, sampling=Sampling()).tasks[0],
+        tiny,
+    )
     assert summary.notes[-1] == f"1 prompts cut to 300 tokens, the target reads {room}"
-    assert suite.tasks[0].settings() == longbench.build(settings, tiny, seed=5).tasks[0].settings()
+    assert (
+        suite.tasks[0].settings()
+        == longbench.build(settings, tiny, seed=5, sampling=Sampling()).tasks[0].settings()
+    )
 
 
 def test_what_the_protocol_pins(build, tiny, folder, tmp_path) -> None:
@@ -114,7 +120,9 @@ def test_a_missing_field_is_named_with_its_line(tiny, settings_of, tmp_path) -> 
     good = row("qasper", 0)
     write(tmp_path, "qasper", [good, {key: value for key, value in good.items() if key != "answers"}])
     with pytest.raises(DataError, match=r"qasper.jsonl:2: field 'answers' is missing"):
-        longbench.build(settings_of("longbench", data=str(tmp_path), tasks=["qasper"]), tiny, seed=0)
+        longbench.build(
+            settings_of("longbench", data=str(tmp_path), tasks=["qasper"]), tiny, seed=0, sampling=Sampling()
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,4 +145,4 @@ def test_settings_that_cannot_be(build, changed, message: str) -> None:
 
 def test_a_setting_that_is_not_there(tiny) -> None:
     with pytest.raises(ConfigError, match=r"suite longbench needs the key suite.tasks"):
-        longbench.build({"name": "longbench"}, tiny, seed=0)
+        longbench.build({"name": "longbench"}, tiny, seed=0, sampling=Sampling())

@@ -8,6 +8,7 @@ import lzma
 import pytest
 import yaml
 
+from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.suites import longproc
 
@@ -39,7 +40,9 @@ def folder(tmp_path):
 @pytest.fixture
 def build(tiny, settings_of, folder):
     def make(**changed):
-        return longproc.build(settings_of("longproc", **{"data": str(folder), **changed}), tiny, seed=0)
+        return longproc.build(
+            settings_of("longproc", **{"data": str(folder), **changed}), tiny, seed=0, sampling=Sampling()
+        )
 
     return make
 
@@ -92,26 +95,26 @@ def test_longprocs_own_files_are_filled(tiny, settings_of, tmp_path) -> None:
     (place / "html_to_tsv_0.5k.json").write_text(json.dumps([own]))
     settings = settings_of("longproc", data=str(tmp_path), groups=["0.5k"])
     with pytest.raises(DataError, match=r"W1 has no 'prompt', and .*prompts.yaml to fill one is missing"):
-        longproc.build(settings, tiny, seed=0)
+        longproc.build(settings, tiny, seed=0, sampling=Sampling())
     (place / "prompts.yaml").write_text(yaml.safe_dump({"USER_PROMPT": TEMPLATE + "{year}"}))
     with pytest.raises(DataError, match=r"prompts.yaml .*'year'"):
-        longproc.build(settings, tiny, seed=0)
+        longproc.build(settings, tiny, seed=0, sampling=Sampling())
     (place / "prompts.yaml").write_text(yaml.safe_dump({"USER_PROMPT": TEMPLATE}))
-    (task,) = longproc.build(settings, tiny, seed=0).tasks
+    (task,) = longproc.build(settings, tiny, seed=0, sampling=Sampling()).tasks
     assert task.prompt(task.rows[0]) == f"Page: {PAGE}\nAbout Pets: (1) Name Only cats.\nname"
     (place / "html_to_tsv_0.5k.json").write_text(json.dumps([{**own, "html_path": None}]))
     with pytest.raises(DataError, match="W1 has neither 'prompt' nor a text 'html_path'"):
-        longproc.build(settings, tiny, seed=0)
+        longproc.build(settings, tiny, seed=0, sampling=Sampling())
 
 
 def test_one_file_may_hold_several_groups(tiny, settings_of, tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row(i, "2k" if i > 2 else "0.5k")) + "\n" for i in range(5)))
     settings = settings_of("longproc", data=str(file), groups=["0.5k", "2k"])
-    suite = longproc.build(settings, tiny, seed=0)
+    suite = longproc.build(settings, tiny, seed=0, sampling=Sampling())
     assert [len(task.rows) for task in suite.tasks] == [3, 2]
     with pytest.raises(DataError, match="no row of the output length 8k"):
-        longproc.build({**settings, "groups": ["8k"]}, tiny, seed=0)
+        longproc.build({**settings, "groups": ["8k"]}, tiny, seed=0, sampling=Sampling())
 
 
 @pytest.mark.parametrize(
@@ -139,10 +142,12 @@ def test_rows_that_are_wrong(tiny, settings_of, tmp_path) -> None:
     ):
         file.write_text("".join(json.dumps(one) + "\n" for one in (row(0), row(1, **fields))))
         with pytest.raises(DataError, match=message):
-            longproc.build(settings, tiny, seed=0)
+            longproc.build(settings, tiny, seed=0, sampling=Sampling())
     file.write_text(json.dumps(row(0)) + "\n" + json.dumps(row(0)) + "\n")
-    assert [one.id for one in longproc.build(settings, tiny, seed=0).tasks[0].examples()] == ["W0", "W0#2"]
+    assert [
+        one.id for one in longproc.build(settings, tiny, seed=0, sampling=Sampling()).tasks[0].examples()
+    ] == ["W0", "W0#2"]
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "html_to_tsv_0.5k.json").write_text("[]")
     with pytest.raises(DataError, match=r"must hold one html_to_tsv_0.5k"):
-        longproc.build(settings, tiny, seed=0)
+        longproc.build(settings, tiny, seed=0, sampling=Sampling())

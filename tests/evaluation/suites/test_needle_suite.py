@@ -16,7 +16,7 @@ SMALL = {"lengths": [512, "1k"], "depths": [0, 30, 100], "needles": [1, 4], "pro
 
 
 def built(target, settings_of, *, seed=0, **changed):
-    return needle.build(settings_of("needle", **{**SMALL, **changed}), target, seed=seed)
+    return needle.build(settings_of("needle", **{**SMALL, **changed}), target, seed=seed, sampling=Sampling())
 
 
 @pytest.fixture(scope="module")

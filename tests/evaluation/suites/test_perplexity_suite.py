@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from longtrain.data.tokenizer import read_tokenizer
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
+from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora
 from longtrain.evaluation.records import Record
@@ -36,7 +37,7 @@ def text(tmp_path):
 
 
 def build(target, text, **settings):
-    return perplexity.build({**SMALL, "texts": [str(text)], **settings}, target, seed=0)
+    return perplexity.build({**SMALL, "texts": [str(text)], **settings}, target, seed=0, sampling=Sampling())
 
 
 def summary(suite, target, parts=Parts()):  # noqa: B008 (frozen)

@@ -37,7 +37,10 @@ def build(tiny, settings_of, files):
 
     def make(**changed):
         return ruler.build(
-            settings_of("ruler", **{"lengths": LENGTHS, "samples": 3, **files, **changed}), tiny, seed=0
+            settings_of("ruler", **{"lengths": LENGTHS, "samples": 3, **files, **changed}),
+            tiny,
+            seed=0,
+            sampling=Sampling(),
         )
 
     return make

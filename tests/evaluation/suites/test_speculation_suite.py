@@ -71,7 +71,7 @@ def data(tmp_path):
 
 def build(target, folder, **changes):
     paths = {"data": str(folder), "aime24": str(folder / "aime.jsonl")}
-    return speculation.build({**SETTINGS, **paths, **changes}, target, seed=0)
+    return speculation.build({**SETTINGS, **paths, **changes}, target, seed=0, sampling=Sampling())
 
 
 def run(target, suite, system):
@@ -225,7 +225,7 @@ def lawsuits(tmp_path):
 
 
 def corpus(target, path, **changes):
-    return documents.build({**DOCUMENTS, "data": str(path), **changes}, target, seed=0)
+    return documents.build({**DOCUMENTS, "data": str(path), **changes}, target, seed=0, sampling=Sampling())
 
 
 def test_documents_fill_prompts_of_the_stated_length(target, lawsuits):

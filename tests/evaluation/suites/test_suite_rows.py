@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import inspect
 import json
 
 import huggingface_hub
@@ -108,6 +109,7 @@ def test_settings_are_what_they_should_be() -> None:
 
 def test_every_suite_has_its_module_and_its_configuration() -> None:
     for name, module in SUITES.items():
-        assert callable(importlib.import_module(module).build)
+        build = inspect.signature(importlib.import_module(module).build)
+        assert list(build.parameters) == ["settings", "target", "seed", "sampling"]
         texts = [file.read_text() for file in (asset_dir("conf") / "suite").glob("*.yaml")]
         assert any(f"  name: {name}\n" in text for text in texts), f"no file of conf/suite names {name}"
