@@ -22,6 +22,7 @@ from longtrain.data.synthetic import ChatIds, RetrievalWriter, TextStream
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.prompts import render_chat
 from longtrain.evaluation.statistics import wilson
 
 if TYPE_CHECKING:
@@ -143,10 +144,8 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase) -> ChatIds:
         before, after = tokenizer.bos_token or "", "\nAnswer:"
     else:
         mark = "QUESTION"
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-        )
-        before, found, after = str(rendered).partition(mark)
+        rendered = render_chat(tokenizer, [{"role": "user", "content": mark}])
+        before, found, after = rendered.partition(mark)
         if not found:
             raise DataError(
                 "the chat template does not render the user's message; the needle suite cannot use it"

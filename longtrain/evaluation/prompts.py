@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
@@ -18,6 +19,11 @@ NO_TEMPLATE = (
     "this task's prompt is a chat message and the tokenizer has no chat template; set "
     "target.chat_template, or run without chat (the result then says so)"
 )
+
+TODAY = datetime(2024, 7, 26, tzinfo=UTC)
+"""What templates that ask for the date are told, so that a prompt is the same on every day: the date that
+Llama 3.1's template has where it cannot ask."""
+_DIRECTIVES = "aAbBcdHIjmMpSuUwWxXyYzZ"
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,44 @@ def encode_chat(
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
-    if not tokenizer.chat_template:
-        raise ConfigError(NO_TEMPLATE)
-    whole = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        add_generation_prompt=True,
-        tokenize=False,
-        enable_thinking=thinking,
-    )
+    whole = render_chat(tokenizer, messages, enable_thinking=thinking)
     ids: Any = tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
     return tuple(ids)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: Any
+) -> str:
+    """The text of a conversation up to where the assistant's next answer begins, the same on every day.
+
+    Args:
+        tokenizer: the target's.
+        messages: each with `role` and `content`.
+        options: variables of the template.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(NO_TEMPLATE)
+    template = str(tokenizer.get_chat_template())
+    return str(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=_dated(template) if "strftime_now" in template else template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **options,
+        )
+    )
+
+
+def _dated(template: str) -> str:
+    """A template whose `strftime_now` is that of `TODAY`: a macro goes before the function of the renderer.
+
+    The line break after the macro belongs to its last tag (templates are rendered with `trim_blocks`), so that
+    the template begins on a line of its own, as it would alone.
+    """
+    known = {f"%{mark}{one}" for one in _DIRECTIVES for mark in ("-", "")}
+    said = "".join(f" | replace({one!r}, {TODAY.strftime(one)!r})" for one in sorted(known))
+    return f"{{% macro strftime_now(format) -%}}{{{{ format{said} }}}}{{%- endmacro %}}\n{template}"

@@ -66,6 +66,7 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
         "suite_settings": suite.settings,
         "tokenizer": tokenizer_hash(target.tokenizer)[:16] if target.tokenizer else None,
         "chat_template": json_hash(template) if template else None,
+        "rendered_chat": _rendered(target.tokenizer) if template else None,
         "eos_ids": list(target.info.eos_ids),
         "decoding": {
             "temperature": sampling.temperature,
@@ -113,6 +114,13 @@ def prompt_room(task: Task, target: Target) -> int:
 def json_hash(values: Any) -> str:
     """16 hex digits of the hash of JSON values, whatever the order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the tokens of a short conversation, with thinking and without: what a template is rendered to
+    follows from the library and its variables too."""
+    probe = [{"role": "user", "content": "Which day is it?"}]
+    return json_hash([encode_chat(tokenizer, probe, thinking=thinking) for thinking in (False, True)])
 
 
 def _template_tokens(tokenizer: PreTrainedTokenizerBase) -> int:

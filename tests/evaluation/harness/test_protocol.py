@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.evaluation.harness.protocol import prompt_room, protocol_of
+from longtrain.evaluation.prompts import encode_chat, render_chat
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
 
+from .conftest import CHAT
 from .toys import suite, task
 
 
@@ -72,6 +75,47 @@ def test_a_lost_chat_template_changes_the_hash(target, monkeypatch):
     lost = protocol_of(suite(task(chat=False)), target, Sampling())
     assert plain.settings["chat_template"] and lost.settings["chat_template"] is None
     assert lost.hash != plain.hash
+
+
+DATED = "Today is {{ strftime_now('%-d %b %Y') }}.{{ bos_token }}" + CHAT
+
+
+def test_a_template_that_asks_for_the_date_gives_the_same_prompt_every_day(target, monkeypatch):
+    tokenizer = target.tokenizer
+    plain = protocol_of(suite(task()), target, Sampling())
+    monkeypatch.setattr(tokenizer, "chat_template", DATED)
+    message = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.decode(encode_chat(tokenizer, message))
+    assert text == "Today is 26 Jul 2024.<user>Hello<bot>"
+    live = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert live == text.replace("26 Jul 2024", f"{datetime.now():%-d %b %Y}")
+    dated = protocol_of(suite(task()), target, Sampling())
+    assert dated.settings["rendered_chat"] != plain.settings["rendered_chat"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "\n\n  {% if strftime_now is defined %}\n[{{ strftime_now('%Y-%m-%d') }}]{% endif %}\n",
+        "  {%- macro day() %}[{{ strftime_now('%Y-%m-%d') }}]{% endmacro %}\n {{ day() }} \n",
+    ],
+)
+def test_nothing_but_the_date_differs_from_what_the_template_gives(target, monkeypatch, template):
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    message = [{"role": "user", "content": "Hello"}]
+    live = target.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    found = render_chat(target.tokenizer, message)
+    assert "[2024-07-26]" in found and found == live.replace(f"{datetime.now():%Y-%m-%d}", "2024-07-26")
+
+
+def test_what_a_template_is_rendered_to_changes_the_hash(target, monkeypatch):
+    """The same template with another beginning-of-text token, as another library or file may have it."""
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ bos_token }}" + CHAT)
+    plain = protocol_of(suite(task()), target, Sampling())
+    monkeypatch.setattr(type(target.tokenizer), "special_tokens_map", {"bos_token": "!"}, raising=False)
+    other = protocol_of(suite(task()), target, Sampling())
+    assert plain.settings["chat_template"] == other.settings["chat_template"]
+    assert plain.settings["rendered_chat"] != other.settings["rendered_chat"] and plain.hash != other.hash
 
 
 def test_the_window_leaves_room_for_answers_and_template(target):
