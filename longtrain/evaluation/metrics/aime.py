@@ -6,7 +6,7 @@ import re
 
 BOX = "\\boxed"
 LARGEST = 999
-THOUGHT = "</think>"
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 _NUMBER = re.compile(r"[-/]?[0-9](?:[0-9.,]*[0-9])?")
 _WHOLE = re.compile(r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0+)?")
@@ -14,19 +14,23 @@ _SPACES = ("{,}", "\\,", "\\!", "\\ ")
 """What LaTeX writes inside long numbers."""
 
 
-def answer_of(text: str) -> int | None:
+def answer_of(text: str, *, opened: bool = False) -> int | None:
     r"""The number that a solution gives as its answer.
 
-    It is the last number in the last `\boxed{...}`, or in the whole text where nothing is boxed. What stands
-    before the end of a thinking model's thoughts does not count. If that number is part of a fraction, not
-    whole, negative or above 999, there is no answer: nothing before it is taken instead.
+    It is the last number in the last `\boxed{...}`, or in the whole text where nothing is boxed. What a model
+    thinks does not count: neither what stands before the end of its thoughts, nor thoughts that do not end. If
+    that number is part of a fraction, not whole, negative or above 999, there is no answer: nothing before it
+    is taken instead.
 
     Args:
         text: what was generated.
+        opened: whether the prompt opens the thoughts, so that the text begins inside them.
 
     Returns: the number, or None.
     """
-    text = text.rpartition(THOUGHT)[2]
+    _, ended, text = text.rpartition(THOUGHT_END)
+    if THOUGHT in text or (opened and not ended):
+        return None
     box = _last_box(text)
     if box is not None and "frac" in box:
         return None
@@ -45,9 +49,9 @@ def answer_of(text: str) -> int | None:
     return value if value <= LARGEST else None
 
 
-def right(text: str, answer: int) -> float:
-    """1 if a solution's answer is the expected one, else 0."""
-    return float(answer_of(text) == answer)
+def right(text: str, answer: int, *, opened: bool = False) -> float:
+    """1 if a solution's answer is the expected one, else 0. `opened`: see `answer_of`."""
+    return float(answer_of(text, opened=opened) == answer)
 
 
 def _last_box(text: str) -> str | None:

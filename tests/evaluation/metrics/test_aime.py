@@ -92,9 +92,25 @@ def test_without_a_box_the_last_number_counts() -> None:
         ("it is 3/204", None),
         ("<think>\\boxed{1}</think> 7", 7),
         ("<think>\\boxed{1}</think> nothing", None),
-        ("<think> \\boxed{8}", 8),
+        ("<think> \\boxed{8}", None),  # cut off while it thinks
+        ("<think> maybe \\boxed{204}? wait, that", None),
+        ("<think>\\boxed{1}</think> 7 <think> 8", None),
         ("9" * 400, None),
     ],
 )
 def test_by_hand(text: str, answer: int | None) -> None:
     assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("maybe \\boxed{204}? wait, that", None),
+        ("", None),
+        ("maybe \\boxed{204}? no.</think> It is \\boxed{33}.", 33),
+        ("204</think>", None),
+    ],
+)
+def test_thoughts_that_the_prompt_opens(text: str, answer: int | None) -> None:
+    assert answer_of(text, opened=True) == answer
+    assert right(text, 204, opened=True) == 0.0
