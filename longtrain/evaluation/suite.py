@@ -62,6 +62,9 @@ class Marker(Protocol):
     def settings(self) -> Json:
         """JSON values that marks follow from: results of two judges are not compared."""
 
+    def course(self) -> Json:
+        """How the judgements were had, for the timings: nothing that marks follow from."""
+
     def count(self, records: Sequence[Record]) -> int:
         """How many judgements these records take, for the progress bar."""
 

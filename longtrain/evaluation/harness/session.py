@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.evaluation import results
+from longtrain.evaluation.exactness import is_strict
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
+from longtrain.evaluation.harness.partings import Partings
 from longtrain.evaluation.harness.plan import Unit, part_of, plan
 from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
 from longtrain.evaluation.harness.run import Runner, ledger_settings, places_of, records_of, times_of
@@ -173,6 +173,7 @@ class Session:
             records = self.suite.marker.mark(records, self.suite, self._judge_ledger, advance)
             self._compare(records)
         found = self._assemble(self.systems, records)
+        Partings(self.target, self.suite, self.systems, self.sampling).settle(found, records)
         if self.record:
             found["baseline"] = self._recorded(found)
         return Outcome(found, self._examples(records), self._timings())
@@ -235,12 +236,11 @@ class Session:
 
     def _assemble(self, systems: Sequence[System], records: Sequence[Record]) -> Json:
         target = self.target
-        exact = target.device.type == "cpu" and target.dtype in (torch.float32, torch.float64)
         facts = {
             "name": Path(target.info.name).name if Path(target.info.name).exists() else target.info.name,
             "weights_hash": target.info.weights_hash,
             "dtype": str(target.dtype).removeprefix("torch."),
-            "strict": exact,
+            "strict": is_strict(target),
         }
         return results.assemble(
             self.suite,
@@ -268,6 +268,7 @@ class Session:
             "systems": [
                 {"system": system.name, "tasks": times_of(self.ledger(system))} for system in self.systems
             ],
+            **({"judge": marker.course()} if (marker := self.suite.marker) is not None else {}),
         }
 
     def _judge_ledger(self, name: str, settings: Json) -> Ledger:

@@ -1,12 +1,13 @@
-"""Marks what was generated: every question asked once, several at a time, each judgement kept as it comes."""
+"""Marks what was generated: no judgement is asked for twice, several at a time, each kept as it comes."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,17 @@ Json = dict[str, Any]
 
 UNREADABLE = "no mark in the reply"
 EMPTY = "empty reply"
+COURSE = ("host", "tries")
+"""What of a judgement is for the ledger and the timings: a second run may have it otherwise."""
 
 
 class JudgeMarker:
     """Marks records by a judge model.
 
     A question is asked up to `tries` times until the reply holds a mark; one that never does is unjudged, and
-    nothing is put in the place of its mark. Equal answers of two systems are judged once.
+    nothing is put in the place of its mark. A later run with more tries goes on asking where this one
+    stopped, and any later run asks again what the server refused. Equal answers of two systems are judged
+    once.
 
     Args:
         endpoint: the judge.
@@ -44,10 +49,20 @@ class JudgeMarker:
 
     def __init__(self, endpoint: Endpoint, rubric: Rubric, *, tries: int) -> None:
         self.endpoint, self.rubric, self.tries = endpoint, rubric, tries
+        self._seen: dict[str, Json] = {}
 
     def settings(self) -> Json:
         """JSON values that marks follow from."""
-        return {**self.endpoint.settings(), **self.rubric.settings()}
+        return {**self.endpoint.settings(), **self.rubric.settings(), "tries": self.tries}
+
+    def course(self) -> Json:
+        """How the judgements were had: where, and how many took several tries."""
+        judgements = self._seen.values()
+        return {
+            "hosts": sorted({one["host"] for one in judgements}),
+            "judgements": len(judgements),
+            "asked_again": sum(one["tries"] > 1 for one in judgements),
+        }
 
     def count(self, records: Sequence[Record]) -> int:
         """Judgements that these records take at most."""
@@ -75,19 +90,20 @@ class JudgeMarker:
         book = ledger(f"judge {self.endpoint.model} {mark}", follows)  # one of each judge, side by side
         try:
             self._judge([question for some in asked for question in some], book, advance)
-            done = dict(book.done)
+            for question in {question.key: question for some in asked for question in some}.values():
+                self._seen[question.key] = self._within(_kept(book, question))
         finally:
             book.close()
         return [
-            self._marked(record, examples[record.task, record.example], some, done)
+            self._marked(record, examples[record.task, record.example], some)
             for record, some in zip(records, asked, strict=True)
         ]
 
     def _judge(self, questions: Sequence[Question], book: Ledger, advance: Advance) -> None:
-        """Ask what is not in the book yet."""
+        """Ask what is not in the book yet, or may still get a mark."""
         times = Counter(question.key for question in questions)
         what = f"judge {self.endpoint.model}"
-        wanted = {question.key: question for question in questions if question.key not in book.done}
+        wanted = {question.key: question for question in questions if self._open(book, question)}
         if ready := sum(count for key, count in times.items() if key not in wanted):
             advance(what, ready)
         if not wanted:
@@ -95,7 +111,7 @@ class JudgeMarker:
         client = Client(self.endpoint)
         failure: JudgeError | None = None
         try:
-            for question, result in self._ask_all(client, list(wanted.values())):
+            for question, result in self._ask_all(client, list(wanted.values()), book):
                 if isinstance(result, JudgeError):
                     failure = failure or result
                     client.stop()  # what is under way is waited for, it may still bring a judgement
@@ -103,37 +119,38 @@ class JudgeMarker:
                     if not isinstance(result, StoppedError):
                         raise result
                 else:
-                    book.put(question.key, result)
+                    _keep(book, question, result)
                     advance(what, times[question.key])
         finally:
             client.stop()
         client.close()
         if failure is not None:
-            there = sum(key in book.done for key in times)
+            there = sum(key in book.done for key in times)  # more tries for some of them may be left
             raise JudgeError(
                 f"{failure}; {there} of {len(times)} judgements are kept, the same command goes on from there"
             ) from failure
 
     def _ask_all(
-        self, client: Client, questions: Sequence[Question]
+        self, client: Client, questions: Sequence[Question], book: Ledger
     ) -> Iterator[tuple[Question, Json | Exception]]:
         """Judgements or what went wrong, as they come.
 
         The threads are daemons: whoever is interrupted and leaves the loop waits for no reply.
         """
-        waiting: SimpleQueue[Question] = SimpleQueue()
+        waiting: SimpleQueue[tuple[Question, int]] = SimpleQueue()
         done: SimpleQueue[tuple[Question, Json | Exception]] = SimpleQueue()
         for question in questions:
-            waiting.put(question)
+            before = _kept(book, question)
+            waiting.put((question, before[-1]["tries"] if before else 0))
 
         def work() -> None:
             while True:
                 try:
-                    question = waiting.get_nowait()
+                    question, tried = waiting.get_nowait()
                 except Empty:
                     return
                 try:
-                    done.put((question, self._ask(client, question)))
+                    done.put((question, self._ask(client, question, tried)))
                 except Exception as error:
                     done.put((question, error))
 
@@ -142,15 +159,19 @@ class JudgeMarker:
         for _ in questions:
             yield done.get()
 
-    def _ask(self, client: Client, question: Question) -> Json:
-        """The judgement of one question: its mark, or why there is none."""
-        reply, reason, tries = Reply(""), "", 0
-        for tries in range(1, self.tries + 1):
+    def _ask(self, client: Client, question: Question, tried: int) -> Json:
+        """The judgement of one question: its mark, or why there is none.
+
+        `tries` in it counts replies, those of earlier runs included; a refusal is none.
+        """
+        reply, reason, tries = Reply(""), "", tried
+        while tries < self.tries:
             try:
                 reply = client.ask(question.messages)
             except RefusedError as refusal:
-                reason = f"refused: {refusal}"
+                reply, reason = Reply(""), f"refused: {refusal}"
                 break
+            tries += 1
             mark = self.rubric.parse(reply.text)
             if mark is not None:
                 return self._judgement(question, reply, tries, mark=mark)
@@ -173,10 +194,26 @@ class JudgeMarker:
             "host": self.endpoint.host,
         }
 
-    def _marked(
-        self, record: Record, example: Example, questions: Sequence[Question], done: Mapping[str, Json]
-    ) -> Record:
-        judgements = [done[question.key] for question in questions]
+    def _open(self, book: Ledger, question: Question) -> bool:
+        """Whether to ask: there is no mark yet, tries are left, and this run has not been refused it."""
+        kept = _kept(book, question)
+        if not kept:
+            return True
+        last = kept[-1]
+        return last["mark"] is None and last["tries"] < self.tries and question.key not in self._seen
+
+    def _within(self, kept: Sequence[Json]) -> Json:
+        """The last judgement that `tries` allows; a mark that took more of them counts for nothing."""
+        allowed = [one for one in kept if one["tries"] <= self.tries]
+        if allowed:
+            return allowed[-1]
+        return {**kept[-1], "mark": None, "unjudged": UNREADABLE, "reply": "", "tries": self.tries}
+
+    def _marked(self, record: Record, example: Example, questions: Sequence[Question]) -> Record:
+        judgements = [
+            {key: value for key, value in self._seen[question.key].items() if key not in COURSE}
+            for question in questions
+        ]
         marks = [judgement["mark"] for judgement in judgements]
         score = self.rubric.score(example, record.texts, marks)
         return record.marked(score, {"judgements": judgements})
@@ -188,19 +225,34 @@ def marks_of(record: Record) -> list[Json | None]:
 
 
 def judge_facts(marker: JudgeMarker, records: Sequence[Record]) -> Json:
-    """Who judged these records: the model, where it is, its prompts, and what stayed unjudged."""
+    """Who judged these records: the model, its prompts, and what stayed unjudged."""
     judgements = [one for record in records for one in (record.marks or {}).get("judgements", ())]
     reasons = Counter(_short(one["unjudged"]) for one in judgements if one["mark"] is None)
     return {
         **marker.settings(),
         "prompts": marker.rubric.prompts.facts(),
-        "hosts": sorted({one["host"] for one in judgements}),
         "answered_as": sorted({one["answered_as"] for one in judgements} - {""}),
         "judgements": len(judgements),
         "unjudged": sum(reasons.values()),
         "unjudged_reasons": dict(sorted(reasons.items())),
-        "asked_again": sum(one["tries"] > 1 for one in judgements),
     }
+
+
+def _kept(book: Ledger, question: Question) -> list[Json]:
+    """The judgements of a question in the book, one of each run that asked."""
+    names = (_name(question, number) for number in itertools.count(1))
+    return [book.done[name] for name in itertools.takewhile(book.done.__contains__, names)]
+
+
+def _keep(book: Ledger, question: Question, judgement: Json) -> None:
+    """Put a judgement behind those of earlier runs; the last one's equal is not put."""
+    kept = _kept(book, question)
+    if not kept or kept[-1] != judgement:
+        book.put(_name(question, len(kept) + 1), judgement)
+
+
+def _name(question: Question, number: int) -> str:
+    return question.key if number == 1 else f"{question.key}.{number}"
 
 
 def _examples(suite: Suite) -> dict[tuple[str, str], Example]:

@@ -90,8 +90,11 @@ def test_marks_reach_the_right_records(desk: Desk) -> None:
         assert one.texts == records[marked.index(one)].texts
     facts = judge_facts(end, marked)
     assert facts["judgements"] == 24
-    assert facts["unjudged"] == facts["asked_again"] == 0
-    assert facts["hosts"] == [end.endpoint.host]
+    assert facts["unjudged"] == 0
+    assert facts["tries"] == 2
+    assert end.course() == {"hosts": [end.endpoint.host], "judgements": 24, "asked_again": 0}
+    said = json.dumps([one.marks for one in marked] + [facts])
+    assert "127.0.0.1" not in said  # where a judge is changes from run to run, and no result with it
     assert facts["answered_as"] == ["judge-1"]
     assert facts["prompts"]["official"] is True
     assert facts["model"] == "judge"
@@ -142,7 +145,7 @@ def test_nonsense_that_passes(desk: Desk) -> None:
     with serve(in_turn(Answer("hm"), Answer(""), Answer("[[8]]"))) as judge:
         marked = desk.mark(end := marker(judge.url, tries=3, concurrency=1), records_of("full"))
     assert {one.score for one in marked} == {0.8}
-    assert judge_facts(end, marked)["asked_again"] == 1
+    assert end.course()["asked_again"] == 1
     assert len(judge.requests) == 14
 
 
@@ -165,6 +168,44 @@ def test_refused_questions_are_counted_and_the_rest_goes_on(desk: Desk) -> None:
     assert marked[3].score == pytest.approx(0.7)
     assert judge_facts(end, marked)["unjudged_reasons"] == {"refused": 1}
     assert any("maximum context length" in (one["unjudged"] or "") for one in desk.kept())
+
+
+def test_more_tries_go_on_where_fewer_stopped(desk: Desk) -> None:
+    with serve(lambda body, _: Answer("hm") if "full 2 a" in json.dumps(body) else Answer("[[5]]")) as judge:
+        few = desk.mark(short := marker(judge.url, tries=2), records_of("full"))
+        assert len(judge.requests) == 10 + 2 * 2
+    with serve(in_turn(Answer("hm"), Answer("[[9]]"))) as judge:
+        many = desk.mark(long := marker(judge.url, tries=4, concurrency=1), records_of("full"))
+        assert len(judge.requests) == 3  # the first question at its fourth try, the other at its third
+    assert marks_of(few[2]) == [None, None]
+    assert marks_of(many[2]) == [{"rating": 9.0}, {"rating": 9.0}]
+    assert short.settings() != long.settings()
+    with serve(in_turn(Answer())) as judge:
+        assert desk.mark(marker(judge.url, tries=2), records_of("full")) == few  # as that run would have it
+        assert desk.mark(marker(judge.url, tries=4), records_of("full")) == many
+        assert marks_of(desk.mark(marker(judge.url, tries=3), records_of("full"))[2]) == [
+            None,
+            {"rating": 9.0},
+        ]
+        assert not judge.requests
+
+
+def test_what_was_refused_is_asked_again_by_the_next_run(desk: Desk) -> None:
+    said = Answer(status=400, body=b"This model's maximum context length is 10 tokens")
+    with serve(lambda body, _: said if "full 3 b" in json.dumps(body) else Answer()) as judge:
+        end = marker(judge.url, tries=1)
+        for _ in range(2):  # the same run marks some records first, then all
+            desk.mark(end, records_of("full"))
+        assert len(judge.requests) == 12
+        desk.mark(marker(judge.url, tries=1), records_of("full"))
+        assert len(judge.requests) == 13
+    kept = len(desk.kept())
+    assert kept == 12  # nothing new was said
+    with serve(in_turn(Answer("[[4]]"))) as judge:  # its window has grown
+        marked = desk.mark(marker(judge.url, tries=1), records_of("full"))
+        assert len(judge.requests) == 1
+    assert marks_of(marked[3]) == [{"rating": 7.0}, {"rating": 4.0}]
+    assert judge_facts(end, marked)["unjudged"] == 0
 
 
 def break_after(count: int, bad: Answer) -> Callable[[dict[str, Any], int], Answer]:
