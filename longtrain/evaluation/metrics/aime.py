@@ -18,7 +18,7 @@ def answer_of(text: str, *, opened: bool = False) -> int | None:
     r"""The number that a solution gives as its answer.
 
     It is the last number in the last `\boxed{...}`, or in the whole text where nothing is boxed. What a model
-    thinks does not count: neither what stands before the end of its thoughts, nor thoughts that do not end. If
+    thinks does not count: neither what stands before the end of its thoughts, nor thoughts without an end. If
     that number is part of a fraction, not whole, negative or above 999, there is no answer: nothing before it
     is taken instead.
 

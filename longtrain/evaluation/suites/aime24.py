@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.metrics.aime import LARGEST, right
+from longtrain.evaluation.metrics.aime import LARGEST, THOUGHT, THOUGHT_END, right
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Task
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 
 TITLE = "AIME 2024"
 PROBLEMS = 30
+MAX_NEW_TOKENS = 32768
+PUBLISHED = "31800c941395d49f30bed365e3e8ad5e6760fcadab7caddc76801d9f8689854e"
+"""`fingerprint` of the 30 problems and answers of both contests, as HuggingFaceH4/aime_2024 and Qwen2.5-Math
+(evaluation/data/aime24) have them."""
 TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 """The instruction that Qwen's model cards (QwQ-32B, Qwen3) give for mathematics."""
 
@@ -60,7 +67,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         settings: `data`, `limit`, `max_new_tokens`, `chat`, `thinking`; see conf/suite/aime24.yaml.
         target: answers are no longer than its window leaves.
         seed: of the run; nothing is drawn here.
-        sampling: how the run decodes.
+        sampling: how the run decodes; the suite's own is greedy.
 
     Raises:
         ConfigError: a wrong setting, or no room for an answer.
@@ -70,14 +77,13 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     limit, chat = read.optional_integer("limit"), read.flag("chat")
     rows = problems(read.text("data"))[:limit]
     task = ContestTask(
-        "aime24",
-        rows,
-        TEMPLATE,
-        1,
-        "exact_number",
-        lambda text, row: right(text, row.fields["answer"]),
-        chat,
-        protocol={"thinking": read.flag("thinking")},
+        "aime24", rows, TEMPLATE, 1, "exact_number", None, chat, protocol={"thinking": read.flag("thinking")}
+    )
+    opened = _opens_thoughts(task, target)
+    task = replace(
+        task,
+        judge=lambda text, row: right(text, row.fields["answer"], opened=opened),
+        protocol={**task.protocol, "prompt_opens_thoughts": opened},
     )
     asked = read.integer("max_new_tokens")
     room = target.info.max_positions - _longest(task, target) - MARGIN
@@ -86,16 +92,22 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             f"suite aime24: the target reads {target.info.max_positions} tokens, its longest prompt leaves "
             "no room for an answer; take a target with a longer window"
         )
+    found = replace(task, max_new_tokens=min(asked, room))
     notes = []
     if len(rows) != PROBLEMS:
         notes.append(f"{len(rows)} of {PROBLEMS} problems")
+    elif fingerprint(rows) != PUBLISHED:
+        notes.append("problems or answers are not those published")
+    if asked != MAX_NEW_TOKENS:
+        notes.append(f"solutions of up to {asked} tokens instead of {MAX_NEW_TOKENS}")
     if asked > room:
-        notes.append(f"the target's window ends solutions before the {asked} tokens asked for")
+        notes.append(f"the target's window ends solutions after {room} tokens, before the {asked} asked for")
+    notes += not_greedy(sampling)
     if not chat:
         notes.append("without chat template")
-    title = TITLE if not notes else f"Variant of {TITLE}"
-    found = replace(task, max_new_tokens=min(asked, room))
-    notes.append(f"solutions of up to {found.max_new_tokens} tokens")
+    title = f"Variant of {TITLE}" if notes else TITLE
+    if asked <= room and asked == MAX_NEW_TOKENS:
+        notes.append(f"solutions of up to {asked} tokens")
 
     def summarise(records: ByTask) -> Summary:
         return mean_summary(title, records, notes=notes)
@@ -122,6 +134,24 @@ def problems(where: str) -> tuple[Example, ...]:
             )
         found.append(Example(str(row.get("id", number)), {"problem": problem, "answer": int(answer)}))
     return tuple(found)
+
+
+def fingerprint(rows: Sequence[Example]) -> str:
+    """Hash of problems and answers in any order; of a problem's text, letters and digits alone count."""
+    plain = sorted(
+        f"{re.sub('[^0-9a-z]+', '', str(row.fields['problem']).lower())} {row.fields['answer']}"
+        for row in rows
+    )
+    return hashlib.sha256("\n".join(plain).encode()).hexdigest()
+
+
+def _opens_thoughts(task: Task, target: Target) -> bool:
+    """Whether the chat template ends prompts inside the model's thoughts, as QwQ's does."""
+    if not task.chat or target.tokenizer is None:
+        return False
+    ids = task.encode(task.rows[0], target.tokenizer, max_tokens=target.info.max_positions).ids
+    prompt = str(target.tokenizer.decode(list(ids)))
+    return prompt.rfind(THOUGHT) > prompt.rfind(THOUGHT_END)
 
 
 def _longest(task: Task, target: Target) -> int:

@@ -40,7 +40,7 @@ def read_rows(
     path = local_file(where)
     if path.is_file():
         named = list(read_jsonl(path))
-    elif not where.startswith(HUB) and not path.exists() and _HUB_ID.fullmatch(where):
+    elif on_hub(where):
         named = [(place, dict(row)) for place, row in _hub_rows(where, what, split, config)]
     else:
         raise ConfigError(
@@ -52,6 +52,13 @@ def read_rows(
     if not named:
         raise DataError(f"{where} holds no row of {what}; pass a file with at least one")
     return [row for _, row in named]
+
+
+def on_hub(where: str) -> bool:
+    """Whether `ORG/NAME` is taken from the Hub: nothing on disk has that path."""
+    return (
+        not where.startswith(HUB) and _HUB_ID.fullmatch(where) is not None and not local_file(where).exists()
+    )
 
 
 def check_fields(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -21,25 +22,35 @@ def write(path, count: int = 30):
 def build(tiny, settings_of, tmp_path):
     data = write(tmp_path / "aime.jsonl")
 
-    def make(**changed):
-        return aime24.build(
-            settings_of("aime24", **{"data": data, **changed}), tiny, seed=0, sampling=Sampling()
-        )
+    def make(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
+        settings = settings_of("aime24", **{"data": data, **changed})
+        return aime24.build(settings, tiny, seed=0, sampling=sampling)
 
     return make
 
 
-def test_all_of_it(build, tiny, answered) -> None:
-    suite = build(max_new_tokens=8192)
+@pytest.fixture
+def as_published(build, tiny, monkeypatch):
+    """The problems of these tests count as the published ones, and the window holds their solutions."""
+    monkeypatch.setattr(aime24, "PUBLISHED", aime24.fingerprint(build().tasks[0].rows))
+    monkeypatch.setattr(tiny, "info", replace(tiny.info, max_positions=65536))
+
+
+def nothing(task, one) -> str:
+    return ""
+
+
+def test_all_of_it(build, as_published, tiny, answered) -> None:
+    suite = build()
     (task,) = suite.tasks
     one = task.rows[7]
     asks = "Please reason step by step, and put your final answer within \\boxed{}."
     assert task.prompt(one) == f"Find $x_{{7}}$.\n\n{asks}"
     ids = task.encode(one, tiny.tokenizer, max_tokens=1000).ids
     assert tiny.tokenizer.decode(ids) == f"<|user|>{task.prompt(one)}<|assistant|>"
-    assert (one.id, task.references(one), task.max_new_tokens) == ("67", ["7"], 8192)
+    assert (one.id, task.references(one), task.max_new_tokens) == ("67", ["7"], 32768)
     summary = suite.summary(answered(suite, lambda task, one: f"It is \\boxed{{{one.fields['answer']}}}."))
-    assert summary.title == "AIME 2024" and summary.notes == ("solutions of up to 8192 tokens",)
+    assert summary.title == "AIME 2024" and summary.notes == ("solutions of up to 32768 tokens",)
     assert summary.tasks == {"aime24": 100.0}
     third = suite.summary(answered(suite, lambda task, one: f"{one.fields['answer'] // 10 * 10}"))
     assert third.average == 10.0  # 0, 10 and 20 of 30
@@ -63,13 +74,59 @@ def test_solutions_end_with_the_window(build, tiny, answered) -> None:
     longest = max(len(task.encode(one, tiny.tokenizer, max_tokens=10**6).ids) for one in task.rows)
     assert tiny.info.max_positions - 40 < task.max_new_tokens + longest < tiny.info.max_positions
     summary = suite.summary(answered(suite, lambda task, one: ""))
-    assert summary.title == "Variant of AIME 2024" and "before the 32768 tokens" in summary.notes[0]
+    assert summary.title == "Variant of AIME 2024" and "before the 32768 asked for" in summary.notes[1]
     few = build(limit=3, max_new_tokens=10, chat=False)
     assert few.summary(answered(few, lambda task, one: "")).notes == (
         "3 of 30 problems",
+        "solutions of up to 10 tokens instead of 32768",
         "without chat template",
-        "solutions of up to 10 tokens",
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "note"),
+    [
+        ({"max_new_tokens": 8}, "solutions of up to 8 tokens instead of 32768"),
+        ({"max_new_tokens": 40000}, "solutions of up to 40000 tokens instead of 32768"),
+        ({"sampling": Sampling(0.9, top_k=5)}, "sampled (temperature 0.9, top_k 5), not greedy"),
+        ({"chat": False}, "without chat template"),
+    ],
+)
+def test_another_protocol_is_a_variant(build, as_published, answered, changed, note: str) -> None:
+    suite = build(**changed)
+    summary = suite.summary(answered(suite, nothing))
+    assert (summary.title, summary.notes[0]) == ("Variant of AIME 2024", note)
+    greedy = build(sampling=Sampling(0.0, top_p=0.5))
+    assert greedy.summary(answered(greedy, nothing)).title == "AIME 2024"
+
+
+def test_other_problems_do_not_bear_the_name(build, as_published, answered, tmp_path) -> None:
+    def called(rows) -> tuple[str, str]:
+        file = tmp_path / "other.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        suite = build(data=str(file))
+        summary = suite.summary(answered(suite, nothing))
+        return summary.title, summary.notes[0]
+
+    rows = [json.loads(line) for line in (tmp_path / "aime.jsonl").read_text().splitlines()]
+    spaced = [{**row, "problem": row["problem"].replace(" ", "  ")} for row in reversed(rows)]
+    assert called(spaced)[0] == "AIME 2024"
+    wrong = ("Variant of AIME 2024", "problems or answers are not those published")
+    assert called([*rows[1:], {**rows[0], "answer": "999"}]) == wrong
+    assert called([*rows[1:], {**rows[0], "problem": "Find $y$."}]) == wrong
+
+
+def test_a_thought_that_the_prompt_opens_holds_no_answer(build, tiny, monkeypatch) -> None:
+    (plain,) = build(max_new_tokens=10).tasks
+    template = "{{ messages[0]['content'] }}<assistant>{% if enable_thinking %}<think>\n{% endif %}"
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", template)
+    one = plain.rows[7]
+    cut, whole = "so \\boxed{7}? wait", "so \\boxed{8}? wait</think>\\boxed{7}"
+    for thinking, expected in ((True, 0.0), (False, 1.0)):
+        (task,) = build(max_new_tokens=10, thinking=thinking).tasks
+        assert (task.score(cut, one), task.score(whole, one)) == (expected, 1.0)
+        assert task.settings()["protocol"]["prompt_opens_thoughts"] is thinking
+    assert plain.score(cut, one) == 1.0
 
 
 def test_the_target_solves_nothing_yet(build, tiny, run_suite) -> None:
