@@ -243,7 +243,9 @@ class _Book:
     def _difference(self, figures: list[tuple[Figure, Figure]]) -> Json:
         gap = paired_mean_difference([(b, a) for a, b in figures], of=self.reading.of, **self.draw)
         sides = {
-            key: mean_of_ratios([pair[side] for pair in figures], of=self.reading.of, **self.draw).to_json()
+            key: mean_of_ratios(
+                [pair[side] for pair in figures], of=self.reading.of, bounds=self.reading.bounds, **self.draw
+            ).to_json()
             for side, key in enumerate(("first", "second"))
         }
         return {**sides, **verdict(gap)}

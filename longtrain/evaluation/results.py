@@ -5,6 +5,7 @@ Nothing in it depends on times, paths, batches or the order that records came in
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,10 +69,12 @@ class Reading:
         share: (score, measures, tokens and cycles of a draft) -> (numerator, denominator); None where there
             is no figure.
         of: of the ratio of sums, elementwise.
+        bounds: the least and the most that the figure can be.
     """
 
     share: Callable[[float | None, Mapping[str, float] | None, Sequence[float] | None], Share | None]
     of: Callable[[Any], Any] = np.asarray
+    bounds: tuple[float, float] = (0.0, math.inf)
 
     def of_record(self, record: Record) -> Share | None:
         """A record's share."""
@@ -92,12 +95,17 @@ def reading_of(name: str, maximum: float | None) -> Reading:
     """
     if name == "perplexity":
         return Reading(
-            lambda score, found, cycles: (found["nats"], found["tokens"]) if found else None, np.exp
+            lambda score, found, cycles: (found["nats"], found["tokens"]) if found else None,
+            np.exp,
+            (1.0, math.inf),
         )
     if name == ACCEPTANCE:  # plain decoding gives one token a cycle
         return Reading(lambda score, found, cycles: (1.0, 1.0) if cycles is None else (cycles[0], cycles[1]))
     best = 1.0 if maximum is None else maximum
-    return Reading(lambda score, found, cycles: None if score is None else (best * score, 1.0))
+    return Reading(
+        lambda score, found, cycles: None if score is None else (best * score, 1.0),
+        bounds=(0.0, math.inf if maximum is None else maximum),
+    )
 
 
 def assemble(
@@ -240,7 +248,8 @@ class _Book:
 
     def _mean(self, strata: Iterable[Sequence[Record]]) -> Json:
         figures = [self.reading.figure(some) for some in strata]
-        return mean_of_ratios(figures, of=self.reading.of, **self.draw.words()).to_json()
+        words = self.draw.words()
+        return mean_of_ratios(figures, of=self.reading.of, bounds=self.reading.bounds, **words).to_json()
 
     def _tau(self, some: Sequence[Record]) -> Json | None:
         rows = [row for record in some for row in record.rows()]

@@ -15,13 +15,10 @@ from typing import Any
 import numpy as np
 
 from longtrain.errors import DataError
+from longtrain.evaluation.strata import LEAST, interval_of_mean, resampled_ratios
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-LEAST = 6
-"""Units below which no difference is called larger than noise. Five differences of one sign always give an
-interval that leaves out 0, and a fair coin gives them in 1 of 16 tries; six in 1 of 32, below 5%."""
-
 Figure = tuple[Sequence[float], Sequence[float]]
 """Numerators and denominators, one of each a prompt."""
 
@@ -93,7 +90,7 @@ def pooled_ratio(
     pairs_N2 = _pairs(numerators, denominators)
     if len(pairs_N2) == 0:
         return NOTHING
-    draws = np.sort(_resampled_ratios(pairs_N2, _draws(len(pairs_N2), resamples, seed)))
+    draws = np.sort(resampled_ratios(pairs_N2, _draws(len(pairs_N2), resamples, seed)))
     low, high = _percentiles(draws, confidence)
     return Interval(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
 
@@ -122,7 +119,7 @@ def paired_difference(
     if len(a_N2) == 0:
         return NOTHING
     index_RN = _draws(len(a_N2), resamples, seed)
-    gaps = np.sort(_resampled_ratios(a_N2, index_RN) - _resampled_ratios(b_N2, index_RN))
+    gaps = np.sort(resampled_ratios(a_N2, index_RN) - resampled_ratios(b_N2, index_RN))
     low, high = _percentiles(gaps, confidence)
     return Interval(_ratio(a_N2.sum(0)) - _ratio(b_N2.sum(0)), low, high, len(a_N2))
 
@@ -166,6 +163,7 @@ def mean_of_ratios(
     strata: Sequence[Figure],
     *,
     of: Callable[[Any], Any] = np.asarray,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
     seed: int = 0,
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
@@ -173,25 +171,24 @@ def mean_of_ratios(
     """The plain mean over tasks of each task's Σ numerators / Σ denominators, resampled within each task.
 
     A benchmark's average weighs its tasks alike, however many examples they have; its tasks are fixed, their
-    examples are the sample.
+    examples are the sample. Tasks with few examples: see `strata`.
 
     Args:
         strata: one figure a task; a task without a counting prompt is left out.
         of: of each task's ratio before the mean, elementwise on arrays (`np.exp` makes perplexity of nats).
+        bounds: the least and the most that the figure can be.
         seed: of the resampling.
         confidence: of the interval.
         resamples: bootstrap replicates.
     """
-    used = [pairs for pairs in (_pairs(*figure) for figure in strata) if len(pairs)]
+    used = [(pairs,) for pairs in (_pairs(*figure) for figure in strata) if len(pairs)]
     if not used:
         return NOTHING
-    draws = [
-        of(_resampled_ratios(pairs, _draws(len(pairs), resamples, (seed, place))))
-        for place, pairs in enumerate(used)
-    ]
-    low, high = _percentiles(np.mean(draws, axis=0), confidence)
-    value = float(np.mean([of(_ratio(pairs.sum(0))) for pairs in used]))
-    return Interval(value, low, high, sum(map(len, used)))
+    value, low, high = interval_of_mean(
+        used, lambda ratios: of(ratios[0]), seed=seed, confidence=confidence, resamples=resamples
+    )
+    low, high = min(value, max(low, bounds[0])), max(value, min(high, bounds[1]))
+    return Interval(value, low, high, sum(len(pairs) for (pairs,) in used))
 
 
 def paired_mean_difference(
@@ -218,13 +215,14 @@ def paired_mean_difference(
     used = [pair for pair in (_paired(*figures) for figures in strata) if len(pair[0])]
     if not used:
         return NOTHING
-    gaps, values = [], []
-    for place, (a_N2, b_N2) in enumerate(used):
-        index_RN = _draws(len(a_N2), resamples, (seed, place))
-        gaps.append(of(_resampled_ratios(a_N2, index_RN)) - of(_resampled_ratios(b_N2, index_RN)))
-        values.append(of(_ratio(a_N2.sum(0))) - of(_ratio(b_N2.sum(0))))
-    low, high = _percentiles(np.mean(gaps, axis=0), confidence)
-    return Interval(float(np.mean(values)), low, high, sum(len(a_N2) for a_N2, _ in used))
+    value, low, high = interval_of_mean(
+        used,
+        lambda ratios: of(ratios[0]) - of(ratios[1]),
+        seed=seed,
+        confidence=confidence,
+        resamples=resamples,
+    )
+    return Interval(value, low, high, sum(len(a_N2) for a_N2, _ in used))
 
 
 def _paired(first: Figure, second: Figure) -> tuple[np.ndarray, np.ndarray]:
@@ -244,13 +242,8 @@ def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> np.nda
     return pairs_N2[pairs_N2[:, 1] > 0]
 
 
-def _draws(n: int, resamples: int, seed: int | tuple[int, int]) -> np.ndarray:
+def _draws(n: int, resamples: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, n, size=(resamples, n))
-
-
-def _resampled_ratios(pairs_N2: np.ndarray, index_RN: np.ndarray) -> np.ndarray:
-    sums_R2 = np.stack([pairs_N2[:, column][index_RN].sum(1) for column in (0, 1)], axis=1)
-    return sums_R2[:, 0] / sums_R2[:, 1]
 
 
 def _percentiles(sorted_R: np.ndarray, confidence: float) -> tuple[float, float]:

@@ -5,7 +5,6 @@ import pytest
 
 from longtrain.errors import DataError
 from longtrain.evaluation.statistics import (
-    LEAST,
     Interval,
     mean_of_ratios,
     paired_difference,
@@ -13,6 +12,7 @@ from longtrain.evaluation.statistics import (
     pooled_ratio,
     wilson,
 )
+from longtrain.evaluation.strata import LEAST, student_quantile
 
 
 def test_wilson_matches_published_values():
@@ -86,19 +86,22 @@ def test_an_average_weighs_tasks_alike_and_is_resampled_within_them():
 
 
 def test_a_mean_over_one_task_is_its_pooled_ratio():
-    one = mean_of_ratios([([3, 5, 8], [2, 2, 3])], resamples=4000)
-    pooled = pooled_ratio([3, 5, 8], [2, 2, 3], resamples=4000)
-    assert one.value == pooled.value
+    rng = np.random.default_rng(5)
+    figure = rng.integers(2, 9, size=200), rng.integers(1, 4, size=200)
+    one, pooled = mean_of_ratios([figure], resamples=4000), pooled_ratio(*figure, resamples=4000)
+    assert one.value == pytest.approx(pooled.value)
     assert one.low == pytest.approx(pooled.low, abs=0.05)
     assert one.high == pytest.approx(pooled.high, abs=0.05)
 
 
 def test_perplexity_is_exp_of_the_pooled_ratio_and_its_interval_too():
-    nats, tokens = [20.0, 33.0, 8.0], [10, 11, 5]
+    rng = np.random.default_rng(6)
+    tokens = rng.integers(5, 12, size=9)
+    nats = tokens * rng.normal(2, 0.3, size=9)
     got = mean_of_ratios([(nats, tokens)], of=np.exp)
     plain = mean_of_ratios([(nats, tokens)])
-    assert got.value == pytest.approx(math.exp(61 / 26))
-    assert (got.low, got.high) == pytest.approx((math.exp(plain.low), math.exp(plain.high)))
+    assert got.value == pytest.approx(math.exp(nats.sum() / tokens.sum()))
+    assert (got.low, got.high) == pytest.approx((math.exp(plain.low), math.exp(plain.high)), rel=1e-3)
 
 
 def test_nothing_to_average():
@@ -108,19 +111,100 @@ def test_nothing_to_average():
     assert math.isnan(paired_mean_difference([(([], []), ([], []))]).value)
 
 
-def test_a_paired_mean_difference_covers_the_truth_about_as_often_as_it_says():
+def normal(rng, n):
+    return rng.normal(0, 4, size=n)
+
+
+def flips(rng, n):
+    return rng.choice([-100.0, 0.0, 100.0], p=[0.15, 0.7, 0.15], size=n)
+
+
+@pytest.mark.parametrize("noise", [normal, flips])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [40, 40],
+        [1] * 16,
+        [2] * 16,
+        [3] * 16,
+        [6] * 16,
+        [1] * 6,
+        [6],
+        [2] * 3,
+        [4] + [40] * 5,
+        [1, 2, 3, 4, 5],
+    ],
+    ids=str,
+)
+def test_a_pure_null_is_called_larger_than_noise_about_as_often_as_it_says(rows, noise):
     rng = np.random.default_rng(3)
     hits, called = 0, 0
     for trial in range(200):
         strata = []
-        for _ in range(2):
-            level, ones = rng.normal(50, 20, size=40), np.ones(40)
-            strata.append(((level + rng.normal(0, 4, size=40), ones), (level, ones)))
+        for count in rows:
+            level, ones = rng.normal(50, 20, size=count), np.ones(count)
+            strata.append(((level + noise(rng, count), ones), (level, ones)))
         got = paired_mean_difference(strata, seed=trial, resamples=400)
         hits += got.low <= 0 <= got.high
         called += got.larger_than_noise
-    assert 178 <= hits <= 200
-    assert called == 200 - hits
+    assert called <= 20
+    assert hits == 200 - called
+
+
+def test_an_effect_is_found_in_small_tasks_too():
+    rng = np.random.default_rng(4)
+    found = 0
+    for trial in range(50):
+        strata = []
+        for _ in range(16):
+            level, ones = rng.normal(50, 20, size=3), np.ones(3)
+            strata.append(((level + rng.normal(3, 4, size=3), ones), (level, ones)))
+        found += paired_mean_difference(strata, seed=trial, resamples=400).larger_than_noise
+    assert found >= 45
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_the_mean_of_small_tasks_has_an_interval_that_covers_it(count):
+    rng = np.random.default_rng(7)
+    levels, hits, widths = rng.uniform(20, 80, size=16), 0, []
+    for trial in range(200):
+        strata = [(rng.normal(level, 10, size=count), np.ones(count)) for level in levels]
+        got = mean_of_ratios(strata, seed=trial, resamples=400)
+        hits += got.low <= levels.mean() <= got.high
+        widths.append(got.high - got.low)
+    assert hits >= 180
+    exact = 2 * 1.96 * 10 / math.sqrt(16 * count)
+    assert np.mean(widths) > 0.9 * exact
+    if count > 1:  # tasks of one example cannot tell their spread from that of their levels
+        assert np.mean(widths) < 1.2 * exact
+
+
+def test_a_lone_example_borrows_the_spread_of_the_widest_task():
+    rng = np.random.default_rng(8)
+    calm, wide = rng.normal(0, 1, size=30), rng.normal(0, 9, size=30)
+    ones, zeros = np.ones(30), np.zeros(30)
+
+    def gap(*tasks):
+        return paired_mean_difference(
+            [((t, ones[: len(t)]), (zeros[: len(t)], ones[: len(t)])) for t in tasks]
+        )
+
+    alone = gap(calm, wide)
+    with_one = gap(calm, wide, np.array([0.0]))
+    assert with_one.high - with_one.low > 3 * (alone.high - alone.low)
+
+
+def test_an_interval_stays_within_what_can_be():
+    few = ([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], [1.0] * 7)
+    assert mean_of_ratios([few]).high > 1
+    got = mean_of_ratios([few], bounds=(0.0, 1.0))
+    assert got.high == 1 and 0 <= got.low < got.value
+    assert mean_of_ratios([([2.0], [1.0])], bounds=(0.0, 1.0)).value == 2
+
+
+@pytest.mark.parametrize(("freedom", "table"), [(3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)])
+def test_students_quantile_is_that_of_the_tables(freedom, table):
+    assert student_quantile(0.975, freedom) == pytest.approx(table, rel=0.01)
 
 
 def test_a_prompt_counts_only_where_both_have_a_figure():

@@ -8,6 +8,7 @@ from typing import Any
 
 from longtrain.evaluation.report import interval, markdown
 from longtrain.evaluation.scores import ACCEPTANCE
+from longtrain.evaluation.strata import LEAST
 
 Json = dict[str, Any]
 
@@ -254,8 +255,9 @@ def _footnote(results: Json) -> str:
     boot = results["bootstrap"]
     return (
         f"Intervals: {100 * boot['confidence']:g}% bootstrap over examples within each task "
-        f"({boot['resamples']} resamples, seed {boot['seed']}). Bold: the difference from the full cache "
-        "over the same examples is larger than noise: its interval leaves out 0, over six examples or more."
+        f"({boot['resamples']} resamples, seed {boot['seed']}); tasks of fewer than {LEAST} share their "
+        "spread. Bold: the difference from the full cache over the same examples is larger than noise: its "
+        f"interval leaves out 0, over {LEAST} examples or more."
     )
 
 
