@@ -118,7 +118,7 @@ def render_chat(
 def _dated(template: str) -> str:
     """A template whose `strftime_now` is that of `TODAY`: a macro goes before the function of the renderer.
 
-    The line break after the macro belongs to its last tag (templates are rendered with `trim_blocks`), so that
+    The line break after the macro belongs to its last tag (templates are rendered with `trim_blocks`), so
     the template begins on a line of its own, as it would alone.
     """
     known = {f"%{mark}{one}" for one in _DIRECTIVES for mark in ("-", "")}

@@ -45,7 +45,7 @@ class System:
         shape: what is drafted each cycle.
         facts: JSON values that its outputs follow from; a ledger of other facts is refused.
         lossless_of: the system with the same cache and no draft, whose texts it must repeat; None where there
-            is none or nothing is drafted.
+            is none, nothing is drafted, or drafts are sampled.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Builder:
 
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
         same = self.greedy or system.shape.law is Law.POINT
-        return _without_draft(system, systems) if same else None
+        return without_draft(system, systems) if same else None
 
     def _policies(self, suite: Suite, entry: Json) -> Iterator[System]:
         policy = policy_of(entry)
@@ -295,18 +295,33 @@ def _facts(artifact: Artifact) -> Json:
     return {"artifact": artifact.folder.name, "method": artifact.method, "weights": weights}
 
 
-def _without_draft(system: System, systems: Sequence[System]) -> str | None:
-    """The system whose texts a draft must repeat: the same evictor at the same budget, and no draft."""
-    if not system.drafts or system.parts.cache is not None:
+def without_draft(system: System, systems: Sequence[System]) -> str | None:
+    """The system whose texts a draft must repeat: the same cache, the same evictor and budget, and no draft.
+
+    None where there is none, or the texts need not be the same by a cache's own settings.
+    """
+    if not system.drafts:
         return None
-    if not system.evicts:
+    own = system.parts.cache is not None
+    if not system.evicts and not own:
         return FULL_CACHE.name
     same = [
         other.name
         for other in systems
-        if not other.drafts and other.evicts and _eviction(other) == _eviction(system)
+        if not other.drafts
+        and (other.evicts, other.parts.cache is not None) == (system.evicts, own)
+        and (not own or _cache(other) == _cache(system) is not None)
+        and (not system.evicts or _eviction(other) == _eviction(system))
     ]
     return same[0] if same else None
+
+
+def _cache(system: System) -> Json | None:
+    """What texts on a system's own cache follow from; None where that is the draft too."""
+    values = dict(system.facts["method"])
+    spec = methods.get(values.pop("name"))
+    law = None if spec.cache_law is None else spec.cache_law(spec.config(**values))
+    return None if law is None else {"name": spec.name, **law}
 
 
 def _eviction(system: System) -> Json:

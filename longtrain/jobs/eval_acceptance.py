@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from longtrain import provenance
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.evaluation import report
 from longtrain.evaluation.acceptance import Protocol, Variant, check
 from longtrain.evaluation.contexts import Document, choose_points, parse_tokens, prefix_of
+from longtrain.evaluation.exactness import enforce
 from longtrain.evaluation.harness.protocol import json_hash
 from longtrain.evaluation.harness.run import ledger_settings, times_of
 from longtrain.evaluation.harness.session import Session, jsonl
@@ -115,7 +116,7 @@ def finish(cfg: DictConfig, session: AcceptanceSession) -> None:
     places = {name: str(one.folder) for name, one in session.artifacts.items()}
     provenance.write(folder, plain(cfg), artifacts=places)
     _show(found, timings, folder / "table.md")
-    _check_exactness(found)
+    enforce(_exactness_of(found))
 
 
 def _scores(session: AcceptanceSession, variants: Sequence[Variant]) -> dict[str, Any]:
@@ -265,19 +266,10 @@ def _values(node: Any) -> Any:
     return plain(node) if OmegaConf.is_config(node) else node
 
 
-def _check_exactness(found: dict[str, Any]) -> None:
+def _exactness_of(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None]]:
     for variant in found["variants"]:
         for cell in variant["lengths"]:
-            exact = cell["exactness"]
-            if exact and exact["violations"]:
-                message = (
-                    f"output of {variant['name']} at {cell['length']} tokens differs from plain decoding in "
-                    f"{exact['different']} of {exact['compared']} prompts, {exact['violations']} beyond "
-                    f"rounding (first: {exact['first'][0]})"
-                )
-                if exact["strict"]:
-                    raise LongtrainError(f"{message}; the draft's runtime or the engine is wrong")
-                log.warning(message)
+            yield f"{variant['name']} at {cell['length']} tokens", cell["exactness"]
 
 
 def _show(found: dict[str, Any], timings: dict[str, Any], table: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, ListConfig
 
 from longtrain import provenance
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.jobs import convert, eval_parts, load_target_from, plain, sampling_from, shape_from
 from longtrain.jobs.eval_eviction import budgets_of
 from longtrain.jobs.eval_progress import Progress
@@ -204,6 +204,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
         LongtrainError: a draft's texts are not those of plain decoding.
     """
     from longtrain.evaluation import report
+    from longtrain.evaluation.exactness import enforce
     from longtrain.evaluation.harness.session import jsonl
 
     if cfg.suite.name == "acceptance":
@@ -226,7 +227,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     report.write_files(session.folder, files)
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
     show(outcome, session.folder, [name for name in files if name in ("table.md", "speed.md", "report.html")])
-    check_exactness(outcome.results)
+    enforce(exactness_of(outcome.results))
 
 
 def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:
@@ -294,24 +295,11 @@ def show(outcome: Outcome, folder: Path, names: list[str]) -> None:
         console.print(f"{name}: {folder / name}", soft_wrap=True)
 
 
-def check_exactness(results: dict[str, Any]) -> None:
-    """Refuse drafts whose texts differ from plain decoding where rounding is no excuse (fp32 on a CPU).
-
-    Raises:
-        LongtrainError: one does.
-    """
+def exactness_of(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """What was compared in assembled results, as `exactness.enforce` takes it."""
     for system in results["systems"]:
         for task in system["tasks"]:
-            exact = task["exactness"]
-            if exact and exact["different"]:
-                message = (
-                    f"output of {system['name']} in task {task['task']} differs from decoding without the "
-                    f"draft in {exact['different']} of {exact['compared']} examples (first: "
-                    f"{exact['first'][0]})"
-                )
-                if exact["strict"]:
-                    raise LongtrainError(f"{message}; the draft's runtime or the engine is wrong")
-                log.warning("%s; in low precision rounding may decide", message)
+            yield f"{system['name']} in task {task['task']}", task["exactness"]
 
 
 @contextmanager

@@ -97,6 +97,8 @@ class MethodSpec:
         golden_tokens: config -> prompt length at which every part of the module matters (past its window);
             the golden outputs of an artifact are recorded on a prompt of this length.
         inference_keys: names of the keys that `attach` takes.
+        cache_law: config -> settings that texts on the cache it brings follow from, with a draft and without;
+            None where they depend on the draft too. None: it brings no cache.
         golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
         check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
@@ -113,6 +115,7 @@ class MethodSpec:
     data: Callable[[Any, Mapping[str, Any], DataRun], Any] | None = None
     golden_tokens: Callable[[Any], int] = _past_window
     inference_keys: tuple[str, ...] = ()
+    cache_law: Callable[[Any], dict[str, Any] | None] | None = None
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     check_data: Callable[[Any, DataConfig], None] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None

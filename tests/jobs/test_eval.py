@@ -144,7 +144,7 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
                 tensor.mul_(-1)
 
     monkeypatch.setattr(LongSpecRuntime, "observe", damage)
-    with pytest.raises(LongtrainError, match=r"differs from plain decoding in \d of 4 prompts"):
+    with pytest.raises(LongtrainError, match=r"differs from decoding without the draft in \d of 4"):
         run()
     assert (tmp_path / "runs" / "one" / "eval" / "scores.json").is_file()
 

@@ -66,7 +66,7 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
         "suite_settings": suite.settings,
         "tokenizer": tokenizer_hash(target.tokenizer)[:16] if target.tokenizer else None,
         "chat_template": json_hash(template) if template else None,
-        "rendered_chat": _rendered(target.tokenizer) if template else None,
+        "rendered_chat": _rendered(target.tokenizer) if target.tokenizer and template else None,
         "eos_ids": list(target.info.eos_ids),
         "decoding": {
             "temperature": sampling.temperature,
@@ -117,8 +117,10 @@ def json_hash(values: Any) -> str:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the tokens of a short conversation, with thinking and without: what a template is rendered to
-    follows from the library and its variables too."""
+    """Hash of the tokens of a short conversation, with thinking and without.
+
+    What a template is rendered to follows from the library and from special tokens too.
+    """
     probe = [{"role": "user", "content": "Which day is it?"}]
     return json_hash([encode_chat(tokenizer, probe, thinking=thinking) for thinking in (False, True)])
 

@@ -83,4 +83,5 @@ SPEC = MethodSpec(
     paper="QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache, arXiv 2502.10424",
     build=_build,
     attach=_attach,
+    cache_law=lambda config: {"split": config.split} if config.strict_flush else None,
 )

@@ -148,7 +148,13 @@ def test_methods_without_training_alone_and_beside_others(wide):
     assert [system.name for system in found] == ["full", "snapkv@40", "quantspec draft=false", "quantspec"]
     cache, both = found[2:]
     assert cache.kind == both.kind == "artifact" and not cache.drafts and both.drafts
-    assert cache.parts.cache is not None and both.lossless_of is None
+    assert cache.parts.cache is not None and both.lossless_of == cache.name and cache.lossless_of is None
+    assert builder.systems(suite(), [{"method": "quantspec"}])[1].lossless_of is None
+    for other in ({"split": "rtn"}, {"strict_flush": False}):
+        entries = [alone, {"method": {"name": "quantspec", **other}}]
+        assert builder.systems(suite(), entries)[2].lossless_of is None
+    weights = {"method": {"name": "quantspec", "weight_bits": 16}}  # of the draft alone
+    assert builder.systems(suite(), [alone, weights])[2].lossless_of == cache.name
     assert cache.facts["method"]["kv_bits"] == 4 and both.facts["shape"] == [1, 1, 1]
     with pytest.raises(ConflictError, match="bring a cache of their own and an evictor"):
         builder.systems(suite(), [{"method": "quantspec", "policy": "snapkv"}])

@@ -129,7 +129,7 @@ def test_gaps_of_differences_are_those_of_this_cache(target):
     prompt = prompts(300)
     tokens = Engine(target, parts).generate(prompt, max_new_tokens=6, ignore_eos=True).tokens[0]
     other = [*tokens[:4], (tokens[4] + 1) % MICRO["vocab_size"], tokens[5]]
-    found = compare(target, prompt, [tokens], other=[other], new_cache=parts.cache).differences[0]
+    found = compare(target, prompt, [tokens], other=[other], parts=parts).differences[0]
     cache = parts.cache(1, 400, 1)
     for at, ids in enumerate([prompt[0], *([token] for token in tokens[:4])]):
         pos_BT = torch.arange(len(ids))[None] + (299 + at if at else 0)

@@ -1,0 +1,217 @@
+"""Texts that part: how far rounding is from an explanation, what is noted and what fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longtrain import methods
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import LongtrainError
+from longtrain.evaluation.exactness import ALLOWED_GAP, WRONG_GAP, Difference, Exactness, enforce, gap_of
+from longtrain.evaluation.systems import ARTIFACT, COMBINED, FULL_CACHE, System
+from longtrain.jobs.eval_harness import exactness_of
+from longtrain.methods import policies
+from longtrain.methods.longspec.config import Config
+from longtrain.target.loading import load_target, random_target
+from longtrain.target.shapes import SHAPES
+
+from .toys import suite, task
+
+CHAIN = TreeShape((1, 1))
+NEW = 8
+
+
+def draft_for(target):
+    spec, config = methods.get("longspec"), Config(window=16)
+    return spec.attach(spec.build(config, target.info), target, config, {}).draft
+
+
+def systems_for(target, *, shape=CHAIN, pair="full"):
+    return [FULL_CACHE, System("draft", ARTIFACT, "draft", None, Parts(draft_for(target)), shape, {}, pair)]
+
+
+def ledger_of(made, name):
+    (path,) = (made.folder / "ledger").glob(f"{name}-*.jsonl")
+    return path
+
+
+def change(made, name, edit, example="copy-1"):
+    """`edit(turn)` in the record of an example, as if the system had given it."""
+    path = ledger_of(made, name)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        for record in line["payload"]["records"]:
+            if record["example"] == example:
+                edit(record["turns"][-1])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def exchange(at, token):
+    def edit(turn):
+        turn["tokens"][at] = token
+
+    return edit
+
+
+def shorten(turn):
+    del turn["tokens"][4:]
+
+
+@pytest.fixture(scope="module")
+def half(target_folder):
+    return load_target(target_folder, dtype="bfloat16")
+
+
+def outcome(session, target, edit=None, **changes):
+    """What a run says whose drafted text was changed after it was decoded."""
+    asked = suite(task(examples=3, new=NEW))
+    made = session(asked=asked, entries=(), target=target, systems=systems_for(target), **changes)
+    made.work()
+    if edit is not None:
+        change(made, "draft", edit)
+    found = made.finish().results
+    return made, found, found["systems"][1]["tasks"][0]["exactness"]
+
+
+def test_a_gap_is_that_of_the_logits_where_texts_part(session, half):
+    made, *_ = outcome(session, half)
+    record = next(r for r in made.records(made.systems[:1]) if r.example == "copy-1")
+    example = next(e for e in made.suite.tasks[0].examples() if e.id == "copy-1")
+    ids = made.suite.tasks[0].encode(example, half.tokenizer, max_tokens=100).ids
+    text = torch.tensor([*ids, *record.turns[0].tokens[:3]])
+    hidden = half.packed(text, torch.arange(len(text)), (0, len(text))).hidden_TE[-1]
+    logits = hidden.float() @ half.head_weight.float().T
+    worst = int(logits.argmin())
+    want = float(logits.max() - logits.min())
+    _, found, exact = outcome(session, half, exchange(3, worst), folder=made.folder.parent / "again")
+    assert not exact["strict"] and exact["judged"] and exact["compared"] == 3
+    (first,) = (one for one in exact["first"] if one["example"] == "copy-1")
+    assert first["position"] == 3 and first["gap"] == pytest.approx(want, abs=2e-2)
+    assert exact["violations"] >= 1 and exact["wrong"] == sum(
+        one["gap"] >= WRONG_GAP for one in exact["first"]
+    )
+    assert any(note.startswith("drafted texts of draft in task copy differ") for note in found["notes"])
+
+
+def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
+    _, found, exact = outcome(session, half, shorten)
+    assert exact["wrong"] == 1 and exact["first"][-1]["gap"] is None
+    with pytest.raises(
+        LongtrainError, match=r"output of draft in task copy differs .*1 of them|engine is wrong"
+    ):
+        enforce(exactness_of(found))
+
+
+def test_in_single_precision_on_a_cpu_every_difference_is_wrong(session, target):
+    _, found, exact = outcome(session, target, exchange(2, 9))
+    assert (exact["different"], exact["violations"], exact["wrong"], exact["strict"]) == (1, 1, 1, True)
+    with pytest.raises(
+        LongtrainError, match=r"differs from decoding without the draft in 1 of 3 examples, 1 of"
+    ):
+        enforce(exactness_of(found))
+
+
+def test_equal_texts_pass_without_a_note(session, target):
+    _, found, exact = outcome(session, target)
+    assert (exact["compared"], exact["different"], exact["violations"], exact["first"]) == (3, 0, 0, [])
+    assert not [note for note in found["notes"] if "draft" in note]
+    enforce(exactness_of(found))
+
+
+def test_sampled_texts_in_low_precision_are_only_counted(session, half):
+    _, found, exact = outcome(session, half, exchange(2, 9), sampling=Sampling(temperature=1.0))
+    assert exact["different"] >= 1 and not exact["judged"]
+    assert exact["violations"] == exact["wrong"] == 0
+    enforce(exactness_of(found))
+
+
+def test_rounding_is_a_warning_and_the_rest_an_error(caplog):
+    small, large = (Exactness(4, (Difference(0, 3, gap),), False).to_json() for gap in (1e-2, 0.5))
+    enforce([("a", small), ("b", None)])
+    enforce([("c", large)])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "output of a differs" in caplog.text and "0 of them beyond rounding" in caplog.text
+    assert ALLOWED_GAP < 0.5 < WRONG_GAP
+    wrong = Exactness(4, (Difference(0, 3, 1.5), Difference(1, 0, math.inf)), False).to_json()
+    with pytest.raises(LongtrainError, match=r"output of d .*2 of them beyond rounding .*; output of e "):
+        enforce([("d", wrong), ("c", large), ("e", wrong)])
+    assert len(caplog.records) == 3  # the others are told before it
+
+
+def test_a_draft_without_anything_to_compare_with_is_noted(session, target):
+    evictor = policies.get("snapkv", budget=Budget(40))
+    parts = Parts(draft_for(target), evictor)
+    both = System(
+        "both",
+        COMBINED,
+        "both",
+        "40",
+        parts,
+        CHAIN,
+        {"artifacts": [], "policy": {"policy": "snapkv"}, "budget": "40"},
+    )
+    made = session(asked=suite(task(examples=2)), entries=(), systems=[FULL_CACHE, both])
+    made.work()
+    (note,) = made.finish().results["notes"]
+    assert note == (
+        "texts of both are not compared with decoding without the draft: no system of this run has the same "
+        "cache and no draft"
+    )
+    iid = systems_for(target, shape=TreeShape((1, 1), Law.IID), pair=None)
+    sampled = session("second", suite(task(examples=2)), (), systems=iid, sampling=Sampling(temperature=1.0))
+    sampled.work()
+    (note,) = sampled.finish().results["notes"]
+    assert note.endswith("draft: its drafts are sampled, so that equal texts are not to be expected")
+
+
+@pytest.mark.parametrize("kind", ["plain", "snapkv", "quantspec"])
+def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
+    """The engine's choice never has a gap, with whatever evictor and cache; without these some has."""
+    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    target = random_target(shape, seed=0)
+    prompt = torch.randint(97, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = Parts()
+    if kind == "snapkv":
+        parts = Parts(evictor=policies.get("snapkv", budget=Budget(33)))
+    if kind == "quantspec":
+        spec = methods.get("quantspec")
+        config = spec.config(draft=False)
+        parts = spec.attach(spec.build(config, target.info), target, config, {})
+    (tokens,) = Engine(target, parts).generate([prompt], max_new_tokens=24, ignore_eos=True).tokens
+    other = next(token for token in range(97) if token not in tokens)
+    gaps, bare = [], []
+    for at, token in enumerate(tokens):
+        gaps.append(gap_of(target, prompt, tokens[:at], rivals=(token, token), parts=parts))
+        bare.append(gap_of(target, prompt, tokens[:at], rivals=(token, other)))
+    assert gaps == [0.0] * len(tokens) and min(bare) > 0
+    if kind == "snapkv":
+        assert any(gap_of(target, prompt, tokens[:at], rivals=(t, t)) > 0 for at, t in enumerate(tokens))
+
+
+def test_tokens_that_were_impossible_are_no_rivals(target):
+    prompt = list(range(40))
+    (best,) = Engine(target).generate([prompt], max_new_tokens=1, ignore_eos=True).tokens[0]
+    limited = Engine(target).generate([prompt], max_new_tokens=1, stop_ids=[best], min_new_tokens=1).tokens[0]
+    (second,) = limited
+    assert second != best
+    assert gap_of(target, prompt, [], rivals=(second, second)) > 0
+    assert gap_of(target, prompt, [], rivals=(second, second), barred=[best]) == 0
+
+
+def test_answers_part_in_a_later_turn(session, half):
+    asked = suite(task(examples=2, new=6, n_turns=2))
+    made = session(asked=asked, entries=(), target=half, systems=systems_for(half))
+    made.work()
+    change(made, "draft", exchange(1, 3), "copy-0")
+    made = replace(made)
+    exact = made.finish().results["systems"][1]["tasks"][0]["exactness"]
+    place = next(one for one in exact["first"] if one["example"] == "copy-0")
+    assert place["turn"] == 2 and place["position"] == 1 and place["gap"] is not None
