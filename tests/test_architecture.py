@@ -46,7 +46,6 @@ FENCES = {
         "artifact",
         "target",
         "data",
-        "evaluation/longbench/files.py",
         "methods/lookaheadkv/press.py",
     ),
     "openai": ("evaluation/judge/client.py",),

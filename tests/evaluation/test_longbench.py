@@ -275,6 +275,8 @@ def test_a_missing_field_is_named_with_file_and_line(tmp_path: Path, field: str)
         ("qasper", {"context": None}, "field 'context' is a NoneType; it must be str"),
         ("qasper", {"length": True}, "field 'length' is a bool; it must be int"),
         ("qasper", {"all_classes": "x"}, "field 'all_classes' is a str; it must be list or null"),
+        ("qasper", {"dataset": "hotpotqa"}, "field 'dataset' is 'hotpotqa'; in a file of qasper it must be"),
+        ("qasper", {"language": "zh"}, "field 'language' is 'zh'; of qasper it must be 'en'"),
         ("trec", {"all_classes": None}, "trec needs the list of all classes"),
         ("passage_retrieval_en", {"answers": ["7"]}, "answer '7' must hold e.g. 'Paragraph 7'"),
     ],
@@ -303,7 +305,9 @@ def test_what_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
-    with pytest.raises(DataError, match=r"data\.zip could not be fetched from the Hub \(no network\)"):
+    with pytest.raises(
+        DataError, match=r"data\.zip of data set someone/longbench could not be .*\(no network\)"
+    ):
         load("someone/longbench", ["qasper"])
     for names in ([], ["qasper", "qasper"], ["vcsum"]):
         with pytest.raises(ConfigError, match="allowed: each once of narrativeqa"):
@@ -317,39 +321,46 @@ def everything(**changed: Ran) -> dict[str, Ran]:
 
 
 def test_only_the_whole_benchmark_bears_its_name() -> None:
-    whole = title(everything(), max_tokens=127_500, window_tokens=127_500)
+    whole = title(everything())
     assert whole.whole and str(whole) == "LongBench"
-    cut = everything(qasper=Ran((0.5,) * 200, cut=3))
-    same = title(cut, max_tokens=31_500, window_tokens=31_500)
-    assert same.whole and str(same) == "LongBench (3 prompts cut to 31500 tokens)"
-    shorter = title(cut, max_tokens=7500, window_tokens=127_500)
-    assert str(shorter) == "Variant of LongBench (3 prompts cut to 7500 tokens, the target reads 127500)"
-    assert title(everything(), max_tokens=7500, window_tokens=127_500).whole  # nothing was cut
-    assert str(title(everything(), max_tokens=9, window_tokens=9, chat=False)) == (
-        "Variant of LongBench (without chat template)"
+    assert str(title(everything(), notes=["of a copy"])) == "LongBench (of a copy)"
+    assert str(title(everything(), chat=False)) == "Variant of LongBench (without chat template)"
+    other = title(everything(), departures=["sampled"], notes=["of a copy"])
+    assert not other.whole and str(other) == "Variant of LongBench (sampled)"
+
+
+def test_cut_prompts_make_a_variant() -> None:
+    def cut(**rooms: int) -> str:
+        return str(title(everything(**{name: Ran((0.5,) * 200, 3, room) for name, room in rooms.items()})))
+
+    assert cut(qasper=7500) == "Variant of LongBench (3 of 3750 prompts cut to 7500 tokens)"
+    assert cut(qasper=7500, trec=7500) == "Variant of LongBench (6 of 3750 prompts cut to 7500 tokens)"
+    assert cut(qasper=7872, trec=7936) == (
+        "Variant of LongBench (6 of 3750 prompts cut: 3 of qasper to 7872 tokens, 3 of trec to 7936 tokens)"
+    )
+    assert cut(qasper=7872, trec=7936, qmsum=7488, musique=7968) == (
+        "Variant of LongBench (12 of 3750 prompts cut to 7488 to 7968 tokens, by task)"
     )
 
 
 def test_a_part_of_the_benchmark_says_so() -> None:
-    limits = {"max_tokens": 9, "window_tokens": 9}
     limited = everything(qasper=Ran((1.0,) * 10), lcc=Ran((1.0,) * 10))
-    assert str(title(limited, **limits)) == "Variant of LongBench (20 of 700 rows of qasper, lcc)"
+    assert str(title(limited)) == "Variant of LongBench (20 of 700 rows of qasper, lcc)"
     few = {name: Ran((1.0, 0.0, 0.0)) for name in NAMES[:5]}
-    assert title(few, **limits).notes == ("5 of 16 tasks", "15 of 950 rows of 5 tasks")
+    assert title(few).notes == ("5 of 16 tasks", "15 of 950 rows of 5 tasks")
     full = {"qasper": Ran((0.25,) * 200), "lcc": Ran((1 / 3,) * 500)}
-    named = title(full, **limits)
+    named = title(full)
     assert not named.whole and named.notes == ("2 of 16 tasks",)
-    longer = title(everything(lcc=Ran((0.5,) * 501)), **limits)
+    longer = title(everything(lcc=Ran((0.5,) * 501)))
     assert not longer.whole and longer.notes == ("501 of 500 rows of lcc",)
 
 
 def test_a_summary_holds_scores_and_their_plain_mean() -> None:
-    limits = {"max_tokens": 9, "window_tokens": 9}
-    ran = {"qasper": Ran((1 / 3, 0.0), cut=1), "lcc": Ran((1.0,))}
-    made = json.loads(json.dumps(summarise(ran, **limits)))
+    ran = {"qasper": Ran((1 / 3, 0.0), cut=1, room=9), "lcc": Ran((1.0,))}
+    made = json.loads(json.dumps(summarise(ran)))
     assert made["tasks"]["qasper"] == {"score": 16.67, "rows": 2, "rows_published": 200, "cut": 1}
     assert made["average"] == 58.34 and not made["whole"] and made["name"] == "Variant of LongBench"
     assert made["title"].startswith("Variant of LongBench (2 of 16 tasks; 3 of 700 rows of qasper, lcc")
-    assert summarise(everything(), **limits)["average"] == 50.0
+    assert summarise(everything())["average"] == 50.0
     with pytest.raises(DataError, match="no LongBench task was run"):
-        summarise({}, **limits)
+        summarise({})

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longtrain.data.files import PACKED_SUFFIXES, read_jsonl
+from longtrain.data.files import PACKED_SUFFIXES, local_file, read_jsonl
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.fields import check_fields
 from longtrain.evaluation.task import Example
 
 HUB = "THUDM/LongBench"
+PUBLISHED = (HUB, "zai-org/LongBench")
+"""The authors' data set on the Hub, under its first name and the one it has now."""
 ARCHIVE = "data.zip"
 """The file of the Hub's data set that holds `data/TASK.jsonl` of every task."""
 
@@ -29,6 +32,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 """Field of a row -> its types."""
 
+CODE = ("lcc", "repobench-p")
+"""Tasks whose `language` is that of the code; of the others it is `en`."""
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -42,14 +48,14 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
 
     Raises:
         ConfigError: `where` is nothing of these.
-        DataError: a task's file is missing or empty, a row lacks a field or has one of another type (file and
-            line are named), or the Hub does not answer.
+        DataError: a task's file is missing or empty, a row lacks a field, has one of another type or belongs
+            to another task (file and line are named), or the Hub does not answer.
     """
     path = Path(where).expanduser()
     if path.is_dir():
         return {name: read_rows(_file(path, name), name) for name in names}
     if not path.exists() and _HUB_ID.fullmatch(where):
-        path = _fetch(where)
+        path = local_file(f"hub:{where}/{ARCHIVE}")
     if not (path.is_file() and zipfile.is_zipfile(path)):
         raise ConfigError(
             f"LongBench data at {where}: no folder, no zip file and no Hub id; pass a folder with files like "
@@ -62,6 +68,11 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
                 member.filename = Path(member.filename).name
                 archive.extract(member, folder)
         return {name: read_rows(_file(Path(folder), name, shown=str(path)), name) for name in names}
+
+
+def published(where: str) -> bool:
+    """Whether rows come from the authors' own data set on the Hub, and not from a copy on disk."""
+    return where in PUBLISHED and not Path(where).exists()
 
 
 def read_rows(path: Path, name: str) -> tuple[Example, ...]:
@@ -96,17 +107,13 @@ def _file(folder: Path, name: str, shown: str = "") -> Path:
 
 
 def _check(fields: Mapping[str, Any], place: str, name: str) -> None:
-    for field, types in FIELDS.items():
-        if field not in fields:
-            raise DataError(
-                f"{place}: field '{field}' is missing, there are {', '.join(fields) or 'none'}; a LongBench "
-                f"row has {', '.join(FIELDS)}"
-            )
-        if not isinstance(fields[field], types) or isinstance(fields[field], bool):
-            allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-            raise DataError(
-                f"{place}: field '{field}' is a {type(fields[field]).__name__}; it must be {allowed}"
-            )
+    check_fields(fields, place, f"LongBench's {name}", FIELDS)
+    if fields["dataset"] != name:
+        raise DataError(
+            f"{place}: field 'dataset' is {fields['dataset']!r}; in a file of {name} it must be {name!r}"
+        )
+    if name not in CODE and fields["language"] != "en":
+        raise DataError(f"{place}: field 'language' is {fields['language']!r}; of {name} it must be 'en'")
     for field in ("answers", "all_classes"):
         for item in fields[field] or ():
             if not isinstance(item, str):
@@ -117,17 +124,3 @@ def _check(fields: Mapping[str, Any], place: str, name: str) -> None:
         for answer in fields["answers"]:
             if not re.search(r"Paragraph \d", answer):
                 raise DataError(f"{place}: answer {answer!r} must hold e.g. 'Paragraph 7'")
-
-
-def _fetch(where: str) -> Path:
-    """The archive of a data set on the Hub, in the local cache."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(where, ARCHIVE, repo_type="dataset"))
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"data set {where}: {ARCHIVE} could not be fetched from the Hub ({reason}); check the id and the "
-            "network, or pass a folder of jsonl files"
-        ) from error

@@ -11,7 +11,10 @@ from longtrain.evaluation.longbench.tasks import SPECS
 
 WHOLE = "LongBench"
 VARIANT = "Variant of LongBench"
-"""The names a result can have: a subset, or prompts cut shorter than the target can read, is a `VARIANT`."""
+"""The names a result can have: with any departure, a cut prompt among them, it is a `VARIANT`."""
+
+NAMED = 3
+"""Most tasks that a note lists by name."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,12 @@ class Ran:
     Args:
         scores: of its examples, 0 to 1.
         cut: prompts whose middle was left out.
+        room: most tokens of a prompt.
     """
 
     scores: tuple[float, ...]
     cut: int = 0
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,20 @@ def task_score(scores: Sequence[float]) -> float:
     return round(100 * total / len(scores), 2)
 
 
-def title(ran: Mapping[str, Ran], *, max_tokens: int, window_tokens: int, chat: bool = True) -> Title:
+def title(
+    ran: Mapping[str, Ran], *, chat: bool = True, departures: Sequence[str] = (), notes: Sequence[str] = ()
+) -> Title:
     """What a result may be called.
 
-    `LongBench` is only what ran all rows of all 16 tasks, with chat templates where the benchmark has them
-    and no prompt cut shorter than the target could have read.
+    `LongBench` is only what ran all rows of all 16 tasks, with chat templates where the benchmark has them,
+    every prompt whole and nothing else departed from. The official runner cuts prompts that are too long for
+    a model; such a run is a `VARIANT` here, since its figures are those of the model's window too.
 
     Args:
         ran: what was run, by task.
-        max_tokens: what longer prompts were cut to.
-        window_tokens: longest prompt that the protocol allows this target: its context less the answer.
         chat: whether chat templates were used.
+        departures: others.
+        notes: what is to be said beside a whole result.
     """
     wrong = []
     if set(ran) != set(SPECS):
@@ -77,21 +85,33 @@ def title(ran: Mapping[str, Ran], *, max_tokens: int, window_tokens: int, chat: 
     short = [name for name in SPECS if name in ran and len(ran[name].scores) != SPECS[name].rows]
     if short:
         have, all_ = sum(len(ran[name].scores) for name in short), sum(SPECS[name].rows for name in short)
-        which = ", ".join(short) if len(short) <= 3 else f"{len(short)} tasks"
+        which = ", ".join(short) if len(short) <= NAMED else f"{len(short)} tasks"
         wrong.append(f"{have} of {all_} rows of {which}")
-    cut = sum(task.cut for task in ran.values())
-    how = f"{cut} prompts cut to {max_tokens} tokens"
-    if cut and max_tokens < window_tokens:
-        wrong.append(f"{how}, the target reads {window_tokens}")
+    wrong += _cut(ran)
     if not chat:
         wrong.append("without chat template")
-    if wrong:
-        return Title(VARIANT, tuple(wrong))
-    return Title(WHOLE, (how,) if cut else ())
+    wrong += departures
+    return Title(VARIANT, tuple(wrong)) if wrong else Title(WHOLE, tuple(notes))
+
+
+def _cut(ran: Mapping[str, Ran]) -> list[str]:
+    """The note of prompts that were cut, with what they were cut to: each task has its own room."""
+    cut = {name: task for name, task in ran.items() if task.cut}
+    if not cut:
+        return []
+    count, rooms = sum(task.cut for task in cut.values()), {task.room for task in cut.values()}
+    of = f"{count} of {sum(len(task.scores) for task in ran.values())} prompts cut"
+    if len(rooms) == 1:
+        return [f"{of} to {rooms.pop()} tokens"]
+    if len(cut) <= NAMED:
+        return [
+            f"{of}: " + ", ".join(f"{one.cut} of {name} to {one.room} tokens" for name, one in cut.items())
+        ]
+    return [f"{of} to {min(rooms)} to {max(rooms)} tokens, by task"]
 
 
 def summarise(
-    ran: Mapping[str, Ran], *, max_tokens: int, window_tokens: int, chat: bool = True
+    ran: Mapping[str, Ran], *, chat: bool = True, departures: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """JSON values: `title`, `notes`, `whole`, `tasks` (score, rows, rows published, cut) and `average`.
 
@@ -104,7 +124,7 @@ def summarise(
     """
     if not ran:
         raise DataError("no LongBench task was run; run at least one")
-    named = title(ran, max_tokens=max_tokens, window_tokens=window_tokens, chat=chat)
+    named = title(ran, chat=chat, departures=departures, notes=notes)
     tasks = {
         name: {
             "score": task_score(task.scores),

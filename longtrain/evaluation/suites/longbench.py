@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.evaluation import longbench
 from longtrain.evaluation.harness.protocol import prompt_room
+from longtrain.evaluation.longbench.files import published
 from longtrain.evaluation.suite import ByTask, Suite, Summary
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.suites.window import prompts_up_to
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
+
+COPY = "rows of a copy: tasks and counts are those published, the contents were not compared"
+"""Said of rows that do not come from the authors' data set: no hash of its files is published."""
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
@@ -24,7 +29,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         settings: `data`, `tasks`, `limit`, `max_prompt_tokens`, `chat`; see conf/suite/longbench.yaml.
         target: its window decides how long prompts may be.
         seed: of the run; nothing is drawn here.
-        sampling: how the run decodes.
+        sampling: how the run decodes; LongBench is greedy.
 
     Raises:
         ConfigError: a wrong setting.
@@ -34,19 +39,22 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     names = read.names("tasks", longbench.NAMES)
     chat = read.flag("chat")
     most = read.optional_integer("max_prompt_tokens", least=2)
-    loaded = longbench.load(read.text("data"), names, limit=read.optional_integer("limit"))
+    where = read.text("data")
+    loaded = longbench.load(where, names, limit=read.optional_integer("limit"))
     tasks = prompts_up_to(most, [replace(task, chat=task.chat and chat) for task in loaded], target)
-    window = min(prompt_room(replace(task, max_prompt_tokens=None), target) for task in tasks)
+    rooms = {task.name: prompt_room(task, target) for task in tasks}
+    notes = [] if published(where) else [COPY]
 
     def summarise(records: ByTask) -> Summary:
         ran = {
             name: longbench.Ran(
-                tuple(float(record.score or 0.0) for record in some), sum(record.cut for record in some)
+                tuple(float(record.score or 0.0) for record in some),
+                sum(record.cut for record in some),
+                rooms[name],
             )
             for name, some in records.items()
         }
-        cut_to = window if most is None else most
-        found = longbench.summarise(ran, max_tokens=cut_to, window_tokens=window, chat=chat)
+        found = longbench.summarise(ran, chat=chat, departures=not_greedy(sampling), notes=notes)
         figures = {name: float(task["score"]) for name, task in found["tasks"].items()}
         published = {name: int(task["rows_published"]) for name, task in found["tasks"].items()}
         extra = {"whole": found["whole"], "rows_published": published}

@@ -10,6 +10,7 @@ from typing import Any
 from longtrain.data.files import HUB, local_file, read_jsonl
 from longtrain.data.manifest import Part, resolve, rows
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.fields import check_fields
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -59,27 +60,6 @@ def on_hub(where: str) -> bool:
     return (
         not where.startswith(HUB) and _HUB_ID.fullmatch(where) is not None and not local_file(where).exists()
     )
-
-
-def check_fields(
-    row: Mapping[str, Any], place: str, what: str, fields: Mapping[str, tuple[type, ...]]
-) -> None:
-    """Refuse a row without a field or with a field of another type.
-
-    Raises:
-        DataError: with the row's place.
-    """
-    for field, types in fields.items():
-        if field not in row:
-            raise DataError(
-                f"{place}: field '{field}' is missing, there are {', '.join(row) or 'none'}; a row of {what} "
-                f"has {', '.join(fields)}"
-            )
-        if not isinstance(row[field], types) or (isinstance(row[field], bool) and bool not in types):
-            allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-            raise DataError(
-                f"{place}: field '{field}' is a {type(row[field]).__name__}; it must be {allowed}"
-            )
 
 
 def existing_file(where: str, what: str) -> Path:

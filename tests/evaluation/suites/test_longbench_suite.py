@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+from dataclasses import replace
 
 import pytest
 
@@ -43,9 +45,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def build(tiny, settings_of, folder):
-    def make(**changed):
+    def make(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
         settings = settings_of("longbench", **{"data": str(folder), **changed})
-        return longbench.build(settings, tiny, seed=0, sampling=Sampling())
+        return longbench.build(settings, tiny, seed=0, sampling=sampling)
 
     return make
 
@@ -56,7 +58,7 @@ def test_all_of_it_bears_the_name(build, answered) -> None:
     assert sum(len(task.rows) for task in suite.tasks) == 3750
     assert [task.chat for task in suite.tasks] == [SPECS[name].chat for name in NAMES]
     summary = suite.summary(answered(suite, lambda task, one: "Paragraph 7"))
-    assert (summary.title, summary.notes, summary.extra["whole"]) == ("LongBench", (), True)
+    assert (summary.title, summary.notes, summary.extra["whole"]) == ("LongBench", (longbench.COPY,), True)
     assert summary.tasks == {**dict.fromkeys(NAMES, 100.0), "passage_count": 0.0}  # "7" is not "Paragraph 7"
     assert summary.average == 93.75
     (task, *_) = suite.tasks
@@ -72,6 +74,22 @@ def test_less_of_it_is_a_variant(build, answered) -> None:
     assert not any(task.chat for task in plain.tasks)
     summary = plain.summary(answered(plain, lambda task, one: ""))
     assert (summary.title, summary.notes) == ("Variant of LongBench", ("without chat template",))
+    sampled = build(Sampling(1.0, top_p=0.9))
+    summary = sampled.summary(answered(sampled, lambda task, one: ""))
+    note = "sampled (temperature 1, top_p 0.9), not greedy"
+    assert (summary.title, summary.notes) == ("Variant of LongBench", (note,))
+
+
+def test_the_authors_own_rows_need_no_note(build, answered, folder, monkeypatch) -> None:
+    zipped = folder / "data.zip"
+    with zipfile.ZipFile(zipped, "w") as archive:
+        for name in NAMES:
+            archive.write(folder / f"{name}.jsonl", f"data/{name}.jsonl")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(zipped))
+    for where, notes in (("THUDM/LongBench", ()), ("someone/LongBench", (longbench.COPY,))):
+        suite = build(data=where)
+        summary = suite.summary(answered(suite, lambda task, one: ""))
+        assert (summary.title, summary.notes) == ("LongBench", notes)
 
 
 def test_prompts_are_cut_to_what_was_asked_for(tiny, settings_of, tmp_path, run_suite) -> None:
@@ -83,11 +101,12 @@ def test_prompts_are_cut_to_what_was_asked_for(tiny, settings_of, tmp_path, run_
     assert abs(records["trec"][0].prompt_tokens - 300) <= 2
     summary = suite.summary(records)
     assert summary.title == "Variant of LongBench"
-    room = prompt_room(
-        longbench.build({**settings, "max_prompt_tokens": None}, tiny, seed=0, sampling=Sampling()).tasks[0],
-        tiny,
-    )
-    assert summary.notes[-1] == f"1 prompts cut to 300 tokens, the target reads {room}"
+    assert summary.notes[-1] == "1 of 2 prompts cut to 300 tokens"
+    suite = longbench.build({**settings, "max_prompt_tokens": None}, tiny, seed=0, sampling=Sampling())
+    room = prompt_room(suite.tasks[0], tiny)
+    cut = {"trec": [replace(record, cut=True) for record in records["trec"]]}
+    assert suite.summary(cut).notes[-1] == f"2 of 2 prompts cut to {room} tokens"
+    suite = longbench.build(settings, tiny, seed=0, sampling=Sampling())
     assert (
         suite.tasks[0].settings()
         == longbench.build(settings, tiny, seed=5, sampling=Sampling()).tasks[0].settings()
