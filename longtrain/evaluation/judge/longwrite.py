@@ -68,11 +68,6 @@ def count_words(text: str) -> int:
     return len(_CHARACTER.findall(text)) + len(_WORD.findall(text))
 
 
-def has_chinese(text: str) -> bool:
-    """Whether a text has a Chinese character."""
-    return _CHARACTER.search(text) is not None
-
-
 def length_score(wanted: int, written: int) -> float:
     """100 for a text of the wanted length, 0 for one four times as long or a third as long.
 

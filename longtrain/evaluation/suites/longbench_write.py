@@ -5,6 +5,8 @@ Source: Bai et al., LongWriter, 2408.07055; THUDM/LongWriter, evaluation. Raw me
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,12 @@ from longtrain.evaluation.judge.longwrite import (
     LongWrite,
     count_words,
     figures,
-    has_chinese,
     required,
 )
-from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts, marks_of
+from longtrain.evaluation.judge.marker import JudgeMarker, marks_of
+from longtrain.evaluation.judge.naming import Published
 from longtrain.evaluation.judge.prompts import longbench_write_prompts
-from longtrain.evaluation.judge.settings import UNJUDGED, endpoint_from, judge_settings
+from longtrain.evaluation.judge.settings import endpoint_from, judge_settings
 from longtrain.evaluation.prompts import encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.suites.rows import read_rows
@@ -32,11 +34,22 @@ if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
-ROWS, ENGLISH_ROWS = 120, 60
-MAX_NEW_TOKENS = 32768
+OFFICIAL = Published("LongBench-Write", max_new_tokens=32768, temperature=0.5, max_tokens=1024, tries=5)
+ROWS = 120
 TEMPERATURE = 0.5
 FIELDS: dict[str, tuple[type, ...]] = {"prompt": (str,), "type": (str,), "length": (int,)}
 NAME = "longbench_write"
+UNVERIFIED = "the Chinese half of the requests is not compared with the published ones, the English half is"
+
+_ENGLISH = (
+    "f4e583e4fd11b2d8d44fc55a6a0fa2263bec17fc91d5f122bff62aa9f9c54a0f53280875936d394a2abdac32ffee84bd"
+    "44ebe5529b140848cb0911cda10651594eed1d9deb4b60f0c793fe7b63b46d756dc63bc5e85ce6afea392a7c09f32d29"
+    "9f2cc8cf6219750f33cd64a4b61ba38db6a5baf83f7dfb814d43ba60417c5b29ec4b5a7b19b4f048f753f64c29822cf7"
+    "f68a660c1296af58848cf02426a817aa1b6e14c00c6413fd3ccae7912b10dbb3a5b5598f42bcbdb9fc347b870399f30d"
+    "5fecf74bc893cf6e6c820ef2bc41684b3807991a29c084194bc824a08866a4009d326a4e55ef8f937a5f18456145c25b"
+)
+ENGLISH = frozenset(_ENGLISH[at : at + 8] for at in range(0, len(_ENGLISH), 8))
+"""`row_hash` of each of the 60 published English requests, longbench_write_en.jsonl."""
 
 RANGES = (500, 2000, 4000)
 """Bounds between the groups of wanted lengths that the paper's tables have, words."""
@@ -84,7 +97,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         NAME,
         rows,
         template="{prompt}",
-        max_new_tokens=most or MAX_NEW_TOKENS,
+        max_new_tokens=most or OFFICIAL.max_new_tokens,
         metric="judge and length",
         judge=None,
         chat=values.flag("chat"),
@@ -92,60 +105,56 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         fixed_temperature=values.number("temperature", least=0, most=2),
     )
     if most is None:
-        task = replace(task, max_new_tokens=min(MAX_NEW_TOKENS, _room(task, target)))
+        task = replace(task, max_new_tokens=min(OFFICIAL.max_new_tokens, _room(task, target)))
     marker = None
     if endpoint is not None:
         rubric = LongWrite(longbench_write_prompts(judge.optional_text("judge.prompts")))
         marker = JudgeMarker(endpoint, rubric, tries=judge.integer("judge.tries", most=100))
 
     def summarise(records: ByTask) -> Summary:
-        return _summary(task, marker, records)
+        return _summary(task, departures(task, marker, sampling), marker, records)
 
     return Suite("longbench_write", (task,), Scale(), summarise=summarise, marker=marker)
 
 
-def departures(task: LongWriteTask, marker: JudgeMarker | None) -> list[str]:
+def row_hash(row: Example) -> str:
+    """8 hex digits of the hash of a request."""
+    content = json.dumps([row.fields[key] for key in FIELDS])
+    return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+
+def departures(task: LongWriteTask, marker: JudgeMarker | None, sampling: Sampling) -> list[str]:
     """What is not as in the whole benchmark; with any of it the result is no LongBench-Write score."""
-    notes = []
+    notes, there = [], {row_hash(row) for row in task.rows}
     if len(task.rows) != ROWS:
-        english = len(task.rows) == ENGLISH_ROWS and not any(
-            has_chinese(row.fields["prompt"]) for row in task.rows
-        )
+        english = there == ENGLISH and len(task.rows) == len(ENGLISH)
         notes.append(f"{len(task.rows)} of {ROWS} requests" + (", the English ones" if english else ""))
-    if task.max_new_tokens < MAX_NEW_TOKENS:
-        notes.append(f"texts of up to {task.max_new_tokens} tokens, not {MAX_NEW_TOKENS}")
+    elif not there >= ENGLISH:
+        notes.append("requests that are not the published ones")
+    notes += OFFICIAL.decoding_departures(
+        max_new_tokens=task.max_new_tokens, chat=task.chat, sampling=sampling
+    )
     if task.fixed_temperature != TEMPERATURE:
         notes.append(f"temperature {task.fixed_temperature:g}, not {TEMPERATURE:g}")
-    if not task.chat:
-        notes.append("without chat template")
-    if marker is not None and not marker.rubric.prompts.official:
-        notes.append("a judge prompt that is not the published one")
-    return notes
+    return notes + OFFICIAL.judge_departures(marker)
 
 
-def _summary(task: LongWriteTask, marker: JudgeMarker | None, records: ByTask) -> Summary:
+def _summary(task: LongWriteTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
     every = records.get(NAME, ())
-    wrong = departures(task, marker)
-    title = "Variant of LongBench-Write" if wrong else "LongBench-Write"
     wanted = {row.id: required(row) for row in task.rows}
     marks = [(marks_of(record) or [None])[0] for record in every]
     found = figures(marks, [(wanted[record.example], count_words(record.texts[0])) for record in every])
     found |= {"texts_at_limit": sum(record.turns[0].finish == "length" for record in every)}
-    if marker is None:
-        return Summary(
-            title,
-            (*wrong, UNJUDGED),
-            extra={"judge": None, "longbench_write": found, "table": table_of(found)},
-        )
-    facts = judge_facts(marker, every)
-    notes = [*wrong, f"judged by {marker.endpoint.model}"]
-    if facts["unjudged"]:
-        missing = f"{facts['unjudged']} of {facts['judgements']} texts of {every[0].system}"
-        notes.append(f"{missing} could not be judged; quality is of the rest")
-    score = found["score"]
-    extra = {"judge": facts, "longbench_write": found, "table": table_of(found)}
-    tasks = {} if score is None else {NAME: round(score, 2)}
-    return Summary(title, tuple(notes), tasks, tasks.get(NAME), extra)
+    return OFFICIAL.summary(
+        NAME,
+        every,
+        wrong,
+        marker,
+        score=found["score"],
+        extra={"longbench_write": found, "table": table_of(found)},
+        unverified=() if len(task.rows) != ROWS else (UNVERIFIED,),
+        of="texts",
+    )
 
 
 def table_of(found: Mapping[str, Any]) -> dict[str, Any]:

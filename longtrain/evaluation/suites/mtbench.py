@@ -5,7 +5,6 @@ Source: Zheng et al., 2306.05685; FastChat, fastchat/llm_judge: gen_model_answer
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.data.files import PACKED_SUFFIXES, read_jsonl
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts, marks_of
+from longtrain.evaluation.fields import check_fields
+from longtrain.evaluation.judge.marker import JudgeMarker, marks_of
 from longtrain.evaluation.judge.mtbench import HIGHEST, MtBench, figures
+from longtrain.evaluation.judge.naming import Published
 from longtrain.evaluation.judge.prompts import mt_bench_prompts
-from longtrain.evaluation.judge.settings import UNJUDGED, endpoint_from, judge_settings
+from longtrain.evaluation.judge.settings import endpoint_from, judge_settings
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.rows import check_fields, existing_file, read_rows
+from longtrain.evaluation.suites.rows import existing_file, read_rows
 from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.evaluation.task import Example, Facet, Task, rows_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +42,13 @@ TEMPERATURES = {
 }
 """Category -> temperature of its answers."""
 
-ROWS_OF_CATEGORY = 10
-MAX_NEW_TOKENS = 1024
+OFFICIAL = Published("MT-Bench", max_new_tokens=1024, temperature=0.0, max_tokens=2048, tries=1)
+QUESTIONS = 80
+QUESTIONS_SHA256 = "a557e3ba9d6ec240"
+"""First digits of `rows_sha256` of FastChat's question.jsonl."""
+REFERENCES_SHA256 = "6bf4df98dfa8a105"
+"""`references_sha256` of its reference_answer/gpt-4.jsonl, see `longtrain.evaluation.judge.mtbench`."""
+
 FIELDS: dict[str, tuple[type, ...]] = {"question_id": (int, str), "category": (str,), "turns": (list,)}
 NAME = "mt_bench"
 
@@ -162,55 +168,45 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         marker = JudgeMarker(endpoint, rubric, tries=judge.integer("judge.tries", most=100))
 
     def summarise(records: ByTask) -> Summary:
-        return _summary(task, marker, records)
+        return _summary(task, departures(task, marker, sampling), marker, records)
 
     scale = Scale("rating", HIGHEST)
     return Suite("mtbench", (task,), scale, summarise=summarise, marker=marker)
 
 
-def departures(task: MtBenchTask, marker: JudgeMarker | None) -> list[str]:
+def departures(task: MtBenchTask, marker: JudgeMarker | None, sampling: Sampling) -> list[str]:
     """What is not as in the whole benchmark; with any of it the result is no MT-Bench score."""
     notes = []
-    there = Counter(str(row.fields["category"]) for row in task.rows)
-    if there != dict.fromkeys(TEMPERATURES, ROWS_OF_CATEGORY):
-        notes.append(f"{len(task.rows)} of {len(TEMPERATURES) * ROWS_OF_CATEGORY} questions")
-    if task.max_new_tokens != MAX_NEW_TOKENS:
-        notes.append(f"answers of up to {task.max_new_tokens} tokens, not {MAX_NEW_TOKENS}")
+    if len(task.rows) != QUESTIONS:
+        notes.append(f"{len(task.rows)} of {QUESTIONS} questions")
+    elif not rows_sha256(task.rows).startswith(QUESTIONS_SHA256):
+        notes.append("questions that are not the published ones")
+    notes += OFFICIAL.decoding_departures(
+        max_new_tokens=task.max_new_tokens, chat=task.chat, sampling=sampling
+    )
     if task.fixed_temperature is not None:
         notes.append(f"temperature {task.fixed_temperature:g} in all categories")
-    if not task.chat:
-        notes.append("without chat template")
-    if marker is not None and not marker.rubric.prompts.official:
-        notes.append("judge prompts that are not the published ones")
-    return notes
+    if marker is not None and marker.settings()["references_sha256"] != REFERENCES_SHA256:
+        notes.append("reference answers that are not the published ones")
+    return notes + OFFICIAL.judge_departures(marker)
 
 
-def _summary(task: MtBenchTask, marker: JudgeMarker | None, records: ByTask) -> Summary:
+def _summary(task: MtBenchTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
     every = records.get(NAME, ())
-    wrong = departures(task, marker)
-    if cut := sum(record.cut for record in every):
-        wrong.append(f"{cut} conversations shortened to the target's context")
-    title = "Variant of MT-Bench" if wrong else "MT-Bench"
-    if marker is None:
-        return Summary(title, (*wrong, UNJUDGED), extra={"judge": None})
     found = figures([(record.facets["category"], _ratings(marks_of(record))) for record in every])
-    facts = judge_facts(marker, every)
-    notes = [*wrong, f"judged by {marker.endpoint.model}"]
-    if facts["unjudged"]:
-        missing = f"{facts['unjudged']} of {facts['judgements']} ratings of {every[0].system}"
-        notes.append(
-            f"{missing} could not be had; the benchmark's mean over the rest is {_shown(found['score'])}"
-        )
-    score = found["score"]
-    columns = {"all ratings": score, **found["turns"]}
-    table = {"title": "Mean rating by turn, 1 to 10", "columns": columns}
-    extra = {"judge": facts, "mt_bench": found, "table": table}
-    tasks = {} if score is None else {NAME: round(score, 2)}
-    return Summary(title, tuple(notes), tasks, tasks.get(NAME), extra)
-
-
-def _shown(score: float | None) -> str:
-    return "nothing" if score is None else f"{score:.2f}"
+    table = {
+        "title": "Mean rating by turn, 1 to 10",
+        "columns": {"all ratings": found["score"], **found["turns"]},
+    }
+    return OFFICIAL.summary(
+        NAME,
+        every,
+        wrong,
+        marker,
+        score=found["score"],
+        extra={} if marker is None else {"mt_bench": found, "table": table},
+        of="ratings",
+    )
 
 
 def _ratings(marks: Sequence[Mapping[str, Any] | None]) -> list[float | None]:

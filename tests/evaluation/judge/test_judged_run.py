@@ -87,7 +87,7 @@ def test_mt_bench_unjudged_interrupted_and_judged(tmp_path: Path) -> None:
     with serve(opinion) as judge:
         resumed = evaluate(home, "mtbench", judge, *both)
         left = len(judge.requests)
-        whole = evaluate(other, "mtbench", judge, *both)
+        evaluate(other, "mtbench", judge, *both)
         assert 6 < left + 4 <= 12  # twelve answers, those that both systems gave once
         assert len(judge.requests) == left + (left + 4)
     assert all(path.read_bytes() == content for path, content in ledgers.items())  # texts were kept
@@ -133,7 +133,7 @@ def test_a_judge_that_talks_nonsense_gives_no_score(tmp_path: Path) -> None:
     assert full["tasks"][0]["official"] is None
     assert full["tasks"][0]["score"]["value"] is None
     assert full["extra"]["judge"]["unjudged"] == 6
-    assert any("6 of 6 ratings of full could not be had" in note for note in results["notes"])
+    assert any("6 of 6 ratings of full could not be judged" in note for note in results["notes"])
 
 
 def test_longbench_write(tmp_path: Path) -> None:

@@ -17,9 +17,12 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.judge.longwrite import DIMENSIONS
+from longtrain.evaluation.judge.mtbench import MtBench
+from longtrain.evaluation.judge.prompts import mt_bench_prompts
 from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.suites import longbench_write, mtbench
+from longtrain.evaluation.task import Example, rows_sha256
 
 JUDGE = {
     "url": None,
@@ -29,12 +32,15 @@ JUDGE = {
     "temperature": 0,
     "max_tokens": 2048,
     "body": None,
-    "tries": 3,
+    "tries": 1,
     "retries": 6,
     "concurrency": 8,
     "timeout_s": 120,
 }
-HERE = {**JUDGE, "url": "http://localhost:1/v1", "model": "judge"}
+WHERE = {"url": "http://localhost:1/v1", "model": "judge"}
+HERE = {**JUDGE, **WHERE}
+LONG_JUDGE = {**JUDGE, "temperature": 0.5, "max_tokens": 1024, "tries": 5}
+GREEDY = Sampling()
 CATEGORIES = list(mtbench.TEMPERATURES)
 
 
@@ -67,6 +73,20 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def _published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of these tests stand for the published ones."""
+    rows = [
+        Example(str(row["question_id"]), {key: row[key] for key in mtbench.FIELDS}) for row in questions()
+    ]
+    texts = {str(row["question_id"]): row["choices"][0]["turns"] for row in references()}
+    sha256 = MtBench(mt_bench_prompts(), texts).settings()["references_sha256"]
+    monkeypatch.setattr(mtbench, "QUESTIONS_SHA256", rows_sha256(rows)[:16])
+    monkeypatch.setattr(mtbench, "REFERENCES_SHA256", sha256)
+    english = frozenset(longbench_write.row_hash(Example("", row)) for row in requests(60))
+    monkeypatch.setattr(longbench_write, "ENGLISH", english)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     write(tmp_path / "mt_bench" / "question.jsonl.xz", questions())
@@ -74,7 +94,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "mt_bench")
 
 
-def mt_bench(target: Any, data: str | None, **changed: Any) -> Suite:
+def mt_bench(target: Any, data: str | None, sampling: Sampling = GREEDY, **changed: Any) -> Suite:
     settings = {
         "name": "mtbench",
         "data": data,
@@ -85,10 +105,10 @@ def mt_bench(target: Any, data: str | None, **changed: Any) -> Suite:
         "max_new_tokens": 1024,
         "judge": JUDGE,
     }
-    return mtbench.build({**settings, **changed}, target, seed=0, sampling=Sampling())
+    return mtbench.build({**settings, **changed}, target, seed=0, sampling=sampling)
 
 
-def long_write(target: Any, data: str | None, **changed: Any) -> Suite:
+def long_write(target: Any, data: str | None, sampling: Sampling = GREEDY, **changed: Any) -> Suite:
     settings = {
         "name": "longbench_write",
         "data": data,
@@ -96,9 +116,9 @@ def long_write(target: Any, data: str | None, **changed: Any) -> Suite:
         "chat": True,
         "temperature": 0.5,
         "max_new_tokens": 32768,
-        "judge": {**JUDGE, "temperature": 0.5},
+        "judge": LONG_JUDGE,
     }
-    return longbench_write.build({**settings, **changed}, target, seed=0, sampling=Sampling())
+    return longbench_write.build({**settings, **changed}, target, seed=0, sampling=sampling)
 
 
 def answered(suite: Suite, text: str, **values: Any) -> list[Record]:
@@ -123,7 +143,9 @@ def test_mt_bench_is_as_published(target: Any, folder: str) -> None:
     assert task.references(rows[35]) == ["a116", "b116"]
     assert task.references(rows[0]) == []
     assert suite.scale.maximum == 10
-    assert suite.summary({task.name: answered(suite, "x")}).title == "MT-Bench"
+    summary = suite.summary({task.name: answered(suite, "x")})
+    assert summary.title == "MT-Bench"
+    assert summary.notes[0] == "judged by judge"
 
 
 def test_conversations(target: Any, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -163,7 +185,10 @@ def test_a_conversation_that_is_too_long(
         ({"limit": 3}, "3 of 80 questions"),
         ({"temperature": 0}, "temperature 0 in all categories"),
         ({"max_new_tokens": 64}, "answers of up to 64 tokens, not 1024"),
+        ({"max_new_tokens": 2048}, "answers of up to 2048 tokens, not 1024"),
         ({"chat": False}, "without chat template"),
+        ({"sampling": Sampling(top_p=0.5)}, "answers drawn with top_p 0.5, which the benchmark does not set"),
+        ({"sampling": Sampling(top_k=7)}, "answers drawn with top_k 7, which the benchmark does not set"),
     ],
 )
 def test_departures_of_mt_bench_are_in_its_name(
@@ -173,6 +198,59 @@ def test_departures_of_mt_bench_are_in_its_name(
     summary = suite.summary({"mt_bench": answered(suite, "x")})
     assert summary.title == "Variant of MT-Bench"
     assert summary.notes[0] == said
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        ({"temperature": 0.7}, "judge's temperature is 0.7, not {temperature:g}"),
+        ({"temperature": None}, "judge's temperature is the server's own, not {temperature:g}"),
+        ({"max_tokens": 512}, "judge's replies of up to 512 tokens, not of up to {max_tokens} tokens"),
+        ({"max_tokens": None}, "judge's replies of any length, not of up to {max_tokens} tokens"),
+        ({"tries": 3}, "judge asked up to 3 times for a reply with a mark, not "),
+        ({"body": {"top_p": 0.1}}, "judge asked with further fields: top_p"),
+    ],
+)
+def test_another_judging_is_in_the_name(
+    target: Any, folder: str, tmp_path: Path, judge: dict[str, Any], said: str
+) -> None:
+    data = write(tmp_path / "all.jsonl", requests())
+    for suite, usual in (
+        (mt_bench(target, folder, judge={**HERE, **judge}), JUDGE),
+        (long_write(target, data, judge={**LONG_JUDGE, **WHERE, **judge}), LONG_JUDGE),
+    ):
+        (task,) = suite.tasks
+        summary = suite.summary({task.name: answered(suite, "x")})
+        assert summary.title.startswith("Variant of ")
+        assert summary.notes[0].startswith(said.format(**usual))
+
+
+def test_a_judge_made_to_work_as_meant_keeps_the_name(target: Any, folder: str) -> None:
+    body = {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 2048}
+    suite = mt_bench(target, folder, judge={**HERE, "max_tokens": None, "body": body})
+    summary = suite.summary({"mt_bench": answered(suite, "x")})
+    assert summary.title == "MT-Bench"
+    assert summary.notes[0] == "judged by judge, chat_template_kwargs: {'enable_thinking': False}"
+
+
+def test_other_rows_do_not_have_the_name(target: Any, tmp_path: Path) -> None:
+    """As many questions, requests and reference answers as published, in the same categories, and others."""
+    rows = [{**row, "turns": ["Say a word.", "And one more."]} for row in questions()]
+    write(tmp_path / "question.jsonl", rows)
+    texts = [{**row, "choices": [{"turns": ["a", "b"]}]} for row in references()]
+    write(tmp_path / "reference_answer" / "gpt-4.jsonl", texts)
+    suite = mt_bench(target, str(tmp_path), judge=HERE)
+    summary = suite.summary({"mt_bench": answered(suite, "x")})
+    assert summary.title == "Variant of MT-Bench"
+    assert summary.notes[:2] == (
+        "questions that are not the published ones",
+        "reference answers that are not the published ones",
+    )
+    other = [{**row, "prompt": f"{row['prompt']}!"} for row in requests()]
+    suite = long_write(target, write(tmp_path / "other.jsonl", other))
+    summary = suite.summary({"longbench_write": answered(suite, "x")})
+    assert summary.title == "Variant of LongBench-Write"
+    assert summary.notes[0] == "requests that are not the published ones"
 
 
 def test_own_prompts_and_short_contexts_are_in_the_name(target: Any, folder: str, tmp_path: Path) -> None:
@@ -186,7 +264,7 @@ def test_own_prompts_and_short_contexts_are_in_the_name(target: Any, folder: str
     summary = suite.summary({"mt_bench": answered(suite, "x", cut=True)})
     assert summary.title == "Variant of MT-Bench"
     assert summary.notes[0] == "judge prompts that are not the published ones"
-    assert summary.notes[1].startswith("80 conversations shortened")
+    assert summary.notes[1] == "80 of 80 prompts shortened to the target's context"
 
 
 def test_without_a_judge_the_result_says_what_to_pass(target: Any, folder: str) -> None:
@@ -215,7 +293,7 @@ def test_figures_of_mt_bench(target: Any, folder: str) -> None:
     assert summary.extra["judge"]["unjudged_reasons"] == {"odd": 40}
     assert summary.extra["mt_bench"]["turns"] == {"turn 1": 5.5, "turn 2": 5.0}
     assert any(
-        "40 of 160 ratings of full could not be had; the benchmark's mean over the rest is 5.33" in note
+        "40 of 160 ratings of full could not be judged; the benchmark's mean over the rest is 5.33" in note
         for note in summary.notes
     )
     assert "judged by judge" in summary.notes
@@ -324,6 +402,7 @@ def test_longbench_write_is_as_published(target: Any, tmp_path: Path) -> None:
     assert summary.title == "LongBench-Write"
     assert summary.tasks == {}
     assert any("suite.judge.url=" in note for note in summary.notes)
+    assert summary.notes[0] == longbench_write.UNVERIFIED
     assert summary.extra["longbench_write"]["length"] is not None  # needs no judge
     assert summary.extra["longbench_write"]["quality"] is None
 
@@ -341,7 +420,7 @@ def test_texts_as_long_as_the_context_allows(
     summary = suite.summary({task.name: answered(suite, "x")})
     assert summary.title == "Variant of LongBench-Write"
     assert summary.notes[0] == "60 of 120 requests, the English ones"
-    assert summary.notes[1] == f"texts of up to {task.max_new_tokens} tokens, not 32768"
+    assert summary.notes[1] == f"answers of up to {task.max_new_tokens} tokens, not 32768"
     target.info.max_positions = 5
     with pytest.raises(ConfigError, match="the target's context is 5"):
         long_write(target, data, max_new_tokens=None)
@@ -349,7 +428,7 @@ def test_texts_as_long_as_the_context_allows(
 
 def test_figures_of_longbench_write(target: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "all.jsonl", [{**row, "length": 4} for row in requests()])
-    judge = {**HERE, "temperature": 0.5}
+    judge = {**LONG_JUDGE, **WHERE}
     suite = long_write(target, data, judge=judge, temperature=0)
     judged = {"answered_as": "j", "host": "h", "tries": 1}
     mark = {"judgements": [{**judged, "mark": {name: 4.0 for name in DIMENSIONS}}]}
@@ -358,7 +437,7 @@ def test_figures_of_longbench_write(target: Any, tmp_path: Path) -> None:
     records = [r.marked(0.625, mark) for r in records[:90]] + [r.marked(None, none) for r in records[90:]]
     summary = suite.summary({"longbench_write": records})
     assert summary.title == "Variant of LongBench-Write"
-    assert summary.notes[0] == "temperature 0, not 0.5"
+    assert "temperature 0, not 0.5" in summary.notes
     found = summary.extra["longbench_write"]
     assert (found["quality"], found["length"], found["dimensions_mean"], found["marked"]) == (75, 50, 4, 90)
     assert summary.tasks == {"longbench_write": 62.5}

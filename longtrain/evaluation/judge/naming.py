@@ -1,0 +1,123 @@
+"""What a judged result may be called: every departure from how a benchmark decodes and asks its judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longtrain.decoding.sampling import Sampling
+from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts
+from longtrain.evaluation.judge.settings import UNJUDGED
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import Summary
+from longtrain.evaluation.suites.decoding import narrowed
+
+Json = dict[str, Any]
+
+SAME = frozenset({"chat_template_kwargs"})
+"""Request fields that make a judge work as meant (thinking off) and are told beside its name."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A benchmark as it was published.
+
+    Args:
+        name: what only a result without departures is called.
+        max_new_tokens: most tokens of an answer.
+        temperature: of the judge.
+        max_tokens: of the judge's reply.
+        tries: how often the judge is asked for a reply that can be read.
+    """
+
+    name: str
+    max_new_tokens: int
+    temperature: float
+    max_tokens: int
+    tries: int
+
+    def decoding_departures(self, *, max_new_tokens: int, chat: bool, sampling: Sampling) -> list[str]:
+        """Of the answers' decoding; the temperature is the suite's own matter."""
+        notes = []
+        if max_new_tokens != self.max_new_tokens:
+            notes.append(f"answers of up to {max_new_tokens} tokens, not {self.max_new_tokens}")
+        notes += [
+            f"answers drawn with {what}, which the benchmark does not set" for what in narrowed(sampling)
+        ]
+        if not chat:
+            notes.append("without chat template")
+        return notes
+
+    def judge_departures(self, marker: JudgeMarker | None) -> list[str]:
+        """Of the judge's prompts and settings; its model is told beside the name."""
+        if marker is None:
+            return []
+        notes, end = [], marker.endpoint
+        body = dict(end.body or {})
+        if not marker.rubric.prompts.official:
+            notes.append("judge prompts that are not the published ones")
+        if end.temperature != self.temperature:
+            asked = "the server's own" if end.temperature is None else f"{end.temperature:g}"
+            notes.append(f"judge's temperature is {asked}, not {self.temperature:g}")
+        most = body.pop("max_completion_tokens", None) if end.max_tokens is None else end.max_tokens
+        if most != self.max_tokens:
+            asked = "any length" if most is None else f"up to {most} tokens"
+            notes.append(f"judge's replies of {asked}, not of up to {self.max_tokens} tokens")
+        if marker.tries != self.tries:
+            notes.append(
+                f"judge asked up to {_times(marker.tries)} for a reply with a mark, not {_times(self.tries)}"
+            )
+        if other := sorted(set(body) - SAME):
+            notes.append(f"judge asked with further fields: {', '.join(other)}")
+        return notes
+
+    def summary(
+        self,
+        task: str,
+        records: Sequence[Record],
+        departures: Sequence[str],
+        marker: JudgeMarker | None,
+        *,
+        score: float | None,
+        extra: Json,
+        unverified: Sequence[str] = (),
+        of: str = "answers",
+    ) -> Summary:
+        """The summary of one system.
+
+        Args:
+            task: the suite's only one.
+            records: of the system.
+            departures: with any of them the result does not have the benchmark's name.
+            marker: None where nothing was judged.
+            score: the benchmark's figure; None where there is none.
+            extra: further values for the result, beside the judge's.
+            unverified: notes that leave the name as it is.
+            of: what is judged.
+        """
+        wrong = list(departures)
+        if cut := sum(record.cut for record in records):
+            wrong.append(f"{cut} of {len(records)} prompts shortened to the target's context")
+        title = f"Variant of {self.name}" if wrong else self.name
+        notes = [*wrong, *unverified]
+        if marker is None:
+            return Summary(title, (*notes, UNJUDGED), extra={"judge": None, **extra})
+        notes.append(_judged_by(marker))
+        facts = judge_facts(marker, records)
+        if facts["unjudged"]:
+            missing = f"{facts['unjudged']} of {facts['judgements']} {of} of {records[0].system}"
+            rest = "nothing" if score is None else f"{score:.2f}"
+            notes.append(f"{missing} could not be judged; the benchmark's mean over the rest is {rest}")
+        tasks = {} if score is None else {task: round(score, 2)}
+        return Summary(title, tuple(notes), tasks, tasks.get(task), {"judge": facts, **extra})
+
+
+def _judged_by(marker: JudgeMarker) -> str:
+    body = marker.endpoint.body or {}
+    settings = "".join(f", {name}: {body[name]}" for name in sorted(SAME & set(body)))
+    return f"judged by {marker.endpoint.model}{settings}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
