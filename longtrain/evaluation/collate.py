@@ -23,8 +23,10 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
     """Records by system and task, in the order of the task's examples.
 
     Raises:
-        DataError: a record of an unknown system, task or example, or two of one example.
+        DataError: a record of an unknown system, task or example, or two of one example; or two systems
+            had other prompts.
     """
+    prompts: dict[tuple[str, str], Record] = {}
     places = {task.name: {e.id: i for i, e in enumerate(task.examples())} for task in suite.tasks}
     sorted_: dict[str, dict[str, dict[int, Record]]] = {
         system.name: {name: {} for name in places} for system in systems
@@ -37,6 +39,12 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
         cell = sorted_[record.system][record.task]
         if cell.setdefault(place, record) is not record:
             raise DataError(f"{where} is there twice; remove the run's ledgers and run again")
+        first = prompts.setdefault((record.task, record.example), record)
+        if first.prompt_sha256 != record.prompt_sha256:
+            raise DataError(
+                f"{where} had another prompt than with system {first.system} ({record.prompt_sha256} and "
+                f"{first.prompt_sha256}); remove the run's ledgers and run again"
+            )
     return {
         system: {name: [cell[place] for place in sorted(cell)] for name, cell in tasks.items() if cell}
         for system, tasks in sorted_.items()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.report import interval, markdown
 from longtrain.evaluation.reporting.tables import cell, difference
 from longtrain.evaluation.results import reading_of, verdict
@@ -36,11 +37,13 @@ class Run:
         label: what it is called in the comparison.
         results: its results.json.
         outputs: task -> example -> system -> output, of its examples.jsonl.
+        prompts: task -> example -> hash of the prompt's tokens.
     """
 
     label: str
     results: Json
     outputs: Mapping[str, Mapping[str, Mapping[str, Json]]]
+    prompts: Mapping[str, Mapping[str, str]]
 
     @property
     def systems(self) -> dict[str, Json]:
@@ -104,7 +107,7 @@ def check_protocols(first: Run, second: Run) -> None:
     """Refuse what cannot be compared.
 
     Raises:
-        ConfigError: the suites or protocols differ; it names the first setting that does.
+        ConfigError: the suites, protocols or prompts differ; it names the first setting or example that does.
     """
     a, b = first.results, second.results
     if a["suite"] != b["suite"]:
@@ -112,31 +115,26 @@ def check_protocols(first: Run, second: Run) -> None:
             f"{first.label} is of suite {a['suite']}, {second.label} of {b['suite']}; compare runs of one"
         )
     if a["protocol"]["hash"] != b["protocol"]["hash"]:
-        where, one, other = first_difference(a["protocol"]["settings"], b["protocol"]["settings"]) or (
-            "hash",
-            a["protocol"]["hash"],
-            b["protocol"]["hash"],
-        )
+        settings = [run["protocol"]["settings"] for run in (a, b)]
+        same = settings[0] == settings[1]  # a hash that is not that of its settings
+        where, one, other = first_difference(*([a["protocol"], b["protocol"]] if same else settings))
         raise ConfigError(
             f"{first.label} and {second.label} have other protocols, so their figures cannot be compared: "
-            f"{where} is {_short(one)} in the first and {_short(other)} in the second; run one of them again "
-            "with the other's settings"
+            f"{where} is {one} in the first and {other} in the second; run one of them again with the "
+            "other's settings"
         )
     if a["scale"] != b["scale"]:
         raise ConfigError(
             f"{first.label} measures {a['scale']}, {second.label} {b['scale']}; run one of them again"
         )
-
-
-def first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Where two JSON values first differ (`tasks.qasper.template`), with both values; None: nowhere."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted({*a, *b}):
-            found = first_difference(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
-            if found is not None:
-                return found
-        return None
-    return None if a == b else (path, a, b)
+    for task, prompts in first.prompts.items():
+        theirs = second.prompts.get(task, {})
+        for example in (name for name, prompt in prompts.items() if theirs.get(name, prompt) != prompt):
+            raise ConfigError(
+                f"{first.label} and {second.label} gave the target other prompts, though their settings are "
+                f"the same: first in task {task}, example {example} ({prompts[example]} and "
+                f"{theirs[example]}); run both again with one version of the data and of longtrain"
+            )
 
 
 def pairs_of(first: Run, second: Run) -> list[tuple[str, str]]:
@@ -303,6 +301,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 def _load(folder: Path, label: str) -> Run:
     results, examples = folder / RESULTS, folder / EXAMPLES
     outputs: dict[str, dict[str, dict[str, Json]]] = {}
+    prompts: dict[str, dict[str, str]] = {}
     at = results
     try:
         found = json.loads(results.read_text(encoding="utf-8"))
@@ -315,13 +314,9 @@ def _load(folder: Path, label: str) -> Run:
                 continue
             one = json.loads(line)
             outputs.setdefault(one["task"], {})[one["example"]] = one["outputs"]
+            prompts.setdefault(one["task"], {})[one["example"]] = one["prompt_sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{at} cannot be read ({type(error).__name__}: {error}); run the suite again: its work is kept"
         ) from None
-    return Run(label, found, outputs)
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is None else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return Run(label, found, outputs, prompts)

@@ -58,6 +58,7 @@ def examples(
                     "example": example.id,
                     "facets": first.facets,
                     "prompt_tokens": first.prompt_tokens,
+                    "prompt_sha256": first.prompt_sha256,
                     "cut": first.cut,
                     "prompt_start": start,
                     "prompt_end": end,

@@ -35,7 +35,7 @@ from longtrain.evaluation.statistics import (
     paired_mean_difference,
     pooled_ratio,
 )
-from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suite import Suite, Summary
 from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Task
 
@@ -138,13 +138,12 @@ def assemble(
     book = _Book(suite, found, Draw(seed, resamples), strict=bool(target.get("strict")))
     full = next((system.name for system in systems if system.kind == "full"), None)
     summaries = {system.name: suite.summary(found[system.name]) for system in systems}
-    first = summaries[systems[0].name]
-    notes = list(dict.fromkeys(note for summary in summaries.values() for note in summary.notes))
+    title, notes = called(summaries)
     return plain(
         {
             "schema": SCHEMA,
             "suite": suite.name,
-            "title": first.title,
+            "title": title,
             "notes": notes,
             "protocol": {"hash": protocol.hash, "settings": protocol.settings},
             "target": target,
@@ -163,6 +162,21 @@ def assemble(
             "cells": [cell for system in systems for cell in book.cells(system)],
         }
     )
+
+
+def called(summaries: Mapping[str, Summary]) -> tuple[str, list[str]]:
+    """What a result with all these systems may be called, and its notes.
+
+    Where systems have several titles it is the longest, which says what departs from the benchmark.
+
+    Args:
+        summaries: of each system by name.
+    """
+    notes = list(dict.fromkeys(note for summary in summaries.values() for note in summary.notes))
+    titles = {summary.title for summary in summaries.values()}
+    if len(titles) > 1:
+        notes += [f"{name} alone: {summary.title}" for name, summary in summaries.items()]
+    return max(sorted(titles), key=len), notes
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from io import FileIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,17 @@ class Ledger:
 
 
 def first_difference(one: Json, other: Json, *, prefix: str = "") -> tuple[str, str, str]:
-    """(key, value there, value here) of the first setting, by name, in which two differ."""
+    """(key, value there, value here) of the first setting, by name, in which two differ (`a.b.3`)."""
     key = next(k for k in sorted({*one, *other}) if one.get(k, _MISSING) != other.get(k, _MISSING))
-    a, b = one.get(key), other.get(key)
+    a, b = one.get(key, _MISSING), other.get(key, _MISSING)
     if isinstance(a, dict) and isinstance(b, dict):
         return first_difference(a, b, prefix=f"{prefix}{key}.")
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        return first_difference({str(at): a[at]}, {str(at): b[at]}, prefix=f"{prefix}{key}.")
-    return f"{prefix}{key}", _short(one.get(key, _MISSING)), _short(other.get(key, _MISSING))
+    if isinstance(a, list) and isinstance(b, list):
+        pairs = zip_longest(a, b, fillvalue=_MISSING)
+        at, x, y = next((i, x, y) for i, (x, y) in enumerate(pairs) if x != y)
+        inner = [{} if value is _MISSING else {str(at): value} for value in (x, y)]
+        return first_difference(*inner, prefix=f"{prefix}{key}.")
+    return f"{prefix}{key}", _short(a), _short(b)
 
 
 _MISSING = object()

@@ -173,7 +173,7 @@ def make_examples(suite, systems, records) -> list[dict]:
         key = (record.task, record.example)
         line = lines.setdefault(key, {
             "task": record.task, "example": record.example, "facets": record.facets,
-            "prompt_tokens": record.prompt_tokens, "cut": record.cut,
+            "prompt_tokens": record.prompt_tokens, "prompt_sha256": record.prompt_sha256, "cut": record.cut,
             "prompt_start": f"Read the following text. {' '.join(WORDS * 2)} <b>not bold</b>"[:300],
             "prompt_end": f"{' '.join(WORDS * 4)}\n\nQuestion: which boat? </textarea></script>\nAnswer:",
             "references": next(

@@ -93,7 +93,7 @@ def test_another_protocol_is_refused_naming_the_first_setting(write):
     new = write(
         "new", protocol="bb", settings={"chat_template": None, "tasks": {"qasper": {"template": "y"}}}
     )
-    with pytest.raises(ConfigError, match='chat_template is "abc" in the first and nothing in the second'):
+    with pytest.raises(ConfigError, match='chat_template is "abc" in the first and null in the second'):
         compared(old, new)
 
 
@@ -102,6 +102,14 @@ def test_a_changed_prompt_deep_inside_is_named(write):
     new = write("new", protocol="bb", settings={"tasks": {"qasper": {"template": "y"}}})
     with pytest.raises(ConfigError, match=r'tasks\.qasper\.template is "x" in the first and "y"'):
         compared(old, new)
+
+
+def test_other_prompts_under_one_protocol_are_refused(write):
+    def another(record):
+        return replace(record, prompt_sha256="1" * 16) if record.example == "qasper-3" else record
+
+    with pytest.raises(ConfigError, match=f"task qasper, example qasper-3 \\({'0' * 16} and {'1' * 16}\\)"):
+        compared(write("old"), write("new", another))
 
 
 def test_other_weights_are_compared_and_said(write):

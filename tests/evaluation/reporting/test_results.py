@@ -202,6 +202,28 @@ def test_records_that_do_not_belong_are_refused(two, change, says):
         run(suite, [FULL, SMALL], [*records, replace(records[0], **change)])
 
 
+def test_records_of_one_example_have_one_prompt(two):
+    suite, records = two
+    mixed = [replace(r, prompt_sha256="b" * 16) if r.system == SMALL.name else r for r in records]
+    with pytest.raises(DataError, match=r"another prompt than with system full \(b{16} and "):
+        run(suite, [FULL, SMALL], mixed)
+
+
+def test_a_result_has_the_benchmarks_name_only_if_every_system_earns_it(two):
+    suite, records = two
+
+    def summarise(found):
+        worse = any(record.system == SMALL.name for some in found.values() for record in some)
+        return Summary("Variant of S" if worse else "S", ("everybody's",))
+
+    suite = replace(suite, summarise=summarise)
+    found = run(suite, [FULL, SMALL], records)
+    assert found["title"] == "Variant of S"
+    assert found["notes"] == ["everybody's", "full alone: S", "snapkv@64 alone: Variant of S"]
+    alone = run(suite, [FULL], [r for r in records if r.system == "full"])
+    assert (alone["title"], alone["notes"]) == ("S", ["everybody's"])
+
+
 class Letters:
     """A tokenizer of characters."""
 
