@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation import results
 from longtrain.evaluation.exactness import is_strict
 from longtrain.evaluation.harness import recorded
@@ -126,7 +126,8 @@ class Session:
     ) -> None:
         """Run a part of every system, the full cache first; it is then compared with what is recorded.
 
-        With several parts each sees only its own answers, so that comparison is left to `finish`.
+        With several parts each sees only its own answers, so that comparison is left to `finish`; so it is
+        where a judge that is needed for it cannot be reached now.
 
         Raises:
             StoppedError: `stopping` said so.
@@ -144,7 +145,7 @@ class Session:
             with self.ledger(system, shard=shard, write=True) as ledger:
                 runner.run(system, units, ledger)
             if number == 0 and not self.missing(self.systems[:1]):
-                self._compare()
+                self._compare(self._marked_early() if shards == 1 else None)
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
         """Examples that are not done, by system; empty where all is."""
@@ -170,8 +171,11 @@ class Session:
         self._compare()
         records = self.records()
         if self.suite.marker is not None:
-            records = self.suite.marker.mark(records, self.suite, self._judge_ledger, advance)
+            full = self.systems[0].name  # before the judge reads anything else
+            some = [[r for r in records if (r.system == full) == first] for first in (True, False)]
+            records = self._marked(some[0], advance)
             self._compare(records)
+            records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
         Partings(self.target, self.suite, self.systems, self.sampling).settle(found, records)
         if self.record and not recorded.exempt(self.suite):
@@ -216,6 +220,22 @@ class Session:
         if verdict != self.verdict:
             self.verdict = verdict
             recorded.tell(self.suite, verdict)
+
+    def _marked(self, records: Sequence[Record], advance: Advance = lambda what, done: None) -> list[Record]:
+        """Records with a judge's marks."""
+        assert self.suite.marker is not None
+        return self.suite.marker.mark(records, self.suite, self._judge_ledger, advance)
+
+    def _marked_early(self) -> list[Record] | None:
+        """The full cache's records, marked before any other system runs; None where no score hangs on it."""
+        if self.suite.marker is None or self.baseline is None:
+            return None
+        log.info("judging the full cache first: its score must be the recorded one")
+        try:
+            return self._marked(self.records(self.systems[:1]))
+        except LongtrainError as error:  # answers are not lost to a judge that is away
+            log.warning("%s; the recorded score is compared at the end", error)
+            return None
 
     def _recorded(self, found: Json) -> Json:
         average = recorded.average_of(found)
