@@ -22,7 +22,7 @@ from longtrain.data.synthetic import ChatIds, RetrievalWriter, TextStream
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.prompts import render_chat
+from longtrain.evaluation.framing import around_message
 from longtrain.evaluation.statistics import wilson
 
 if TYPE_CHECKING:
@@ -143,13 +143,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase) -> ChatIds:
     if not tokenizer.chat_template:
         before, after = tokenizer.bos_token or "", "\nAnswer:"
     else:
-        mark = "QUESTION"
-        rendered = render_chat(tokenizer, [{"role": "user", "content": mark}])
-        before, found, after = rendered.partition(mark)
-        if not found:
-            raise DataError(
-                "the chat template does not render the user's message; the needle suite cannot use it"
-            )
+        before, after = around_message(tokenizer, enable_thinking=False)
     user, assistant = (tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after))
     return ChatIds(user, assistant, ())
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError
+from longtrain.evaluation.framing import around_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.evaluation.ruler.tasks import Draft, Writer
 
-_MARK = "QUESTION"
 _BISECT_EVERY = 4
 
 
@@ -28,7 +28,7 @@ class Framing:
 
     Raises:
         ConfigError: a chat template was asked for and there is none.
-        DataError: the template does not render the user's message.
+        DataError: the template does not render the user's message once.
     """
 
     def __init__(
@@ -44,18 +44,9 @@ class Framing:
             raise ConfigError(
                 "chat=true, but the tokenizer has no chat template; pass chat=false, or give one"
             )
-        self.before, self.after = self._around(dict(options or {})) if self.chat else ("", "")
+        self.before, self.after = around_message(tokenizer, **dict(options or {})) if self.chat else ("", "")
         self.tokens = self._count([self.before + self.after])[0]
         """Tokens of the frame alone."""
-
-    def _around(self, options: dict[str, Any]) -> tuple[str, str]:
-        rendered = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True, **options
-        )
-        before, found, after = str(rendered).partition(_MARK)
-        if not found:
-            raise DataError("the chat template does not render the user's message; pass chat=false")
-        return before, after
 
     def text(self, prompt: str, answer_prefix: str = "") -> str:
         """What the model reads."""

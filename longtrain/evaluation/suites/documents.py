@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora
 from longtrain.evaluation.contexts import prefix_of
+from longtrain.evaluation.framing import around_message
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
-
-MARK = "QUESTION"
 
 
 @dataclass(frozen=True)
@@ -211,13 +210,7 @@ def _around(
                 "suite.chat=true and the tokenizer has no chat template; set target.chat_template, or "
                 "suite.chat=false"
             )
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": MARK}],
-            add_generation_prompt=True,
-            tokenize=False,
-            enable_thinking=False,
-        )
-        before, _, after = str(rendered).partition(MARK)
+        before, after = around_message(tokenizer, enable_thinking=False)
         prefix = ()
     tail = tokenizer(corpus.tail + after, add_special_tokens=False, verbose=False).input_ids
     return before + corpus.head, tuple(tail), prefix

@@ -132,16 +132,3 @@ def test_another_tokenizer(haystack) -> None:
             assert 5500 < example.length_tokens <= 9000
     with pytest.raises(ConfigError, match="no chat template"):
         generate("vt", Plain(), length=9000, n=1, chat=True)
-
-
-def test_template_that_drops_the_user() -> None:
-    class Mute(Plain):
-        chat_template = "x"
-
-        def apply_chat_template(self, messages, **options) -> str:
-            return "nothing"
-
-    from longtrain.errors import DataError
-
-    with pytest.raises(DataError, match="does not render"):
-        Framing(Mute())
