@@ -62,6 +62,10 @@ class KVCache(ABC):
         """Most rows of each sequence, int64_B, that the next commit may take; None: all of a step's."""
         return None
 
+    def step_limit(self) -> int | None:
+        """Most rows of a step over a committed prefix; None: as many as there is room for."""
+        return None
+
     @abstractmethod
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""

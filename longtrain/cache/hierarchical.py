@@ -160,6 +160,10 @@ class HierarchicalCache(KVCache):
         """Where `strict`, the rows up to the point at which plain decoding would quantise a block."""
         return self.blocks_B * BLOCK + 2 * BLOCK - self.len_B if self.strict else None
 
+    def step_limit(self) -> int:
+        """Rows that the kernel takes."""
+        return MAX_ROWS
+
     def bytes(self) -> int:
         """Bytes of planes, ring and lengths."""
         return self.planes.bytes() + self.ring.bytes() + self.len_B.nbytes + self.blocks_B.nbytes

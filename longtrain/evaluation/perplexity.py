@@ -98,7 +98,8 @@ def measure(
         parts: its evictor drops rows of the contexts, its cache holds them; a draft has no part in this.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
-        rows: tokens given to the target at once.
+        rows: tokens given to the target at once, or fewer where the cache takes no more; a cache that is to
+            change what it keeps at the same tokens as in decoding gets steps that end there.
 
     Raises:
         ConfigError: a window is longer than the target's context, or an empty part.
@@ -126,18 +127,23 @@ def measure(
     assert read.step.logits_BTV is not None
     wide = torch.promote_types(target.dtype, torch.float32)
     nats_B = cross_entropy(read.step.logits_BTV[:, -1].to(wide), targets_BT[:, 0], reduction="none").double()
-    start_B = read.n_B
-    for at in range(0, max(counts) - 1, rows):
-        ids_BT = targets_BT[:, at : at + min(rows, max(counts) - 1 - at)]
-        left_B = (n_B - 1 - at).clamp(0, ids_BT.shape[1])
-        pos_BT = start_B[:, None] + at + torch.arange(ids_BT.shape[1], device=target.device)
-        step = target.forward(Rows(pos_BT, ids_BT, n_B=left_B), read.cache, want=Want("none", hidden=(-1,)))
-        read.cache.commit(None, left_B)
-        for row, count in enumerate(left_B.tolist()):
+    last, at_B = n_B - 1, torch.zeros_like(n_B)  # the last token is foretold, never given
+    rows = min(rows, read.cache.step_limit() or rows)
+    while bool((at_B < last).any()):
+        m_B = (last - at_B).clamp(0, rows)
+        most_B = read.cache.commit_limit()
+        m_B = m_B if most_B is None else m_B.minimum(most_B)
+        step_T = torch.arange(int(m_B.max()), device=target.device)
+        from_BT = (at_B[:, None] + step_T).clamp(max=targets_BT.shape[1] - 1)
+        ids_BT, pos_BT = targets_BT.gather(1, from_BT), (read.n_B + at_B)[:, None] + step_T
+        step = target.forward(Rows(pos_BT, ids_BT, n_B=m_B), read.cache, want=Want("none", hidden=(-1,)))
+        read.cache.commit(None, m_B)
+        for row, (at, count) in enumerate(zip(at_B.tolist(), m_B.tolist(), strict=True)):
             if count:
                 logits_TV = target.head(step.hidden[-1][row, :count]).to(wide)
                 wanted_T = targets_BT[row, at + 1 : at + 1 + count]
                 nats_B[row] += cross_entropy(logits_TV, wanted_T, reduction="none").double().sum()
+        at_B = at_B + m_B
     return [Nats(*one) for one in zip(nats_B.tolist(), counts, read.kept_rows, strict=True)]
 
 

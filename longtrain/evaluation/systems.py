@@ -158,7 +158,7 @@ class Builder:
         family = str(title or _words(who, entry))
         for role, part in ((DRAFT, whole.draft), (EVICTOR, whole.evictor)):
             if part is not None:
-                _check_role(suite, who, role)
+                _check_role(suite, who, role, method=facts.get("method", {}))
         kind = ARTIFACT if len(parts) == 1 else COMBINED
         for system in self._at_shapes(System(family, kind, family, parts=whole, facts=facts)):
             if whole.evictor is None:
@@ -340,14 +340,17 @@ def _eviction(system: System) -> Json:
     return {**own, "budget": facts["budget"]}
 
 
-def _check_role(suite: Suite, who: str, role: str) -> None:
-    """Refuse what the suite has no use for."""
+def _check_role(suite: Suite, who: str, role: str, *, method: Mapping[str, Any] | None = None) -> None:
+    """Refuse what the suite has no use for; a method without training can perhaps leave it out."""
     if role in suite.needs:
         return
     what = "a draft" if role == DRAFT else "an evictor"
+    hint = _SERVED[role]
+    if method and method.get(role) is True:
+        hint = f"its cache alone is {{method: {{name: {method['name']}, {role}: false}}}}; {hint}"
     raise ConfigError(
         f"{who} brings {what}, which suite {suite.name} has no use for (it takes: "
-        f"{', '.join(sorted(suite.needs)) or 'the full cache alone'}); {_SERVED[role]}"
+        f"{', '.join(sorted(suite.needs)) or 'the full cache alone'}); {hint}"
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from longtrain import methods
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, ConflictError
@@ -110,6 +111,29 @@ def test_a_cache_of_the_parts_own_is_used(target):
     both = Parts(evictor=evictor("snapkv", 64).evictor, cache=new_cache, name="both")
     with pytest.raises(ConflictError, match="leave one out"):
         measure(target, both, contexts, scored=scored)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Heads of the size that a quantised cache needs."""
+    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    return random_target(shape, seed=0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_quantised_cache_is_scored_whatever_the_step(wide, strict):
+    spec = methods.get("quantspec")
+    config = spec.config(draft=False, strict_flush=strict)
+    parts = spec.attach(spec.build(config, wide.info), wide, config, {})
+    text = np.random.default_rng(1).integers(0, 97, 1400).tolist()
+    contexts, scored = [text[:300], text[:200], text[:517]], [text[300:470], text[200:330], text[517:523]]
+    full = measure(wide, Parts(), contexts, scored=scored)
+    found = measure(wide, parts, contexts, scored=scored)
+    for one, whole in zip(found, full, strict=True):
+        assert 0 < abs(one.nats - whole.nats) / whole.nats < 1e-3 and one.tokens == whole.tokens
+    if strict:
+        slow = measure(wide, parts, contexts, scored=scored, rows=1)
+        assert [one.nats for one in found] == pytest.approx([one.nats for one in slow], rel=1e-9)
 
 
 def test_windows_are_checked(target):

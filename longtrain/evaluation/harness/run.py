@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,14 @@ class Runner:
 
     def _measured(self, system: System, task: Measured, examples: Sequence[Example]) -> list[Record]:
         found = task.measure(self.target, system.parts, examples)
+        for one, figures in zip(examples, found, strict=True):
+            for name, value in figures.items():
+                if not math.isfinite(value):
+                    raise DataError(
+                        f"task {task.name}, example {one.id}, system {system.name}: {name}={value}; numbers "
+                        f"ran over in {_dtype(self.target)}; pass target.dtype=float32 (or bfloat16 in place "
+                        "of float16), or leave out this system; what is done is kept"
+                    )
         return [
             Record(system.name, task.name, one.id, task.facets(one), measures=figures)
             for one, figures in zip(examples, found, strict=True)
@@ -174,6 +183,10 @@ class Runner:
             min_new_tokens=task.min_new_tokens,
             sequence_ids=[sequence_id(place) for place in unit.places],
         )
+
+
+def _dtype(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")
 
 
 def _smaller(batch: int) -> str:

@@ -216,6 +216,21 @@ def test_a_measured_task_has_figures_and_no_texts(session):
     assert all(not record.turns for record in made.records())
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_figure_that_is_no_number_is_named_and_what_is_done_is_kept(session, value):
+    class Overflow(Lengths):
+        def measure(self, target, parts, examples):
+            return [{"nats": 1.0 if example.id == "a" else value, "tokens": 1.0} for example in examples]
+
+    made = session(asked=suite(Overflow()), entries=(), batch=1)
+    message = (
+        rf"task letters, example b, system full: nats={value}; .* in float32; pass target\.dtype=float32"
+    )
+    with pytest.raises(DataError, match=message):
+        made.work()
+    assert made.missing() == {"full": 1}
+
+
 def test_the_recorded_score_is_held_to(session, monkeypatch):
     made = session("first", record=True)
     found = json.loads(whole(made)[0])

@@ -162,6 +162,8 @@ def test_methods_without_training_alone_and_beside_others(wide):
         builder.systems(suite(), [{"method": "longspec"}])
     with pytest.raises(ConfigError, match="method quantspec has no option 'bits'; known: draft, split"):
         builder.systems(suite(), [{"method": {"name": "quantspec", "bits": 4}}])
+    with pytest.raises(ConfigError, match=r"cache alone is \{method: \{name: quantspec, draft: false"):
+        builder.systems(replace(suite(), needs=frozenset({EVICTOR})), [{"method": "quantspec"}])
     with pytest.raises(ConfigError, match=r"entry method=4; allowed: NAME or \{name"):
         builder.systems(suite(), [{"method": 4}])
 
