@@ -201,11 +201,12 @@ def finish(cfg: DictConfig, session: Session) -> None:
 
     Raises:
         ConfigError: something is not done yet.
-        LongtrainError: a draft's texts are not those of plain decoding.
+        LongtrainError: a draft's texts are not those of plain decoding, or a judge judged no answer at all.
     """
     from longtrain.evaluation import report
     from longtrain.evaluation.exactness import enforce
     from longtrain.evaluation.harness.session import jsonl
+    from longtrain.evaluation.judge.naming import check_judged
 
     if cfg.suite.name == "acceptance":
         from longtrain.jobs import eval_acceptance
@@ -228,6 +229,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
     show(outcome, session.folder, [name for name in files if name in ("table.md", "speed.md", "report.html")])
     enforce(exactness_of(outcome.results))
+    check_judged(outcome.results)
 
 
 def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:

@@ -244,6 +244,7 @@ class _Recorder:
     def __init__(self, draft: Draft, seen: list[Any]) -> None:
         self.draft, self.want, self.seen = draft, draft.want, seen
         self.start, self.observe, self.bytes = draft.start, draft.observe, draft.bytes
+        self.tensors = draft.tensors
 
     def propose(self, *args: Any) -> TokenTree:
         """Ask the draft."""

@@ -37,9 +37,8 @@ class JudgeMarker:
     """Marks records by a judge model.
 
     A question is asked up to `tries` times until the reply holds a mark; one that never does is unjudged, and
-    nothing is put in the place of its mark. A later run with more tries goes on asking where this one
-    stopped, and any later run asks again what the server refused. Equal answers of two systems are judged
-    once.
+    nothing is put in the place of its mark. A later run asks for it again, as often; the result says how many
+    marks took more replies than `tries`. Equal answers of two systems are judged once.
 
     Args:
         endpoint: the judge.
@@ -91,7 +90,7 @@ class JudgeMarker:
         try:
             self._judge([question for some in asked for question in some], book, advance)
             for question in {question.key: question for some in asked for question in some}.values():
-                self._seen[question.key] = self._within(_kept(book, question))
+                self._seen[question.key] = _kept(book, question)[-1]
         finally:
             book.close()
         return [
@@ -100,10 +99,10 @@ class JudgeMarker:
         ]
 
     def _judge(self, questions: Sequence[Question], book: Ledger, advance: Advance) -> None:
-        """Ask what is not in the book yet, or may still get a mark."""
+        """Ask what has no mark in the book and was not asked by this run."""
         times = Counter(question.key for question in questions)
         what = f"judge {self.endpoint.model}"
-        wanted = {question.key: question for question in questions if self._open(book, question)}
+        wanted = {question.key: question for question in questions if self._unmarked(book, question)}
         if ready := sum(count for key, count in times.items() if key not in wanted):
             advance(what, ready)
         if not wanted:
@@ -124,8 +123,10 @@ class JudgeMarker:
         finally:
             client.stop()
         client.close()
-        if failure is not None:
-            there = sum(key in book.done for key in times)  # more tries for some of them may be left
+        there = sum(key in book.done for key in times)
+        if failure is not None and there == len(times):  # what was asked had an answer before, without a mark
+            log.warning("%s; what earlier runs could not have judged stays unjudged", failure)
+        elif failure is not None:
             raise JudgeError(
                 f"{failure}; {there} of {len(times)} judgements are kept, the same command goes on from there"
             ) from failure
@@ -165,7 +166,7 @@ class JudgeMarker:
         `tries` in it counts replies, those of earlier runs included; a refusal is none.
         """
         reply, reason, tries = Reply(""), "", tried
-        while tries < self.tries:
+        for _ in range(self.tries):
             try:
                 reply = client.ask(question.messages)
             except RefusedError as refusal:
@@ -194,26 +195,18 @@ class JudgeMarker:
             "host": self.endpoint.host,
         }
 
-    def _open(self, book: Ledger, question: Question) -> bool:
-        """Whether to ask: there is no mark yet, tries are left, and this run has not been refused it."""
+    def _unmarked(self, book: Ledger, question: Question) -> bool:
         kept = _kept(book, question)
-        if not kept:
-            return True
-        last = kept[-1]
-        return last["mark"] is None and last["tries"] < self.tries and question.key not in self._seen
-
-    def _within(self, kept: Sequence[Json]) -> Json:
-        """The last judgement that `tries` allows; a mark that took more of them counts for nothing."""
-        allowed = [one for one in kept if one["tries"] <= self.tries]
-        if allowed:
-            return allowed[-1]
-        return {**kept[-1], "mark": None, "unjudged": UNREADABLE, "reply": "", "tries": self.tries}
+        return not kept or (kept[-1]["mark"] is None and question.key not in self._seen)
 
     def _marked(self, record: Record, example: Example, questions: Sequence[Question]) -> Record:
-        judgements = [
-            {key: value for key, value in self._seen[question.key].items() if key not in COURSE}
-            for question in questions
-        ]
+        judgements = []
+        for question in questions:
+            seen = self._seen[question.key]
+            late = seen["mark"] is not None and seen["tries"] > self.tries
+            judgements.append(
+                {key: value for key, value in seen.items() if key not in COURSE} | {"late": late}
+            )
         marks = [judgement["mark"] for judgement in judgements]
         score = self.rubric.score(example, record.texts, marks)
         return record.marked(score, {"judgements": judgements})
@@ -235,7 +228,15 @@ def judge_facts(marker: JudgeMarker, records: Sequence[Record]) -> Json:
         "judgements": len(judgements),
         "unjudged": sum(reasons.values()),
         "unjudged_reasons": dict(sorted(reasons.items())),
+        "first_unjudged": next((quoted(one["reply"]) for one in judgements if one["mark"] is None), None),
+        "late": sum(one["late"] for one in judgements),
     }
+
+
+def quoted(reply: str) -> str:
+    """A reply on one line, not too long."""
+    line = " ".join(reply.split())
+    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def _kept(book: Ledger, question: Question) -> list[Json]:

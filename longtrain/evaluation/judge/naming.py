@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from longtrain.decoding.sampling import Sampling
+from longtrain.evaluation.judge.errors import JudgeError
 from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts
 from longtrain.evaluation.judge.settings import UNJUDGED
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Summary
 from longtrain.evaluation.suites.decoding import narrowed
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
 
 Json = dict[str, Any]
 
@@ -99,24 +103,67 @@ class Published:
         wrong = list(departures)
         if cut := sum(record.cut for record in records):
             wrong.append(f"{cut} of {len(records)} prompts shortened to the target's context")
-        title = f"Variant of {self.name}" if wrong else self.name
-        notes = [*wrong, *unverified]
         if marker is None:
-            return Summary(title, (*notes, UNJUDGED), extra={"judge": None, **extra})
-        notes.append(_judged_by(marker))
+            return Summary(
+                self._title(wrong), (*wrong, *unverified, UNJUDGED), extra={"judge": None, **extra}
+            )
         facts = judge_facts(marker, records)
+        if facts["late"]:
+            wrong.append(
+                f"{facts['late']} {of} of {records[0].system} were had by asking again in a later run, after "
+                f"{_replies(marker.tries)} without a mark"
+            )
+        notes = [*wrong, *unverified, _judged_by(marker)]
         if facts["unjudged"]:
             missing = f"{facts['unjudged']} of {facts['judgements']} {of} of {records[0].system}"
-            rest = "nothing" if score is None else f"{score:.2f}"
-            notes.append(f"{missing} could not be judged; the benchmark's mean over the rest is {rest}")
+            rest = "there is no score" if score is None else f"the mean over the rest is {score:.2f}"
+            notes.append(f"{missing} could not be judged; {rest}")
         tasks = {} if score is None else {task: round(score, 2)}
-        return Summary(title, tuple(notes), tasks, tasks.get(task), {"judge": facts, **extra})
+        return Summary(self._title(wrong), tuple(notes), tasks, tasks.get(task), {"judge": facts, **extra})
+
+    def _title(self, wrong: Sequence[str]) -> str:
+        return f"Variant of {self.name}" if wrong else self.name
+
+
+def check_judged(results: Json) -> None:
+    """Tell loudly what a judge left unjudged.
+
+    Args:
+        results: as they are written.
+
+    Raises:
+        JudgeError: of a system's answers none could be judged.
+    """
+    nothing = []
+    for system in results["systems"]:
+        facts = system["extra"].get("judge")
+        if not facts or not facts["unjudged"]:
+            continue
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in facts["unjudged_reasons"].items())
+        message = (
+            f"judge {facts['model']} left {facts['unjudged']} of {facts['judgements']} judgements of "
+            f"{system['name']} without a mark ({reasons}; the first reply: {facts['first_unjudged']!r})"
+        )
+        if facts["unjudged"] == facts["judgements"]:
+            nothing.append(message)
+        else:
+            log.warning("%s; the same command asks for them again", message)
+    if nothing:
+        more = f"; likewise {len(nothing) - 1} more systems" if len(nothing) > 1 else ""
+        raise JudgeError(
+            f"{nothing[0]}{more}. Everything is saved: look at suite.judge.model and its settings; the same "
+            "command, or one with a higher suite.judge.tries, asks again"
+        )
 
 
 def _judged_by(marker: JudgeMarker) -> str:
     body = marker.endpoint.body or {}
     settings = "".join(f", {name}: {body[name]}" for name in sorted(SAME & set(body)))
     return f"judged by {marker.endpoint.model}{settings}"
+
+
+def _replies(count: int) -> str:
+    return "one reply" if count == 1 else f"{count} replies"
 
 
 def _times(count: int) -> str:

@@ -133,12 +133,13 @@ def test_nonsense_is_asked_again_and_then_left_unjudged(desk: Desk) -> None:
         marked = desk.mark(end := marker(judge.url, tries=3), records_of("full"))
         assert len(judge.requests) == 10 + 2 * 3  # both turns of that question hold its first answer
         desk.mark(end, records_of("full"))
-        assert len(judge.requests) == 16  # what stayed unjudged is not asked for ever
+        assert len(judge.requests) == 16  # what stayed unjudged is not asked for ever by one run
     by_example = {one.example: one for one in marked}
     assert by_example["2"].score is None
     assert by_example["1"].score == 0.5
     facts = judge_facts(end, marked)
     assert (facts["unjudged"], facts["unjudged_reasons"]) == (2, {UNREADABLE: 2})
+    assert facts["first_unjudged"] == "I like it a lot!"
 
 
 def test_nonsense_that_passes(desk: Desk) -> None:
@@ -170,24 +171,32 @@ def test_refused_questions_are_counted_and_the_rest_goes_on(desk: Desk) -> None:
     assert any("maximum context length" in (one["unjudged"] or "") for one in desk.kept())
 
 
-def test_more_tries_go_on_where_fewer_stopped(desk: Desk) -> None:
+def test_a_later_run_asks_again_and_says_so(desk: Desk) -> None:
     with serve(lambda body, _: Answer("hm") if "full 2 a" in json.dumps(body) else Answer("[[5]]")) as judge:
-        few = desk.mark(short := marker(judge.url, tries=2), records_of("full"))
+        first = desk.mark(one := marker(judge.url), records_of("full"))
         assert len(judge.requests) == 10 + 2 * 2
     with serve(in_turn(Answer("hm"), Answer("[[9]]"))) as judge:
-        many = desk.mark(long := marker(judge.url, tries=4, concurrency=1), records_of("full"))
-        assert len(judge.requests) == 3  # the first question at its fourth try, the other at its third
-    assert marks_of(few[2]) == [None, None]
-    assert marks_of(many[2]) == [{"rating": 9.0}, {"rating": 9.0}]
-    assert short.settings() != long.settings()
+        second = desk.mark(two := marker(judge.url, concurrency=1), records_of("full"))
+        assert len(judge.requests) == 3  # the first question twice, the other once
+    assert marks_of(first[2]) == [None, None]
+    assert marks_of(second[2]) == [{"rating": 9.0}, {"rating": 9.0}]
+    facts = [judge_facts(end, some) for end, some in ((one, first), (two, second))]
+    assert [(some["unjudged"], some["late"]) for some in facts] == [(2, 0), (0, 2)]
     with serve(in_turn(Answer())) as judge:
-        assert desk.mark(marker(judge.url, tries=2), records_of("full")) == few  # as that run would have it
-        assert desk.mark(marker(judge.url, tries=4), records_of("full")) == many
-        assert marks_of(desk.mark(marker(judge.url, tries=3), records_of("full"))[2]) == [
-            None,
-            {"rating": 9.0},
-        ]
+        assert desk.mark(marker(judge.url), records_of("full")) == second
+        patient = desk.mark(end := marker(judge.url, tries=4), records_of("full"))
+        assert judge_facts(end, patient)["late"] == 0  # four tries would have had them at once
         assert not judge.requests
+    assert end.settings() != two.settings()
+
+
+def test_what_has_no_mark_needs_no_judge_to_be_shown(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    with serve(lambda body, _: Answer("hm") if "full 2 a" in json.dumps(body) else Answer("[[5]]")) as judge:
+        first = desk.mark(marker(judge.url), records_of("full"))
+    assert desk.mark(marker(judge.url, retries=0), records_of("full")) == first  # the server is gone
+    assert "stays unjudged" in caplog.text
+    with pytest.raises(JudgeError, match="12 of 24 judgements are kept"):
+        desk.mark(marker(judge.url, retries=0), records_of("full", "snapkv"))
 
 
 def test_what_was_refused_is_asked_again_by_the_next_run(desk: Desk) -> None:

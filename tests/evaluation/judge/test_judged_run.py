@@ -125,15 +125,36 @@ def test_another_judge_reads_the_same_texts(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_talks_nonsense_gives_no_score(tmp_path: Path) -> None:
-    with serve(in_turn(Answer("Lovely!"))) as judge:
-        results = evaluate(tmp_path, "mtbench", judge, "suite.judge.tries=2")
+    with serve(in_turn(Answer("Lovely\nanswers!"))) as judge:
+        said = r"6 of 6 judgements of full without a mark \(6 x no mark.*'Lovely answers!'\).*asks again"
+        with pytest.raises(LongtrainError, match=said):
+            evaluate(tmp_path, "mtbench", judge, "suite.judge.tries=2")
         assert len(judge.requests) == 12
+    results = json.loads((folder_of(tmp_path, "mtbench") / "results.json").read_text())
     (full,) = results["systems"]
     assert full["tasks"][0]["unjudged"] == 3
     assert full["tasks"][0]["official"] is None
     assert full["tasks"][0]["score"]["value"] is None
     assert full["extra"]["judge"]["unjudged"] == 6
-    assert any("6 of 6 ratings of full could not be judged" in note for note in results["notes"])
+    assert "6 of 6 ratings of full could not be judged; there is no score" in results["notes"]
+    with serve(opinion) as judge:  # the same command, and the judge is well again
+        results = evaluate(tmp_path, "mtbench", judge, "suite.judge.tries=2")
+        assert len(judge.requests) == 6
+    assert results["systems"][0]["tasks"][0]["score"]["value"] is not None
+    again = "6 ratings of full were had by asking again in a later run, after 2 replies without a mark"
+    assert again in results["notes"]
+
+
+def test_some_nonsense_is_told_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def moody(body: dict[str, Any], number: int) -> Answer:
+        return Answer("Hm.") if number == 0 else opinion(body, number)
+
+    with serve(moody) as judge:
+        results = evaluate(tmp_path, "mtbench", judge, "suite.judge.concurrency=1")
+    assert results["systems"][0]["extra"]["judge"]["unjudged"] == 1
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "left 1 of 6 judgements of full without a mark" in told
+    assert "'Hm.'" in told
 
 
 def test_longbench_write(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_without_a_judge_the_result_says_what_to_pass(target: Any, folder: str) 
 
 def test_figures_of_mt_bench(target: Any, folder: str) -> None:
     suite = mt_bench(target, folder, judge=HERE)
-    judged = {"answered_as": "j", "host": "h", "tries": 1}
+    judged = {"answered_as": "j", "reply": "well", "late": False}
     marks = [
         {"judgements": [{**judged, "mark": {"rating": 8.0}}, {**judged, "mark": None, "unjudged": "odd"}]},
         {"judgements": [{**judged, "mark": {"rating": 3.0}}, {**judged, "mark": {"rating": 5.0}}]},
@@ -293,7 +293,7 @@ def test_figures_of_mt_bench(target: Any, folder: str) -> None:
     assert summary.extra["judge"]["unjudged_reasons"] == {"odd": 40}
     assert summary.extra["mt_bench"]["turns"] == {"turn 1": 5.5, "turn 2": 5.0}
     assert any(
-        "40 of 160 ratings of full could not be judged; the benchmark's mean over the rest is 5.33" in note
+        "40 of 160 ratings of full could not be judged; the mean over the rest is 5.33" in note
         for note in summary.notes
     )
     assert "judged by judge" in summary.notes
@@ -430,7 +430,7 @@ def test_figures_of_longbench_write(target: Any, tmp_path: Path) -> None:
     data = write(tmp_path / "all.jsonl", [{**row, "length": 4} for row in requests()])
     judge = {**LONG_JUDGE, **WHERE}
     suite = long_write(target, data, judge=judge, temperature=0)
-    judged = {"answered_as": "j", "host": "h", "tries": 1}
+    judged = {"answered_as": "j", "reply": "well", "late": False}
     mark = {"judgements": [{**judged, "mark": {name: 4.0 for name in DIMENSIONS}}]}
     none = {"judgements": [{**judged, "mark": None, "unjudged": "odd"}]}
     records = answered(suite, "two words")
