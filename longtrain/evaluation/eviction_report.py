@@ -9,7 +9,7 @@ from typing import Any
 from longtrain.decoding.ranking import RECALLS
 from longtrain.evaluation.eviction_protocol import ARTIFACT, FULL, ORACLE, Json
 from longtrain.evaluation.eviction_tasks import CONTINUE, QUOTED
-from longtrain.evaluation.report import interval, markdown, tokens
+from longtrain.evaluation.report import arms, interval, markdown, tokens
 
 BOUNDS = (FULL, ORACLE)
 
@@ -38,9 +38,7 @@ def accuracy_picture(scores: Json) -> bytes:
             if policy["kind"] == FULL:
                 axes.axhline(values[0], color="black", linestyle="--", linewidth=1, label=policy["name"])
                 continue
-            below = [max(0.0, mark["value"] - mark["low"]) for mark in marks]
-            above = [max(0.0, mark["high"] - mark["value"]) for mark in marks]
-            bars = {"yerr": [below, above], "markersize": 4, "capsize": 2}
+            bars = {"yerr": arms(marks), "markersize": 4, "capsize": 2}
             axes.errorbar(_places(scores), values, **bars, **styles[policy["name"]], label=policy["name"])
         axes.set_xscale("log", base=2)
         axes.set_xticks(_places(scores), scores["budgets"], minor=False)

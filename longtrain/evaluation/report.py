@@ -72,11 +72,8 @@ def acceptance_picture(scores: Json) -> bytes:
         cells, name = variant["lengths"], variant["name"]
         points = [(cell["length"], cell["tau"]) for cell in cells if cell["tau"]["value"] is not None]
         values = [tau["value"] for _, tau in points]
-        below = [max(0.0, tau["value"] - tau["low"]) for _, tau in points]
-        above = [max(0.0, tau["high"] - tau["value"]) for _, tau in points]
-        by_length.errorbar(
-            [x for x, _ in points], values, yerr=[below, above], marker="o", capsize=3, label=name
-        )
+        bars = arms([tau for _, tau in points])
+        by_length.errorbar([x for x, _ in points], values, yerr=bars, marker="o", capsize=3, label=name)
         for cell in (cells[0], cells[-1]) if len(cells) > 1 else cells:
             label = f"{name} @ {tokens(cell['length'])}"
             rates = [(row["depth"], row["rate"]["value"]) for row in cell["by_depth"] if row["tried"]]
@@ -126,10 +123,22 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def interval(value: Json, digits: int = 2) -> str:
-    """`2.51 [2.40, 2.63]`, or a dash."""
+    """`2.51 [2.40, 2.63]`, `2.51` where too few prompts are behind it for an interval, or a dash."""
     if value["value"] is None:
         return "-"
+    if value["low"] is None:
+        return f"{value['value']:.{digits}f}"
     return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+
+def arms(figures: Sequence[Json]) -> tuple[list[float], list[float]]:
+    """How far intervals reach below and above their figures, for a picture; 0 where there is none."""
+    below, above = [], []
+    for one in figures:
+        told = one["low"] is not None
+        below.append(max(0.0, one["value"] - one["low"]) if told else 0.0)
+        above.append(max(0.0, one["high"] - one["value"]) if told else 0.0)
+    return below, above
 
 
 def _headline(scores: Json) -> str:

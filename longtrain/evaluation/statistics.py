@@ -27,7 +27,8 @@ Figure = tuple[Sequence[float], Sequence[float]]
 class Interval:
     """A figure with its interval and the number of units (prompts, trials) behind it.
 
-    With no data `value`, `low` and `high` are NaN; with one prompt a bootstrap interval is the point itself.
+    With no data `value`, `low` and `high` are NaN. One prompt, or a few that all say the same, have a value
+    alone: an interval of no width would look like certainty.
     """
 
     value: float
@@ -45,7 +46,7 @@ class Interval:
         return self.n >= LEAST and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f}" + ("" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]")
 
 
 NOTHING = Interval(math.nan, math.nan, math.nan, 0)
@@ -92,7 +93,7 @@ def pooled_ratio(
         return NOTHING
     draws = np.sort(resampled_ratios(pairs_N2, _draws(len(pairs_N2), resamples, seed)))
     low, high = _percentiles(draws, confidence)
-    return Interval(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
+    return _known(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
 
 
 def paired_difference(
@@ -121,7 +122,7 @@ def paired_difference(
     index_RN = _draws(len(a_N2), resamples, seed)
     gaps = np.sort(resampled_ratios(a_N2, index_RN) - resampled_ratios(b_N2, index_RN))
     low, high = _percentiles(gaps, confidence)
-    return Interval(_ratio(a_N2.sum(0)) - _ratio(b_N2.sum(0)), low, high, len(a_N2))
+    return _known(_ratio(a_N2.sum(0)) - _ratio(b_N2.sum(0)), low, high, len(a_N2))
 
 
 def paired_quotient(
@@ -156,7 +157,7 @@ def paired_quotient(
     sums_R2 = np.stack([pairs_N2[:, column][index_RN].sum(1) for column in (0, 1)], axis=1)
     sums_R2 = sums_R2[sums_R2[:, 1] > 0]
     low, high = _percentiles(np.sort(sums_R2[:, 0] / sums_R2[:, 1]), confidence)
-    return Interval(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
+    return _known(_ratio(pairs_N2.sum(0)), low, high, len(pairs_N2))
 
 
 def mean_of_ratios(
@@ -188,7 +189,7 @@ def mean_of_ratios(
         used, lambda ratios: of(ratios[0]), seed=seed, confidence=confidence, resamples=resamples
     )
     low, high = min(value, max(low, bounds[0])), max(value, min(high, bounds[1]))
-    return Interval(value, low, high, sum(len(pairs) for (pairs,) in used))
+    return _known(value, low, high, sum(len(pairs) for (pairs,) in used))
 
 
 def paired_mean_difference(
@@ -222,7 +223,14 @@ def paired_mean_difference(
         confidence=confidence,
         resamples=resamples,
     )
-    return Interval(value, low, high, sum(len(a_N2) for a_N2, _ in used))
+    return _known(value, low, high, sum(len(a_N2) for a_N2, _ in used))
+
+
+def _known(value: float, low: float, high: float, n: int) -> Interval:
+    """An interval, or the value alone where it cannot be had."""
+    if n < 2 or (n < LEAST and high - low <= 1e-12 * abs(value)):
+        return Interval(value, math.nan, math.nan, n)
+    return Interval(value, low, high, n)
 
 
 def _paired(first: Figure, second: Figure) -> tuple[np.ndarray, np.ndarray]:

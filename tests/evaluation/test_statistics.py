@@ -194,6 +194,18 @@ def test_a_lone_example_borrows_the_spread_of_the_widest_task():
     assert with_one.high - with_one.low > 3 * (alone.high - alone.low)
 
 
+def test_one_example_or_a_few_that_agree_have_a_value_and_no_interval():
+    def mean(*scores):
+        return mean_of_ratios([(scores, [1.0] * len(scores))])
+
+    for got in (mean(10.0), mean(10.0, 10.0), pooled_ratio([10.0], [1]), pooled_ratio([9, 9], [3, 3])):
+        assert got.value in (10, 3) and math.isnan(got.low) and math.isnan(got.high)
+        assert got.to_json()["low"] is None and "[" not in str(got) and not got.larger_than_noise
+    assert math.isnan(paired_difference(([9.0], [1]), ([4.0], [1])).low)
+    assert mean(10.0, 12.0).low < 10 < 12 < mean(10.0, 12.0).high
+    assert mean(*[10.0] * LEAST).low == 10
+
+
 def test_an_interval_stays_within_what_can_be():
     few = ([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0], [1.0] * 7)
     assert mean_of_ratios([few]).high > 1

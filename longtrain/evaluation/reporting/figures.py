@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from longtrain.evaluation.report import tokens
+from longtrain.evaluation.report import arms, tokens
 
 Json = dict[str, Any]
 Points = list[tuple[Any, Json]]
@@ -51,7 +51,8 @@ def _budget(results: Json) -> bytes | None:
     figure, (axes,) = _figure(1, 1, (6.4, 4.2))
     full = next((s["average"] for s in results["systems"] if s["kind"] == "full"), None)
     if full is not None and full["value"] is not None:
-        axes.axhspan(full["low"], full["high"], color="black", alpha=0.1, linewidth=0)
+        if full["low"] is not None:
+            axes.axhspan(full["low"], full["high"], color="black", alpha=0.1, linewidth=0)
         axes.axhline(full["value"], color="black", linestyle="--", linewidth=1, label="full cache")
     for name, points in lines.items():
         _line(axes, [(budgets.index(place), one) for place, one in points], name)
@@ -131,12 +132,18 @@ def _pooled(found: list[tuple[float, int]] | None) -> float:
 
 def _line(axes: Any, points: Points, name: str) -> None:
     values = [one["value"] for _, one in points]
-    below = [max(0.0, one["value"] - one["low"]) for _, one in points]
-    above = [max(0.0, one["high"] - one["value"]) for _, one in points]
     places = [place for place, _ in points]
     if points:
         label = name.replace("$", r"\$")
-        axes.errorbar(places, values, yerr=[below, above], marker="o", markersize=4, capsize=2, label=label)
+        axes.errorbar(
+            places,
+            values,
+            yerr=arms([one for _, one in points]),
+            marker="o",
+            markersize=4,
+            capsize=2,
+            label=label,
+        )
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:

@@ -52,7 +52,7 @@ def difference(versus: Json | None, *, plain: bool = False) -> str:
     value = f"{gap['value']:+.2f}"
     if versus["larger_than_noise"]:
         value = f"{value}*" if plain else f"**{value}**"
-    return f"{value} [{gap['low']:.2f}, {gap['high']:.2f}]"
+    return value if gap["low"] is None else f"{value} [{gap['low']:.2f}, {gap['high']:.2f}]"
 
 
 def kept_share(system: Json) -> float | None:

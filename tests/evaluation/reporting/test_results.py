@@ -9,6 +9,8 @@ import pytest
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import DataError
 from longtrain.evaluation.records import Record, Turn
+from longtrain.evaluation.reporting.figures import pictures
+from longtrain.evaluation.reporting.tables import table
 from longtrain.evaluation.results import assemble, examples
 from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import Scale, Suite, Summary
@@ -222,6 +224,18 @@ def test_a_result_has_the_benchmarks_name_only_if_every_system_earns_it(two):
     assert found["notes"] == ["everybody's", "full alone: S", "snapkv@64 alone: Variant of S"]
     alone = run(suite, [FULL], [r for r in records if r.system == "full"])
     assert (alone["title"], alone["notes"]) == ("S", ["everybody's"])
+
+
+def test_one_example_has_figures_without_intervals(two):
+    suite, records = two
+    found = run(suite, [FULL, SMALL], [r for r in records if r.example == "qa-0"])
+    for system in found["systems"]:
+        assert system["average"]["value"] is not None and system["average"]["low"] is None
+    versus = found["systems"][1]["versus_full"]
+    assert versus["difference"]["low"] is None and not versus["larger_than_noise"]
+    shown = table(found)
+    assert "nan" not in shown.lower() and f"{found['systems'][0]['average']['value']:.2f} |" in shown
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures(found).values())
 
 
 class Letters:

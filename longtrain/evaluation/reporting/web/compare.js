@@ -6,7 +6,7 @@ const gap = (one) => one?.difference.value;
 
 function pairsTable() {
   const averages = run.pairs.map((pair) => pair.average.difference).filter(has);
-  const reach = Math.max(1e-9, ...averages.flatMap((one) => [Math.abs(one.low), Math.abs(one.high)]));
+  const reach = Math.max(1e-9, ...averages.flatMap((one) => ends(one).map(Math.abs)));
   const figure = (pair, side) => (has(pair.average[side]) ? [el("b", {}, fixed(pair.average[side].value)), el("span", { class: "range" }, range(pair.average[side]))] : "\u2013");
   const columns = [
     { name: "system", left: true, value: (pair) => pair.name, cell: (pair) => el("span", { class: "sys" }, el("span", {}, breakable(pair.name))) },

@@ -29,7 +29,9 @@ const fixed = (value, digits = 2) => (known(value) ? value.toFixed(digits).repla
 const signed = (value, digits = 2) => (known(value) && value > 0 ? "+" : "") + fixed(value, digits);
 const percent = (share, digits = 1) => (known(share) ? `${(100 * share).toFixed(digits)}%` : "\u2013");
 const tokens = (count) => (count >= 1024 && count % 128 === 0 ? `${count / 1024}k` : String(count));
-const range = (interval, digits = 1) => `[${fixed(interval.low, digits)}, ${fixed(interval.high, digits)}]`;
+/** Bounds of a figure; the figure itself where too few examples are behind it for an interval. */
+const ends = (interval) => (known(interval.low) ? [interval.low, interval.high] : [interval.value, interval.value]);
+const range = (interval, digits = 1) => (known(interval.low) ? `[${fixed(interval.low, digits)}, ${fixed(interval.high, digits)}]` : "(too few for an interval)");
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const unique = (values) => [...new Set(values)];
 /** Numbers in order, then texts. */
@@ -100,7 +102,7 @@ function difference(versus, digits = 2) {
 function whisker(interval, low, high, family) {
   const width = 64, at = (value) => (high > low ? (width * (value - low)) / (high - low) : width / 2).toFixed(1);
   const svg = shape("svg", { class: "whisker", width, height: 12, "aria-hidden": "true" });
-  const line = shape("line", { x1: at(interval.low), x2: at(interval.high), y1: 6, y2: 6, "stroke-width": 2, "stroke-linecap": "round", opacity: .45 });
+  const line = shape("line", { x1: at(ends(interval)[0]), x2: at(ends(interval)[1]), y1: 6, y2: 6, "stroke-width": 2, "stroke-linecap": "round", opacity: .45 });
   const point = shape("circle", { cx: at(interval.value), cy: 6, r: 3.5 });
   svg.append(shape("line", { x1: 0, x2: width, y1: 6, y2: 6, stroke: "currentColor", opacity: .12 }), line, point);
   drawn(() => { line.setAttribute("stroke", colour(family)); point.setAttribute("fill", colour(family)); });

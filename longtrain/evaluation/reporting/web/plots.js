@@ -28,9 +28,9 @@ function line(name, family, points, { style = 0, percents = false } = {}) {
   const ink = colour(family);
   return {
     type: "scatter", mode: "lines+markers", name: label(name), x: there.map(([at]) => at), y: intervals.map((i) => i.value),
-    error_y: { type: "data", symmetric: false, array: intervals.map((i) => i.high - i.value), arrayminus: intervals.map((i) => i.value - i.low), thickness: 1.1, width: 3, color: ink },
+    error_y: { type: "data", symmetric: false, array: intervals.map((i) => ends(i)[1] - i.value), arrayminus: intervals.map((i) => i.value - ends(i)[0]), thickness: 1.1, width: 3, color: ink },
     line: { color: ink, width: 2.2, dash: DASHES[style % 4] }, marker: { color: ink, size: 7.5, symbol: SYMBOLS[style % 4], line: { color: css("--card"), width: 1.5 } },
-    customdata: there.map(([at, interval, called]) => [percents ? `[${percent(interval.low)}, ${percent(interval.high)}]` : range(interval, 2), interval.n, label(called ?? at)]),
+    customdata: there.map(([at, interval, called]) => [percents && known(interval.low) ? `[${percent(interval.low)}, ${percent(interval.high)}]` : range(interval, 2), interval.n, label(called ?? at)]),
     hovertemplate: `<b>%{fullData.name}</b><br>%{customdata[2]}: %{y:${percents ? ".1%" : ".2f"}} %{customdata[0]}<br>n = %{customdata[1]}<extra></extra>`, showlegend: false,
   };
 }
@@ -87,7 +87,7 @@ function budgetPlot() {
     const reference = full && entry(full, task), shapes = [];
     if (has(reference)) {
       const across = { xref: "paper", x0: 0, x1: 1, layer: "below" };
-      shapes.push({ ...across, type: "rect", y0: reference.low, y1: reference.high, fillcolor: css("--band"), line: { width: 0 } });
+      shapes.push({ ...across, type: "rect", y0: ends(reference)[0], y1: ends(reference)[1], fillcolor: css("--band"), line: { width: 0 } });
       shapes.push({ ...across, type: "line", y0: reference.value, y1: reference.value, line: { color: css("--ink"), width: 1.5, dash: "dash" } });
     }
     const annotations = has(reference) ? [{ xref: "paper", x: 1, xanchor: "right", y: reference.value, yanchor: "bottom", text: `full cache ${fixed(reference.value)}`, showarrow: false, font: { size: 12, color: css("--ink") } }] : [];
@@ -107,7 +107,7 @@ function averagePlot() {
       [{
         type: "bar", orientation: "h", y: up.map((system) => label(system.name)), x: of((a) => a.value),
         marker: { color: up.map((system) => colour(system.family)), opacity: 0.85, cornerradius: 4 },
-        error_x: { type: "data", symmetric: false, array: of((a) => a.high - a.value), arrayminus: of((a) => a.value - a.low), color: css("--ink"), thickness: 1.2, width: 3 },
+        error_x: { type: "data", symmetric: false, array: of((a) => ends(a)[1] - a.value), arrayminus: of((a) => a.value - ends(a)[0]), color: css("--ink"), thickness: 1.2, width: 3 },
         customdata: of((a) => [range(a, 2), a.n]), hovertemplate: "<b>%{y}</b><br>%{x:.2f} %{customdata[0]}<br>n = %{customdata[1]}<extra></extra>",
       }],
       layout("", "", { x: { rangemode: "tozero" }, y: { tickfont: { size: 11.5 }, ticksuffix: " ", tickvals: up.map((system) => label(system.name)), ticktext: up.map((system) => label(short(system.name))) } }),

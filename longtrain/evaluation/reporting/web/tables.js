@@ -64,7 +64,7 @@ const drafted = run.systems?.some((system) => system.acceptance);
 
 function systemsTable() {
   const averages = run.systems.map((system) => system.average).filter(has);
-  const [low, high] = [Math.min(...averages.map((a) => a.low)), Math.max(...averages.map((a) => a.high))];
+  const [low, high] = [Math.min(...averages.map((a) => ends(a)[0])), Math.max(...averages.map((a) => ends(a)[1]))];
   const columns = [{ name: "system", left: true, value: (s) => s.name, cell: (s) => systemLabel(s.name) },
     { name: "kind", left: true, minor: true, value: (s) => s.kind, cell: (s) => el("span", { class: "tag" }, s.kind) },
     { name: "budget", minor: true, title: "Rows of the prompt that stay in the cache, as asked for", value: (s) => (known(s.budget) ? parseFloat(s.budget) : null), cell: (s) => s.budget ?? "\u2013" }];
