@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from longtrain import provenance
 from longtrain.errors import ConfigError
@@ -53,19 +53,36 @@ def session_of(cfg: DictConfig) -> AcceptanceSession:
     What is done is kept under the hash of all settings, so that other settings start anew.
 
     Raises:
-        ConfigError: a setting is wrong, or an artifact brings no draft.
+        ConfigError: a setting is wrong, or nothing drafts.
         DataError: there is no held-out text, or not enough of it.
     """
-    artifacts = _artifacts(cfg)
-    target = load_target_from(cfg, path=next(iter(artifacts.values())).target.name)
+    from longtrain.jobs.eval_harness import budgets_of_suite, entries_of
+
+    entries, artifacts = entries_of(cfg)
+    if not entries:
+        raise ConfigError(
+            "suite=acceptance measures drafts and none is given; pass artifact=NAME, or artifact=[A,B] to "
+            "compare several (longtrain eval suite=smoke artifact=checkpoints/mine), or method=quantspec, "
+            "which needs no artifact"
+        )
+    first = next(iter(artifacts.values()), None)
+    target = load_target_from(cfg, path=first.target.name if first else None)
     asked, dropped = _protocol(cfg, target)
     notes = [f"{count} {reason}" for reason, count in dropped.items()]
     suite = suite_of(asked, notes)
-    builder = Builder(target, (), _shapes(cfg), artifacts.__getitem__, greedy=asked.sampling.greedy)
-    entries = [{"artifact": name} for name in artifacts]
+    builder = Builder(
+        target,
+        budgets_of_suite(_values(cfg.suite.budgets)),
+        _shapes(cfg),
+        artifacts.__getitem__,
+        greedy=asked.sampling.greedy,
+    )
     systems = builder.systems(suite, entries)
-    if lacking := [one.name for one in systems[1:] if not one.drafts]:
-        raise ConfigError(f"artifact {lacking[0]} brings no draft; suite=acceptance needs one")
+    if not any(one.drafts for one in systems):
+        raise ConfigError(
+            f"{systems[1].name} brings no draft, and suite=acceptance measures drafts; put a draft beside it "
+            "(suite.systems=[{artifact: [DRAFT, EVICTOR]}]), or pass suite=longbench, ruler or needle"
+        )
     check(target, [system.name for system in systems], asked)
     session = AcceptanceSession(
         target=target,
@@ -93,7 +110,7 @@ def finish(cfg: DictConfig, session: AcceptanceSession) -> None:
         ConfigError: something is not done yet.
         LongtrainError: a draft's texts are not those of plain decoding.
     """
-    from longtrain.jobs.eval_harness import reports
+    from longtrain.jobs.eval_harness import exactness_of, reports
 
     outcome = session.finish()
     variants = [Variant(one.name, one.parts, one.shape) for one in session.systems if one.drafts]
@@ -117,6 +134,7 @@ def finish(cfg: DictConfig, session: AcceptanceSession) -> None:
     provenance.write(folder, plain(cfg), artifacts=places)
     _show(found, timings, folder / "table.md")
     enforce(_exactness_of(found))
+    enforce(exactness_of(outcome.results))  # drafts over an evictor or another cache
 
 
 def _scores(session: AcceptanceSession, variants: Sequence[Variant]) -> dict[str, Any]:
@@ -151,19 +169,6 @@ def _speed(cfg: DictConfig, session: AcceptanceSession, variants: Sequence[Varia
             session.target, variants, asked, batch=batch, prompts=prompts, advance=bar.advance
         )
     return {"speed": rows}
-
-
-def _artifacts(cfg: DictConfig) -> dict[str, Artifact]:
-    """The artifacts by the name they get in the table."""
-    from longtrain.artifact import Artifact
-
-    asked = cfg.artifact if isinstance(cfg.artifact, ListConfig | list) else [cfg.artifact]
-    asked = [str(where) for where in asked if where]
-    if not asked:
-        raise ConfigError("eval needs an artifact; pass artifact=NAME, or artifact=[A,B] to compare several")
-    short = [Path(where).name for where in asked]
-    names = short if len(set(short)) == len(short) else asked
-    return {name: Artifact.load(where, home=cfg.home) for name, where in zip(names, asked, strict=True)}
 
 
 def _shapes(cfg: DictConfig) -> list[TreeShape]:

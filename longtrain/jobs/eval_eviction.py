@@ -121,6 +121,12 @@ def budgets_of(values: Any) -> tuple[Budget, ...]:
             return tuple(Budget(tokens=v) for v in sorted(set(values)))
         if all(type(v) is float and 0 < v <= 1 for v in values):
             return tuple(Budget(ratio=v) for v in sorted(set(values)))
+        if all(type(v) is int or type(v) is float for v in values) and len({type(v) for v in values}) == 2:
+            whole, shares = ([v for v in values if type(v) is kind] for kind in (int, float))
+            raise ConfigError(
+                f"suite.budgets={values} mixes tokens and shares of the prompt, which do not go together; "
+                f"pass suite.budgets={whole}, then suite.budgets={shares} with another name="
+            )
     raise ConfigError(
         f"suite.budgets={values}; allowed: tokens of 1 or more ([64,128]) or shares of the prompt ([0.1,0.2])"
     )

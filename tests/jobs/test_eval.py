@@ -149,11 +149,44 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
     assert (tmp_path / "runs" / "one" / "eval" / "scores.json").is_file()
 
 
+def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run, tmp_path):
+    systems = "suite.systems=[snapkv,{artifact:draft,policy:snapkv}]"
+    run(systems, "suite.budgets=[48]", "suite.speed_prompts=1")
+    folder = tmp_path / "runs" / "one" / "eval"
+    scores = json.loads((folder / "scores.json").read_text())
+    cells = {one["name"]: one["lengths"] for one in scores["variants"]}
+    assert list(cells) == ["draft", "draft+snapkv@48"]
+    assert cells["draft"][0]["exactness"]["different"] == 0
+    assert cells["draft+snapkv@48"][0]["exactness"] is None  # its texts are not those of the full cache
+    assert [cell["length"] for cell in scores["plain"]] == [64, 128]
+    results = json.loads((folder / "acceptance" / "results.json").read_text())
+    found = {system["name"]: system["tasks"][0]["exactness"] for system in results["systems"]}
+    assert found["snapkv@48"] is None and found["draft+snapkv@48"]["compared"] == 4
+
+
+def test_a_method_without_training_needs_no_artifact(run, tmp_path):
+    run(
+        "artifact=null",
+        "method=quantspec",
+        "target.path=tiny",
+        "lengths=[128]",
+        "suite.speed_prompts=0",
+    )
+    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
+    assert [one["name"] for one in scores["variants"]] == ["quantspec"]
+
+
+def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
+    with pytest.raises(ConfigError, match=r"snapkv@128 brings no draft.*artifact: \[DRAFT, EVICTOR\].*ruler"):
+        run("artifact=null", "suite.systems=[snapkv]")
+
+
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
         ("artifact=none", ArtifactError, "no artifact 'none'"),
-        ("artifact=null", ConfigError, "eval needs an artifact"),
+        ("artifact=null", ConfigError, r"artifact=checkpoints/mine\), or method=quantspec, which needs no"),
+        ("suite.budgets=[32,0.3]", ConfigError, r"mixes tokens and shares .* suite.budgets=\[32\], then"),
         ("target.path=/no/where", ConfigError, "/no/where is not a folder"),
         ("lengths=[4k]", DataError, "pass shorter lengths or longer text"),
         ("lengths=[]", ConfigError, r"lengths=\[\] measures nothing"),

@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from longtrain.decoding.roles import Law
 from longtrain.decoding.stats import Stats, repeated
 from longtrain.evaluation.acceptance import Cell, Protocol, Runs
 from longtrain.evaluation.exactness import compare
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record, ids_sha256
 from longtrain.evaluation.report import tokens
-from longtrain.evaluation.suite import DRAFT, ByTask, Suite, Summary
+from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
-from longtrain.evaluation.systems import System
+from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def suite_of(protocol: Protocol, notes: Sequence[str] = ()) -> Suite:
     def summarise(records: ByTask) -> Summary:
         return drafting.summary(TITLE, records, notes)
 
-    return Suite(NAME, tuple(tasks), scale=drafting.SCALE, summarise=summarise, needs=frozenset({DRAFT}))
+    return Suite(NAME, tuple(tasks), scale=drafting.SCALE, summarise=summarise)
 
 
 def runs_of(
@@ -123,7 +122,7 @@ def runs_of(
 
     Args:
         target: the frozen model; recomputes the logits where texts part.
-        systems: that ran; one without a draft is plain decoding.
+        systems: that ran; `full` is plain decoding.
         records: of all of them, complete.
         protocol: as they ran.
         costs: (system, task) -> `target_forwards`, `cache_bytes`, `draft_bytes`.
@@ -140,13 +139,14 @@ def runs_of(
             some = found[system.name][task]
             own = [list(record.turns[0].tokens) for record in some]
             stats = _stats(some, costs.get((system.name, task), {}))
-            if not system.drafts:
+            if system.name == FULL_CACHE.name:
                 texts = own
                 plain.append(Cell(length, own, stats))
+            if not system.drafts:
                 continue
             greedy = protocol.sampling.greedy
             exact = None
-            if texts is not None and (greedy or system.shape.law is Law.POINT):
+            if texts is not None and system.lossless_of == FULL_CACHE.name:
                 exact = compare(target, protocol.prompts(length), texts, other=own, greedy=greedy)
             cells[system.name].append(Cell(length, own, stats, exact))
     return Runs(cells, plain)
