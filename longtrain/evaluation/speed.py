@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,7 @@ from longtrain.decoding.stats import Stats
 from longtrain.evaluation import acceptance
 from longtrain.evaluation.acceptance import PLAIN, Advance, Variant
 from longtrain.evaluation.harness.protocol import prompt_room
+from longtrain.evaluation.harness.run import Asked, sequence_id
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Task
@@ -44,18 +45,18 @@ class Way(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is timed.
+class Batch:
+    """Prompts that are timed together.
 
     Args:
-        max_new_tokens: tokens to generate.
-        sampling: temperature and so on.
-        ignore_eos: go on past the end of text.
+        prompts: token ids.
+        asked: of each.
+        sequence_ids: what random coins know them by; None numbers them.
     """
 
-    max_new_tokens: int
-    sampling: Sampling
-    ignore_eos: bool = True
+    prompts: list[list[int]]
+    asked: Asked
+    sequence_ids: tuple[int, ...] | None = None
 
 
 def measure_speed(
@@ -84,10 +85,8 @@ def measure_speed(
     rows = []
     for length in protocol.lengths:
         texts = protocol.prompts(length)[:prompts]
-        batches = [texts[first : first + batch] for first in range(0, len(texts), batch)]
-        figures = time_ways(
-            target, [PLAIN, *variants], batches, asked=asked, what=str(length), advance=advance
-        )
+        batches = [Batch(texts[first : first + batch], asked) for first in range(0, len(texts), batch)]
+        figures = time_ways(target, [PLAIN, *variants], batches, what=str(length), advance=advance)
         rows.append({"length": length, "batch": batch, "figures": figures})
     return rows
 
@@ -122,12 +121,10 @@ def speed_rows(
         if not isinstance(task, Task):
             continue
         for length, some in _first(task, prompts).items():
-            texts = [_ids(task, example, target) for example in some]
-            batches = [texts[first : first + batch] for first in range(0, len(texts), batch)]
-            asked = Asked(task.max_new_tokens, sampling, task.ignore_eos)
+            batches = list(_batches(task, some, target, sampling=sampling, batch=batch))
             what = task.name if length is None else f"{task.name} @ {length}"
-            figures = time_ways(target, systems, batches, asked=asked, what=what, advance=advance)
-            about = {"task": task.name, "length": length, "prompts": len(texts), "batch": batch}
+            figures = time_ways(target, systems, batches, what=what, advance=advance)
+            about = {"task": task.name, "length": length, "prompts": len(some), "batch": batch}
             rows.append({**about, "max_new_tokens": task.max_new_tokens, "figures": figures})
     return {"device": str(target.device), "rows": rows}
 
@@ -141,9 +138,8 @@ def speed_steps(systems: Sequence[System], suite: Suite, *, prompts: int) -> int
 def time_ways(
     target: Target,
     ways: Sequence[Way],
-    batches: Sequence[list[list[int]]],
+    batches: Sequence[Batch],
     *,
-    asked: Asked,
     what: str = "",
     advance: Advance = lambda what, done: None,
 ) -> dict[str, dict[str, Any]]:
@@ -152,8 +148,7 @@ def time_ways(
     Args:
         target: the frozen model.
         ways: the first is what the ratios are to.
-        batches: prompts that are decoded together.
-        asked: what of them.
+        batches: what is decoded together.
         what: they are called when `advance` is told of prompts done.
         advance: told of progress.
 
@@ -161,16 +156,18 @@ def time_ways(
         Figures by name.
     """
     for way in ways:
+        asked = batches[0].asked
         short = min(WARMUP_TOKENS, asked.max_new_tokens)
-        _timed(target, way, batches[0], replace(asked, max_new_tokens=short))
+        few = replace(asked, max_new_tokens=short, min_new_tokens=min(short, asked.min_new_tokens))
+        _timed(target, way, replace(batches[0], asked=few))
     stats = {way.name: Stats() for way in ways}
     peak = dict.fromkeys(stats, 0)
     for some in batches:
         for way in ways:
-            found, held = _timed(target, way, some, asked)
+            found, held = _timed(target, way, some)
             stats[way.name] += found
             peak[way.name] = max(peak[way.name], held)
-            advance(f"speed of {way.name} @ {what}", len(some))
+            advance(f"speed of {way.name} @ {what}", len(some.prompts))
     plain = stats[ways[0].name]
     return {
         name: _figures(one, plain, n_prefills=len(batches), peak=peak[name]) for name, one in stats.items()
@@ -188,9 +185,19 @@ def _first(task: Task, prompts: int) -> dict[int | None, list[Example]]:
     return by_length
 
 
-def _ids(task: Task, example: Example, target: Target) -> list[int]:
+def _batches(
+    task: Task, some: Sequence[Example], target: Target, *, sampling: Sampling, batch: int
+) -> Iterator[Batch]:
+    """Examples as they are decoded in the suite: those of one temperature together."""
     assert target.tokenizer is not None
-    return list(task.encode(example, target.tokenizer, max_tokens=prompt_room(task, target)).ids)
+    room = prompt_room(task, target)
+    for heat in dict.fromkeys(task.temperature(example) for example in some):
+        alike = [example for example in some if task.temperature(example) == heat]
+        for first in range(0, len(alike), batch):
+            mine = alike[first : first + batch]
+            prompts = [list(task.encode(one, target.tokenizer, max_tokens=room).ids) for one in mine]
+            asked = Asked.of(task, target, sampling, temperature=heat)
+            yield Batch(prompts, asked, tuple(sequence_id((task.name, one.id)) for one in mine))
 
 
 def _figures(one: Stats, plain: Stats, *, n_prefills: int, peak: int) -> dict[str, Any]:
@@ -219,19 +226,14 @@ def _over(a: float, b: float) -> float | None:
     return _known(a / b) if b else None
 
 
-def _timed(target: Target, way: Way, prompts: list[list[int]], asked: Asked) -> tuple[Stats, int]:
+def _timed(target: Target, way: Way, some: Batch) -> tuple[Stats, int]:
     """Stats of one call, and the most device memory held during it."""
     on_gpu = target.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(target.device)
         torch.cuda.reset_peak_memory_stats(target.device)
-    longest = max(map(len, prompts))
-    limits = Limits(len(prompts), longest + asked.max_new_tokens, way.shape.n_nodes)
-    generation = Engine(target, way.parts, limits=limits).generate(
-        prompts,
-        max_new_tokens=asked.max_new_tokens,
-        sampling=asked.sampling,
-        shape=way.shape,
-        ignore_eos=asked.ignore_eos,
-    )
+    longest = max(map(len, some.prompts))
+    limits = Limits(len(some.prompts), longest + some.asked.max_new_tokens, way.shape.n_nodes)
+    engine = Engine(target, way.parts, limits=limits)
+    generation = some.asked.decode(engine, some.prompts, shape=way.shape, sequence_ids=some.sequence_ids)
     return generation.stats, torch.cuda.max_memory_allocated(target.device) if on_gpu else 0

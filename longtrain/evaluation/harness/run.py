@@ -13,6 +13,7 @@ import torch
 
 from longtrain.decoding.engine import Engine, Generation
 from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness.ledger import Ledger
@@ -28,6 +29,55 @@ if TYPE_CHECKING:
     from longtrain.target.model import Target
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an engine is asked of prompts that it decodes together.
+
+    Args:
+        max_new_tokens: tokens to generate.
+        sampling: temperature and so on.
+        ignore_eos: go on past the end of text.
+        min_new_tokens: tokens before which nothing ends.
+        stop_ids: tokens that end an answer; None: the target's own.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    ignore_eos: bool = True
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, task: Task, target: Target, sampling: Sampling, *, temperature: float | None) -> Asked:
+        """As a task has its examples decoded.
+
+        Args:
+            task: theirs.
+            target: the frozen model.
+            sampling: of the run.
+            temperature: of the examples; None: the run's own.
+        """
+        assert target.tokenizer is not None
+        return cls(
+            task.max_new_tokens,
+            sampling if temperature is None else replace(sampling, temperature=temperature),
+            task.ignore_eos,
+            task.min_new_tokens,
+            (*target.info.eos_ids, *task.stop_ids(target.tokenizer)),
+        )
+
+    def decode(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        *,
+        shape: TreeShape,
+        sequence_ids: Sequence[int] | None = None,
+    ) -> Generation:
+        """The engine's answers."""
+        return engine.generate(prompts, shape=shape, sequence_ids=sequence_ids, **vars(self))
 
 
 class StoppedError(LongtrainError):
@@ -166,21 +216,15 @@ class Runner:
                     f"new ones exceed the target's window of {info.max_positions}; pass a lower "
                     "suite.max_prompt_tokens or suite.max_new_tokens, or take a target with a longer window"
                 )
-        heat = self.sampling.temperature if unit.temperature is None else unit.temperature
-        tokenizer = self.target.tokenizer
-        assert tokenizer is not None
         limits = Limits(len(prompts), info.max_positions, max(system.shape.n_nodes, 1))
         if not self._engine or self._engine[0].parts is not system.parts:
             self._engine[:] = [Engine(self.target, system.parts)]
         self._engine[0].limits = limits
-        return self._engine[0].generate(
+        asked = Asked.of(task, self.target, self.sampling, temperature=unit.temperature)
+        return asked.decode(
+            self._engine[0],
             [prompt.ids for prompt in prompts],
-            max_new_tokens=new,
-            sampling=replace(self.sampling, temperature=heat),
             shape=system.shape,
-            stop_ids=(*info.eos_ids, *task.stop_ids(tokenizer)),
-            ignore_eos=task.ignore_eos,
-            min_new_tokens=task.min_new_tokens,
             sequence_ids=[sequence_id(place) for place in unit.places],
         )
 
