@@ -124,7 +124,7 @@ def budgets_of(values: Any) -> tuple[Budget, ...]:
         if all(type(v) is int or type(v) is float for v in values) and len({type(v) for v in values}) == 2:
             whole, shares = ([v for v in values if type(v) is kind] for kind in (int, float))
             raise ConfigError(
-                f"suite.budgets={values} mixes tokens and shares of the prompt, which do not go together; "
+                f"suite.budgets={values}; allowed: tokens or shares of the prompt, not both in one run; "
                 f"pass suite.budgets={whole}, then suite.budgets={shares} with another name="
             )
     raise ConfigError(

@@ -186,7 +186,7 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
     [
         ("artifact=none", ArtifactError, "no artifact 'none'"),
         ("artifact=null", ConfigError, r"artifact=checkpoints/mine\), or method=quantspec, which needs no"),
-        ("suite.budgets=[32,0.3]", ConfigError, r"mixes tokens and shares .* suite.budgets=\[32\], then"),
+        ("suite.budgets=[32,0.3]", ConfigError, r"tokens or shares of the prompt, not both .* suite.budgets=\[32\], then"),
         ("target.path=/no/where", ConfigError, "/no/where is not a folder"),
         ("lengths=[4k]", DataError, "pass shorter lengths or longer text"),
         ("lengths=[]", ConfigError, r"lengths=\[\] measures nothing"),
