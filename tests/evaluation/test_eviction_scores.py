@@ -1,6 +1,7 @@
 """Figures and report of the eviction suite from answers written by hand."""
 
 import math
+
 import pytest
 
 from longtrain.decoding.evict import Budget

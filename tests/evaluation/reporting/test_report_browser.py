@@ -275,11 +275,24 @@ def test_pages_of_other_suites(made, tools, tmp_path, open_page, kind, plots):
         assert tab.locator("#systems tbody .worse").count() > 5
 
 
+def test_a_page_of_one_example_a_task_claims_no_interval(made, tools, tmp_path, open_page):
+    suite = replace(made.suite, tasks=made.suite.tasks[:1])
+    records = [one for one in made.records if one.example == "narrativeqa-0"]
+    results = tools.make_results(suite, made.systems, records, resamples=50)
+    file = tmp_path / "report.html"
+    file.write_bytes(page(results, tools.make_examples(suite, made.systems, records)))
+    tab = open_page(file)
+    assert "(too few for an interval)" in column(tab, "systems", 4)[0]
+    assert tab.locator("#systems tbody .worse, #systems tbody .better").count() == 0
+    assert "NaN" not in tab.content().split("<body")[1].split('id="data">')[0]
+    assert tab.locator(".plot .scatterlayer").count() > 0
+
+
 def test_a_comparison_opens_and_sorts(made, tmp_path, open_page):
     outputs = {}
     for one in made.examples:
         outputs.setdefault(one["task"], {})[one["example"]] = one["outputs"]
-    runs = [Run(name, made.results, outputs) for name in ("old", "<b>new</b>")]
+    runs = [Run(name, made.results, outputs, {}) for name in ("old", "<b>new</b>")]
     file = tmp_path / "compare.html"
     file.write_bytes(compare_page(compare.compare(*runs, resamples=50)))
     tab = open_page(file)
