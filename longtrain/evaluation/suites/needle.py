@@ -15,7 +15,8 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import read_texts
 from longtrain.evaluation.needle import NUMBER, prompt_writer
 from longtrain.evaluation.prompts import Encoded
-from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Facet, Task
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
+TITLE = "Needle grid"
 WORDING = (
     "Some special magic numbers are hidden within the following text. ... One of the special magic numbers "
     "for KEY is: VALUE. ... What are all the special magic numbers for KEY mentioned in the provided text?"
@@ -140,7 +142,14 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         for count in counts
     )
     _check(tasks, lengths[0])
-    return Suite("needle", tasks)
+    notes = not_greedy(sampling)
+    if not tasks[0].chat:
+        notes.append("without chat template: the tokenizer has none")
+
+    def summarise(records: ByTask) -> Summary:
+        return mean_summary(TITLE, records, notes=notes)
+
+    return Suite("needle", tasks, summarise=summarise)
 
 
 def _rows(lengths: Sequence[int], depths: Sequence[int], needles: int, prompts: int) -> tuple[Example, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.data.files import local_file
@@ -13,8 +14,10 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import ruler
 from longtrain.evaluation.metrics.ruler import percent
 from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.ruler.published import is_published
 from longtrain.evaluation.ruler.tasks import SEED
 from longtrain.evaluation.suite import ByTask, Suite, Summary
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.rows import existing_file
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Facet, Task
@@ -43,6 +46,7 @@ class Sources:
         words: word lists.
         questions: of each data set that a task needs.
         seed: of everything drawn.
+        others: notes of what is not the published file.
     """
 
     framing: ruler.Framing
@@ -50,6 +54,7 @@ class Sources:
     words: ruler.Vocabulary
     questions: Mapping[str, ruler.Questions]
     seed: int
+    others: tuple[str, ...]
 
     def generator(self, task: str, length: int) -> ruler.Generator:
         """Writes the prompts of a task at a length."""
@@ -145,7 +150,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             `hotpotqa`, `chat`; see conf/suite/ruler.yaml.
         target: lengths are counted with its tokenizer and must fit its window.
         seed: of the run; RULER has its own (`suite.seed`).
-        sampling: how the run decodes.
+        sampling: how the run decodes; RULER is greedy.
 
     Raises:
         ConfigError: a wrong setting, a length beyond the target's window or too short for a task, or a task
@@ -166,7 +171,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     for task in tasks:
         task.written(task.rows[0])  # the shortest length of each task: one that does not fit is refused now
         task.written(Example("", {"length": lengths[0], "index": samples - 1}))
-    notes = _notes(read, names, samples, sources)
+    notes = [*_notes(read, names, samples, sources), *not_greedy(sampling)]
     title = f"Variant of {TITLE}" if notes else TITLE
 
     def summarise(records: ByTask) -> Summary:
@@ -186,20 +191,10 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     return Suite("ruler", tasks, summarise=summarise)
 
 
-def questions_from(dataset: str, where: str) -> ruler.Questions:
-    """The questions of `squad` or `hotpotqa`.
-
-    Args:
-        dataset: one of `ruler.DATASETS`.
-        where: the published file, `hub:ORG/NAME/FILE`, or the Hub's data set (`Dataset.hub`) while online.
-
-    Raises:
-        DataError: nothing is there, or it has another format.
-    """
+def _from_hub(dataset: str) -> ruler.Questions:
+    """The questions of `squad` or `hotpotqa` from the Hub's data set of that name."""
     known = ruler.DATASETS[dataset]
     hub, config = known.hub
-    if where != hub or local_file(where).exists():
-        return known.read(existing_file(where, f"RULER's questions of {dataset}"))
     part = Part(hub=hub, licence="", adapter="", config=config, split="validation")
     try:
         found = [row for _, row in rows(part, resolve(part), None)]
@@ -217,26 +212,44 @@ def _sources(read: Settings, names: Sequence[str], target: Target) -> Sources:
         raise ConfigError(
             f"target {target.info.name} has no tokenizer, and RULER's lengths are counted with it"
         )
+    others: list[str] = []
+
+    def file(key: str, where: str, what: str, note: str) -> Path:
+        path = existing_file(where, what)
+        if not is_published(key, path):
+            others.append(note.format(path.name))
+        return path
+
     words = ruler.vocabulary(read.choice("words", ("longtrain", "wonderwords")))
     more, essays = read.optional_text("more_words"), read.optional_text("haystack")
     if more is not None:
-        words = words.with_more(existing_file(more, "RULER's list of more words"))
+        note = "more words from {}, which is not RULER's english_words.json"
+        words = words.with_more(file("more_words", more, "RULER's list of more words", note))
     if essays is None:
         haystack = ruler.Haystack.bundled()
+        if _has_essays(names):
+            others.append(
+                "needles hidden in the novels that ship with longtrain, not in Paul Graham's essays"
+            )
     else:
-        haystack = ruler.Haystack.read(existing_file(essays, "RULER's haystack"))
+        note = "needles hidden in {}, which is no known copy of RULER's PaulGrahamEssays.json"
+        haystack = ruler.Haystack.read(file("haystack", essays, "RULER's haystack", note))
     needed = {str(ruler.TASKS[name].options["dataset"]) for name in names if name.startswith("qa")}
     questions = {}
     for dataset in sorted(needed):
-        where = read.optional_text(dataset)
+        known, where = ruler.DATASETS[dataset], read.optional_text(dataset)
         if where is None:
             raise ConfigError(
                 f"suite.{dataset}=null, and RULER's questions come from there; pass suite.{dataset}=FILE, to "
-                f"be had from {ruler.DATASETS[dataset].url}, or leave out qa_1 and qa_2 with suite.tasks"
+                f"be had from {known.url}, or leave out qa_1 and qa_2 with suite.tasks"
             )
-        questions[dataset] = questions_from(dataset, where)
+        if where == known.hub[0] and not local_file(where).exists():
+            questions[dataset] = _from_hub(dataset)
+        else:
+            note = f"questions of {dataset} from {{}}, which is not the published file"
+            questions[dataset] = known.read(file(dataset, where, f"RULER's questions of {dataset}", note))
     framing = ruler.Framing(target.tokenizer, chat=read.optional_flag("chat"), options=CHAT_OPTIONS)
-    return Sources(framing, haystack, words, questions, read.integer("seed", least=0))
+    return Sources(framing, haystack, words, questions, read.integer("seed", least=0), tuple(others))
 
 
 def _task(name: str, lengths: Sequence[int], samples: int, sources: Sources) -> RulerTask:
@@ -268,14 +281,19 @@ def _notes(read: Settings, names: Sequence[str], samples: int, sources: Sources)
         notes.append(f"examples of a task at each length: {samples} instead of {SAMPLES}")
     if sources.seed != SEED:
         notes.append(f"seed {sources.seed} instead of {SEED}")
-    essays = any(ruler.TASKS[name].options.get("haystack") == "essay" for name in names)
-    if essays and read.get("haystack") is None:
-        notes.append("needles hidden in the novels that ship with longtrain, not in Paul Graham's essays")
+    notes += sources.others
     if read.get("words") != "wonderwords":
         notes.append("keys and words from longtrain's lists, not from wonderwords")
-    if not sources.framing.chat and sources.framing.tokenizer.chat_template:
-        notes.append("without chat template")
+    if not sources.framing.chat:
+        if sources.framing.tokenizer.chat_template:
+            notes.append("without chat template")
+        elif read.get("chat") is None:
+            notes.append("without chat template: the tokenizer has none (suite.chat=false says it is meant)")
     return notes
+
+
+def _has_essays(names: Sequence[str]) -> bool:
+    return any(ruler.TASKS[name].options.get("haystack") == "essay" for name in names)
 
 
 def _figures(marks: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from longtrain.evaluation.suites import needle
 SMALL = {"lengths": [512, "1k"], "depths": [0, 30, 100], "needles": [1, 4], "prompts": 3}
 
 
-def built(target, settings_of, *, seed=0, **changed):
-    return needle.build(settings_of("needle", **{**SMALL, **changed}), target, seed=seed, sampling=Sampling())
+def built(target, settings_of, *, seed=0, sampling=Sampling(), **changed):  # noqa: B008 (frozen)
+    return needle.build(settings_of("needle", **{**SMALL, **changed}), target, seed=seed, sampling=sampling)
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,18 @@ def test_the_bundled_target_finds_needles(tiny, settings_of, run_suite) -> None:
     suite = built(tiny, settings_of, lengths=[512], depths=[0, 50, 100], needles=[2], prompts=2)
     records = run_suite(suite, tiny, batch=6)
     summary = suite.summary(records)
-    assert summary.title == "needle" and summary.tasks["needles_2"] > 60
+    assert (summary.title, summary.notes) == ("Needle grid", ()) and summary.tasks["needles_2"] > 60
     assert [record.prompt_tokens for record in records["needles_2"]] == [512] * 6
+
+
+def test_a_lost_chat_template_and_sampling_are_said(tiny, settings_of, answered, monkeypatch) -> None:
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
+    suite = built(tiny, settings_of, sampling=Sampling(0.7))
+    notes = suite.summary(answered(suite, lambda task, one: "")).notes
+    assert notes == (
+        "sampled (temperature 0.7), not greedy",
+        "without chat template: the tokenizer has none",
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,6 +15,7 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import ruler as library
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.ruler import TASKS, read_hotpotqa, read_squad, vocabulary
+from longtrain.evaluation.ruler.published import SHA256
 from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.suites import ruler
 from tests.evaluation.ruler.conftest import TRADES, hotpot_rows, squad_rows  # noqa: F401 (fixtures)
@@ -35,12 +38,12 @@ def files(tmp_path_factory, squad_rows, hotpot_rows):  # noqa: F811 (fixtures)
 def build(tiny, settings_of, files):
     """`build(key=value)`: all 13 tasks, two lengths, three examples."""
 
-    def make(**changed):
+    def make(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
         return ruler.build(
             settings_of("ruler", **{"lengths": LENGTHS, "samples": 3, **files, **changed}),
             tiny,
             seed=0,
-            sampling=Sampling(),
+            sampling=sampling,
         )
 
     return make
@@ -129,7 +132,7 @@ def test_sources_are_part_of_the_protocol(suite, build, tiny, tmp_path, files) -
     assert "haystack" not in settings["niah_single_1"] and "questions" in settings["qa_1"]
 
 
-def test_what_a_result_is_called(suite, build, answered, tiny, tmp_path, monkeypatch) -> None:
+def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkeypatch) -> None:
     summary = suite.summary(answered(suite, lambda task, one: ""))
     assert summary.title == "Variant of RULER" and summary.average == 0.0
     said = " ".join(summary.notes)
@@ -141,13 +144,48 @@ def test_what_a_result_is_called(suite, build, answered, tiny, tmp_path, monkeyp
         notes[0] == "2 of 13 tasks" and "seed 1 instead of 42" in notes and "without chat template" in notes
     )
     assert not any("essays" in note for note in notes)  # none of the two has a haystack of essays
-    essays = tmp_path / "PaulGrahamEssays.json"
+    essays = tmp_path / "essays.json"
     essays.write_text(json.dumps({"text": "One may write. Another may read what was written. " * 300}))
     monkeypatch.setattr(ruler.ruler, "vocabulary", lambda source: vocabulary())
-    monkeypatch.setattr(ruler, "SAMPLES", 3)
-    whole = build(haystack=str(essays), words="wonderwords")
-    named = whole.summary(answered(whole, lambda task, one: ""))
-    assert (named.title, named.notes) == ("RULER", ())
+    monkeypatch.setattr(ruler, "SAMPLES", 1)
+    few = {"lengths": [2048], "samples": 1, "haystack": str(essays), "words": "wonderwords"}
+
+    def called(sampling=Sampling(), **changed) -> tuple[str, tuple[str, ...]]:  # noqa: B008 (frozen)
+        named = build(sampling, **{**few, **changed}).summary({})
+        return named.title, named.notes
+
+    assert called() == (
+        "Variant of RULER",
+        (
+            "needles hidden in essays.json, which is no known copy of RULER's PaulGrahamEssays.json",
+            "questions of hotpotqa from hotpot.json, which is not the published file",
+            "questions of squad from dev-v2.0.json, which is not the published file",
+        ),
+    )
+    for what, file in {**files, "haystack": str(essays)}.items():
+        monkeypatch.setitem(SHA256, what, (hashlib.sha256(Path(file).read_bytes()).hexdigest(),))
+    assert called() == ("RULER", ())
+    packed = tmp_path / "essays.json.xz"
+    packed.write_bytes(lzma.compress(essays.read_bytes()))
+    assert called(haystack=str(packed)) == ("RULER", ())
+    words = tmp_path / "words.txt"
+    words.write_text("alpha\nbeta\n")
+    note = "more words from words.txt, which is not RULER's english_words.json"
+    assert called(more_words=str(words)) == ("Variant of RULER", (note,))
+    sampled = called(Sampling(1.0, top_k=50))
+    assert sampled == ("Variant of RULER", ("sampled (temperature 1, top_k 50), not greedy",))
+
+
+def test_a_lost_chat_template_is_said(build, tiny, monkeypatch) -> None:
+    def notes(chat) -> list[str]:
+        found = build(tasks=["vt"], lengths=[2048], chat=chat).summary({}).notes
+        return [note for note in found if "chat template" in note]
+
+    assert notes(None) == [] and notes(False) == ["without chat template"]
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
+    (note,) = notes(None)
+    assert note.startswith("without chat template: the tokenizer has none")
+    assert notes(False) == []  # a base model, and it was said
 
 
 def test_the_bundled_target_runs_it(build, tiny, run_suite) -> None:
