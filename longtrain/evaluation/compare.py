@@ -116,6 +116,7 @@ def check_protocols(first: Run, second: Run) -> None:
         )
     if a["protocol"]["hash"] != b["protocol"]["hash"]:
         settings = [run["protocol"]["settings"] for run in (a, b)]
+        _check_tasks(first, second)
         same = settings[0] == settings[1]  # a hash that is not that of its settings
         where, one, other = first_difference(*([a["protocol"], b["protocol"]] if same else settings))
         raise ConfigError(
@@ -135,6 +136,21 @@ def check_protocols(first: Run, second: Run) -> None:
                 f"the same: first in task {task}, example {example} ({prompts[example]} and "
                 f"{theirs[example]}); run both again with one version of the data and of longtrain"
             )
+
+
+def _check_tasks(first: Run, second: Run) -> None:
+    """Refuse runs of other tasks, by the tasks' names."""
+    tasks = [set(run.results["protocol"]["settings"].get("tasks", {})) for run in (first, second)]
+    alone = [
+        f"{'task' if len(some) == 1 else 'tasks'} {', '.join(sorted(some))} only in {run.label}"
+        for run, some in ((first, tasks[0] - tasks[1]), (second, tasks[1] - tasks[0]))
+        if some
+    ]
+    if alone:
+        raise ConfigError(
+            f"{first.label} and {second.label} have other protocols, so their figures cannot be compared: "
+            f"{'; '.join(alone)}; run one of them again with the other's tasks"
+        )
 
 
 def pairs_of(first: Run, second: Run) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -13,6 +14,8 @@ from longtrain.jobs import convert, plain
 
 def run(cfg: DictConfig) -> None:
     """Compare the runs that `cfg.compare` names; write compare.json, compare.md and, if asked, compare.html.
+
+    They are in `compare/A_vs_B` of the run's folder.
 
     Raises:
         ConfigError: not two runs, or runs of another suite or protocol.
@@ -33,7 +36,7 @@ def run(cfg: DictConfig) -> None:
     files = {"compare.json": report.as_json(found), "compare.md": compare.table(found).encode()}
     if cfg.report == "html":
         files["compare.html"] = compare_page(found)
-    folder = Path(cfg.run_dir) / "compare"
+    folder = Path(cfg.run_dir) / "compare" / folder_name(first.label, second.label)
     report.write_files(folder, files)
     provenance.write(folder, plain(cfg), protocol=found["protocol"]["hash"])
     header, rows = compare.rows(found, plain=True)
@@ -49,6 +52,11 @@ def run(cfg: DictConfig) -> None:
         console.print(f"note: {note}")
     for name in files:
         console.print(f"{name}: {folder / name}", soft_wrap=True)
+
+
+def folder_name(first: str, second: str) -> str:
+    """`A_vs_B`: two other runs are compared in a folder of their own."""
+    return "_vs_".join(re.sub(r"[^\w.@+-]+", "-", label).strip("-.") or "run" for label in (first, second))
 
 
 def folders_of(cfg: DictConfig) -> list[Path]:

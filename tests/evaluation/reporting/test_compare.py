@@ -104,6 +104,27 @@ def test_a_changed_prompt_deep_inside_is_named(write):
         compared(old, new)
 
 
+def test_tasks_of_one_run_alone_are_named_and_not_printed_as_json(write):
+    tasks = {"qasper": {"template": "x"}, "lcc": {"template": "y"}, "trec": {"template": "z"}}
+    old, new = write("old", settings={"tasks": tasks}), write("new", protocol="bb")
+    with pytest.raises(
+        ConfigError, match="cannot be compared: tasks lcc, trec only in old; run one"
+    ) as error:
+        compared(old, new)
+    assert "{" not in str(error.value)
+    with pytest.raises(ConfigError, match="task qasper only in new"):
+        compared(write("third", protocol="cc", settings={"tasks": {}}), new)
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"), [(("a", "b"), "a_vs_b"), (("x/eval/longbench", "../b c"), "x-eval-longbench_vs_b-c")]
+)
+def test_a_comparison_has_a_folder_of_its_own(labels, name):
+    from longtrain.jobs.eval_compare import folder_name
+
+    assert folder_name(*labels) == name
+
+
 def test_other_prompts_under_one_protocol_are_refused(write):
     def another(record):
         return replace(record, prompt_sha256="1" * 16) if record.example == "qasper-3" else record
@@ -181,10 +202,15 @@ def test_the_job_writes_its_files_and_refuses_what_it_cannot_compare(write, tmp_
     )
     monkeypatch.setattr(eval_compare, "plain", lambda node: vars(node) if node is cfg else node)
     eval_compare.run(cfg)
-    folder = tmp_path / "both" / "compare"
+    folder = tmp_path / "both" / "compare" / "old_vs_new"
     assert {path.name for path in folder.iterdir()} == {"compare.json", "compare.md", "compare.html"}
     assert json.loads((folder / "compare.json").read_text())["bootstrap"]["resamples"] == 50
     assert written == {"protocol": "aa"}
+    kept = (folder / "compare.json").read_bytes()
+    cfg.compare = cfg.compare[::-1]
+    eval_compare.run(cfg)
+    assert (folder / "compare.json").read_bytes() == kept  # another comparison, another folder
+    assert (tmp_path / "both" / "compare" / "new_vs_old" / "compare.md").is_file()
     cfg.compare = [cfg.compare[0]]
     with pytest.raises(ConfigError, match="names 1 of them; allowed: two"):
         eval_compare.run(cfg)
