@@ -33,9 +33,27 @@ def test_alone_it_exports_and_evaluates(started):
     assert started(*RECIPE) == want
 
 
-def test_an_arrays_task_is_a_part(started):
-    array = {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "3"}
-    words = started(*RECIPE, **array)
+@pytest.mark.parametrize("part", ["0", "2", "7"])
+def test_an_arrays_task_is_the_part_of_its_number(started, part):
+    """Also where only some parts are asked for anew (--array=2,5 or --array=7)."""
+    array = {"SLURM_ARRAY_TASK_ID": part, "SLURM_ARRAY_TASK_MIN": part, "SLURM_ARRAY_TASK_COUNT": "1"}
+    words = started(*RECIPE, "shards=8", **array, SLURM_ARRAY_TASK_STEP="1")
     assert words == [
-        "python", "-m", "longtrain", "eval", "shards=3", "shard=2", "+recipe=quickstart", "suite=longbench",
+        "python", "-m", "longtrain", "eval", f"shard={part}", "+recipe=quickstart", "suite=longbench",
+        "shards=8",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "array", "message"),
+    [
+        ([], {"ID": "3"}, "say how many there are in all, e.g. --array=0-7 and shards=8"),
+        (["shards=none"], {"ID": "3"}, "say how many there are in all"),
+        (["shards=8"], {"ID": "14", "STEP": "2"}, "a step of 2 leaves parts out; pass --array=0-7"),
+        (["shards=8"], {"ID": "8"}, "part 8 of shards=8; parts are 0 to 7: pass --array=0-7"),
+    ],
+)
+def test_an_array_that_would_do_other_parts_is_refused(started, words, array, message):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        started(*RECIPE, *words, **{f"SLURM_ARRAY_TASK_{key}": value for key, value in array.items()})
+    assert error.value.returncode == 2 and message in error.value.stderr
