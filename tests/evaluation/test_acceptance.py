@@ -12,7 +12,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Cycle, Stats
 from longtrain.errors import ConfigError
 from longtrain.evaluation import report
-from longtrain.evaluation.acceptance import PLAIN, Cell, Protocol, Runs, Variant, check
+from longtrain.evaluation.acceptance import Cell, Protocol, Runs, Variant, check
 from longtrain.evaluation.contexts import Document, Point, choose_points
 from longtrain.evaluation.exactness import compare
 from longtrain.evaluation.harness.plan import plan
@@ -21,7 +21,7 @@ from longtrain.evaluation.records import Record
 from longtrain.evaluation.scores import acceptance_of, scores
 from longtrain.evaluation.speed import measure_speed
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
-from longtrain.evaluation.systems import System
+from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.methods.longspec.config import Config
 from longtrain.target.loading import random_target
 
@@ -46,8 +46,11 @@ class Digits:
 
 def run_acceptance(target, variants, protocol):
     """Every unit of the suite with plain decoding and with every variant, in this process."""
-    ways = [PLAIN, *variants] if protocol.compare else variants
-    systems = [System(way.name, "artifact", way.name, parts=way.parts, shape=way.shape) for way in ways]
+    systems = [FULL_CACHE] if protocol.compare else []
+    for way in variants:
+        same = protocol.compare and (protocol.sampling.greedy or way.shape.law is Law.POINT)
+        words = {"parts": way.parts, "shape": way.shape, "lossless_of": FULL_CACHE.name if same else None}
+        systems.append(System(way.name, "artifact", way.name, **words))
     runner, suite = Runner(target, protocol.sampling), suite_of(protocol)
     records, costs = [], {}
     for system in systems:
