@@ -20,6 +20,7 @@ from longtrain.evaluation.harness.run import ledger_settings, times_of
 from longtrain.evaluation.harness.session import Session, jsonl
 from longtrain.evaluation.scores import scores
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
+from longtrain.evaluation.suites.drafting import told
 from longtrain.evaluation.systems import Builder
 from longtrain.jobs import convert, load_target_from, plain, sampling_from, shape_from
 from longtrain.log import get_logger
@@ -86,7 +87,7 @@ def session_of(cfg: DictConfig) -> AcceptanceSession:
     check(target, [system.name for system in systems], asked)
     session = AcceptanceSession(
         target=target,
-        suite=suite,
+        suite=told(suite, systems),
         systems=systems if asked.compare else systems[1:],
         sampling=asked.sampling,
         folder=Path(),

@@ -98,7 +98,7 @@ def session_of(cfg: DictConfig) -> Session:
         ConfigError: a setting is wrong.
     """
     from longtrain.evaluation.harness.session import Session
-    from longtrain.evaluation.suites import SUITES
+    from longtrain.evaluation.suites import SUITES, drafting
     from longtrain.evaluation.systems import Builder
 
     if cfg.suite.name == "acceptance":
@@ -124,10 +124,11 @@ def session_of(cfg: DictConfig) -> Session:
         artifacts.__getitem__,
         greedy=sampling.greedy and not any(own_temperatures(suite)),
     )
+    systems = builder.systems(suite, entries)
     return Session(
         target=target,
-        suite=suite,
-        systems=builder.systems(suite, entries),
+        suite=drafting.told(suite, systems),
+        systems=systems,
         sampling=sampling,
         folder=folder_of(cfg),
         home=Path(cfg.home),

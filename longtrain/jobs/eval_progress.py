@@ -33,8 +33,9 @@ class Progress:
         self._started = self._told = time.monotonic()
         if self.total and sys.stderr.isatty():
             self._start_bar()
-        elif self.before:
-            log.info("%s_done_before=%d of=%d", self.unit.replace(" ", "_"), self.before, self.total)
+        elif self.total:
+            before = f" done_before={self.before}" if self.before else ""
+            log.info("%s=%d%s", self.unit.replace(" ", "_"), self.total, before)
         return self
 
     def __exit__(self, *_: object) -> None:

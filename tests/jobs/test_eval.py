@@ -160,6 +160,7 @@ def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run
     assert cells["draft+snapkv@48"][0]["exactness"] is None  # its texts are not those of the full cache
     assert [cell["length"] for cell in scores["plain"]] == [64, 128]
     results = json.loads((folder / "acceptance" / "results.json").read_text())
+    assert "snapkv@48 has no draft: its acceptance length says nothing here" in results["notes"]
     found = {system["name"]: system["tasks"][0]["exactness"] for system in results["systems"]}
     assert found["snapkv@48"] is None and found["draft+snapkv@48"]["compared"] == 4
 
@@ -186,7 +187,11 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
     [
         ("artifact=none", ArtifactError, "no artifact 'none'"),
         ("artifact=null", ConfigError, r"artifact=checkpoints/mine\), or method=quantspec, which needs no"),
-        ("suite.budgets=[32,0.3]", ConfigError, r"tokens or shares of the prompt, not both .* suite.budgets=\[32\], then"),
+        (
+            "suite.budgets=[32,0.3]",
+            ConfigError,
+            r"tokens or shares of the prompt, not both .*budgets=\[32\], then",
+        ),
         ("target.path=/no/where", ConfigError, "/no/where is not a folder"),
         ("lengths=[4k]", DataError, "pass shorter lengths or longer text"),
         ("lengths=[]", ConfigError, r"lengths=\[\] measures nothing"),

@@ -153,7 +153,9 @@ def test_sigterm_finishes_the_unit_and_says_how_to_go_on(run, whole, monkeypatch
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "advance", counted)
-        with pytest.raises(LongtrainError, match=r"stopped as asked with 6 examples of full left .* goes on"):
+        with pytest.raises(
+            LongtrainError, match=r"stopped as asked at full, with 18 of 24 examples left .*on"
+        ):
             run("stopped")
     assert signal.getsignal(signal.SIGTERM) is before
     assert units(tmp_path / "runs" / "stopped" / "eval" / "longbench") == len(calls) == 3
@@ -293,9 +295,17 @@ def test_progress_counts_what_was_done_before(caplog, monkeypatch):
         bar.add(5, 1)
         bar.advance("full · trec", 2)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[0] == "examples_done_before=4 of=10"
+    assert lines[0] == "examples=10 done_before=4"
     assert "full · qasper: examples=6 of=10 left_s=" in lines[1]
     assert "full · trec: examples=9 of=15 left_s=" in lines[2]
+
+
+def test_the_number_of_examples_is_told_before_the_first_is_done(caplog, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    caplog.set_level("INFO")
+    with Progress(10, 0, "timed prompts"), Progress(0, 0):
+        pass
+    assert [record.getMessage() for record in caplog.records] == ["timed_prompts=10"]
 
 
 def test_the_bar_starts_where_the_earlier_run_ended(monkeypatch):

@@ -20,7 +20,14 @@ from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.partings import Partings
 from longtrain.evaluation.harness.plan import Unit, part_of, plan
 from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
-from longtrain.evaluation.harness.run import Runner, ledger_settings, places_of, records_of, times_of
+from longtrain.evaluation.harness.run import (
+    Runner,
+    StoppedError,
+    ledger_settings,
+    places_of,
+    records_of,
+    times_of,
+)
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance, Suite
 from longtrain.evaluation.systems import System
@@ -142,8 +149,15 @@ class Session:
         runner = Runner(self.target, self.sampling, advance, stopping)
         units = part_of(self.units, shard=shard, shards=shards)
         for number, system in enumerate(self.systems):
-            with self.ledger(system, shard=shard, write=True) as ledger:
-                runner.run(system, units, ledger)
+            try:
+                with self.ledger(system, shard=shard, write=True) as ledger:
+                    runner.run(system, units, ledger)
+            except StoppedError:
+                total, done = self.counts(shard=shard, shards=shards)
+                raise StoppedError(
+                    f"stopped as asked at {system.name}, with {total - done} of {total} examples left in "
+                    "this part over all systems; what is done is kept, and the same command goes on from here"
+                ) from None
             if number == 0 and not self.missing(self.systems[:1]):
                 self._compare(self._marked_early() if shards == 1 else None)
 

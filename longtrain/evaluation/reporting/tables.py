@@ -77,9 +77,14 @@ def _headline(results: Json) -> str:
     rows = sum(task["rows"] for task in results["systems"][0]["tasks"])
     return (
         f"# {cell(results['title'])}: {cell(results['target']['name'])}\n\n"
-        f"{len(results['systems'][0]['tasks'])} tasks, {rows} examples, {scale['name']}{better}; protocol "
+        f"{_count(len(results['systems'][0]['tasks']), 'task')}, {_count(rows, 'example')}, "
+        f"{scale['name']}{better}; protocol "
         f"`{results['protocol']['hash']}`." + (f"\n{notes}" if notes else "")
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _systems(results: Json) -> str:

@@ -6,13 +6,15 @@ Shapes: T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from longtrain.decoding.stats import Stats
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.scores import ACCEPTANCE
-from longtrain.evaluation.suite import ByTask, Scale, Summary
+from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
+from longtrain.evaluation.systems import System
 
 SCALE = Scale(ACCEPTANCE, None, higher_is_better=True)
 """Tokens a forward of the target, its own included: 1 for plain decoding."""
@@ -21,6 +23,28 @@ SCALE = Scale(ACCEPTANCE, None, higher_is_better=True)
 def bucket(n_tokens: int) -> int:
     """The power of two, 1024 or more, that a prompt's length is counted under: the smallest not below it."""
     return max(1024, 1 << (n_tokens - 1).bit_length())
+
+
+def told(suite: Suite, systems: Sequence[System]) -> Suite:
+    """A suite that measures drafts, with notes on what has none: an acceptance length of 1 is no finding.
+
+    Args:
+        suite: any; one that measures something else is given back as it is.
+        systems: what is run, the full cache first.
+    """
+    if suite.scale != SCALE:
+        return suite
+    if not any(system.drafts for system in systems):
+        notes = ["no system here has a draft, nothing is measured; pass artifact=DRAFT or method=quantspec"]
+    else:
+        without = [system.name for system in systems[1:] if not system.drafts]
+        notes = [f"{name} has no draft: its acceptance length says nothing here" for name in without]
+
+    def summarise(records: ByTask) -> Summary:
+        found = suite.summary(records)
+        return replace(found, notes=(*notes, *found.notes))
+
+    return replace(suite, summarise=summarise) if notes else suite
 
 
 def summary(title: str, records: ByTask, notes: Sequence[str]) -> Summary:

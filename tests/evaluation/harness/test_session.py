@@ -72,7 +72,7 @@ def test_a_run_that_was_cut_off_goes_on_without_repeating_anything(session, coun
     counted.prompts = 0
     cut = session("two")
     budget = iter(range(3))
-    with pytest.raises(StoppedError, match="stopped as asked with 3 examples of full left"):
+    with pytest.raises(StoppedError, match="stopped as asked at full, with 11 of 16 examples left"):
         cut.work(stopping=lambda: next(budget, None) is None)
     assert counted.prompts == 5
     assert cut.missing() == {"full": 3, "snapkv@40": 8}

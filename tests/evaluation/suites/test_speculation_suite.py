@@ -306,3 +306,18 @@ def test_no_document_long_enough_and_rows_without_the_field(target, tmp_path):
     path.write_text('{"text": "x"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:1 has no column 'sources'"):
         corpus(target, path)
+
+
+def test_what_has_no_draft_is_told_in_every_title_block(target, data, systems):
+    suite = build(target, data, tasks=["lcc"])
+    evictor = System("snapkv@48", "policy", "snapkv", budget="48")
+
+    def notes(*some):
+        return drafting.told(suite, some).summary({"lcc": []}).notes
+
+    assert notes(*systems) == suite.summary({"lcc": []}).notes
+    (first, *rest) = notes(*systems, evictor)
+    assert first == "snapkv@48 has no draft: its acceptance length says nothing here"
+    assert tuple(rest) == suite.summary({"lcc": []}).notes
+    (first, *_) = notes(systems[0], evictor)
+    assert first.startswith("no system here has a draft") and "method=quantspec" in first
