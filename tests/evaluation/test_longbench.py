@@ -120,7 +120,6 @@ def test_prompts_are_filled(folder: Path) -> None:
     [
         ("triviaqa", "\n\nAnn\nBob", ["bob", "ann"], 1.0),  # the first line alone
         ("hotpotqa", "Ann\nBob", ["bob", "ann"], 2 / 3),
-        ("hotpotqa", "Ann", [], 0.0),
         ("samsum", "Ann left\nBob left", ["Ann left"], 2.0 * (1.0 / (2.0 + 1e-8))),
         ("qmsum", "Ann left\nBob left", ["Ann left"], 2.0 * ((1.0 * (2 / 3)) / (1 + 2 / 3 + 1e-8))),
         ("trec", "City\nState", ["City"], 1.0),
@@ -271,6 +270,7 @@ def test_a_missing_field_is_named_with_file_and_line(tmp_path: Path, field: str)
     ("name", "changed", "message"),
     [
         ("qasper", {"answers": "yes"}, r"qasper\.jsonl:1: field 'answers' is a str; it must be list"),
+        ("qasper", {"answers": []}, r"qasper/qasper\.jsonl:1: field 'answers' is an empty list"),
         ("qasper", {"answers": [7]}, "field 'answers' holds 7; it must hold strings alone"),
         ("qasper", {"context": None}, "field 'context' is a NoneType; it must be str"),
         ("qasper", {"length": True}, "field 'length' is a bool; it must be int"),

@@ -67,7 +67,7 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
             if Path(member.filename).name in wanted and "__MACOSX" not in member.filename:
                 member.filename = Path(member.filename).name
                 archive.extract(member, folder)
-        return {name: read_rows(_file(Path(folder), name, shown=str(path)), name) for name in names}
+        return {name: read_rows(_file(Path(folder), name, shown=str(path)), name, path) for name in names}
 
 
 def published(where: str) -> bool:
@@ -75,8 +75,13 @@ def published(where: str) -> bool:
     return where in PUBLISHED and not Path(where).exists()
 
 
-def read_rows(path: Path, name: str) -> tuple[Example, ...]:
+def read_rows(path: Path, name: str, shown: Path | None = None) -> tuple[Example, ...]:
     """The checked rows of one task's file; a row whose `_id` was there before gets `#2`, `#3` and so on.
+
+    Args:
+        path: of the file.
+        name: of the task.
+        shown: where messages say that it lies; None: its folder.
 
     Raises:
         DataError: no row, or a wrong one.
@@ -84,7 +89,7 @@ def read_rows(path: Path, name: str) -> tuple[Example, ...]:
     rows: list[Example] = []
     seen: dict[str, int] = {}
     for place, fields in read_jsonl(path):
-        _check(fields, place, name)
+        _check(fields, str((shown or path.parent) / place), name)
         identity = fields["_id"]
         seen[identity] = seen.get(identity, 0) + 1
         rows.append(Example(identity if seen[identity] == 1 else f"{identity}#{seen[identity]}", fields))
@@ -118,6 +123,11 @@ def _check(fields: Mapping[str, Any], place: str, name: str) -> None:
         for item in fields[field] or ():
             if not isinstance(item, str):
                 raise DataError(f"{place}: field '{field}' holds {item!r}; it must hold strings alone")
+    if not fields["answers"]:
+        raise DataError(
+            f"{place}: field 'answers' is an empty list, so no text could score; give an answer or leave out "
+            "the row"
+        )
     if name == "trec" and not fields["all_classes"]:
         raise DataError(f"{place}: field 'all_classes' is empty; {name} needs the list of all classes")
     if name == "passage_retrieval_en":

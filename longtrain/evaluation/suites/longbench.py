@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.suites.window import prompts_up_to
+from longtrain.evaluation.task import Example
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
@@ -43,7 +45,10 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     loaded = longbench.load(where, names, limit=read.optional_integer("limit"))
     tasks = prompts_up_to(most, [replace(task, chat=task.chat and chat) for task in loaded], target)
     rooms = {task.name: prompt_room(task, target) for task in tasks}
-    notes = [] if published(where) else [COPY]
+    official = published(where)
+    departures = not_greedy(sampling)
+    if (twice := sum(_repeated(task.rows) for task in tasks)) and not official:
+        departures.append(f"rows that repeat one before them: {twice}")
 
     def summarise(records: ByTask) -> Summary:
         ran = {
@@ -54,10 +59,16 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             )
             for name, some in records.items()
         }
-        found = longbench.summarise(ran, chat=chat, departures=not_greedy(sampling), notes=notes)
+        found = longbench.summarise(ran, chat=chat, departures=departures, notes=[] if official else [COPY])
         figures = {name: float(task["score"]) for name, task in found["tasks"].items()}
         published = {name: int(task["rows_published"]) for name, task in found["tasks"].items()}
         extra = {"whole": found["whole"], "rows_published": published}
         return Summary(str(found["name"]), tuple(found["notes"]), figures, float(found["average"]), extra)
 
     return Suite("longbench", tuple(tasks), summarise=summarise)
+
+
+def _repeated(rows: Sequence[Example]) -> int:
+    """Rows whose question, context and answers another one before them has."""
+    told = {json.dumps([row.fields[key] for key in ("input", "context", "answers")]) for row in rows}
+    return len(rows) - len(told)

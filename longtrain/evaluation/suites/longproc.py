@@ -10,6 +10,7 @@ from longtrain.data.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.suites.window import prompts_up_to
@@ -28,6 +29,7 @@ ROWS = {"0.5k": 100, "2k": 189, "8k": 120}
 
 FIELDS = {"task_id": (str,), "gt": (str,)}
 FILLED = ("html_path", "task_topic", "task_description", "tsv_header", "filtering_instruction")
+GROUP = "output_length_group"
 TEMPLATES = "prompts.yaml"
 
 
@@ -50,7 +52,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         settings: `data`, `groups`, `limit`, `max_prompt_tokens`, `chat`; see conf/suite/longproc.yaml.
         target: whose window must hold the answers.
         seed: of the run; nothing is drawn here.
-        sampling: how the run decodes.
+        sampling: how the run decodes; LongProc is greedy.
 
     Raises:
         ConfigError: a wrong setting, or prompts or answers longer than the target's window.
@@ -60,7 +62,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     where, limit, chat = _where(read), read.optional_integer("limit"), read.flag("chat")
     most = read.optional_integer("max_prompt_tokens", least=2)
     groups = read.names("groups", tuple(MAX_NEW_TOKENS))
-    tasks = [_task(where, group, limit, chat) for group in groups]
+    tasks = [_task(where, group, limit, chat, alone=len(groups) == 1) for group in groups]
     tasks = prompts_up_to(most, tasks, target)
     notes = []
     if len(groups) < len(ROWS):
@@ -68,6 +70,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     for group, task in zip(groups, tasks, strict=True):
         if len(task.rows) != ROWS[group]:
             notes.append(f"{len(task.rows)} of {ROWS[group]} rows of {group}")
+    notes += not_greedy(sampling)
     if not chat:
         notes.append("without chat template")
 
@@ -79,13 +82,13 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     return Suite("longproc", tuple(tasks), summarise=summarise)
 
 
-def _task(where: str, group: str, limit: int | None, chat: bool) -> TableTask:
-    rows = table_rows(where, group)[:limit]
+def _task(where: str, group: str, limit: int | None, chat: bool, *, alone: bool) -> TableTask:
+    rows = table_rows(where, group, alone=alone)[:limit]
     new = MAX_NEW_TOKENS[group]
     return TableTask(f"html_to_tsv_{group}", rows, "{prompt}", new, "row_f1", _judge, chat)
 
 
-def table_rows(where: str, group: str) -> tuple[Example, ...]:
+def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, ...]:
     """The rows of a length group.
 
     Args:
@@ -94,6 +97,8 @@ def table_rows(where: str, group: str) -> tuple[Example, ...]:
             or `hub:ORG/NAME/FILE`. Rows have `task_id`, `gt` and `prompt`; rows of LongProc's own files have
             no prompt: it is filled from `prompts.yaml` and the web page at `html_path`, both beside the file.
         group: `0.5k`, `2k` or `8k`.
+        alone: whether no other group is read. One file for several groups must say of each row which it
+            belongs to (`output_length_group`).
 
     Raises:
         ConfigError: nothing is there.
@@ -101,10 +106,17 @@ def table_rows(where: str, group: str) -> tuple[Example, ...]:
     """
     file = _file(where, group)
     rows = read_rows(str(file), TITLE, FIELDS)
-    of_group = [row for row in rows if str(row.get("output_length_group", group)) == group]
-    if not of_group:
+    if not alone and local_file(where).is_file() and any(GROUP not in row for row in rows):
         raise DataError(
-            f"{file} holds no row of the output length {group}; leave out the group, or add its file"
+            f"{file} has rows without the field '{GROUP}', so they cannot be told apart by output length; "
+            f"pass the one that all have, e.g. suite.groups=[{_guess(file)}], or a folder with a file of each"
+        )
+    of_group = [row for row in rows if str(row.get(GROUP, group)) == group]
+    if not of_group:
+        there = sorted({str(row[GROUP]) for row in rows})
+        raise DataError(
+            f"{file} holds rows of the output length {', '.join(there)} and none of {group}; pass "
+            f"suite.groups=[{','.join(there)}], or add the rows of {group}"
         )
     found, seen = [], dict[str, int]()
     for row in of_group:
@@ -146,13 +158,19 @@ def _file(where: str, group: str) -> Path:
         f"html_to_tsv_{group}.{kind}{packed}" for kind in ("json", "jsonl") for packed in PACKED_SUFFIXES
     )
     files = sorted(file for file in path.rglob("*html_to_tsv_*") if file.name.endswith(endings))
-    if len(files) != 1:
-        found = ", ".join(str(file.relative_to(path)) for file in files) or "none"
-        raise DataError(
-            f"{path} must hold one html_to_tsv_{group}.json or .jsonl, it has {found}; "
-            "pass the folder that holds it, or leave out the group"
-        )
+    if not files:
+        there = [known for known in ROWS if any(path.rglob(f"*html_to_tsv_{known}.json*"))]
+        hint = f"pass suite.groups=[{','.join(there)}], or add it" if there else "pass the folder that has it"
+        raise DataError(f"{path} has no html_to_tsv_{group}.json or .jsonl; {hint}")
+    if len(files) > 1:
+        found = ", ".join(str(file.relative_to(path)) for file in files)
+        raise DataError(f"{path} must hold one html_to_tsv_{group}.json or .jsonl, it has {found}; keep one")
     return files[0]
+
+
+def _guess(file: Path) -> str:
+    """The group that a file's name holds, or the first."""
+    return next((group for group in ROWS if group in file.name), next(iter(ROWS)))
 
 
 def _filled(row: Mapping[str, Any], file: Path) -> str:

@@ -40,7 +40,7 @@ def read_rows(
     """
     path = local_file(where)
     if path.is_file():
-        named = list(read_jsonl(path))
+        named = [(str(path.parent / place), row) for place, row in read_jsonl(path)]
     elif on_hub(where):
         named = [(place, dict(row)) for place, row in _hub_rows(where, what, split, config)]
     else:

@@ -94,8 +94,9 @@ class Settings:
 
     def tokens(self, key: str) -> tuple[int, ...]:
         """One or more different token counts in growing order; 4096 and "4k" are the same."""
+        values = self._list(key)
         try:
-            found = tuple(parse_tokens(value) for value in self._list(key))
+            found = tuple(parse_tokens(value) for value in values)
         except ConfigError as error:
             raise ConfigError(f"suite.{key}: {error}") from None
         return tuple(sorted(self._different(key, found)))

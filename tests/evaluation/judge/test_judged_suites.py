@@ -349,7 +349,7 @@ def test_wrong_questions(target: Any, tmp_path: Path) -> None:
     cases = [
         ([{**rows[0], "turns": ["one"]}], r"row 1: field 'turns' must hold two texts"),
         ([rows[0], {"question_id": 1, "turns": ["a", "b"]}], r":2: field 'category' is missing"),
-        ([{**rows[0], "category": 3}], r"field 'category' is a int; it must be str"),
+        ([{**rows[0], "category": 3}], r"field 'category' is an int; it must be str"),
         ([rows[0], rows[0]], r"two examples named '81'"),
         ([], r"holds no row"),
     ]

@@ -18,7 +18,7 @@ from longtrain.evaluation.suites import longbench
 def row(name: str, number: int, words: int = 4):
     return {
         "input": "Who?",
-        "context": " ".join(f"w{i}" for i in range(words)),
+        "context": " ".join(f"w{i + number}" for i in range(words)),
         "answers": ["Paragraph 7"],
         "length": words,
         "dataset": name,
@@ -78,6 +78,18 @@ def test_less_of_it_is_a_variant(build, answered) -> None:
     summary = sampled.summary(answered(sampled, lambda task, one: ""))
     note = "sampled (temperature 1, top_p 0.9), not greedy"
     assert (summary.title, summary.notes) == ("Variant of LongBench", (note,))
+
+
+def test_a_row_under_two_names_is_said(build, answered, tmp_path) -> None:
+    for name in NAMES:
+        rows = [row(name, number) for number in range(SPECS[name].rows - 1)]
+        write(tmp_path / "twice", name, [*rows, {**rows[0], "_id": "other"}])
+    suite = build(data=str(tmp_path / "twice"))
+    summary = suite.summary(answered(suite, lambda task, one: ""))
+    assert (summary.title, summary.notes) == (
+        "Variant of LongBench",
+        ("rows that repeat one before them: 16",),
+    )
 
 
 def test_the_authors_own_rows_need_no_note(build, answered, folder, monkeypatch) -> None:

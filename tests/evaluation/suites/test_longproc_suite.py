@@ -39,10 +39,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def build(tiny, settings_of, folder):
-    def make(**changed):
-        return longproc.build(
-            settings_of("longproc", **{"data": str(folder), **changed}), tiny, seed=0, sampling=Sampling()
-        )
+    def make(sampling=Sampling(), **changed):  # noqa: B008 (frozen)
+        settings = settings_of("longproc", **{"data": str(folder), **changed})
+        return longproc.build(settings, tiny, seed=0, sampling=sampling)
 
     return make
 
@@ -113,8 +112,41 @@ def test_one_file_may_hold_several_groups(tiny, settings_of, tmp_path) -> None:
     settings = settings_of("longproc", data=str(file), groups=["0.5k", "2k"])
     suite = longproc.build(settings, tiny, seed=0, sampling=Sampling())
     assert [len(task.rows) for task in suite.tasks] == [3, 2]
-    with pytest.raises(DataError, match="no row of the output length 8k"):
+    with pytest.raises(DataError, match=r"of the output length 0.5k, 2k and none of 8k; pass suite.groups="):
         longproc.build({**settings, "groups": ["8k"]}, tiny, seed=0, sampling=Sampling())
+
+
+def test_rows_that_do_not_say_their_group_are_of_one_alone(tiny, settings_of, tmp_path) -> None:
+    rows = [row(i) for i in range(3)]
+    for one in rows:
+        del one["output_length_group"]
+    file = tmp_path / "tables_2k.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+    def tasks(groups):
+        settings = settings_of("longproc", data=str(file), groups=groups)
+        return longproc.build(settings, tiny, seed=0, sampling=Sampling()).tasks
+
+    for groups in ([], ["0.5k", "2k"]):
+        with pytest.raises(DataError, match=r"without the field 'output_length_group'.*suite.groups=\[2k\]"):
+            tasks(groups)
+    (task,) = tasks(["2k"])
+    assert (task.name, len(task.rows)) == ("html_to_tsv_2k", 3)
+
+
+def test_a_folder_without_a_group_says_which_there_are(build, folder) -> None:
+    (folder / "longproc_html_to_tsv_2k.jsonl.xz").unlink()
+    (folder / "longproc_html_to_tsv_8k.jsonl.xz").unlink()
+    with pytest.raises(DataError, match=r"no html_to_tsv_2k.json or .jsonl; pass suite.groups=\[0.5k\]"):
+        build()
+
+
+def test_sampling_makes_a_variant(build) -> None:
+    summary = build(Sampling(0.5)).summary({})
+    assert (summary.title, summary.notes) == (
+        "Variant of LongProc html_to_tsv",
+        ("sampled (temperature 0.5), not greedy",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +169,7 @@ def test_rows_that_are_wrong(tiny, settings_of, tmp_path) -> None:
     file = tmp_path / "html_to_tsv_0.5k.jsonl"
     settings = settings_of("longproc", data=str(tmp_path), groups=["0.5k"])
     for fields, message in (
-        ({"gt": 3}, r"html_to_tsv_0.5k.jsonl:2: field 'gt' is a int; it must be str"),
+        ({"gt": 3}, r"html_to_tsv_0.5k.jsonl:2: field 'gt' is an int; it must be str"),
         ({"prompt": ""}, "the prompt of W1 is ''"),
     ):
         file.write_text("".join(json.dumps(one) + "\n" for one in (row(0), row(1, **fields))))
