@@ -101,6 +101,23 @@ def policy_of(entry: Json) -> Contender:
     return Contender(str(label), BASELINE, make, {"policy": name, **entry})
 
 
+def artifact_facts(where: str, artifact: Artifact) -> Json:
+    """What the outputs of an artifact follow from: its weights alone do not say how they are used.
+
+    Args:
+        where: what it was loaded by; its last part is its name.
+        artifact: read from a folder.
+    """
+    assert artifact.folder is not None
+    weights = hashlib.sha256((artifact.folder / MODEL).read_bytes()).hexdigest()
+    return {
+        "artifact": Path(where).name,
+        "method": artifact.method,
+        "config": dict(artifact.config),
+        "weights": weights,
+    }
+
+
 def _artifact(target: Target, entry: Json, budget: Budget, load: Callable[[str], Artifact]) -> Contender:
     where, label = str(entry.pop("artifact")), entry.pop("label", None)
     artifact = load(where)
@@ -116,10 +133,9 @@ def _artifact(target: Target, entry: Json, budget: Budget, load: Callable[[str],
         raise ConfigError(
             f"artifact {where} ({artifact.method}) brings no evictor; the eviction suite needs one"
         )
-    assert isinstance(evictor, Scorer) and artifact.folder is not None
-    weights = hashlib.sha256((artifact.folder / MODEL).read_bytes()).hexdigest()
+    assert isinstance(evictor, Scorer)
     words = [f"{key}={value}" for key, value in entry.items()]
-    facts = {"artifact": Path(where).name, "method": artifact.method, "weights": weights, **entry}
+    facts = {**artifact_facts(where, artifact), **entry}
     return Contender(str(label or " ".join([Path(where).name, *words])), ARTIFACT, evictor.with_budget, facts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -11,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.artifact import Artifact
-from longtrain.artifact.folder import MODEL
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.errors import ConfigError
-from longtrain.evaluation.eviction_policies import Entry, policy_of
+from longtrain.evaluation.eviction_policies import Entry, artifact_facts, policy_of
 from longtrain.evaluation.eviction_protocol import label
 from longtrain.evaluation.suite import DRAFT, EVICTOR, Suite
 
@@ -142,7 +140,7 @@ class Builder:
         where = [str(one) for one in (asked if isinstance(asked, list | tuple) else [asked] if asked else [])]
         loaded = [self.load(one) for one in where]
         self._check_options(where, loaded, entry)
-        facts: Json = {"artifacts": [_facts(artifact) for artifact in loaded]}
+        facts: Json = {"artifacts": [artifact_facts(*one) for one in zip(where, loaded, strict=True)]}
         names, parts = [Path(one).name for one in where], [self._attach(one, entry) for one in loaded]
         if method is not None:
             made, facts["method"], words = self._untrained(*_named(method))
@@ -287,12 +285,6 @@ def _words(name: str, options: Mapping[str, Any]) -> str:
     return " ".join(
         [name, *(f"{k}={shown.get(v, v) if isinstance(v, bool | None) else v}" for k, v in options.items())]
     )
-
-
-def _facts(artifact: Artifact) -> Json:
-    assert artifact.folder is not None
-    weights = hashlib.sha256((artifact.folder / MODEL).read_bytes()).hexdigest()
-    return {"artifact": artifact.folder.name, "method": artifact.method, "weights": weights}
 
 
 def without_draft(system: System, systems: Sequence[System]) -> str | None:

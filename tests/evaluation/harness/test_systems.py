@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, TreeShape
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.evaluation.suite import EVICTOR
-from longtrain.evaluation.systems import Builder
+from longtrain.evaluation.systems import FULL_CACHE, Builder
 from longtrain.methods.longspec.config import Config as DraftConfig
 from longtrain.methods.lookaheadkv.config import Config as LookConfig
 from longtrain.target.loading import random_target
@@ -71,6 +72,25 @@ def test_a_draft_at_every_shape(build):
     assert found[1].parts is found[2].parts and found[1].facts != found[2].facts
     assert found[1].facts["artifacts"][0]["method"] == "longspec"
     assert len(found[1].facts["artifacts"][0]["weights"]) == 64
+
+
+def test_the_same_weights_with_another_config_are_another_system(session, target, artifacts, tmp_path):
+    """Exported again with another config they would go on in the old ledger."""
+    draft = artifacts["longspec"]
+    folder = tmp_path / "longspec"
+    shutil.copytree(draft.folder, folder)
+    path = folder / "longtrain.json"
+    path.write_text(path.read_text().replace('"max_depth": 5', '"max_depth": 6'))
+    again = Artifact.load(folder)
+    assert again.config != draft.config
+    asked, systems = suite(task(examples=1)), []
+    for artifact in (draft, again):
+        builder = Builder(target, (), [CHAIN], {"longspec": artifact}.__getitem__)
+        system = builder.systems(asked, [{"artifact": "longspec"}])[1]
+        systems.append(system)
+    session(asked=asked, entries=(), systems=[FULL_CACHE, systems[0]]).work()
+    with pytest.raises(ConfigError, match=r"system\.artifacts\.0\.config\.max_depth=5, and .*max_depth=6"):
+        session(asked=asked, entries=(), systems=[FULL_CACHE, systems[1]]).work()
 
 
 def test_artifacts_and_policies_together(build):
