@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
@@ -17,6 +18,7 @@ from longtrain.evaluation.framing import around_message
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Task
 
@@ -33,22 +35,31 @@ class Corpus:
 
     Args:
         title: of results.
-        like: the corpus of `data_prep` whose columns a local file's rows have.
+        like: the corpus of `data_prep` that is measured; a local file's rows have its columns.
+        lengths: of prompts, as QuantSpec measures.
+        skip: tokens left out at the beginning of a document.
         head: stands before a document, which is cut where the prompt is full.
         tail: stands after it.
     """
 
     title: str
     like: str
+    lengths: tuple[int, ...]
+    skip: int = 0
     head: str = ""
     tail: str = ""
 
 
+PROMPTS, NEW_TOKENS = 11, 90
+"""Prompts of each length, and tokens of an answer. Source: QuantSpec Section 5.1 and its code."""
+
 CORPORA = {
-    "pg19": Corpus("Acceptance on PG-19", "pg19_test"),
+    "pg19": Corpus("Acceptance on PG-19", "pg19_test", (4096, 8192), 8000),
     "infbench_sum": Corpus(
         "Acceptance on InfiniteBench's summaries",
         "infbench_sum",
+        (16384, 32768),
+        0,
         "You are given a book and you are tasked to summarize it. Write a summary of about 1000 to 1200 "
         "words. Only write about the plot and characters of the story. Do not discuss the themes or "
         "background of the book. Do not provide any analysis or commentary.\n\n",
@@ -57,6 +68,8 @@ CORPORA = {
     "multi_lexsum": Corpus(
         "Acceptance on Multi-LexSum",
         "multi_lexsum",
+        (8192, 32768, 65536, 131072),
+        0,
         "You are given the legal documents in a civil rights lawsuit, and you are tasked to summarize the "
         "case. Write a concise summary of one paragraph (200 to 250 words). The summary should contain a "
         "short description of the background, the parties involved, and the outcomes of the case.\n\n"
@@ -181,13 +194,33 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             if len(some) < wanted
         ),
     ]
+    notes += not_greedy(sampling)
+    departures = []
+    if read.text("data") != corpus.like or Path(corpus.like).exists():
+        departures.append(f"documents of a copy or of another text, not read as the corpus {corpus.like}")
+    if others := [length for length in lengths if length not in corpus.lengths]:
+        departures.append(f"prompts of {', '.join(map(str, others))} tokens (QuantSpec: {_listed(corpus)})")
+    for what, value, own in (
+        ("prompts of each length", wanted, PROMPTS),
+        ("tokens skipped at the beginning", skip, corpus.skip),
+        ("new tokens", answer, NEW_TOKENS),
+    ):
+        if value != own:
+            departures.append(f"{what}: {value} instead of {own}")
+    if not task.ignore_eos:
+        departures.append("answers end where the text does")
     if chat:
-        notes.append("in the target's chat template (QuantSpec has none)")
+        departures.append("in the target's chat template (QuantSpec has none)")
+    title = f"Variant of {corpus.title}" if departures else corpus.title
 
     def summarise(records: ByTask) -> Summary:
-        return drafting.summary(corpus.title, records, notes)
+        return drafting.summary(title, records, [*notes, *departures])
 
     return Suite(name, (task,), scale=drafting.SCALE, summarise=summarise)
+
+
+def _listed(corpus: Corpus) -> str:
+    return ", ".join(map(str, corpus.lengths))
 
 
 def _body(tokenizer: PreTrainedTokenizerBase, head: str, text: str, skip: int) -> list[int]:

@@ -15,6 +15,7 @@ from longtrain.evaluation.longbench.tasks import SPECS
 from longtrain.evaluation.longbench.templates import TEMPLATES
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import aime24, drafting
+from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Task
 
@@ -26,6 +27,8 @@ LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
 """Tasks of LongBench. Source: LongSpec Section 4.1."""
 CONTEST = "aime24"
 TITLE = "Acceptance on long answers"
+NEW_TOKENS, LEAST_TOKENS = 1024, 1200
+"""Tokens of an answer and those that a prompt must be longer than, in LongSpec's runner."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +68,26 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     if target.tokenizer is None:
         raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
     names = read.names("tasks", (*LONG, CONTEST))
-    notes: list[str] = []
-    tasks = _long(read, target, tuple(name for name in names if name != CONTEST), notes)
+    notes, departures = list[str](), list[str]()
+    if len(names) <= len(LONG):
+        departures.append(f"{len(names)} of {len(LONG) + 1} tasks")
+    tasks = _long(read, target, tuple(name for name in names if name != CONTEST), notes, departures)
     if CONTEST in names:
-        tasks.append(_contest(read, target, notes, sampling))
+        tasks.append(_contest(read, target, notes, departures, sampling))
+    notes += not_greedy(sampling)
 
     def summarise(records: ByTask) -> Summary:
-        return drafting.summary(TITLE, records, notes)
+        cut = sum(record.cut for some in records.values() for record in some)
+        other = [*departures, *([f"prompts cut in the middle: {cut}"] if cut else [])]
+        return drafting.summary(f"Variant of {TITLE}" if other else TITLE, records, [*other, *notes])
 
     return Suite("speculation", tuple(tasks), scale=drafting.SCALE, summarise=summarise)
 
 
-def _long(read: Settings, target: Target, names: tuple[str, ...], notes: list[str]) -> list[Task]:
-    """LongBench's tasks; adds to `notes` what is not as published."""
+def _long(
+    read: Settings, target: Target, names: tuple[str, ...], notes: list[str], departures: list[str]
+) -> list[Task]:
+    """LongBench's tasks; adds to `notes` what they are, and to `departures` what LongSpec does not do."""
     if not names:
         return []
     answer = read.integer("max_new_tokens", least=2, most=target.info.max_positions - 2)
@@ -87,6 +97,8 @@ def _long(read: Settings, target: Target, names: tuple[str, ...], notes: list[st
     tasks: list[Task] = []
     short = 0
     for name, rows in read_tasks(read.text("data"), names).items():
+        if len(rows) != SPECS[name].rows:
+            departures.append(f"{len(rows)} of {SPECS[name].rows} rows of {name}")
         sized = {row.id: _tokens(target, TEMPLATES[name].format(**row.fields)) for row in rows}
         kept = tuple(row for row in rows if sized[row.id] > least)
         short += len(rows) - len(kept)
@@ -119,13 +131,23 @@ def _long(read: Settings, target: Target, names: tuple[str, ...], notes: list[st
     )
     if short:
         notes.append(f"{short} prompts of at most {least} tokens left out, as LongSpec does")
+    if answer != NEW_TOKENS:
+        departures.append(f"answers of {answer} tokens instead of {NEW_TOKENS}")
+    if least != LEAST_TOKENS:
+        departures.append(f"prompts of more than {least} tokens instead of {LEAST_TOKENS}")
+    if not ignore_eos:
+        departures.append("answers end where the text does")
+    if not chat:
+        departures.append("without chat template")
     if limit is not None:
-        notes.append(f"the first {limit} prompts of each task")
+        departures.append(f"the first {limit} prompts of each task")
     return tasks
 
 
-def _contest(read: Settings, target: Target, notes: list[str], sampling: Sampling) -> Task:
-    """AIME 2024; adds to `notes` how long solutions are."""
+def _contest(
+    read: Settings, target: Target, notes: list[str], departures: list[str], sampling: Sampling
+) -> Task:
+    """AIME 2024; adds to `notes` how long solutions are, and to `departures` what is not as published."""
     asked = read.integer("aime24_max_new_tokens", least=2)
     settings = {
         "data": read.text("aime24"),
@@ -136,6 +158,10 @@ def _contest(read: Settings, target: Target, notes: list[str], sampling: Samplin
     }
     (task,) = aime24.build({"name": read.suite, **settings}, target, seed=0, sampling=sampling).tasks
     assert isinstance(task, Task)
+    if asked != aime24.MAX_NEW_TOKENS:
+        departures.append(f"AIME 2024: solutions of {asked} tokens instead of {aime24.MAX_NEW_TOKENS}")
+    if read.get("limit") is None and aime24.fingerprint(list(task.examples())) != aime24.PUBLISHED:
+        departures.append("AIME 2024: problems or answers are not those published")
     notes.append(f"AIME 2024: solutions of at most {task.max_new_tokens} tokens, over where the text ends")
     lengths = {row.id: drafting.bucket(_tokens(target, task.prompt(row))) for row in task.examples()}
     return LongAnswers(**{**vars(task), "metric": "acceptance", "judge": None}, lengths=lengths)
