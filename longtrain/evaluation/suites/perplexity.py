@@ -146,6 +146,16 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         notes.append("the first window of each text is left out: every token has a full context")
     if cut:
         notes.append(f"the beginning only of {', '.join(cut)} (suite.max_tokens or suite.limit)")
+    alone = [
+        task.name
+        for task, one in zip(tasks, entries(read), strict=True)
+        if one.join is None and len(task.ids) > 1 and Path(one.where).expanduser().exists()
+    ]
+    if alone:
+        notes.append(
+            f"each text of {', '.join(alone)} is read alone; published figures of WikiText-2 and C4 are of "
+            "texts joined into one (`join` in suite.texts)"
+        )
     notes += [f"the first {one.limit} texts of {one.name}" for one in entries(read) if one.limit]
 
     def summarise(records: ByTask) -> Summary:

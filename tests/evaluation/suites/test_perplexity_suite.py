@@ -120,6 +120,10 @@ def test_corpora_join_their_texts_or_not(target, tmp_path):
     assert [row.id for row in alone.rows] == ["pages.jsonl.gz:1@1", "pages.jsonl.gz:3@1"]
     joined = build(target, rows, texts=[{"from": str(rows), "join": "\n\n", "name": "all"}]).tasks[0]
     assert joined.name == "all" and len(joined.ids) == 1
+    alone = "each text of pages.jsonl.gz is read alone"
+    assert any(alone in note for note in build(target, rows).summary({}).notes)
+    whole = build(target, rows, texts=[{"from": str(rows), "join": ""}]).summary({}).notes
+    assert not any("read alone" in note for note in whole)
     assert target.tokenizer.decode(joined.ids[0][1:]) == "ab\n\n\n\ncd"
     first = build(target, rows, texts=[{"from": str(rows), "join": "", "limit": 1}])
     assert target.tokenizer.decode(first.tasks[0].ids[0][1:]) == "ab"
