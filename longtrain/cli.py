@@ -30,7 +30,7 @@ Without a job word the recipe's own jobs run (train, unless it says otherwise).
   longtrain eval +recipe=quickstart suite=acceptance lengths=[512,1k]
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 
-longtrain JOB --help lists groups, options and keys; HYDRA_FULL_ERROR=1 shows the traceback of an error.
+longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
 """
 
 FREE_TEXT = ("prompt",)
@@ -96,6 +96,7 @@ def mount() -> None:
         store.store(group="method", name=name, node=schema, provider="longtrain.methods")
     OmegaConf.register_new_resolver("longtrain_about", lambda job: JOBS[job][1], replace=True)
     OmegaConf.register_new_resolver("longtrain_keys", keys_help, replace=True)
+    OmegaConf.register_new_resolver("longtrain_suites", _suites_help, replace=True)
 
 
 def keys_help(job: str) -> str:
@@ -103,6 +104,14 @@ def keys_help(job: str) -> str:
     text = "".join((asset_dir("conf") / f"{name}.yaml").read_text(encoding="utf-8") for name in (job, "base"))
     text = re.sub(r"(?m)^(defaults|hydra):\n(?:[ \t]+.*\n)+|^#.*\n|^job: (?!train).*\n|^\s*\n", "", text)
     return "".join(f"  {line}\n" for line in text.splitlines()).replace("$", "$$")  # $ opens a field there
+
+
+def _suites_help(job: str) -> str:
+    """The job's suites, or the keys of the one on the command line, for Hydra's help template."""
+    from longtrain.suite_help import suites_help
+
+    text = suites_help(job, sys.argv[1:])
+    return f"\n{text}".replace("$", "$$") if text else ""
 
 
 def run_jobs(cfg: DictConfig) -> None:

@@ -20,7 +20,7 @@ TIERS = [
     {"artifact"},
     {"training", "evaluation", "bench"},
     {"jobs"},
-    {"explain"},
+    {"explain", "suite_help"},
     {"cli"},
     {"__main__"},
 ]

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longtrain import cli
-from longtrain.jobs import JOBS
+from longtrain.assets import asset_dir
+from longtrain.jobs import JOBS, bench
+from longtrain.suite_help import keys_of, suites_help, suites_of
 
 
 def run(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +70,41 @@ def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path) -> Non
 def test_keys_of_one_job_are_in_its_help_alone(tmp_path: Path) -> None:
     assert "prompt: null" in run("generate", "--help", cwd=tmp_path).stdout
     assert "prompt: null" not in run("eval", "--help", cwd=tmp_path).stdout
+
+
+def test_help_says_which_suites_are_of_a_job() -> None:
+    evals, benches = (suites_help(job) for job in ("eval", "bench"))
+    assert "\n  speculation " in evals and "\n  ruler " in evals and "\n  engine " not in evals
+    assert "\n  engine " in benches and "\n  ruler " not in benches and "\n  common " not in evals
+    assert "\n  eviction         accuracy against budget" in evals and "eviction costs" in benches
+    assert "longtrain eval suite=smoke target=tiny method=quantspec" in evals and "compare=[" in evals
+    assert suites_help("train") == ""
+
+
+def test_help_of_a_suite_lists_its_keys(tmp_path: Path) -> None:
+    done = run("eval", "suite=needle", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "== Keys of suite=needle ==" in done.stdout and "lengths: ${lengths}" in done.stdout
+    assert "\n    budgets: [128] " in done.stdout  # of what it builds on
+    judged = keys_of("mtbench")
+    assert "\n      url: null " in judged and "conversations decoded together" in judged
+    assert judged.count("\n    batch: ") == 1
+
+
+def test_every_suite_is_in_the_help_of_its_job_with_all_its_keys() -> None:
+    found = {job: suites_of(job) for job in ("eval", "bench")}
+    assert set(found["bench"]) == set(bench.SUITES)
+    folder = asset_dir("conf") / "suite"
+    files = {file.stem: yaml.safe_load(file.read_text()) for file in folder.glob("*.yaml")}
+    assert {*found["eval"], *found["bench"]} == set(files) - {"common"}
+
+    def keys(name: str) -> set[str]:
+        base = files[name].get("defaults", [])
+        return set(files[name]["suite"]).union(*map(keys, base))
+
+    for name in found["eval"]:
+        said = [line[4:].partition(":")[0] for line in keys_of(name).splitlines() if line[4:5].strip()]
+        assert keys(name) <= set(said), name
 
 
 def test_version_and_recipes(tmp_path: Path) -> None:

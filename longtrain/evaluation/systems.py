@@ -17,6 +17,7 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation.eviction_policies import Entry, artifact_facts, policy_of
 from longtrain.evaluation.eviction_protocol import label
 from longtrain.evaluation.suite import DRAFT, EVICTOR, Suite
+from longtrain.methods.policies import POLICIES
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -123,6 +124,11 @@ class Builder:
         return without_draft(system, systems) if same else None
 
     def _policies(self, suite: Suite, entry: Json) -> Iterator[System]:
+        if entry["name"] not in POLICIES:
+            raise ConfigError(
+                f"suite.systems has {entry['name']}: unknown eviction policy '{entry['name']}'; known: "
+                f"{', '.join(POLICIES)}; other entries: {ALLOWED}"
+            )
         policy = policy_of(entry)
         _check_role(suite, f"policy {policy.name}", EVICTOR)
         parts = Parts(name=policy.name)

@@ -26,7 +26,10 @@ JOBS: dict[str, tuple[str, str]] = {
         "longtrain.jobs.export",
         "write the trained module as an artifact folder; push=org/name uploads it",
     ),
-    "eval": ("longtrain.jobs.eval", "measure an artifact against plain decoding: JSON, table and plot"),
+    "eval": (
+        "longtrain.jobs.eval",
+        "run a suite with a target, policies and artifacts: JSON, tables, plots",
+    ),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
     "bench": ("longtrain.jobs.bench", "measure speed and peak memory on this machine"),
     "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),

@@ -193,7 +193,13 @@ def test_methods_without_training_alone_and_beside_others(wide):
     [
         ([7], {}, ConfigError, r"suite\.systems entry 7; allowed: NAME of a policy"),
         ([{"policy": "snapkv"}], {}, ConfigError, r"suite\.systems entry {'policy'"),
-        (["snap"], {}, ConfigError, "unknown eviction policy 'snap'"),
+        (
+            ["snap"],
+            {},
+            ConfigError,
+            r"suite\.systems has snap: unknown eviction policy 'snap'; known: ",
+        ),
+        (["snap"], {}, ConfigError, r"other entries: .*\{artifact: NAME\}.*\{method: NAME\}"),
         (["snapkv", "snapkv"], {}, ConfigError, r"two systems named snapkv@40; give each once"),
         (["snapkv"], {"budgets": ()}, ConfigError, r"suite\.budgets=\[\] and snapkv evicts"),
         (["snapkv"], {"budgets": (16,)}, ConfigError, r"16 rows and snapkv keeps 32 in any case"),

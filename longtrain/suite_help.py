@@ -1,0 +1,93 @@
+"""What `longtrain eval --help` and `longtrain bench --help` say of suites, read from the suites' files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from longtrain.assets import asset_dir
+
+JOBS = ("eval", "bench")
+"""Jobs that run suites."""
+BASE = "common"
+"""A file that other suites build on; it is no suite itself."""
+EXAMPLES = {
+    "eval": """\
+  longtrain eval suite=smoke target=tiny method=quantspec
+  longtrain eval suite=needle target=tiny suite.systems=[snapkv,h2o] suite.budgets=[64,128] report=html
+  longtrain eval suite=longbench target=llama31_8b artifact=[checkpoints/A,checkpoints/B] shards=8
+  longtrain eval compare=[RUN_A,RUN_B]
+""",
+    "bench": """\
+  longtrain bench suite=engine target=tiny
+  longtrain bench suite=roofline lengths=[32k,128k]
+""",
+}
+
+Blocks = dict[tuple[str, ...], list[str]]
+"""(key) or ("suite", key) -> its lines."""
+
+
+def suites_help(job: str, words: Sequence[str] = ()) -> str:
+    """The suites of a job with what each measures and examples, or the keys of the one that is chosen.
+
+    Args:
+        job: `eval`, `bench`; any other has none.
+        words: of the command line; `suite=NAME` among them chooses.
+
+    Returns:
+        Lines that end with a new line; nothing for a job without suites.
+    """
+    if job not in JOBS:
+        return ""
+    chosen = [word.partition("=")[2] for word in words if re.match(r"\+{0,2}suite=", word)]
+    if chosen and (asset_dir("conf") / "suite" / f"{chosen[-1]}.yaml").is_file():
+        return f"== Keys of suite={chosen[-1]} ==\n{keys_of(chosen[-1])}"
+    known = suites_of(job)
+    wide = max(map(len, known))
+    lines = "".join(f"  {name:<{wide}}  {about}\n" for name, about in known.items())
+    return (
+        f"== Suites (suite=NAME; their keys: longtrain {job} suite=NAME --help) ==\n{lines}\n"
+        f"== Examples ==\n{EXAMPLES[job]}"
+    )
+
+
+def suites_of(job: str) -> dict[str, str]:
+    """Name of each suite of a job -> what it measures: the comment at its file's start.
+
+    A comment with `bench:` is of bench's suites, one with `eval:` and `bench:` of both, others of eval's.
+    """
+    found = {}
+    for file in sorted((asset_dir("conf") / "suite").glob("*.yaml")):
+        about = file.read_text(encoding="utf-8").splitlines()[1].lstrip("# ")
+        parts = re.split(r"\b(eval|bench): ", about)
+        said = dict(zip(parts[1::2], parts[2::2], strict=True)) or {"eval": about}
+        if job in said and file.stem != BASE:
+            found[file.stem] = said[job].strip().removesuffix(".")
+    return found
+
+
+def keys_of(name: str) -> str:
+    """The keys of a suite with their comments, those of the files that it builds on included."""
+    blocks = _blocks(name)
+    top = "".join(line for key, lines in blocks.items() if len(key) == 1 for line in lines)
+    own = "".join(line for key, lines in blocks.items() if len(key) == 2 for line in lines)
+    return "".join(f"  {line}\n" for line in f"{top}suite:\n{own}".splitlines())
+
+
+def _blocks(name: str) -> Blocks:
+    text = (asset_dir("conf") / "suite" / f"{name}.yaml").read_text(encoding="utf-8")
+    found: Blocks = {}
+    if base := re.search(r"(?m)^defaults: \[(\w+)\]", text):
+        found = _blocks(base[1])
+    inside, lines = False, []
+    for line in text.splitlines(keepends=True):
+        if match := re.match(r"(  )?(\w+):", line):
+            inside = bool(match[1]) or match[2] == "suite"
+            key = ("suite", match[2]) if match[1] else (match[2],)
+            lines = [line]
+            if key not in (("suite",), ("defaults",)):
+                found[key] = lines
+        elif inside and line.strip() and not line.startswith("#"):
+            lines.append(line)
+    return found
