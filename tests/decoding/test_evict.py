@@ -79,6 +79,9 @@ def masked_continuation(model: Target, prompt: list[int], keep: Keep, b: int, n:
     class Hides:
         """No cache: the rows of this forward are the whole text."""
 
+        def expect(self, n_B: Tensor | None) -> None:
+            pass
+
         def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
             self.kv = k_BGTD, v_BGTD
 
