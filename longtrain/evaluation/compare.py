@@ -255,7 +255,9 @@ class _Book:
         return _columns(first), _columns(second)
 
     def _difference(self, figures: list[tuple[Figure, Figure]]) -> Json:
-        gap = paired_mean_difference([(b, a) for a, b in figures], of=self.reading.of, **self.draw)
+        gap = paired_mean_difference(
+            [(b, a) for a, b in figures], of=self.reading.of, bounds=self.reading.bounds, **self.draw
+        )
         sides = {
             key: mean_of_ratios(
                 [pair[side] for pair in figures], of=self.reading.of, bounds=self.reading.bounds, **self.draw

@@ -308,7 +308,7 @@ def versus(
         there = {record.example: record for record in others.get(name, [])}
         pairs = [(record, there[record.example]) for record in some if record.example in there]
         strata.append((reading.figure(a for a, _ in pairs), reading.figure(b for _, b in pairs)))
-    return verdict(paired_mean_difference(strata, of=reading.of, **draw.words()))
+    return verdict(paired_mean_difference(strata, of=reading.of, bounds=reading.bounds, **draw.words()))
 
 
 def verdict(difference: Interval) -> Json:

@@ -196,6 +196,7 @@ def paired_mean_difference(
     strata: Sequence[tuple[Figure, Figure]],
     *,
     of: Callable[[Any], Any] = np.asarray,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
     seed: int = 0,
     confidence: float = CONFIDENCE,
     resamples: int = RESAMPLES,
@@ -206,6 +207,7 @@ def paired_mean_difference(
         strata: (first, second) a task, over the same prompts in the same order; a prompt counts where both
             denominators are above 0.
         of: see `mean_of_ratios`.
+        bounds: the least and the most that either figure can be.
         seed: of the resampling.
         confidence: of the interval.
         resamples: bootstrap replicates.
@@ -223,7 +225,8 @@ def paired_mean_difference(
         confidence=confidence,
         resamples=resamples,
     )
-    return _known(value, low, high, sum(len(a_N2) for a_N2, _ in used))
+    most = bounds[1] - bounds[0]
+    return _known(value, max(low, -most), min(high, most), sum(len(a_N2) for a_N2, _ in used))
 
 
 def _known(value: float, low: float, high: float, n: int) -> Interval:

@@ -233,3 +233,12 @@ def test_few_examples_never_make_a_difference_larger_than_noise():
     assert gap(LEAST).larger_than_noise
     assert not gap(LEAST - 1).larger_than_noise
     assert not paired_mean_difference([(([4.0] * 9, [1] * 9), ([4.0] * 9, [1] * 9))]).larger_than_noise
+
+
+def test_a_difference_stays_within_what_two_scores_can_differ_by() -> None:
+    rng = np.random.default_rng(0)
+    worse = (rng.random(40) < 0.03).astype(float)
+    pair = ((worse, np.ones(40)), (np.ones(40), np.ones(40)))
+    free = paired_mean_difference([pair], seed=1)
+    held = paired_mean_difference([pair], bounds=(0.0, 1.0), seed=1)
+    assert free.low < -1 and held.low == -1 and held.value == free.value and held.high == free.high
