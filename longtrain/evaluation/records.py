@@ -35,11 +35,6 @@ class Turn:
         """Tokens of the answer, what ended it included."""
         return len(self.tokens)
 
-    @property
-    def tokens_sha256(self) -> str:
-        """Hash of the ids, to tell equal answers."""
-        return ids_sha256(self.tokens)
-
 
 @dataclass(frozen=True)
 class Record:

@@ -84,9 +84,9 @@ def acceptance_picture(scores: Json) -> bytes:
     lengths = sorted({cell["length"] for variant in scores["variants"] for cell in variant["lengths"]})
     by_length.set_xscale("log", base=2)
     by_length.set_xticks(lengths, [tokens(length) for length in lengths])
-    _label(by_length, "context length, tokens", "acceptance length τ (95% interval)")
-    _label(by_depth, "depth of the drafted token", "accepted, given that its parent was")
-    _label(by_position, "place in the generated text, tokens", "acceptance length τ")
+    label_axes(by_length, "context length, tokens", "acceptance length τ (95% interval)")
+    label_axes(by_depth, "depth of the drafted token", "accepted, given that its parent was")
+    label_axes(by_position, "place in the generated text, tokens", "acceptance length τ")
     by_depth.set_ylim(0, 1)
     by_depth.xaxis.get_major_locator().set_params(integer=True)
     picture = io.BytesIO()
@@ -257,7 +257,8 @@ def _exactness(found: Json | None) -> str:
     return f"{found['different']}/{found['compared']} differ{gap}, {found['violations']} beyond rounding"
 
 
-def _label(axes: Any, x: str, y: str) -> None:
+def label_axes(axes: Any, x: str, y: str) -> None:
+    """Names and a grid for a plot, and a legend where something has a name."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)

@@ -1,11 +1,7 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from attention_cases import distance, hier_case, mask_named
+from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels import hier_attention_reference as reference
@@ -53,19 +49,7 @@ def test_bad_shapes_are_refused():
 
 
 def test_interpreted_kernels_follow_the_reference():
-    """In a process of its own: triton decides at its import whether it interprets or compiles."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", here / "interpreted_hier_attention.py"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=here.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    passes_interpreted("interpreted_hier_attention.py")
 
 
 GPU_CASES = [

@@ -1,13 +1,9 @@
 """Codes, bytes and errors of the hierarchical cache's quantiser."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
+from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels import hier_quant
@@ -95,19 +91,7 @@ def test_blocks_read_back(split, dim):
 
 
 def test_interpreted_kernel_gives_the_same_bytes():
-    """In a process of its own: triton decides at its import whether it interprets or compiles."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", here / "interpreted_hier_quant.py"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=here.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    passes_interpreted("interpreted_hier_quant.py")
 
 
 @pytest.mark.parametrize("split", Split)

@@ -1,11 +1,7 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from importance_cases import Case, eager, one, several
+from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels import importance_reference as reference
@@ -158,19 +154,7 @@ def test_tables_give_every_pair_of_row_and_key_to_one_program(rows, keys, progra
 
 
 def test_interpreted_kernels_follow_the_definition():
-    """In a process of its own: triton decides at its import whether it interprets or compiles."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", here / "interpreted_importance.py"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=here.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    passes_interpreted("interpreted_importance.py")
 
 
 # On a GPU, and in small on a CPU, where the reference serves. Inputs are rounded to the kernels' dtype first,

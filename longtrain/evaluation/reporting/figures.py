@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from longtrain.evaluation.report import arms, tokens
+from longtrain.evaluation.report import arms, label_axes, tokens
 
 Json = dict[str, Any]
 Points = list[tuple[Any, Json]]
@@ -57,7 +57,7 @@ def _budget(results: Json) -> bytes | None:
     for name, points in lines.items():
         _line(axes, [(budgets.index(place), one) for place, one in points], name)
     axes.set_xticks(range(len(budgets)), budgets)
-    _label(axes, "budget", f"average {results['scale']['name']} (95% interval)")
+    label_axes(axes, "budget", f"average {results['scale']['name']} (95% interval)")
     return _png(figure)
 
 
@@ -78,13 +78,13 @@ def _acceptance(results: Json) -> bytes | None:
             _line(axes[2], lengths[name], name)
     axes[0].set_ylim(0, 1)
     axes[0].xaxis.get_major_locator().set_params(integer=True)
-    _label(axes[0], "depth of the drafted token", "accepted, given that its parent was")
-    _label(axes[1], "place in the generated text, tokens", "acceptance length τ")
+    label_axes(axes[0], "depth of the drafted token", "accepted, given that its parent was")
+    label_axes(axes[1], "place in the generated text, tokens", "acceptance length τ")
     if len(places) > 1:
         axes[2].set_xscale("log", base=2)
         axes[2].set_xticks(places, [tokens(place) for place in places])
         axes[2].minorticks_off()
-        _label(axes[2], "context length, tokens", "acceptance length τ")
+        label_axes(axes[2], "context length, tokens", "acceptance length τ")
     return _png(figure)
 
 
@@ -153,14 +153,6 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, An
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False).ravel()
-
-
-def _label(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
 
 
 def _png(figure: Any) -> bytes:
