@@ -23,7 +23,7 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import prefill
-from longtrain.decoding.roles import Draft, Parts, TreeShape
+from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
 from longtrain.decoding.stats import Stats, repeated
 from longtrain.errors import ConfigError, ConflictError
@@ -155,6 +155,7 @@ class Engine:
             nodes=shape.n_nodes,
             hidden=draft.want.hidden if draft else (),
             evictor=evictor,
+            onlooker=onlooker(draft),
             after=after,
             sequence_ids=sequence_ids,
         )

@@ -16,6 +16,8 @@ from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.decoding.evict import Evictor, PromptRun
+from longtrain.decoding.roles import Onlooker
+from longtrain.target.attention import Watch
 from longtrain.target.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def prefill(
     nodes: int,
     hidden: tuple[int, ...] = (),
     evictor: Evictor | None = None,
+    onlooker: Onlooker | None = None,
     after: Sequence[Sequence[int]] | None = None,
     sequence_ids: Sequence[int] | None = None,
 ) -> Prefilled:
@@ -68,6 +71,7 @@ def prefill(
         nodes: most rows of a later step.
         hidden: layers whose output is wanted.
         evictor: chooses what of the prompts stays; it sees nothing of `after`.
+        onlooker: sees the prompts, whole, and `after`.
         after: rows of each sequence that follow its prompt, none empty.
         sequence_ids: what random coins know a sequence by; None numbers the prompts.
     """
@@ -78,10 +82,11 @@ def prefill(
     cache = new_cache(len(prompts), max(lengths) + room, nodes + scratch)
     tokens_BS, n_B = pad(prompts, device)
     watch = evictor.watch(lengths) if evictor else None
+    looking = onlooker.watch_prompts(lengths) if onlooker else None
     pos_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
     want = Want("last", hidden)
     rows = Rows(pos_BS, tokens_BS, n_B=n_B)
-    step = target.forward(rows, cache, want=want, watch=watch)
+    step = target.forward(rows, cache, want=want, watch=_both(watch, looking))
     cache.commit(None, n_B)
     full_bytes, kept_rows = cache.bytes(), [float(length) for length in lengths]
     if evictor:
@@ -101,7 +106,7 @@ def prefill(
         return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_rows, 1)
     ids_BT, m_B = pad(after, device)
     pos_BT = n_B[:, None] + torch.arange(ids_BT.shape[1], device=device)
-    then = target.forward(Rows(pos_BT, ids_BT, n_B=m_B), cache, want=want)
+    then = target.forward(Rows(pos_BT, ids_BT, n_B=m_B), cache, want=want, watch=looking)
     cache.commit(None, m_B)
     tokens_BS = _appended(tokens_BS, ids_BT, pos_BT)
     joined = {layer: _appended(step.hidden[layer], then.hidden[layer], pos_BT) for layer in hidden}
@@ -114,6 +119,18 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Te
     longest = max(map(len, rows))
     padded = [[*row, *[0] * (longest - len(row))] for row in rows]
     return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
+
+
+def _both(one: Watch | None, other: Watch | None) -> Watch | None:
+    """A watch that is two."""
+    if one is None or other is None:
+        return one or other
+
+    def watch(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        one(layer, q_BHTD, k_BGTD, v_BGTD)
+        other(layer, q_BHTD, k_BGTD, v_BGTD)
+
+    return watch
 
 
 def _appended(first_BSx: Tensor, then_BTx: Tensor, pos_BT: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ Shapes: B batch, S prompt tokens, T new rows, N tree nodes, P path, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from longtrain.cache.base import KVCache
 from longtrain.decoding.evict import Evictor
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConflictError
+from longtrain.target.attention import Watch
 from longtrain.target.step import TargetStep, Want
 
 
@@ -116,6 +117,25 @@ class Draft(Protocol):
         A CUDA graph of a cycle is good as long as these tensors lie where they lay: `start` should reuse
         them. Before it, an empty tuple will do.
         """
+
+
+@runtime_checkable
+class Onlooker(Protocol):
+    """A draft that sees queries, keys and values of the target's own forwards, layer by layer."""
+
+    def watch_prompts(self, lengths: Sequence[int]) -> Watch:
+        """What sees the prompts (right-padded to the longest), and then what is read after them, if anything.
+
+        Asked before every prefill; `start` follows.
+        """
+
+    def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See the rows of a tree while the target verifies it (a `Watch`); `observe` follows."""
+
+
+def onlooker(draft: Draft | None) -> Onlooker | None:
+    """The draft, if it is an onlooker."""
+    return draft if isinstance(draft, Onlooker) else None
 
 
 @dataclass(frozen=True)
