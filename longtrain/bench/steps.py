@@ -20,7 +20,7 @@ from longtrain.decoding.barred import Barred
 from longtrain.decoding.captured import Cycles, Mail, Stage, can_settle, has_graphs, record
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import prefill
-from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.decoding.roles import Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConflictError
 
@@ -72,6 +72,7 @@ def measure(
         nodes=shape.n_nodes,
         hidden=draft.want.hidden if draft else (),
         evictor=parts.evictor,
+        onlooker=onlooker(draft),
     )
     if not can_settle(read.cache) or (draft is not None and draft.tensors() is None):
         raise ConflictError(f"the cycles of parts '{parts.name}' cannot be captured; pass suite.cycles=0")

@@ -19,7 +19,7 @@ from torch import Tensor
 from longtrain.cache.base import Causal, KVCache, Mask, Tree
 from longtrain.decoding.barred import Barred
 from longtrain.decoding.limits import check_tree
-from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict
+from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict, onlooker
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.decoding.tree import chain, emitted, positions, visible
 from longtrain.decoding.verify import verify
@@ -53,6 +53,8 @@ class Phases:
         self.target, self.cache, self.draft = target, cache, draft
         self.shape, self.sampling, self.barred = shape, sampling, barred
         self.want = Want(logits="all", hidden=draft.want.hidden if draft else ())
+        looking = onlooker(draft)
+        self.watch = looking.watch_nodes if looking else None
         self.root_B = torch.zeros_like(cache.len_B)
         self.left_B = torch.zeros_like(cache.len_B)
         self.most = torch.zeros_like(cache.len_B[0])
@@ -90,7 +92,7 @@ class Phases:
     def forward(self, tree: TokenTree) -> TargetStep:
         """The target over all nodes at once."""
         rows = Rows(positions(tree, self.cache.len_B), tree.tokens_BN, mask=self.mask(tree))
-        return self.target.forward(rows, self.cache, want=self.want)
+        return self.target.forward(rows, self.cache, want=self.want, watch=self.watch)
 
     def mask(self, tree: TokenTree) -> Mask:
         """Who sees whom among the nodes."""
