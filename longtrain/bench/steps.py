@@ -44,6 +44,11 @@ class Settings:
     cycles: int = 32
     warmup: int = 4
 
+    @property
+    def room(self) -> int:
+        """Tokens that the cycles of both `whole` and `split` may commit."""
+        return 2 * (self.warmup + self.cycles + 2) * (self.shape.depth + 1)
+
 
 @torch.no_grad()
 def measure(
@@ -62,7 +67,7 @@ def measure(
     """
     shape, parts = settings.shape, parts or Parts()
     draft = parts.draft if shape.widths else None
-    room = 2 * (settings.warmup + settings.cycles + 2) * (shape.depth + 1)
+    room = settings.room
     stage = Stage(target)
     read = prefill(
         target,
@@ -84,46 +89,69 @@ def measure(
     ids_B = torch.arange(len(prompts), device=target.device)
     assert read.step.logits_BTV is not None
     phases.begin(read.step.logits_BTV[:, -1].argmax(-1), HashCoins(0, ids_B), room)
-    whole = _whole(phases, settings)
-    split = _split(phases, settings)
-    attention = _attention(phases, settings)
-    split["attention_ms"] = attention
-    split["linear_ms"] = split["forward_ms"]["median"] - attention["median"]
     return {
         "prompt_tokens": len(prompts[0]),
         "batch": len(prompts),
         "shape": list(shape.widths),
-        **whole,
-        **split,
+        **whole(phases, settings),
+        **split(phases, settings),
     }
 
 
-def _whole(phases: Phases, settings: Settings) -> dict[str, Any]:
-    """Cycles one after another, as the engine runs them: wall time, and the GPU's busy and idle share."""
+@torch.no_grad()
+def whole(phases: Phases, settings: Settings) -> dict[str, Any]:
+    """Cycles one after another, as the engine runs them: wall time, the GPU's busy and idle time, tokens.
+
+    Args:
+        phases: begun; warmup and counted cycles are run.
+        settings: how many.
+    """
     device = phases.target.device
     cycles = Cycles(phases, captured=True)
     mail = Mail(cycles.late)
     marks: list[Any] = []
 
-    def go(count: int) -> None:
-        for _ in range(count):
+    def go(count: int) -> int:
+        tokens = 0
+        for i in range(count):
             marks.append(_mark(device))
             cycles.run()
             marks.append(_mark(device))
             mail.send(phases.news_BX)
-            for _ in mail.due(rest=False):
-                pass
+            for emitted in mail.due(rest=i == count - 1):
+                tokens += sum(map(len, emitted))
+        return tokens
 
     go(settings.warmup)
     _wait(device)
     marks.clear()
     start = time.perf_counter()
-    go(settings.cycles)
+    tokens = go(settings.cycles)
     _wait(device)
-    wall_ms = 1e3 * (time.perf_counter() - start) / settings.cycles
+    wall_s = time.perf_counter() - start
     busy = [_between(a, b) for a, b in zip(marks[::2], marks[1::2], strict=True)]
     idle = [_between(a, b) for a, b in zip(marks[1::2], marks[2::2], strict=False)]
-    return {"cycle_ms": wall_ms, "busy_ms": spread(busy), "idle_ms": spread(idle)}
+    return {
+        "cycle_ms": 1e3 * wall_s / settings.cycles,
+        "busy_ms": spread(busy),
+        "idle_ms": spread(idle),
+        "tokens_per_cycle": tokens / settings.cycles / len(phases.root_B),
+        "tokens_per_s": tokens / wall_s,
+    }
+
+
+@torch.no_grad()
+def split(phases: Phases, settings: Settings) -> dict[str, Any]:
+    """Milliseconds of each phase by itself, and of the target's attention and linear layers.
+
+    Args:
+        phases: begun.
+        settings: how many cycles.
+    """
+    found: dict[str, Any] = _split(phases, settings)
+    found["attention_ms"] = _attention(phases, settings)
+    found["linear_ms"] = found["forward_ms"]["median"] - found["attention_ms"]["median"]
+    return found
 
 
 def _split(phases: Phases, settings: Settings) -> dict[str, Any]:

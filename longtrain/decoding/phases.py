@@ -9,9 +9,9 @@ Shapes: B batch, N tree nodes, P path, X = 1 + P.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,39 +28,22 @@ from longtrain.target.step import Rows, TargetStep, Want
 if TYPE_CHECKING:
     from longtrain.target.model import Target
 
+Judge: TypeAlias = Callable[[TokenTree, Verdict, Tensor | None], Verdict]
+"""Replaces a verdict: called with the tree, what `verify` found, and the most nodes of each path (or None)."""
 
-class Phases:
-    """The cycle of one batch; call it for the next one.
+
+class Texts:
+    """What a cycle leaves to the next, whatever the shape of either, beside what cache and draft hold.
 
     Args:
-        target: the frozen model.
-        cache: holds the prompts.
-        draft: proposes; None decodes plainly.
-        shape: what is drafted.
-        sampling: processors; the seed is in the coins.
-        barred: ids that may not come yet.
+        len_B: of the cache; an empty tensor of its kind will do.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        cache: KVCache,
-        draft: Draft | None,
-        shape: TreeShape,
-        sampling: Sampling,
-        barred: Barred,
-    ) -> None:
-        self.target, self.cache, self.draft = target, cache, draft
-        self.shape, self.sampling, self.barred = shape, sampling, barred
-        self.want = Want(logits="all", hidden=draft.want.hidden if draft else ())
-        looking = onlooker(draft)
-        self.watch = looking.watch_nodes if looking else None
-        self.root_B = torch.zeros_like(cache.len_B)
-        self.left_B = torch.zeros_like(cache.len_B)
-        self.most = torch.zeros_like(cache.len_B[0])
-        self.coins = HashCoins(0, torch.zeros_like(cache.len_B))
-        self.news_BX = self.root_B.new_zeros(len(self.root_B), 2 + shape.depth)
-        """What the last cycle emitted: how many tokens, then the tokens (those beyond mean nothing)."""
+    def __init__(self, len_B: Tensor) -> None:
+        self.root_B = torch.zeros_like(len_B)
+        self.left_B = torch.zeros_like(len_B)
+        self.most = torch.zeros_like(len_B[0])
+        self.coins = HashCoins(0, torch.zeros_like(len_B))
 
     def begin(self, root_B: Tensor, coins: HashCoins, max_new_tokens: int) -> None:
         """Texts begin with `root_B`, which prefill gave; the first of `max_new_tokens` of each."""
@@ -74,6 +57,53 @@ class Phases:
         if rows:
             self.left_B[list(rows)] = 0
 
+
+class Phases:
+    """The cycle of one batch; call it for the next one.
+
+    Args:
+        target: the frozen model.
+        cache: holds the prompts.
+        draft: proposes; None decodes plainly.
+        shape: what is drafted.
+        sampling: processors; the seed is in the coins.
+        barred: ids that may not come yet.
+        judge: has the last word on what is accepted, after all work of finding out is done. The text is then
+            no longer the target's: for benchmarks of random weights, whose drafts are never right.
+        texts: shared with cycles of other shapes over the same cache and draft; None: its own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache,
+        draft: Draft | None,
+        shape: TreeShape,
+        sampling: Sampling,
+        barred: Barred,
+        *,
+        judge: Judge | None = None,
+        texts: Texts | None = None,
+    ) -> None:
+        self.target, self.cache, self.draft = target, cache, draft
+        self.shape, self.sampling, self.barred, self.judge = shape, sampling, barred, judge
+        self.want = Want(logits="all", hidden=draft.want.hidden if draft else ())
+        looking = onlooker(draft)
+        self.watch = looking.watch_nodes if looking else None
+        self.texts = texts or Texts(cache.len_B)
+        self.root_B, self.left_B = self.texts.root_B, self.texts.left_B
+        self.most, self.coins = self.texts.most, self.texts.coins
+        self.news_BX = self.root_B.new_zeros(len(self.root_B), 2 + shape.depth)
+        """What the last cycle emitted: how many tokens, then the tokens (those beyond mean nothing)."""
+
+    def begin(self, root_B: Tensor, coins: HashCoins, max_new_tokens: int) -> None:
+        """Texts begin with `root_B`, which prefill gave; the first of `max_new_tokens` of each."""
+        self.texts.begin(root_B, coins, max_new_tokens)
+
+    def close(self, rows: Sequence[int]) -> None:
+        """These texts are over: nothing more is committed in them."""
+        self.texts.close(rows)
+
     def __call__(self) -> None:
         """The next cycle."""
         tree = self.propose()
@@ -83,7 +113,7 @@ class Phases:
 
     def propose(self) -> TokenTree:
         """A tree below the last token of each text."""
-        if self.draft is None:
+        if self.draft is None or not self.shape.widths:
             return chain(self.root_B[:, None])
         tree = self.draft.propose(self.root_B, self.shape, self.sampling, self.coins)
         check_tree(tree, self.shape, len(self.root_B))
@@ -102,15 +132,17 @@ class Phases:
         """The path that the target accepts, and its own token after it; uncut."""
         assert step.logits_BTV is not None
         logits_BNV = self.barred.out_of_nodes(step.logits_BTV, tree, self.most - self.left_B)
-        return verify(
+        most_B = self.cache.commit_limit()
+        verdict = verify(
             tree,
             logits_BNV,
             self.sampling,
             self.coins,
             self.cache.len_B,
             depth=self.shape.depth,
-            most_B=self.cache.commit_limit(),
+            most_B=most_B,
         )
+        return verdict if self.judge is None else self.judge(tree, verdict, most_B)
 
     def commit(self, tree: TokenTree, step: TargetStep, whole: Verdict) -> None:
         """Keep the accepted rows, tell the draft, and hand out the tokens."""
