@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.prefill import pad, prefill
+from longtrain.decoding.prefill import Prefilled, pad, prefill
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.target.step import Rows, Want
@@ -91,15 +92,35 @@ def measure(
 ) -> list[Nats]:
     """Cost of the tokens that follow each context.
 
-    The first of them is foretold by the context's last row, before eviction, like the first of an answer.
-
     Args:
         target: the frozen model.
         parts: its evictor drops rows of the contexts, its cache holds them; a draft has no part in this.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
-        rows: tokens given to the target at once, or fewer where the cache takes no more; a cache that is to
-            change what it keeps at the same tokens as in decoding gets steps that end there.
+        rows: see `foretold`.
+
+    Raises:
+        ConfigError: a window is longer than the target's context, or an empty part.
+        ConflictError: an evictor beside a cache of its own.
+    """
+    read = read_contexts(target, parts, contexts, scored=scored)
+    nats = [0.0] * len(scored)
+    for row, at, logits_TV in foretold(target, read, scored, rows=rows):
+        wanted_T = torch.tensor(scored[row][at : at + len(logits_TV)], device=logits_TV.device)
+        nats[row] += float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
+    return [Nats(*one) for one in zip(nats, map(len, scored), read.kept_rows, strict=True)]
+
+
+def read_contexts(
+    target: Target, parts: Parts, contexts: Sequence[Sequence[int]], *, scored: Sequence[Sequence[int]]
+) -> Prefilled:
+    """Contexts in the cache that `parts` brings, evicted, with room for what follows them.
+
+    Args:
+        target: the frozen model.
+        parts: evictor and cache.
+        contexts: token ids, at least one each.
+        scored: the tokens after each, at least one.
 
     Raises:
         ConfigError: a window is longer than the target's context, or an empty part.
@@ -115,7 +136,7 @@ def measure(
     if min(map(len, contexts)) < 1 or min(counts) < 1:
         raise ConfigError("a window without context or without tokens to score; give at least one of each")
     engine = Engine(target, parts)  # checks that the parts go together
-    read = prefill(
+    return prefill(
         target,
         engine.parts.cache or target.new_cache,
         contexts,
@@ -123,10 +144,33 @@ def measure(
         nodes=1,
         evictor=engine.parts.evictor,
     )
+
+
+@torch.no_grad()
+def foretold(
+    target: Target, read: Prefilled, scored: Sequence[Sequence[int]], *, rows: int = ROWS
+) -> Iterator[tuple[int, int, Tensor]]:
+    """The target's logits for each token after the contexts, which are told the text itself, not samples.
+
+    The first token is foretold by the context's last row, before eviction, like the first of an answer. On a
+    cache that changes what it keeps at certain tokens (`KVCache.commit_limit`) a step ends there, as in
+    decoding.
+
+    Args:
+        target: the frozen model.
+        read: the contexts (`read_contexts`); their cache is written on.
+        scored: the tokens after each.
+        rows: tokens given to the target at once, or fewer where the cache takes no more.
+
+    Yields:
+        Number of a window, number of the first of its scored tokens, and logits_TV in fp32 (fp64 for fp64)
+        for this and the following ones.
+    """
     targets_BT, n_B = pad(scored, target.device)
     assert read.step.logits_BTV is not None
     wide = torch.promote_types(target.dtype, torch.float32)
-    nats_B = cross_entropy(read.step.logits_BTV[:, -1].to(wide), targets_BT[:, 0], reduction="none").double()
+    for row, logits_V in enumerate(read.step.logits_BTV[:, -1].to(wide)):
+        yield row, 0, logits_V[None]
     last, at_B = n_B - 1, torch.zeros_like(n_B)  # the last token is foretold, never given
     rows = min(rows, read.cache.step_limit() or rows)
     while bool((at_B < last).any()):
@@ -140,11 +184,8 @@ def measure(
         read.cache.commit(None, m_B)
         for row, (at, count) in enumerate(zip(at_B.tolist(), m_B.tolist(), strict=True)):
             if count:
-                logits_TV = target.head(step.hidden[-1][row, :count]).to(wide)
-                wanted_T = targets_BT[row, at + 1 : at + 1 + count]
-                nats_B[row] += cross_entropy(logits_TV, wanted_T, reduction="none").double().sum()
+                yield row, at + 1, target.head(step.hidden[-1][row, :count]).to(wide)
         at_B = at_B + m_B
-    return [Nats(*one) for one in zip(nats_B.tolist(), counts, read.kept_rows, strict=True)]
 
 
 def perplexity(nats: float, tokens: int) -> float:
