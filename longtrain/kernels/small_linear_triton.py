@@ -1,0 +1,91 @@
+"""Triton kernels of `kernels.small_linear`: a product of few rows, as fast as its weights can be read.
+
+Weights are the first operand of the tensor cores' product and the rows its few columns. A program has some
+outputs and all their weights. A row of weights is cut into slices that lie beside each other in the product
+as rows of its own: so few outputs fill the 64 rows of a product, and nothing has to be added up between
+programs. Each slice meets every slice of the input; of those blocks of the product, the matching ones count.
+
+A program asks for its first weights before the kernel in front of it is over (`gdc_wait`): only the input
+depends on that one. Sums run in the same order whatever the count of rows is.
+Shapes: N rows, F output features, K input features.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+@triton.jit
+def _prefetch(at, BYTES: tl.constexpr):
+    """Ask for bytes that follow each address, for the L2 cache."""
+    size = tl.full(at.shape, BYTES, tl.int32)
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, weight_ptr, add_ptr, out_ptr, N, F, K, x_n, weight_f, add_n, out_n,
+    OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """OUTPUTS features of all rows.
+
+    EVEN: K is a multiple of what all slices take in a step.
+    GATED: weights are those of gates, F of them, and as many of what they let pass; out is silu(gate) * up.
+    """
+    HALVES: tl.constexpr = 2 if GATED else 1
+    LINES: tl.constexpr = HALVES * SLICES * OUTPUTS
+    reach = tl.cdiv(K, SLICES * STEP) * STEP
+    first = tl.program_id(0) * OUTPUTS
+    line = tl.arange(0, LINES)
+    slice_ = line // OUTPUTS % SLICES
+    feature = tl.minimum(first + line % OUTPUTS, F - 1) + line // (OUTPUTS * SLICES) * F
+    weight_at = weight_ptr + feature.to(tl.int64) * weight_f + slice_ * reach
+    if CHAINED:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            CHUNKS: tl.constexpr = AHEAD // 512
+            chunk = tl.arange(0, LINES * CHUNKS)
+            line_ = chunk // CHUNKS
+            k = line_ // OUTPUTS % SLICES * reach + chunk % CHUNKS * 256
+            feature_ = tl.minimum(first + line_ % OUTPUTS, F - 1) + line_ // (OUTPUTS * SLICES) * F
+            _prefetch(weight_ptr + feature_.to(tl.int64) * weight_f + k, 512)
+        gdc_wait()
+    k = tl.arange(0, STEP)
+    column = tl.arange(0, SLICES * ROWS)
+    start = column // ROWS * reach
+    x_at = x_ptr + (column % ROWS).to(tl.int64) * x_n + start
+    exists = column % ROWS < N
+    acc = tl.zeros((LINES, SLICES * ROWS), tl.float32)
+    for i in tl.range(0, reach, STEP, num_stages=STAGES):
+        if EVEN:
+            weight = tl.load(weight_at[:, None] + (i + k)[None, :])
+            x = tl.load(x_at[:, None] + (i + k)[None, :], mask=exists[:, None], other=0.0)
+        else:
+            inside = slice_[:, None] * reach + (i + k)[None, :] < K
+            weight = tl.load(weight_at[:, None] + (i + k)[None, :], mask=inside, other=0.0)
+            inside = exists[:, None] & (start[:, None] + (i + k)[None, :] < K)
+            x = tl.load(x_at[:, None] + (i + k)[None, :], mask=inside, other=0.0)
+        acc = tl.dot(weight, tl.trans(x), acc)
+    if SLICES > 1:
+        acc = tl.where(slice_[:, None] == (column // ROWS)[None, :], acc, 0.0)
+    acc = tl.sum(tl.sum(tl.reshape(acc, (HALVES, SLICES, OUTPUTS, SLICES, ROWS)), 3), 1)
+    row, own = tl.arange(0, ROWS), first + tl.arange(0, OUTPUTS)
+    keep = (own < F)[:, None] & (row < N)[None, :]
+    dtype = out_ptr.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(tl.permute(acc, (1, 2, 0)))
+        gate = gate.to(dtype).to(tl.float32)
+        y = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+    else:
+        y = tl.reshape(acc, (OUTPUTS, ROWS))
+    at = row.to(tl.int64)[None, :]
+    if ADD:
+        y = y.to(dtype).to(tl.float32)
+        y += tl.load(add_ptr + at * add_n + own[:, None], mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at * out_n + own[:, None], y.to(dtype), mask=keep)

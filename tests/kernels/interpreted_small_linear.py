@@ -1,0 +1,39 @@
+"""Run by test_small_linear.py under TRITON_INTERPRET=1: the kernel against its twin."""
+
+import pytest
+import torch
+from small_linear_cases import CLOSE, made
+
+from longtrain.kernels import small_linear, small_linear_launch, small_linear_reference
+from longtrain.kernels.small_linear_launch import Tile
+
+TILES = (Tile(32, 2, step=32, stages=2), Tile(16, 4, step=16), Tile(64, 1, step=32), Tile(8, 8, step=16))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.outputs}x{tile.slices}")
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("features", [64, 70])
+def test_product(tile, rows, features):
+    """Also where tiles and slices do not fit: 70 outputs, 144 inputs."""
+    for dtype in (torch.float32, torch.float16):
+        x, weight = made(rows, 144, dtype=dtype), made(features, 160, dtype=dtype, seed=1)[:, :144]
+        assert small_linear.serves(x, weight)
+        for residual in (None, made(rows, features, dtype=dtype, seed=2), made(features, dtype=dtype, seed=3)):
+            got = small_linear_launch.small_linear(x, weight, residual, tile=tile)
+            want = small_linear_reference.small_linear(x, weight, residual=residual)
+            torch.testing.assert_close(got, want, rtol=CLOSE[dtype], atol=12 * CLOSE[dtype])
+
+
+@pytest.mark.parametrize("tile", [Tile(32, 1, step=32), Tile(8, 4, step=16)])
+def test_gates(tile):
+    x, weight = made(3, 96), made(80, 96, seed=1)
+    got = small_linear_launch.small_swiglu(x, weight, tile=tile)
+    want = small_linear_reference.small_swiglu(x, weight)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_dispatch():
+    x, weight = made(2, 128), made(48, 128, seed=1)
+    for name in ("small_linear", "small_swiglu"):
+        got, want = (getattr(where, name)(x, weight) for where in (small_linear, small_linear_reference))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
