@@ -53,6 +53,12 @@ class TreeShape:
         return 1 + sum(self.widths)
 
 
+def usual_law(widths: Sequence[int], *, sampled: bool) -> Law:
+    """How children are chosen where nobody says: a chain's are sampled where decoding samples (the target
+    accepts more of them than of argmax drafts), all others are deterministic."""
+    return Law.IID if sampled and set(widths) == {1} else Law.POINT
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """A batch of drafted trees of one shape. Node 0 is the root: the last token chosen, not yet in the cache.
@@ -94,7 +100,11 @@ class Verdict:
 
 
 class Draft(Protocol):
-    """Proposes trees: LongSpec, EAGLE-3, QuantSpec."""
+    """Proposes trees: LongSpec, EAGLE-3, QuantSpec.
+
+    A draft that makes more than chains, or chains of other lengths than 1 to 8 pay for, may say so in `offers`:
+    widths of the shapes among which `decode.shape=auto` chooses.
+    """
 
     want: Want
     """What the draft needs of every target forward beyond logits (hidden states, say)."""
