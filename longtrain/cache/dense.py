@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
+from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError
 from longtrain.kernels.ragged_attention import masked_rows
 from longtrain.kernels.split_attention import split_attention, split_serves
@@ -44,7 +45,7 @@ class DenseCache(KVCache):
         base: slots before position 0.
 
     Raises:
-        ConfigError: a size is not positive.
+        ConfigError: a size is not positive, or there is too little memory (`NoRoomError`).
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class DenseCache(KVCache):
         self.capacity = max_tokens + max_nodes
         self.base = base
         shape = (n_layers, batch, n_kv_heads, base + self.capacity, head_dim)
+        needed = 2 * dtype.itemsize * n_layers * batch * n_kv_heads * shape[3] * head_dim
+        check_room(needed, device, what="a KV cache", batch=batch, tokens=shape[3])
         # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
         self.k_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
         self.v_LBGSD = torch.zeros(shape, device=device, dtype=dtype)

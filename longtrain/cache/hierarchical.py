@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
+from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.kernels import tree_attention as kernel
+from longtrain.kernels.fused_layer import Slots, write_rows
 from longtrain.kernels.hier_attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hier_layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
-from longtrain.kernels.hier_quant import check_finite, flush_blocks, quantise_blocks
+from longtrain.kernels.hier_quant import LARGEST, flush_blocks, quantise_blocks, unsound
 
 _SLACK = BLOCK
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
@@ -45,7 +47,7 @@ class HierarchicalCache(KVCache):
             speculative and plain decoding on this cache follow one law (`commit_limit`).
 
     Raises:
-        ConfigError: a size that is not served.
+        ConfigError: a size that is not served, or too little memory (`NoRoomError`).
 
     Source: QuantSpec §4.2-4.3.
     Note: in the paper C_F2 moves into C_F1; here the ring's blocks change roles instead. Plain decoding
@@ -74,8 +76,22 @@ class HierarchicalCache(KVCache):
                 f"hierarchical cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}; "
                 f"allowed: at least 1 sequence and 1 token, 0 to {MAX_ROWS} nodes"
             )
+        check_room(
+            hierarchical_bytes(
+                n_layers=n_layers,
+                n_kv_heads=n_kv_heads,
+                head_dim=head_dim,
+                batch=batch,
+                max_tokens=max_tokens,
+                itemsize=dtype.itemsize,
+            ),
+            device,
+            what="a hierarchical KV cache",
+            batch=batch,
+            tokens=max_tokens,
+        )
         lead = {"n_layers": n_layers, "batch": batch, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
-        self.planes = new_planes(**lead, blocks=max(1, max_tokens // BLOCK - 1), split=split, device=device)
+        self.planes = new_planes(**lead, blocks=quantised_blocks(max_tokens), split=split, device=device)
         self.ring = new_ring(**lead, device=device, dtype=dtype)
         self.len_B = torch.zeros(batch, device=device, dtype=torch.int64)
         self.blocks_B = torch.zeros_like(self.len_B)
@@ -109,13 +125,23 @@ class HierarchicalCache(KVCache):
 
         Raises:
             ConfigError: the rows do not fit.
-            DataError: a prompt's K or V hold NaN or numbers too large to quantise.
         """
         if self._empty:
             self._read(layer, k_BGTD, v_BGTD)
         else:
             self._check_room(k_BGTD.shape[2])
             self.put(layer, k_BGTD, v_BGTD, at=0)
+
+    def tail_slots(self, layer: int, rows: int) -> Slots | None:
+        """See `KVCache`; a prompt's rows go through `write`.
+
+        Raises:
+            ConfigError: the rows do not fit.
+        """
+        if self._empty:
+            return None
+        self._check_room(rows)
+        return self.tail(layer, rows, at=0)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """The target's view: quantised tokens at 8 bits. A prompt's rows see each other as they are.
@@ -140,6 +166,7 @@ class HierarchicalCache(KVCache):
 
         Raises:
             ConflictError: of a prompt, other rows than it has are accepted.
+            DataError: a prompt's K or V hold NaN or numbers too large to quantise; the cache is empty then.
         """
         if self._empty:
             self._end_prompt(path_BP, n_B)
@@ -179,10 +206,12 @@ class HierarchicalCache(KVCache):
 
     def put(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor, *, at: int) -> None:
         """Store tail rows from row `at` on."""
-        self._tail = T = k_BGTD.shape[2]
-        slot_BT = (self.len_B[:, None] + torch.arange(at, at + T, device=self.len_B.device)) % RING
-        self.ring.k[layer][self._row_B1, :, slot_BT] = k_BGTD.transpose(1, 2)
-        self.ring.v[layer][self._row_B1, :, slot_BT] = v_BGTD.transpose(1, 2)
+        write_rows(k_BGTD, v_BGTD, self.tail(layer, k_BGTD.shape[2], at=at))
+
+    def tail(self, layer: int, rows: int, *, at: int) -> Slots:
+        """Where so many tail rows from row `at` on lie in a layer's ring."""
+        self._tail = rows
+        return Slots(self.ring.k[layer], self.ring.v[layer], self.len_B, at=at, wrap=RING)
 
     def look(
         self, layer: int, q_BHTD: Tensor, len_B: Tensor, *, mask: Mask, bits: int, scale: float
@@ -210,7 +239,6 @@ class HierarchicalCache(KVCache):
                 f"hierarchical cache is full: {S} prompt tokens, room for {self.capacity}; raise the "
                 "engine's limits (tokens) or shorten the prompt"
             )
-        check_finite(k_BGSD, v_BGSD, layer)
         n_B = self._prompt_B
         if n_B is None:
             n_B = self._prompt_B = torch.full_like(self.len_B, S)
@@ -225,12 +253,23 @@ class HierarchicalCache(KVCache):
         self._own, self._tail = (k_BGSD, v_BGSD), S
 
     def _end_prompt(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """Take the prompts for read, after the one look that the host takes at how it went."""
         expected_B = self._prompt_B
         if path_BP is not None or expected_B is None or not torch.equal(expected_B, n_B):
             told = None if expected_B is None else expected_B.tolist()
             raise ConflictError(
                 f"a hierarchical cache took prompts of {told} tokens and is asked to commit {n_B.tolist()}; "
                 "allowed: all of each prompt (tell `expect` the lengths of right-padded ones)"
+            )
+        found_L2 = unsound(self.planes, self.ring, Lens(n_B, _blocks(n_B))).tolist()
+        bad = [(layer, which) for layer, which in enumerate(found_L2) if any(which)]
+        if bad:
+            self.clear()
+            layer, (keys, _) = bad[0]
+            raise DataError(
+                f"{'keys' if keys else 'values'} of layer {layer} hold NaN, an infinite number or one beyond "
+                f"{LARGEST:g} ({len(bad)} of {len(found_L2)} layers do); a hierarchical KV cache takes "
+                "finite numbers; use the plain cache, or look for NaN in the weights"
             )
         self.len_B.add_(n_B)
         self.blocks_B.copy_(_blocks(n_B))
@@ -279,12 +318,13 @@ class DraftView(KVCache):
         Raises:
             ConfigError: more than the ring's third block holds.
         """
-        self._tail = k_BGTD.shape[2]
-        if self._drafted + self._tail > MAX_ROWS:
-            raise ConfigError(
-                f"{self._drafted + self._tail} drafted rows; a hierarchical cache takes {MAX_ROWS} a cycle"
-            )
+        self._claim(k_BGTD.shape[2])
         self.cache.put(layer, k_BGTD, v_BGTD, at=self._drafted)
+
+    def tail_slots(self, layer: int, rows: int) -> Slots:
+        """See `KVCache`; raises as `write` does."""
+        self._claim(rows)
+        return self.cache.tail(layer, rows, at=self._drafted)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """See `KVCache`; reads the draft's rows like committed ones."""
@@ -304,6 +344,14 @@ class DraftView(KVCache):
     def bytes(self) -> int:
         """None of its own."""
         return 0
+
+    def _claim(self, rows: int) -> None:
+        """Have so many rows more, if the ring's third block holds them."""
+        self._tail = rows
+        if self._drafted + rows > MAX_ROWS:
+            raise ConfigError(
+                f"{self._drafted + rows} drafted rows; a hierarchical cache takes {MAX_ROWS} a cycle"
+            )
 
 
 def _blocks(n_B: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longtrain.errors import DataError
 from longtrain.kernels import hier_quant_reference as reference
-from longtrain.kernels.hier_layout import BLOCK, RING, Planes, Ring
+from longtrain.kernels.hier_layout import BLOCK, RING, Lens, Planes, Ring
 from longtrain.kernels.tree_attention import compiles_for
 
 LARGEST = 6e4
@@ -67,19 +67,35 @@ def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> 
         reference.quantise_blocks(k, v, planes.layer(layer), block_B, count_B)
 
 
-def check_finite(k_BGND: Tensor, v_BGND: Tensor, layer: int) -> None:
-    """Refuse values that no step and zero can express; reads one number back to the host.
+def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
+    """Where a prompt just read holds values that no step and zero express: NaN, infinite, too large.
 
-    Raises:
-        DataError: NaN, or a magnitude above `LARGEST`.
+    Such a value leaves its mark in the step or zero of its group; rows still in the ring are looked at
+    themselves. Nothing is read back to the host.
+
+    Args:
+        planes: of all layers.
+        ring: of all layers.
+        lens: how far each sequence has come.
+
+    Returns:
+        bool [L, 2]: of each layer, its keys and its values.
     """
-    low, high = torch.stack([torch.stack(torch.aminmax(x)) for x in (k_BGND, v_BGND)]).float().unbind(1)
-    least, most = float(low.min()), float(high.max())
-    if not (least >= -LARGEST and most <= LARGEST):
-        raise DataError(
-            f"keys or values of layer {layer} lie between {least} and {most}; a hierarchical KV cache takes "
-            f"finite numbers up to {LARGEST:g}; use the plain cache, or look for NaN in the weights"
-        )
+    first_B1 = (lens.blocks_B * BLOCK)[:, None]
+    slot_R = torch.arange(RING, device=first_B1.device)
+    held_BR = first_B1 + (slot_R - first_B1) % RING < lens.len_B[:, None]
+    filled_BN = torch.arange(planes.k_step.shape[-2], device=first_B1.device) < lens.blocks_B[:, None]
+    found = []
+    for rows, step, zero in (
+        (ring.k, planes.k_step, planes.k_zero),
+        (ring.v, planes.v_step, planes.v_zero),
+    ):
+        low, high = torch.aminmax(rows, dim=-1)
+        recent = ~((low >= -LARGEST) & (high <= LARGEST)) & held_BR[:, None]
+        marks = step.sum(-1, dtype=torch.float32) + zero.sum(-1, dtype=torch.float32)
+        old = ~marks.isfinite() & filled_BN[:, None]
+        found.append(recent.flatten(1).any(1) | old.flatten(1).any(1))
+    return torch.stack(found, 1)
 
 
 def kernel_serves(x: Tensor) -> bool:

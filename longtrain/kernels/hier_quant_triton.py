@@ -32,8 +32,9 @@ def _up(x):
 
 
 @triton.jit
-def _scale(low, high, FLOOR: tl.constexpr):
-    """Step and zero in fp16."""
+def _scale(low, high, total, FLOOR: tl.constexpr):
+    """Step and zero in fp16. `total`, a sum over the group, tells of NaN, which bounds pass over."""
+    low = tl.where(tl.abs(total) < float("inf"), low, float("nan"))
     zero = _down(low)
     span = high - zero.to(tl.float32)
     if FLOOR:
@@ -79,8 +80,8 @@ def _keys(
     half, token = part * WIDTH + tl.arange(0, WIDTH), tl.arange(0, C)
     at += token[:, None] * n_stride + half[None, :]
     near, far = tl.load(at).to(tl.float32), tl.load(at + X).to(tl.float32)
-    near_step, near_zero = _scale(tl.min(near, 0), tl.max(near, 0), FLOOR)
-    far_step, far_zero = _scale(tl.min(far, 0), tl.max(far, 0), FLOOR)
+    near_step, near_zero = _scale(tl.min(near, 0), tl.max(near, 0), tl.sum(near, 0), FLOOR)
+    far_step, far_zero = _scale(tl.min(far, 0), tl.max(far, 0), tl.sum(far, 0), FLOOR)
     meta = block * D + half
     tl.store(step_ptr + meta, near_step)
     tl.store(zero_ptr + meta, near_zero)
@@ -106,7 +107,7 @@ def _values(
     near, far = tl.load(at).to(tl.float32), tl.load(at + X).to(tl.float32)
     low = tl.minimum(tl.min(near, 0), tl.min(far, 0))
     high = tl.maximum(tl.max(near, 0), tl.max(far, 0))
-    step, zero = _scale(low, high, FLOOR)
+    step, zero = _scale(low, high, tl.sum(near, 0) + tl.sum(far, 0), FLOOR)
     meta = block * C + token
     tl.store(step_ptr + meta, step)
     tl.store(zero_ptr + meta, zero)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from longtrain.cache import room
 from longtrain.cache.base import Causal, PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
@@ -280,6 +281,19 @@ def test_at_128k_it_takes_half_the_bytes_of_bf16():
     assert 0.51 < cache.bytes() / (131072 * 32 * 8 * 128 * 2 * 2) < 0.53
 
 
+def test_its_bytes_are_known_before_it_is_made(monkeypatch):
+    lengths = (1, 300, 5000)
+    sizes = {"n_layers": L, "n_kv_heads": G, "head_dim": D, "itemsize": 4}
+    known = [room.hierarchical_bytes(**sizes, batch=2, max_tokens=length) for length in lengths]
+    assert known == [new_cache(2, length).bytes() for length in lengths]
+    monkeypatch.setattr(room, "free_bytes", lambda device: known[2] - 1)
+    new_cache(2, 300)
+    with pytest.raises(ConfigError, match=r"2 sequences of 5000 tokens .* about 4999 tokens would fit"):
+        new_cache(2, 5000)
+    with pytest.raises(torch.OutOfMemoryError):
+        new_cache(2, 5000)
+
+
 def test_what_it_refuses():
     gen = torch.Generator().manual_seed(0)
     for changed in ({"head_dim": 96}, {"n_heads": 3, "n_kv_heads": 2}, {"max_nodes": 129}, {"batch": 0}):
@@ -290,10 +304,10 @@ def test_what_it_refuses():
         write(cache, fresh(257, gen)[None])
     bad = fresh(200, gen)[None]
     bad[0, 100, 1, 0, 0, 7] = float("nan")
-    with pytest.raises(DataError, match="NaN"):
-        write(cache, bad)
-    assert not cache.planes.k_upper[1].any()
-    cache.clear()
+    write(cache, bad)
+    with pytest.raises(DataError, match=r"keys of layer 1 hold NaN.*\(1 of 2 layers do\)"):
+        cache.commit(None, torch.tensor([200]))
+    assert not cache.len_B.any()
     write(cache, fresh(200, gen)[None])
     with pytest.raises(ConflictError, match=r"\[200\].*\[199\]"):
         cache.commit(None, torch.tensor([199]))
