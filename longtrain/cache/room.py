@@ -57,8 +57,8 @@ def free_bytes(device: torch.device) -> int | None:
     return int(said["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in said else None
 
 
-def _room(max_tokens: int) -> int:
-    """Blocks that so many positions may fill; the last of them stay in the ring."""
+def quantised_blocks(max_tokens: int) -> int:
+    """Blocks of a hierarchical cache of so many positions; the last ones stay in its ring."""
     return max(1, max_tokens // BLOCK - 1)
 
 
