@@ -12,7 +12,7 @@ from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import EvictedCache
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.fused_layer import write_rows
+from longtrain.kernels.fused_layer import Slots, write_rows
 from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
 from longtrain.kernels.tree_attention import Causal as Chain
 
@@ -74,7 +74,11 @@ class ArenaCache(KVCache):
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Store tail rows of a layer at slots `rows_B[b]...`, over whatever tail was there."""
-        write_rows(k_BGTD, v_BGTD, self.store.k_LBGSD[layer], self.store.v_LBGSD[layer], self.rows_B)
+        write_rows(k_BGTD, v_BGTD, self.tail_slots(layer, k_BGTD.shape[2]))
+
+    def tail_slots(self, layer: int, rows: int) -> Slots:
+        """See `KVCache`."""
+        return Slots(self.store.k_LBGSD[layer], self.store.v_LBGSD[layer], self.rows_B)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         """Attention over prefix and tail, with its lse."""

@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from longtrain.kernels.fused_layer import Slots
+
 
 @dataclass(frozen=True)
 class Causal:
@@ -54,6 +56,13 @@ class KVCache(ABC):
             out_BHTD in q's dtype, and the natural-log lse_BHT in fp32 where the implementation has it, else
             None. A row that sees nothing gives zeros.
         """
+
+    def tail_slots(self, layer: int, rows: int) -> Slots | None:
+        """Where a layer's `rows` tail rows go, for a caller that stores them itself instead of `write`.
+
+        None: they go through `write`.
+        """
+        return None
 
     def expect(self, n_B: Tensor | None) -> None:  # noqa: B027 (most caches need not know)
         """Told before a forward how many of its rows are valid in each sequence; None: all of them."""

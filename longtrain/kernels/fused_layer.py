@@ -1,7 +1,8 @@
 """The small operators between a decoder layer's matrix products, one launch each instead of three to ten.
 
 `add_rms_norm`: s = x + d, n = s / rms(s) * w.  `rotate_heads`: RMSNorm of each query and key head where the
-model has it, then RoPE, in place.  `swiglu`: silu(g) * u.  `write_rows`: new keys and values to their slots.
+model has it, then RoPE, in place, and new keys and values to their slots of a cache.  `swiglu`: silu(g) * u.
+`write_rows`: new keys and values to their slots alone.  `rotary`: cos and sin of positions.
 Triton on a GPU of compute capability 8.0 or more in fp32, bf16 and fp16, where no gradient is asked for
 (interpreted under TRITON_INTERPRET=1 on any device); plain torch everywhere else, written here. Both compute
 in fp32 or wider inside.
@@ -12,6 +13,7 @@ heads, D head dim.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -21,6 +23,30 @@ from torch.nn.functional import rms_norm, silu
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the RMSNorm of query heads and of key heads."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the new rows of a step go in a layer's buffers: row t to slot `slot_B[b] + at + t`.
+
+    Args:
+        k_BGSD: buffer of keys, any strides but 1 in the last dim.
+        v_BGSD: buffer of values, likewise.
+        slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
+        at: slots after it.
+        wrap: slots of a ring, which a slot's number is taken modulo; None: it is no ring.
+    """
+
+    k_BGSD: Tensor
+    v_BGSD: Tensor
+    slot_B: Tensor
+    at: int = 0
+    wrap: int | None = None
+
+    def rows(self, count: int) -> Tensor:
+        """slot_BT of so many rows."""
+        slot_BT = self.slot_B[:, None] + torch.arange(self.at, self.at + count, device=self.slot_B.device)
+        return slot_BT if self.wrap is None else slot_BT % self.wrap
 
 
 def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -49,6 +75,7 @@ def rotate_heads(
     *,
     norms: Norms | None = None,
     eps: float = 1e-6,
+    into: Slots | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one product: normed and rotated in place where that is possible.
 
@@ -58,20 +85,27 @@ def rotate_heads(
         heads: H and G.
         norms: RMSNorm weights of heads (Qwen3).
         eps: of those norms.
+        into: where keys and values go too; row n is row n % T of sequence n // T. None: nowhere.
 
     Returns: q_NHD, k_NGD and v_NGD, views of one buffer.
     """
     H, G = heads
     qkv_NHD = qkv_NX.unflatten(-1, (H + 2 * G, -1))
-    if kernels_serve(qkv_NX):
+    if kernels_serve(qkv_NX) and (into is None or into.k_BGSD.dtype == qkv_NX.dtype):
         from longtrain.kernels import fused_layer_triton
 
-        fused_layer_triton.rotate_heads(qkv_NHD, rope, heads, norms, eps)
+        fused_layer_triton.rotate_heads(qkv_NHD, rope, heads, norms, eps, into)
         return qkv_NHD[:, :H], qkv_NHD[:, H : H + G], qkv_NHD[:, H + G :]
     q_NHD, k_NGD, v_NGD = qkv_NHD.split((H, G, G), dim=1)
     if norms is not None:
         q_NHD, k_NGD = _normed(q_NHD, norms[0], eps), _normed(k_NGD, norms[1], eps)
-    return _rotated(q_NHD, rope), _rotated(k_NGD, rope), v_NGD
+    q_NHD, k_NGD = _rotated(q_NHD, rope), _rotated(k_NGD, rope)
+    if into is not None:
+        k_BGTD, v_BGTD = (
+            part.unflatten(0, (len(into.slot_B), -1)).transpose(1, 2) for part in (k_NGD, v_NGD)
+        )
+        write_rows(k_BGTD, v_BGTD, into)
+    return q_NHD, k_NGD, v_NGD
 
 
 def swiglu(gate_up_NX: Tensor) -> Tensor:
@@ -84,25 +118,41 @@ def swiglu(gate_up_NX: Tensor) -> Tensor:
     return silu(gate_NI) * up_NI
 
 
-def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, slot_B: Tensor) -> None:
-    """Copy new keys and values to slots `slot_B[b]`, `slot_B[b] + 1`, ... of buffers.
+def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
+    """Copy new keys and values to their slots.
 
     Args:
         k_BGTD: new keys, any strides but 1 in the last dim.
         v_BGTD: new values, likewise.
-        k_BGSD: buffer of keys, likewise.
-        v_BGSD: buffer of values, likewise.
-        slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
+        into: where they go.
     """
-    if kernels_serve(k_BGTD) and k_BGTD.dtype == k_BGSD.dtype:
+    if kernels_serve(k_BGTD) and k_BGTD.dtype == into.k_BGSD.dtype:
         from longtrain.kernels import fused_layer_triton
 
-        fused_layer_triton.write_rows(k_BGTD, v_BGTD, k_BGSD, v_BGSD, slot_B)
+        fused_layer_triton.write_rows(k_BGTD, v_BGTD, into)
         return
-    row_B1 = torch.arange(len(slot_B), device=slot_B.device)[:, None]
-    slot_BT = slot_B[:, None] + torch.arange(k_BGTD.shape[2], device=slot_B.device)
-    k_BGSD[row_B1, :, slot_BT] = k_BGTD.transpose(1, 2)
-    v_BGSD[row_B1, :, slot_BT] = v_BGTD.transpose(1, 2)
+    slot_BT = into.rows(k_BGTD.shape[2])
+    row_B1 = torch.arange(len(slot_BT), device=slot_BT.device)[:, None]
+    into.k_BGSD[row_B1, :, slot_BT] = k_BGTD.transpose(1, 2).to(into.k_BGSD.dtype)
+    into.v_BGSD[row_B1, :, slot_BT] = v_BGTD.transpose(1, 2).to(into.v_BGSD.dtype)
+
+
+def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cos and sin of positions, each [N, 2 F] in `dtype`, both halves alike; fp32 inside.
+
+    Args:
+        pos_N: positions, int64.
+        frequency_F: radians a position, fp32.
+        scaling: of cos and sin.
+        dtype: of the result.
+    """
+    if dtype != torch.float64 and kernels_serve(frequency_F):
+        from longtrain.kernels import fused_layer_triton
+
+        return fused_layer_triton.rotary(pos_N, frequency_F, scaling, dtype)
+    angle_NF = pos_N[:, None].float() * frequency_F.float()
+    angle_ND = torch.cat((angle_NF, angle_NF), -1)
+    return (angle_ND.cos() * scaling).to(dtype), (angle_ND.sin() * scaling).to(dtype)
 
 
 def kernels_serve(x: Tensor) -> bool:

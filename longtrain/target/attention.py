@@ -53,6 +53,7 @@ def attend(
     *,
     scaling: float | None = None,
     longtrain_pass: Pass | None = None,
+    written: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer by the cache of this forward.
@@ -67,6 +68,7 @@ def attend(
         attention_mask: always None.
         scaling: softmax scale; None means D ** -0.5.
         longtrain_pass: this forward's cache and mask.
+        written: whether K and V are in the cache already.
 
     Returns:
         out [B, T, H, D] as transformers wants it, and no weights.
@@ -81,7 +83,7 @@ def attend(
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     cache = longtrain_pass.cache
-    if not isinstance(longtrain_pass.mask, PrefixOnly):
+    if not written and not isinstance(longtrain_pass.mask, PrefixOnly):
         cache.write(layer, key, value)
     if longtrain_pass.watch is not None:
         longtrain_pass.watch(layer, query, key, value)

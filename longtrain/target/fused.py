@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from longtrain.cache.base import PrefixOnly
 from longtrain.errors import TargetMismatchError
-from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotate_heads, swiglu
+from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotary, rotate_heads, swiglu
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.target.attention import Pass, attend
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MLP_ROWS = 16384
 """Rows that go through an MLP at once: its wide activations of a whole 128K prompt would take 11 GB."""
+_CONSTANT_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not depend on how long a text is."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,26 @@ class FusedDecoder:
         """Final normed hidden state [B, T, E]; the output of each wanted layer goes into `hidden`."""
         B, T, E = embeds_BTE.shape
         heads, eps = (self.info.n_heads, self.info.n_kv_heads), self.info.rms_norm_eps
-        cos, sin = self.body.rotary_emb(embeds_BTE, position_ids=pos_BT)
-        rope = cos.expand(B, -1, -1).reshape(B * T, -1), sin.expand(B, -1, -1).reshape(B * T, -1)
+        cos_BTD, sin_BTD = self.rope(pos_BT.expand(B, -1), embeds_BTE.dtype)
+        rope = cos_BTD.reshape(B * T, -1), sin_BTD.reshape(B * T, -1)
+        writes = not isinstance(one_pass.mask, PrefixOnly)
         x_NE = embeds_BTE.reshape(B * T, E)
         add_NE: Tensor | None = None
         for index, layer in enumerate(self.layers):
             module, attention = layer.module, layer.module.self_attn
             x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.input_layernorm.weight, eps)
-            rotated = rotate_heads(layer.qkv(normed_NE), rope, heads, norms=layer.norms, eps=eps)
+            into = one_pass.cache.tail_slots(index, T) if writes else None
+            rotated = rotate_heads(layer.qkv(normed_NE), rope, heads, norms=layer.norms, eps=eps, into=into)
             q, k, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in rotated)
             mixed_BTHD, _ = attend(
-                attention, q, k, v, None, scaling=attention.scaling, longtrain_pass=one_pass
+                attention,
+                q,
+                k,
+                v,
+                None,
+                scaling=attention.scaling,
+                longtrain_pass=one_pass,
+                written=into is not None,
             )
             mixed_NX = mixed_BTHD.reshape(B * T, -1)
             x_NE, normed_NE = add_rms_norm(
@@ -111,6 +123,14 @@ class FusedDecoder:
                 hidden[index] = (x_NE + add_NE).view(B, T, E)
         _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
         return normed_NE.view(B, T, E)
+
+    def rope(self, pos_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The model's own rotary cos and sin [B, T, D], in one launch where its frequencies are constants."""
+        module = self.body.rotary_emb
+        if getattr(module, "rope_type", None) not in _CONSTANT_ROPES:
+            return module(pos_BT.new_empty(0, dtype=dtype), position_ids=pos_BT)
+        cos_ND, sin_ND = rotary(pos_BT.reshape(-1), module.inv_freq, module.attention_scaling, dtype)
+        return cos_ND.view(*pos_BT.shape, -1), sin_ND.view(*pos_BT.shape, -1)
 
     def tensors(self) -> list[Tensor]:
         """The first layer's joined weights: they tell this decoder from one that was joined anew."""

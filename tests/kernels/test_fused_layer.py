@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from longtrain.kernels import fused_layer
+from longtrain.kernels.fused_layer import Slots
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Two roundings to the dtype."""
@@ -49,9 +50,18 @@ def test_the_kernels_interpreted():
 
 EIGHT_B = {
     "_add_rms_norm_kernel": ({"E": 4096, "WIDTH": 4096, "ADD": True}, {"eps": "fp32"}, 8),
-    "_rotate_kernel": ({"H": 32, "G": 8, "D": 128, "HALF": 64, "HEADS": 4, "NORM": True}, {"eps": "fp32"}, 2),
+    "_rotate_kernel": (
+        {"H": 32, "G": 8, "D": 128, "HALF": 64, "HEADS": 4, "NORM": True, "WRITE": True, "WRAP": 384},
+        {"eps": "fp32", "slot_ptr": "*i64"},
+        1,
+    ),
     "_swiglu_kernel": ({"size": 14336, "COLUMNS": 1024}, {}, 4),
-    "_write_kernel": ({"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128}, {"slot_ptr": "*i64"}, 4),
+    "_write_kernel": ({"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128, "WRAP": 0}, {"slot_ptr": "*i64"}, 4),
+    "_rotary_kernel": (
+        {"F": 64, "WIDTH": 64},
+        {"pos_ptr": "*i64", "frequency_ptr": "*fp32", "scaling": "fp32"},
+        2,
+    ),
 }
 """Constants of each kernel at the shape of Llama-3.1-8B, types that are not bf16 pointers, warps."""
 
@@ -65,8 +75,12 @@ def test_kernels_compile_for_hopper_without_spills(name):
     constants, types, warps = EIGHT_B[name]
     jit = getattr(fused_layer_triton, name)
     pointers = {arg: "*bf16" for arg in jit.arg_names if arg.endswith("_ptr")}
-    binary = aot.compile_kernel(jit, {**pointers, **types}, constants, warps=warps)
-    assert binary.stack_bytes == 0 and binary.registers <= 128
+    constants = {**constants, "CHAINED": True}
+    strides = [arg for arg in jit.arg_names if arg[-2:] in ("_n", "_b", "_g", "_s", "_t")]
+    binary = aot.compile_kernel(jit, {**pointers, **types}, constants, aligned=strides, warps=warps)
+    # reducing an angle to the first quadrant exactly takes a few words of local memory
+    assert binary.stack_bytes == 0 or name == "_rotary_kernel"
+    assert binary.registers <= 128
     assert binary.count("LDG.E") and not binary.count("LDG.E.U8")
 
 
@@ -131,7 +145,8 @@ def test_swiglu(device, dtype, width, monkeypatch):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(1, 2, 16), (5, 3, 24)])
-def test_write_rows(device, dtype, rows, kv_heads, dim, monkeypatch):
+@pytest.mark.parametrize(("at", "wrap"), [(0, None), (2, 7)])
+def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, monkeypatch):
     """Exactly those slots of that layer change, in either."""
     new = made(device, dtype, 2, rows, 2 * kv_heads, dim).transpose(1, 2)
     k, v = new[:, :kv_heads], new[:, kv_heads:]
@@ -139,14 +154,56 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, monkeypatch):
     buffers = []
     for way in (kernel, twin):
         held = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
-        way(monkeypatch, "write_rows", k, v, held[0, 1], held[1, 1], slots)
+        way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap))
         buffers.append(held)
     assert torch.equal(*buffers)
     expected = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
     for b, first in enumerate((3, 0)):
-        expected[0, 1, b, :, first : first + rows] = k[b]
-        expected[1, 1, b, :, first : first + rows] = v[b]
+        for t in range(rows):
+            slot = first + at + t if wrap is None else (first + at + t) % wrap
+            expected[0, 1, b, :, slot] = k[b, :, t]
+            expected[1, 1, b, :, slot] = v[b, :, t]
     assert torch.equal(buffers[0], expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("wrap", [None, 7])
+def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, monkeypatch):
+    """Two sequences of three rows: what lies in the slots is what comes back, and nothing else changes."""
+    H, G, D, T = 6, 3, 24, 3
+    qkv = made(device, dtype, 2 * T, (H + 2 * G) * D)
+    angle = made(device, torch.float32, 2 * T, D, seed=1)
+    rope = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = tuple(made(device, dtype, D, seed=s) for s in (2, 3)) if normed else None
+    slot_B = torch.tensor([5, 1], device=device)
+    found = []
+    for way in (kernel, twin):
+        held = made(device, dtype, 2, 2, G, 9, D, seed=4)
+        into = Slots(held[0], held[1], slot_B, 1, wrap)
+        got = way(monkeypatch, "rotate_heads", qkv.clone(), rope, (H, G), norms=norms, into=into)
+        for b in range(2):
+            for t in range(T):
+                slot = into.rows(T)[b, t]
+                assert torch.equal(held[0, b, :, slot], got[1][b * T + t])
+                assert torch.equal(held[1, b, :, slot], got[2][b * T + t])
+                held[:, b, :, slot] = 0
+        untouched = made(device, dtype, 2, 2, G, 9, D, seed=4)
+        assert (
+            torch.equal(held, torch.where(held == 0, 0, untouched)) and (held == 0).sum() == 2 * 2 * G * T * D
+        )
+        found.append(got)
+    close(*found)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_rotary(device, dtype, monkeypatch):
+    """Far positions too: angles of 10^5 radians are reduced as exactly as torch does."""
+    pos = torch.tensor([0, 1, 77, 131071], device=device)
+    frequency = 500000.0 ** -(torch.arange(6, device=device) / 6)
+    got, expected = (way(monkeypatch, "rotary", pos, frequency, 1.25, dtype) for way in (kernel, twin))
+    close(got, expected)
+    assert got[0].shape == (4, 12) and torch.equal(got[0][:, :6], got[0][:, 6:])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel serves a CPU too")
