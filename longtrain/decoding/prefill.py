@@ -15,6 +15,7 @@ from torch import Tensor
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
+from longtrain.decoding.appended import read_after
 from longtrain.decoding.evict import Evictor, PromptRun
 from longtrain.decoding.roles import Onlooker
 from longtrain.target.attention import Watch
@@ -106,12 +107,11 @@ def prefill(
         return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_rows, 1)
     ids_BT, m_B = pad(after, device)
     pos_BT = n_B[:, None] + torch.arange(ids_BT.shape[1], device=device)
-    then = target.forward(Rows(pos_BT, ids_BT, n_B=m_B), cache, want=want, watch=looking)
-    cache.commit(None, m_B)
+    then, steps = read_after(target, cache, ids_BT, tuple(map(len, after)), hidden=hidden, watch=looking)
     tokens_BS = _appended(tokens_BS, ids_BT, pos_BT)
     joined = {layer: _appended(step.hidden[layer], then.hidden[layer], pos_BT) for layer in hidden}
     last = TargetStep(then.logits_BTV, joined)
-    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_rows, 2)
+    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_rows, 1 + steps)
 
 
 def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
