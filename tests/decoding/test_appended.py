@@ -66,7 +66,7 @@ def test_they_are_read_as_if_one_by_one(target, kind):
         for token in tokens:
             rows = Rows(alone.len_B[:, None], torch.tensor([[token]]))
             last = target.forward(
-                rows, alone, want=Want("last", (0, -1)), watch=lambda *one: looks.append(one)
+                rows, alone, want=Want("last", (0, -1)), watch=lambda *one, looks=looks: looks.append(one)
             )
             alone.commit(None, torch.ones(1, dtype=torch.int64))
             for layer, kept in states.items():
