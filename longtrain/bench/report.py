@@ -54,9 +54,12 @@ def _find(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
+def shorter(value: Any) -> str:
+    """A value for people: numbers to three digits, thousands whole."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else shorter(value)

@@ -16,7 +16,7 @@ from longtrain.jobs import convert, device_of, plain
 if TYPE_CHECKING:
     pass
 
-SUITES = ("engine", "draft_memory", "eviction", "kernels", "roofline")
+SUITES = ("engine", "draft_memory", "eviction", "kernels", "quantspec", "quantspec_quality", "roofline")
 
 
 def run(cfg: DictConfig) -> None:
@@ -37,6 +37,16 @@ def run(cfg: DictConfig) -> None:
         from longtrain.jobs import bench_kernels
 
         bench_kernels.run(cfg)
+        return
+    if name == "quantspec":
+        from longtrain.jobs import bench_quantspec
+
+        bench_quantspec.run(cfg)
+        return
+    if name == "quantspec_quality":
+        from longtrain.jobs import bench_quality
+
+        bench_quality.run(cfg)
         return
     rows, columns = _measured(cfg, name)
     folder = Path(cfg.run_dir) / "bench"

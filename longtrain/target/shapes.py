@@ -50,6 +50,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": [128001, 128008, 128009],
         "bos_token_id": 128000,
     },
+    "llama2_7b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    },
     "llama32_1b": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -84,7 +100,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
     },
 }
-"""Config keys by name: Llama-3.1-8B and Llama-3.2-1B (meta-llama), Qwen3-8B (Qwen); their config.json."""
+"""Config keys by name: Llama-3.1-8B, Llama-2-7B, Llama-3.2-1B (meta-llama), Qwen3-8B; their config.json."""
 
 
 def shape_config(shape: str | dict[str, Any]) -> Any:

@@ -1,0 +1,68 @@
+"""What a cycle should take: bytes read at shares of the bandwidth that good kernels reach, and a constant.
+
+A cycle of self-speculation is its draft steps and one verification; a plain one is a verification of one row.
+The bound beside it (`roofline.figures`) takes the data sheet's peaks and no constant.
+Source: QuantSpec §3.1 for what is read; shares and constant are those of well-tuned kernels on one H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longtrain.bench import roofline
+from longtrain.bench.eviction_theory import Gpu, Sizes
+from longtrain.bench.roofline import Parts, Width
+
+OTHER_MS = 0.35
+"""Of a forward: norms, rotary, activation, launches, choosing a token."""
+WEIGHT_SHARE = {16: 0.87, 4: 0.65}
+KV_SHARE = {16: 0.85, 8: 0.75, 4: 0.75}
+"""Of the read bandwidth, by bits of a number."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a cycle.
+
+    Args:
+        width: how weights and cache are read.
+        rows: of a sequence.
+        times: how often in a cycle.
+    """
+
+    width: Width
+    rows: int = 1
+    times: int = 1
+
+
+def expected_ms(
+    forwards: list[Forward], size: Sizes, *, batch: int, context: int, bytes_per_s: float
+) -> float:
+    """Milliseconds of a cycle by the step model; arithmetic is taken to be free.
+
+    Args:
+        forwards: of a cycle.
+        size: the model.
+        batch: sequences.
+        context: tokens cached of each.
+        bytes_per_s: what the device reads a second.
+    """
+
+    def one(forward: Forward) -> float:
+        parts = _parts(forward, size, batch, context)
+        weights = parts.linear.bytes / WEIGHT_SHARE[forward.width.weights]
+        return OTHER_MS + 1e3 * (weights + parts.attention.bytes / KV_SHARE[forward.width.kv]) / bytes_per_s
+
+    return sum(forward.times * one(forward) for forward in forwards)
+
+
+def bound_ms(forwards: list[Forward], size: Sizes, gpu: Gpu, *, batch: int, context: int) -> float:
+    """Least milliseconds of a cycle at the device's peaks."""
+    return sum(
+        forward.times * roofline.figures(_parts(forward, size, batch, context), gpu)["ms"]
+        for forward in forwards
+    )
+
+
+def _parts(forward: Forward, size: Sizes, batch: int, context: int) -> Parts:
+    return roofline.step(size, batch=batch, context=context, rows=forward.rows, width=forward.width)

@@ -1,0 +1,291 @@
+"""`longtrain bench suite=quantspec`: what to measure, from the configuration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from longtrain import methods, provenance
+from longtrain.assets import asset_dir
+from longtrain.bench import quantspec_accept as accept
+from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, report
+from longtrain.bench.graphs import read_bytes_per_s
+from longtrain.bench.quantspec_model import Forward
+from longtrain.bench.quantspec_shape import FULL, INT8, Cell, Group, Way
+from longtrain.bench.roofline import Width
+from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.errors import ConfigError
+from longtrain.evaluation.contexts import choose_points, documents_from_files, parse_tokens, prefix_of
+from longtrain.jobs import convert, device_of, load_target_from, plain, sampling_from, shape_from, typed
+from longtrain.log import get_logger
+from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+log = get_logger(__name__)
+
+Rows = list[dict[str, Any]]
+RECORDED = "results/longspec_small/main.scores.json"
+"""Of `recipes`: what a trained draft had accepted."""
+SELF = {"method": "quantspec"}
+HALVES = [
+    {"method": {"name": "quantspec", "weight_bits": 16}, "label": "quantspec, KV only"},
+    {"method": {"name": "quantspec", "kv_bits": 8}, "label": "quantspec, weights only"},
+]
+SPARSE: list[Mapping[str, Any]] = [
+    {"method": {"name": "magicdec", "policy": "streaming_llm"}, "label": "StreamingLLM draft"},
+    {"method": {"name": "magicdec", "policy": "snapkv"}, "label": "SnapKV draft"},
+    {"method": "prompt_lookup", "label": "prompt look-up"},
+]
+DRAFTED, SPARSE_DRAFTED, MIDDLE = [1, 2, 3, 4, 6], [1, 2, 3], 4
+"""QuantSpec Fig. 9 and Table 6: sparse drafts are best at few."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An entry of `suite.systems`."""
+
+    name: str
+    method: str
+    config: Any
+    drafted: tuple[int, ...]
+
+    def attach(self, target: Target) -> Parts:
+        """Draft and cache for a target."""
+        spec = methods.get(self.method)
+        assert spec.attach is not None
+        return spec.attach(spec.build(self.config, target.info), target, self.config, {})
+
+
+def run(cfg: DictConfig) -> None:
+    """Measure, write `quantspec.json` (again whenever there is a new row) and pictures, show tables.
+
+    Raises:
+        ConfigError: a key of the suite is wrong.
+        DataError: there is no text, or no recorded run, of that kind.
+    """
+    folder = Path(cfg.run_dir) / "bench"
+    provenance.write(folder, plain(cfg))
+    device = torch.device(device_of(cfg))
+    _cap(cfg, device)
+
+    def keep(rows: Rows) -> None:
+        report.write(folder, "quantspec", settings=plain(cfg.suite), rows=rows)
+
+    console = Console(soft_wrap=True, highlight=False)
+    if cfg.suite.shape is None:
+        rows = _text(cfg, device, keep)
+        tables = [report.table(rows, quantspec_report.TEXT_COLUMNS)]
+        pictures = quantspec_report.text_pictures(rows)
+    else:
+        rows = _shape(cfg, device, keep)
+        tables = [report.table(rows, quantspec_report.SHAPE_COLUMNS)]
+        if apart := [row for row in rows if "steps" in row]:
+            tables.append(report.table(apart, quantspec_report.STEP_COLUMNS))
+        pictures = quantspec_report.shape_pictures(rows)
+    for table in tables:
+        console.print(table + "\n", markup=False)
+    for name, png in pictures.items():
+        (folder / name).write_bytes(png)
+    console.print(f"wrote {', '.join(['quantspec.json', *pictures])} in {folder}", markup=False)
+
+
+def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) -> Rows:
+    """Given acceptance on random weights."""
+    suite, seed = cfg.suite, convert(cfg.seed, int, "seed")
+    shape = suite.shape if isinstance(suite.shape, str) else plain(suite.shape)
+    if isinstance(shape, str) and shape not in SHAPES:
+        raise ConfigError(f"suite.shape={shape}; known: {', '.join(SHAPES)}")
+    settings = quantspec_shape.Settings(
+        cycles=convert(_auto(cfg, "cycles", 64, 8), int, "suite.cycles"),
+        warmup=convert(suite.warmup, int, "suite.warmup"),
+        fill=str(_auto(cfg, "fill", "random", "random")),
+        seed=seed,
+        sampling=sampling_from(cfg),
+    )
+    groups = _groups(cfg, device)
+    threads = convert(suite.compile_threads, int, "suite.compile_threads")
+    dtype = str(cfg.target.dtype) if cfg.target else "auto"
+
+    def made(keys: Any) -> Target:
+        target = random_target(keys, seed=seed, dtype=dtype, device=device)
+        return target.fuse() if device.type == "cuda" else target
+
+    if device.type == "cuda":
+        log.info("read_tb_per_s=%.2f", read_bytes_per_s(device) * 1e-12)
+        if threads:
+            keys = dict(SHAPES[shape] if isinstance(shape, str) else shape)
+            log.info("compiling the kernels of %d cells", sum(len(group.cells) for group in groups))
+            thin = made({**keys, "num_hidden_layers": 1})
+            quantspec_shape.compile_all(thin, groups, settings, threads=threads)
+            del thin
+    return quantspec_shape.run(made(shape), groups, settings, keep)
+
+
+def _groups(cfg: DictConfig, device: torch.device) -> list[Group]:
+    """The cells of a shape: plain, LongSpec as recorded, and every system as `suite.acceptance` says."""
+    suite = cfg.suite
+    lengths = sorted(map(parse_tokens, suite.lengths))
+    batches = sorted({1, *convert(plain(suite.batches), list[int], "suite.batches")})
+    rate = convert(suite.acceptance, float, "suite.acceptance")
+    split = convert(suite.split, bool, "suite.split")
+    places = [(length, 1) for length in lengths] + [(lengths[0], batch) for batch in batches if batch > 1]
+
+    def cells(way: Way, *, everywhere: bool = True) -> list[Cell]:
+        return [
+            Cell(way, length, batch, split and (length, batch) == (lengths[0], 1) and everywhere)
+            for length, batch in (places if everywhere else [(length, 1) for length in lengths])
+        ]
+
+    found = [Group(_nothing, tuple(cells(Way("plain", FULL, forwards=(Forward(Width()),)))))]
+    recorded = _recorded(suite.recorded)
+    if recorded is not None:
+        for shape in accept.shapes_recorded(recorded):
+            law = accept.recorded(recorded, shape, lengths[0])
+            ways = cells(Way("longspec", FULL, shape, law))
+            own = tuple(cell for cell in ways if cell.context == lengths[0])
+            found.append(Group(functools.partial(_longspec, seed=int(cfg.seed)), own))
+    for asked in _systems(cfg, device, [SELF]):
+        cache = INT8 if asked.method == "quantspec" else FULL
+        mine: list[Cell] = []
+        if cache == INT8 and not any(cell.way.cache == cache for group in found for cell in group.cells):
+            mine += cells(Way("plain", cache, forwards=(Forward(Width(kv=8)),)))
+        at_batches = _at_batches(suite.batch_drafted, asked)
+        for drafted in sorted({*asked.drafted, at_batches}):
+            law = accept.independent(rate, drafted)
+            way = Way(asked.name, cache, TreeShape((1,) * drafted), law, _forwards(asked, drafted))
+            mine += cells(way, everywhere=drafted == at_batches)
+        found.append(Group(asked.attach, tuple(sorted(mine, key=lambda cell: (cell.batch, cell.context)))))
+    return found
+
+
+def _at_batches(given: Any, asked: Asked) -> int:
+    """How much is drafted where batches are compared and cycles taken apart."""
+    if given != "auto":
+        return int(convert(given, int, "suite.batch_drafted"))
+    return MIDDLE if MIDDLE in asked.drafted else asked.drafted[-1]
+
+
+def _nothing(target: Target) -> Parts:
+    """Plain decoding."""
+    return Parts()
+
+
+def _longspec(target: Target, *, seed: int) -> Parts:
+    """A LongSpec draft with random weights: what it costs does not depend on them."""
+    spec = methods.get("longspec")
+    assert spec.attach is not None
+    config = spec.config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = spec.build(config, target.info)
+    return spec.attach(module.to(target.device, target.dtype).eval(), target, config, {})
+
+
+def _forwards(asked: Asked, drafted: int) -> tuple[Forward, ...]:
+    """Of a cycle of QuantSpec; none are known of others."""
+    if asked.method != "quantspec":
+        return ()
+    config = asked.config
+    draft = Forward(Width(weights=config.weight_bits, kv=config.kv_bits), times=drafted)
+    return draft, Forward(Width(kv=8), rows=drafted + 1)
+
+
+def _recorded(given: Any) -> Path | None:
+    """Whose accepted lengths LongSpec repeats."""
+    if given is None:
+        return None
+    return asset_dir("recipes") / RECORDED if given == "auto" else Path(str(given)).expanduser()
+
+
+def _text(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) -> Rows:
+    """A real target on held-out text."""
+    target = load_target_from(cfg)
+    if target.tokenizer is None:
+        raise ConfigError(f"target {target.info.name} has no tokenizer; pass another, or suite.shape=NAME")
+    new = convert(_auto(cfg, "max_new_tokens", 90, 24), int, "suite.max_new_tokens")
+    lengths = sorted(map(parse_tokens, cfg.suite.lengths))
+    where = cfg.suite.text or asset_dir("bundled") / "text" / "heldout"
+    chosen = choose_points(
+        documents_from_files(where, target.tokenizer),
+        longest=lengths[-1],
+        count=convert(_auto(cfg, "prompts", 8, 1), int, "suite.prompts"),
+        seed=convert(cfg.seed, int, "seed"),
+    )
+    prefix = prefix_of(target.tokenizer)
+    prompts = {length: [point.prompt(length, prefix) for point in chosen.points] for length in lengths}
+    settings = quantspec_text.Settings(new, sampling_from(cfg), shape_from(cfg, [1]).law)
+    systems = [
+        quantspec_text.System(one.name, one.attach, one.drafted)
+        for one in _systems(cfg, device, [SELF, *HALVES, *SPARSE])
+    ]
+    return quantspec_text.run(target, systems, prompts, settings, keep)
+
+
+def _systems(cfg: DictConfig, device: torch.device, usual: Sequence[Mapping[str, Any]]) -> list[Asked]:
+    """`suite.systems`.
+
+    Raises:
+        ConfigError: an entry that names no method without training, or two of one name.
+    """
+    given = cfg.suite.systems if cfg.suite.systems == "auto" else plain(cfg.suite.systems)
+    found = [_asked(entry, cfg) for entry in (usual if given == "auto" else given)]
+    names = [one.name for one in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"suite.systems has two systems named {twice[0]}; give one of them a `label`")
+    return found
+
+
+def _asked(entry: Any, cfg: DictConfig) -> Asked:
+    if not isinstance(entry, Mapping) or "method" not in entry or set(entry) - {"method", "label", "drafted"}:
+        raise ConfigError(
+            f"suite.systems entry {entry}; allowed: {{method: NAME}} or {{method: {{name: NAME, option: "
+            "value}}, with `label` and `drafted` if wanted"
+        )
+    method = entry["method"]
+    options = dict(method) if isinstance(method, Mapping) else {"name": method}
+    name = str(options.pop("name", None))
+    spec = methods.get(name)
+    if spec.attach is None or spec.objective is not None:
+        raise ConfigError(f"suite.systems has the method {name}, which is trained; allowed: those without")
+    config = typed(spec.config, options, f"suite.systems: {name}")
+    usual = DRAFTED if name == "quantspec" else SPARSE_DRAFTED
+    drafted = entry["drafted"] if "drafted" in entry else _auto(cfg, "drafted", usual, [2])
+    counts = convert(drafted, list[int], "suite.drafted")
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"suite.drafted={counts}; allowed: one or more counts, each 1 or more")
+    return Asked(str(entry.get("label", name)), name, config, tuple(sorted(set(counts))))
+
+
+def _auto(cfg: DictConfig, key: str, on_cuda: Any, elsewhere: Any) -> Any:
+    """A key of the suite; `auto` is settled by the device."""
+    value = cfg.suite[key]
+    if value == "auto":
+        return on_cuda if device_of(cfg).startswith("cuda") else elsewhere
+    return value if isinstance(value, str | int | float) else plain(value)
+
+
+def _cap(cfg: DictConfig, device: torch.device) -> None:
+    """Let this process have no more GPU memory than `suite.memory_gib`.
+
+    Raises:
+        ConfigError: there is no GPU, or it has less.
+    """
+    if cfg.suite.memory_gib is None:
+        return
+    most = convert(cfg.suite.memory_gib, float, "suite.memory_gib")
+    if device.type != "cuda":
+        raise ConfigError(f"suite.memory_gib={most:g} on a {device.type}; it caps GPU memory, pass null")
+    there = torch.cuda.get_device_properties(device).total_memory / report.GIB
+    if not 0 < most <= there:
+        raise ConfigError(f"suite.memory_gib={most:g}; allowed: above 0, up to the {there:.0f} GiB there are")
+    torch.cuda.set_per_process_memory_fraction(most / there, device)
