@@ -33,6 +33,7 @@ class Tile:
         resident: programs that run on one multiprocessor at a time.
         bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
         registers: most registers of a thread; None: the compiler's choice.
+        ahead: tiles asked for before the kernel in front is over, a power of two or 0.
     """
 
     rows: int
@@ -42,10 +43,11 @@ class Tile:
     resident: int
     bulk: bool = False
     registers: int | None = None
+    ahead: int = 0
 
 
 TILES = (
-    Tile(rows=16, keys=64, warps=4, stages=4, resident=1, bulk=True),
+    Tile(rows=16, keys=64, warps=4, stages=4, resident=1, bulk=True, ahead=2),
     Tile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
     Tile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     Tile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
@@ -101,7 +103,7 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *(bits.stride()[:2] if kind == 2 else (0, 0)),
             **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
-            STAGES=_stages(tile, width, k_BGSD), CHAINED=chained,
+            STAGES=_stages(tile, width, k_BGSD), CHAINED=chained, AHEAD=tile.ahead if bulk else 0,
             num_warps=tile.warps, **registers, **pdl(chained),
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
@@ -110,19 +112,22 @@ def tree_attention(
 def merge(
     q_BHTD: Tensor, part_out: Tensor, part_lse: Tensor, *, G: int, rows: int, splits: int
 ) -> tuple[Tensor, Tensor]:
-    """out_BHTD and lse_BHT from the partial results of `splits` programs a tile of `rows` packed rows."""
+    """out_BHTD and lse_BHT from the partial results of `splits` programs a tile of `rows` packed rows.
+
+    A query's heads lie side by side in memory, as the product after them wants it.
+    """
     B, H, T, D = q_BHTD.shape
-    out_BHTD = torch.empty((B, H, T, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     chained = chains(q_BHTD.device)
     block = min(BLOCK, triton.next_power_of_2(splits))
     chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
-        part_out, part_lse, out_BHTD, lse_BHT, splits, T,
+        part_out, part_lse, out_BTHD, lse_BHT, splits, T,
         G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows,
         BLOCK=block, CHUNK=chunk, CHAINED=chained, num_warps=max(1, min(8, block // 8)), **pdl(chained),
     )  # fmt: skip
-    return out_BHTD, lse_BHT
+    return out_BTHD.transpose(1, 2), lse_BHT
 
 
 def chains(device: torch.device) -> bool:
@@ -158,6 +163,7 @@ def candidates(rows: int) -> tuple[Tile, ...]:
     if first.rows == 16:
         return (
             replace(first, stages=6),
+            replace(first, ahead=0),
             replace(first, keys=128, stages=3),
             replace(first, resident=2, stages=3),
             replace(first, bulk=False, stages=3),

@@ -16,6 +16,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LN2 = tl.constexpr(0.6931471805599453)
+_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+@triton.jit
+def _prefetch(at, COUNT: tl.constexpr):
+    """Ask the L2 cache for COUNT numbers from each address on."""
+    size = tl.full(at.shape, COUNT * at.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -62,15 +70,16 @@ def attend_kernel(
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise.
+    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise. Lengths
+        and the keys of the prefix are then older than the kernel before it, and the first AHEAD tiles of a
+        split are asked for while it still runs.
     """
     if CHAINED:
-        gdc_wait()
         gdc_launch_dependents()
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -82,6 +91,15 @@ def attend_kernel(
     share = tl.cdiv(count, splits)
     first = split * share
     last = tl.minimum(first + share, count)
+    if CHAINED:
+        if AHEAD > 0:
+            if first + AHEAD <= whole:
+                slot = (first * KEYS + tl.arange(0, AHEAD * KEYS)).to(tl.int64)
+                head_at = b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+                _prefetch(k_ptr + head_at + slot * k_s, WIDTH)
+                head_at = b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+                _prefetch(v_ptr + head_at + slot * v_s, WIDTH)
+        gdc_wait()
     slot_ptr = lse_ptr + (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if first >= last:
         tl.store(slot_ptr, tl.full((ROWS,), float("-inf"), tl.float32), mask=exists)
@@ -143,10 +161,10 @@ def merge_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """out_BHTD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
+    """out_BTHD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
     if CHAINED:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     chunks = tl.cdiv(T * GROUP, CHUNK)
     pid = tl.program_id(0)
     m = pid % chunks * CHUNK + tl.arange(0, CHUNK)
@@ -175,8 +193,10 @@ def merge_kernel(
         top = new
         at += BLOCK * ROWS
     head = (kv * GROUP + m % GROUP).to(tl.int64)
-    index = (b.to(tl.int64) * (G * GROUP) + head) * T + m // GROUP
+    query = m // GROUP
+    index = (b.to(tl.int64) * (G * GROUP) + head) * T + query
+    out_at = (b.to(tl.int64) * T + query) * (G * GROUP) + head
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     out = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + index[:, None] * D + dim[None, :], out, mask=exists[:, None] & (dim < D)[None, :])
+    tl.store(out_ptr + out_at[:, None] * D + dim[None, :], out, mask=exists[:, None] & (dim < D)[None, :])
     tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=exists)
