@@ -20,7 +20,8 @@ from torch import Tensor
 from longtrain.cache.arena import ArenaCache, movable
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
-from longtrain.decoding.phases import Phases
+from longtrain.decoding.phases import Phases, Texts
+from longtrain.decoding.roles import TreeShape
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -58,8 +59,13 @@ class Cycles:
         """Cycles that the host reads behind."""
         return int(self._captured)
 
-    def run(self) -> None:
-        """The next cycle: propose, forward, accept, commit."""
+    @property
+    def sound(self) -> bool:
+        """Whether all that the graph works on lies where it lay; True where there is none."""
+        return self._graph is None or self.holds(self.phases)
+
+    def prepare(self) -> bool:
+        """Make the graph if its time has come; whether the coming run will take as long as those after it."""
         device = self.phases.target.device
         if self._captured and self._ran and self._graph is None and has_graphs(device):
             started_s = time.perf_counter()
@@ -67,6 +73,11 @@ class Cycles:
             self._held = _held(self.phases)
             self._where = [one.data_ptr() for one in self._held]
             self.capture_s = time.perf_counter() - started_s
+        return self._ran
+
+    def run(self) -> None:
+        """The next cycle: propose, forward, accept, commit."""
+        self.prepare()
         if self._graph is None:
             self.phases()
         else:
@@ -102,6 +113,72 @@ def record(work: Callable[[], None], device: torch.device, pool: Pool | None) ->
     return graph
 
 
+class Stopwatch:
+    """Time that a device spends on what is launched until `stop`; the host does not wait for it.
+
+    Args:
+        device: its current stream counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks = [self._mark()]
+
+    def stop(self) -> None:
+        """The work has been launched."""
+        self._marks.append(self._mark())
+
+    def seconds(self) -> float:
+        """How long it took; asked when the work is known to be over."""
+        start, stop = self._marks
+        return 1e-3 * float(start.elapsed_time(stop)) if self._cuda else stop - start
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Repertoire:
+    """Cycles of several shapes over the same texts, cache and draft, made as they are needed.
+
+    Args:
+        make: gives the cycles of a shape, those of an earlier call if their graph still holds.
+    """
+
+    def __init__(self, make: Callable[[TreeShape], Cycles]) -> None:
+        self._make = make
+        self._made: dict[TreeShape, Cycles] = {}
+        self.capture_s = 0.0
+        """Wall time that making graphs took, in seconds."""
+
+    def run(self, shape: TreeShape, *, timed: bool) -> tuple[Tensor, Stopwatch | None]:
+        """The next cycle.
+
+        Args:
+            shape: what is drafted in it.
+            timed: whether its time is wanted.
+
+        Returns:
+            Its news (`Phases.news_BX`), and its time if it is that of every such cycle.
+        """
+        cycles = self._made.get(shape)
+        if cycles is None:
+            cycles = self._made[shape] = self._make(shape)
+        known_s = cycles.capture_s
+        ripe = cycles.prepare()
+        self.capture_s += cycles.capture_s - known_s
+        watch = Stopwatch(cycles.phases.target.device) if timed and ripe else None
+        cycles.run()
+        if watch is not None:
+            watch.stop()
+        if not ripe:  # a draft may have made room: graphs over its old buffers are of no use any more
+            self._made = {key: one for key, one in self._made.items() if one.sound}
+        return cycles.phases.news_BX, watch
+
+
 class Stage:
     """What an engine keeps from call to call: one arena, and the cycles captured over it.
 
@@ -113,6 +190,7 @@ class Stage:
         self.target = target
         self.arena: ArenaCache | None = None
         self._cycles: dict[Hashable, Cycles] = {}
+        self._texts: Texts | None = None
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
         """The arena's buffers as an empty cache to read prompts into; called as `Target.new_cache` is."""
@@ -136,6 +214,13 @@ class Stage:
             arena = self._reserve(len(cache.len_B), dense.used + room)
         arena.take(cache, room=room)
         return arena
+
+    def texts(self, len_B: Tensor) -> Texts:
+        """What cycles of all shapes share; at the same place from call to call, for as many sequences."""
+        known = self._texts
+        if known is None or known.root_B.shape != len_B.shape or known.root_B.device != len_B.device:
+            known = self._texts = Texts(len_B)
+        return known
 
     def cycles(self, phases: Phases, key: Hashable) -> Cycles:
         """Those of an earlier call of this kind if their graph still holds, else new ones.
@@ -208,11 +293,12 @@ def can_settle(cache: KVCache) -> bool:
 
 def _held(phases: Phases) -> list[Tensor]:
     """What the operators of a cycle work on from cycle to cycle, the target's weights by two of them."""
-    target, draft = phases.target, phases.draft
+    target, draft, texts = phases.target, phases.draft, phases.texts
     weights = [target.head_weight, target.final_norm_weight]
     if target.fused is not None:
         weights += target.fused.tensors()
-    return [*(phases.cache.tensors() or ()), *((draft and draft.tensors()) or ()), *weights]
+    state = (texts.root_B, texts.left_B, texts.most)
+    return [*(phases.cache.tensors() or ()), *((draft and draft.tensors()) or ()), *state, *weights]
 
 
 def _rounded(slots: int) -> int:

@@ -9,6 +9,7 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache
 from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Cycles, Mail, Stage, can_settle
+from longtrain.decoding.captured import Cycles, Mail, Repertoire, Stage, Stopwatch, can_settle
+from longtrain.decoding.control import Control, Costs, Menu
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
-from longtrain.decoding.phases import Phases
+from longtrain.decoding.phases import Phases, Texts
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
@@ -38,6 +40,8 @@ PLAIN = TreeShape(())
 """A root alone: nothing is drafted."""
 CHAIN = TreeShape((1, 1, 1, 1))
 """What is drafted where a draft is there and no shape is asked for."""
+AUTO = Menu()
+"""The shapes that a draft offers, each cycle's chosen by what was measured and accepted before."""
 Capture: TypeAlias = Literal["auto"] | bool
 _WORTH = 32
 """New tokens from which on `auto` captures: making a graph costs as much as some cycles."""
@@ -87,6 +91,8 @@ class Engine:
         self.parts = parts or Parts()
         self.limits = limits or Limits()
         self.capture = capture
+        self.costs = Costs()
+        """What cycles took where there was a choice of shapes; later calls start from it."""
         self._kept: Stage | None = None
         if self.parts.evictor is not None and self.parts.cache is not None:
             raise ConflictError(
@@ -101,7 +107,7 @@ class Engine:
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
-        shape: TreeShape | None = None,
+        shape: TreeShape | Menu | None = None,
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
@@ -117,7 +123,9 @@ class Engine:
             max_new_tokens: most new tokens of each.
             sampling: processors and seed; greedy by default.
             shape: what to draft each cycle; None is a chain of 4 with a draft and plain decoding without one.
-                `PLAIN` decodes plainly although a draft is there.
+                `PLAIN` decodes plainly although a draft is there. `AUTO`, or a `Menu` of shapes: as much as
+                pays, cycle by cycle. The law of the text stays as it is; of a chain whose children are
+                sampled, another text of that law may come out, since cycles then begin at other tokens.
             stop: strings that end a text; it is cut right before them.
             stop_ids: token ids that end a sequence; None takes the target's own.
             ignore_eos: let no token id end a sequence.
@@ -134,25 +142,25 @@ class Engine:
             DataError: a prompt is empty or holds an id outside the vocabulary.
         """
         target = self.target
-        shape = shape or (CHAIN if self.parts.draft else PLAIN)
-        self.limits.check_shape(shape, self.parts.draft is not None)
+        shapes = self._shapes(shape, sampling)
+        most_nodes = max(one.n_nodes for one in shapes)
         self.limits.check_prompts(prompts, max_new_tokens, target.info, after)
-        draft = self.parts.draft if shape.widths else None
+        draft = self.parts.draft if most_nodes > 1 else None
         ids = () if ignore_eos else target.info.eos_ids if stop_ids is None else stop_ids
         ending = Ending(max_new_tokens, frozenset(ids), stop, target.tokenizer)
         barred = Barred(ids, min_new_tokens, target.device)
-        out = Output(ending, shape, len(prompts), stream)
+        out = Output(ending, len(prompts), stream)
         coins = self._coins(sampling.seed, sequence_ids, len(prompts))
 
         started_s = time.perf_counter()
-        evictor, stage = self.parts.evictor, self._stage(draft, shape, max_new_tokens)
+        evictor, stage = self.parts.evictor, self._stage(draft, shapes, max_new_tokens)
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
             stage.new_cache if stage and plain else self.parts.cache or target.new_cache,
             prompts,
             max_new_tokens=max_new_tokens,
-            nodes=shape.n_nodes,
+            nodes=most_nodes,
             hidden=draft.want.hidden if draft else (),
             evictor=evictor,
             onlooker=onlooker(draft),
@@ -161,7 +169,7 @@ class Engine:
         )
         stage = self._served(stage, read.cache)
         if stage:
-            read = replace(read, cache=stage.settle(read.cache, room=max_new_tokens + shape.n_nodes))
+            read = replace(read, cache=stage.settle(read.cache, room=max_new_tokens + most_nodes))
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
@@ -170,24 +178,22 @@ class Engine:
         over = out.begin(root_B.tolist())
         prefilled_s = time.perf_counter()
 
-        phases = Phases(target, cache, draft, shape, sampling, barred)
-        if stage:
-            cycles = stage.cycles(phases, _constants(shape, sampling, barred))
-        else:
-            cycles = Cycles(phases, captured=False)
-        phases, known_s = cycles.phases, cycles.capture_s
-        phases.begin(root_B, coins, max_new_tokens)
-        phases.close(over)
-        mail, count, most = Mail(cycles.late), 0, max_new_tokens - 1
-        while not out.done:
-            if count < most:  # each gives every text at least one token
-                cycles.run()  # propose, forward, accept, commit
-                mail.send(phases.news_BX)
-                count += 1
-            for emitted in mail.due(rest=count == most):
-                phases.close(out.take(emitted))
+        texts = stage.texts(cache.len_B) if stage else Texts(cache.len_B)
+        texts.begin(root_B, coins, max_new_tokens)
+        texts.close(over)
+
+        def cycles_of(one: TreeShape) -> Cycles:
+            phases = Phases(target, cache, draft, one, sampling, barred, texts=texts)
+            if stage is None:
+                return Cycles(phases, captured=False)
+            return stage.cycles(phases, (one, draft is not None, _constants(sampling, barred)))
+
+        cycles = Repertoire(cycles_of)
+        kind = (len(prompts), stage is not None, _constants(sampling, barred))
+        control = Control(shapes, self.costs, kind)
+        before = max(map(len, prompts)) + max(map(len, after or [()]))
+        used = _decode(cycles, control, out, texts, before=before, late=int(stage is not None))
         done_s = time.perf_counter()
-        capture_s = cycles.capture_s - known_s
 
         stats = Stats(
             rows=out.cycles,
@@ -196,16 +202,32 @@ class Engine:
             output_tokens=[len(tokens) for tokens in out.tokens],
             repeated_tokens=[repeated(tokens) for tokens in out.tokens],
             prefill_s=prefilled_s - started_s,
-            decode_s=done_s - prefilled_s - capture_s,
-            capture_s=capture_s,
+            decode_s=done_s - prefilled_s - cycles.capture_s,
+            capture_s=cycles.capture_s,
             cache_bytes=cache.bytes(),
             cache_bytes_full=read.full_bytes if evictor else cache.bytes(),
             draft_bytes=draft.bytes() if draft else 0,
-            target_forwards=read.forwards + count,
+            target_forwards=read.forwards + sum(used.values()),
+            shapes={one.widths: count for one, count in used.items()},
         )
         return Generation(out.tokens, stats, out.finish, out.texts())
 
-    def _stage(self, draft: Draft | None, shape: TreeShape, max_new_tokens: int) -> Stage | None:
+    def _shapes(self, asked: TreeShape | Menu | None, sampling: Sampling) -> tuple[TreeShape, ...]:
+        """What may be drafted in a cycle, smallest first.
+
+        Raises:
+            ConfigError: something that cannot be drafted.
+        """
+        draft = self.parts.draft
+        if isinstance(asked, Menu):
+            shapes = asked.shapes(draft, sampled=not sampling.greedy)
+        else:
+            shapes = (asked or (CHAIN if draft else PLAIN),)
+        for shape in shapes:
+            self.limits.check_shape(shape, draft is not None)
+        return shapes
+
+    def _stage(self, draft: Draft | None, shapes: Sequence[TreeShape], max_new_tokens: int) -> Stage | None:
         """Where captured cycles take place; None: every operator is launched by the host.
 
         Raises:
@@ -215,6 +237,7 @@ class Engine:
         if not self.capture or (auto and (max_new_tokens < _WORTH or not _gains(self.target))):
             return None
         reason = ""
+        shape = max(shapes, key=lambda one: one.n_nodes)
         if draft is not None and draft.tensors() is None:
             reason = f"the draft of '{self.parts.name}' does not update its state in place"
         elif shape.n_nodes > MAX_NODES:
@@ -251,6 +274,42 @@ class Engine:
         return HashCoins(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
 
 
+def _decode(
+    cycles: Repertoire, control: Control, out: Output, texts: Texts, *, before: int, late: int
+) -> Counter[TreeShape]:
+    """Run cycles until every text is over.
+
+    Args:
+        cycles: of the shapes that `control` chooses.
+        control: hears of a cycle when its tokens arrive.
+        out: takes the tokens.
+        texts: closed as they end.
+        before: tokens of the longest prompt.
+        late: cycles that tokens are read behind.
+
+    Returns:
+        How many cycles of each shape were run.
+    """
+    used: Counter[TreeShape] = Counter()
+    mail, sent = Mail(late), deque[tuple[TreeShape, Stopwatch | None]]()
+    most = out.ending.max_new_tokens
+    while not out.done:
+        said = out.said()
+        if used.total() < most - 1:  # each gives every text at least one token
+            shape = control.choose(length=before + max(said), left=most - min(said))
+            news_BX, watch = cycles.run(shape, timed=control.free)
+            mail.send(news_BX)
+            sent.append((shape, watch))
+            used[shape] += 1
+        for emitted in mail.due(rest=used.total() == most - 1):
+            shape, watch = sent.popleft()
+            accepted = [len(new) - 1 for new, end in zip(emitted, out.finish, strict=True) if not end]
+            seconds = watch.seconds() if watch else None
+            control.learn(shape, accepted, length=before + max(said), seconds=seconds)
+            texts.close(out.take(emitted, shape))
+    return used
+
+
 def _choose(logits_BV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:
     """The first new token of each row, as `verify` would choose it."""
     return (
@@ -272,7 +331,7 @@ def _gains(target: Target) -> bool:
     return kernel_serves(probe, probe, probe)
 
 
-def _constants(shape: TreeShape, sampling: Sampling, barred: Barred) -> Hashable:
-    """What is built into a graph of a cycle; the seed is not."""
+def _constants(sampling: Sampling, barred: Barred) -> Hashable:
+    """What is built into a graph of a cycle beside its shape; the seed is not."""
     ids = tuple(barred.ids.tolist()) if barred.tokens else ()
-    return shape, replace(sampling, seed=0), barred.tokens, ids
+    return replace(sampling, seed=0), barred.tokens, ids

@@ -98,7 +98,6 @@ class Output:
     """The sequences of one call: tokens, cycles and reasons to end, a row each."""
 
     ending: Ending
-    shape: TreeShape
     rows: int
     stream: Stream | None = None
     tokens: list[list[int]] = field(init=False)
@@ -115,12 +114,17 @@ class Output:
         """Whether every sequence is over."""
         return all(self.finish)
 
+    def said(self) -> list[int]:
+        """Tokens so far of each sequence that is not over; of all, where all are."""
+        counts = [len(tokens) for tokens in self.tokens]
+        return [count for count, end in zip(counts, self.finish, strict=True) if not end] or counts
+
     def begin(self, first_B: list[int]) -> list[int]:
         """Take in prefill's token of each row; returns the rows that it ends."""
         return [row for row, token in enumerate(first_B) if self._extend(row, [token])[1]]
 
-    def take(self, emitted: list[list[int]]) -> list[int]:
-        """Take in what a cycle emitted, uncut, row by row; returns the rows that it ends."""
+    def take(self, emitted: list[list[int]], shape: TreeShape) -> list[int]:
+        """Take in what a cycle of a shape emitted, uncut, row by row; returns the rows that it ends."""
         over = []
         for row, tokens in enumerate(emitted):
             if self.finish[row]:
@@ -130,8 +134,8 @@ class Output:
             self.cycles[row].append(
                 Cycle(
                     position=position,
-                    drafted=self.shape.depth,
-                    nodes=self.shape.n_nodes - 1,
+                    drafted=shape.depth,
+                    nodes=shape.n_nodes - 1,
                     accepted=n - 1,
                     emitted=kept,
                     ended=why in ("stop_id", "stop_string") and kept < n,

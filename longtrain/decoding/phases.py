@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from longtrain.target.model import Target
 
 Judge: TypeAlias = Callable[[TokenTree, Verdict, Tensor | None], Verdict]
-"""Replaces a verdict: called with the tree, what `verify` found, and the most nodes of each path (or None)."""
+"""Replaces a verdict: called with the tree, what `verify` found, and the most nodes of each path, if any."""
 
 
 class Texts:

@@ -54,8 +54,11 @@ class TreeShape:
 
 
 def usual_law(widths: Sequence[int], *, sampled: bool) -> Law:
-    """How children are chosen where nobody says: a chain's are sampled where decoding samples (the target
-    accepts more of them than of argmax drafts), all others are deterministic."""
+    """How children are chosen where nobody says.
+
+    A chain's are sampled where decoding samples (the target accepts more of them than of argmax drafts), all
+    others are deterministic.
+    """
     return Law.IID if sampled and set(widths) == {1} else Law.POINT
 
 
@@ -102,8 +105,8 @@ class Verdict:
 class Draft(Protocol):
     """Proposes trees: LongSpec, EAGLE-3, QuantSpec.
 
-    A draft that makes more than chains, or chains of other lengths than 1 to 8 pay for, may say so in `offers`:
-    widths of the shapes among which `decode.shape=auto` chooses.
+    One for which other shapes may pay than chains of 1 to 8 says so in `offers`: the widths of those among
+    which `decode.shape=auto` chooses.
     """
 
     want: Want

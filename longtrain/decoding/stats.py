@@ -12,6 +12,7 @@ prefill gives belongs to no cycle. Two rules keep the figures fair where a text 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -65,6 +66,7 @@ class Stats:
         cache_bytes_full: that cache before eviction, likewise.
         draft_bytes: state the draft holds beside it, largest of the pooled calls.
         target_forwards: forwards of the target, prefill included.
+        shapes: cycles run by the widths of what was drafted in them; () drafted nothing.
     """
 
     rows: list[list[Cycle]] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Stats:
     cache_bytes_full: int = 0
     draft_bytes: int = 0
     target_forwards: int = 0
+    shapes: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def __add__(self, other: Stats) -> Stats:
         """Both runs as one: lists joined, times and counts added, bytes the larger."""
@@ -95,6 +98,7 @@ class Stats:
             cache_bytes_full=max(self.cache_bytes_full, other.cache_bytes_full),
             draft_bytes=max(self.draft_bytes, other.draft_bytes),
             target_forwards=self.target_forwards + other.target_forwards,
+            shapes=dict(Counter(self.shapes) + Counter(other.shapes)),
         )
 
     def cycles(self) -> Iterator[Cycle]:

@@ -16,13 +16,13 @@ TREE = TreeShape((2, 4))
 
 def run(lengths: list[int], limit: int, shape: TreeShape, **ending) -> Output:
     """One sequence whose cycles emit so many tokens, numbered on; stops at `limit`."""
-    out = Output(Ending(limit, **ending), shape, 1)
+    out = Output(Ending(limit, **ending), 1)
     out.begin([0])
     token = 1
     for n in lengths:
         if out.done:
             break
-        out.take([list(range(token, token + n))])
+        out.take([list(range(token, token + n))], shape)
         token += n
     return out
 

@@ -1,0 +1,251 @@
+"""How much to draft: the shape that promises most tokens a second, chosen anew for every cycle.
+
+Two things are known of the past: how often the target accepted drafts at each level, and how long a cycle of
+each shape took. The choice for the next cycle follows from them alone, never from what that cycle will draft
+or accept; so the law of the text is the same as with any fixed shape.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any, TypeAlias
+
+from longtrain.decoding.roles import Draft, Law, TreeShape, usual_law
+from longtrain.errors import ConfigError
+
+Widths: TypeAlias = tuple[int, ...]
+CHAINS: tuple[Widths, ...] = tuple((1,) * n for n in (1, 2, 3, 4, 6, 8))
+"""What is chosen among where a draft offers nothing else."""
+_KEEP = 0.97
+"""What a cycle leaves of the weight of earlier ones: some 33 cycles count."""
+_FIRST = 0.8
+"""Share of first drafts expected to be accepted as long as nothing is known."""
+_TRUST = 1.0
+"""What an expectation weighs, in drafts tried. Levels not tried for long come back to it, and are tried."""
+_TIMES = 2
+"""Times of a cycle needed before they are believed: a single one may be an accident."""
+_MEMORY = 5
+"""Times of a cycle that are kept, the latest."""
+_STALE = 1024
+"""Timed cycles after which a time is forgotten."""
+
+
+@dataclass(frozen=True)
+class Menu:
+    """Shapes to choose among cycle by cycle; plain decoding is always one of them.
+
+    Args:
+        widths: of each shape; empty: those that the draft offers (`Draft`), else chains of 1 to 8.
+        law: how children are chosen; None: as usual (`usual_law`).
+    """
+
+    widths: tuple[Widths, ...] = ()
+    law: Law | None = None
+
+    def shapes(self, draft: Draft | None, *, sampled: bool) -> tuple[TreeShape, ...]:
+        """The shapes, smallest first; plain decoding alone without a draft.
+
+        Raises:
+            ConfigError: shapes are asked for, and there is no draft.
+        """
+        if draft is None:
+            if any(self.widths):
+                raise ConfigError(
+                    f"shapes {[list(widths) for widths in self.widths]} ask for a draft and the engine has "
+                    "none; pass an artifact that brings one"
+                )
+            return (TreeShape(()),)
+        offered: Sequence[Widths] = self.widths or getattr(draft, "offers", CHAINS)
+        found = {TreeShape(())}
+        found |= {TreeShape(one, self.law or usual_law(one, sampled=sampled)) for one in offered if one}
+        return tuple(sorted(found, key=lambda shape: (shape.depth, shape.n_nodes, shape.widths)))
+
+
+class Acceptance:
+    """Of the drafts tried at a level, the share accepted: a running mean over the texts of a batch.
+
+    Shapes that begin with the same widths share their first levels, so every chain learns from every other. A
+    level that was never reached is expected to be like the one above it.
+    """
+
+    def __init__(self) -> None:
+        self._cycles = 0
+        self._levels: dict[Hashable, tuple[float, float, int]] = {}  # accepted, tried, at which cycle
+
+    def learn(self, shape: TreeShape, accepted: Sequence[int]) -> None:
+        """Take in one cycle.
+
+        Args:
+            shape: what was drafted.
+            accepted: drafts accepted in each text that is not over.
+        """
+        self._cycles += 1
+        for level in range(shape.depth):
+            tried = sum(count >= level for count in accepted)
+            if not tried:
+                return
+            key = _level(shape, level)
+            hits, tries = self._known(key)
+            hits += sum(count > level for count in accepted) / len(accepted)
+            self._levels[key] = hits, tries + tried / len(accepted), self._cycles
+
+    def rates(self, shape: TreeShape) -> list[float]:
+        """Level by level, the probability that a draft is accepted where one was at every level above."""
+        rates, rate = [], _FIRST
+        for level in range(shape.depth):
+            hits, tries = self._known(_level(shape, level))
+            rate = (hits + _TRUST * rate) / (tries + _TRUST)
+            rates.append(rate)
+        return rates
+
+    def tokens(self, shape: TreeShape, left: int) -> float:
+        """Tokens that a cycle is expected to give a text that lacks `left`, the target's own included."""
+        total = reached = 1.0
+        for rate in self.rates(shape)[: max(0, left - 1)]:
+            reached *= rate
+            total += reached
+        return total
+
+    def _known(self, key: Hashable) -> tuple[float, float]:
+        """Drafts accepted and tried at a level, earlier ones counting less."""
+        hits, tries, at = self._levels.get(key, (0.0, 0.0, self._cycles))
+        kept = _KEEP ** (self._cycles - at)
+        return hits * kept, tries * kept
+
+
+class Costs:
+    """What a cycle takes, drafting and verifying, in seconds: medians of measured times.
+
+    Attention makes cycles longer as texts grow, so a time counts for one octave of length; in a new octave
+    the last known one below is believed until there are times.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._times: dict[tuple[Hashable, TreeShape, int], deque[tuple[int, float]]] = {}
+
+    def learn(self, kind: Hashable, shape: TreeShape, length: int, seconds: float) -> None:
+        """Take in one cycle.
+
+        Args:
+            kind: what else a cycle's time depends on (batch, sampling).
+            shape: what was drafted.
+            length: tokens of the longest text.
+            seconds: that it took.
+        """
+        self._now += 1
+        times = self._times.setdefault((kind, shape, _octave(length)), deque(maxlen=_MEMORY))
+        times.append((self._now, seconds))
+
+    def of(self, kind: Hashable, shape: TreeShape, length: int) -> float | None:
+        """Seconds of a cycle; None where too little was measured, or too long ago."""
+        for octave in range(_octave(length), -1, -1):
+            times = self._times.get((kind, shape, octave), ())
+            fresh = [seconds for at, seconds in times if self._now - at < _STALE]
+            if len(fresh) >= _TIMES:
+                return median_low(fresh)
+        return None
+
+    def table(self) -> list[dict[str, Any]]:
+        """Everything measured: widths, the octave's first length, median milliseconds and how many times."""
+        return [
+            {
+                "shape": list(shape.widths),
+                "law": shape.law.value,
+                "tokens_from": 1 << max(0, octave - 1),
+                "cycle_ms": 1e3 * median_low(seconds for _, seconds in times),
+                "times": len(times),
+            }
+            for (_, shape, octave), times in self._times.items()
+        ]
+
+
+class Control:
+    """Chooses the shapes of one call of `Engine.generate`.
+
+    Every cycle it takes the shape with the largest `tokens / seconds`. The time of a shape not measured yet
+    is guessed from those of less and greater depth; if the guess makes it the best, it is measured. What was
+    learnt wears off, so a draft that was bad once is tried now and then.
+
+    Args:
+        shapes: smallest first.
+        costs: kept from call to call.
+        kind: of these cycles, for `costs`.
+
+    Note: QuantSpec finds its draft length by a search for each data set and model (Appendix G); here none is
+        needed, and a text whose predictability changes is followed.
+    """
+
+    def __init__(self, shapes: Sequence[TreeShape], costs: Costs, kind: Hashable = ()) -> None:
+        self.shapes, self.costs, self.kind = tuple(shapes), costs, kind
+        self.largest = max(self.shapes, key=lambda shape: shape.n_nodes)
+        self.acceptance = Acceptance()
+
+    @property
+    def free(self) -> bool:
+        """Whether there is anything to choose."""
+        return len(self.shapes) > 1
+
+    def choose(self, *, length: int, left: int) -> TreeShape:
+        """The next cycle's shape.
+
+        Args:
+            length: tokens of the longest text.
+            left: most tokens that any text lacks.
+        """
+        if not self.free:
+            return self.shapes[0]
+        known = {shape: self.costs.of(self.kind, shape, length) for shape in self.shapes}
+        for shape in (self.largest, self.shapes[0]):  # a draft makes its room for the largest, once
+            if known[shape] is None:
+                return shape
+        points = [(shape.depth, cost) for shape, cost in known.items() if cost is not None]
+
+        def speed(shape: TreeShape) -> float:
+            cost = known[shape]
+            seconds = _between(points, shape.depth) if cost is None else cost
+            return self.acceptance.tokens(shape, left) / seconds
+
+        return max(self.shapes, key=speed)
+
+    def learn(
+        self, shape: TreeShape, accepted: Sequence[int], *, length: int, seconds: float | None = None
+    ) -> None:
+        """Take in a cycle that is over.
+
+        Args:
+            shape: what was drafted.
+            accepted: drafts accepted in each text that was not over.
+            length: tokens of the longest text.
+            seconds: that the cycle took; None: not measured.
+        """
+        if not self.free:
+            return
+        if accepted:
+            self.acceptance.learn(shape, accepted)
+        if seconds is not None:
+            self.costs.learn(self.kind, shape, length, seconds)
+
+
+def _level(shape: TreeShape, level: int) -> Hashable:
+    """What shapes have in common whose drafts down to a level are chosen alike."""
+    return shape.law, shape.widths[: level + 1]
+
+
+def _octave(length: int) -> int:
+    return max(0, length).bit_length()
+
+
+def _between(points: Sequence[tuple[int, float]], depth: int) -> float:
+    """The cost at a depth by straight lines through known (depth, cost); the nearest beyond them."""
+    below = max(
+        (point for point in points if point[0] <= depth), key=lambda at: (at[0], -at[1]), default=None
+    )
+    above = min((point for point in points if point[0] >= depth), default=None)
+    if below is None or above is None:
+        return (below or above or points[0])[1]
+    share = (depth - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0.0
+    return below[1] + share * (above[1] - below[1])
