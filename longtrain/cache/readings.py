@@ -88,6 +88,11 @@ class RoundedCache(DenseCache):
         self.rounding = rounding
         self.blocks_B = torch.zeros_like(self.len_B)
 
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See `DenseCache`."""
+        kind = self.k_LBGSD.dtype
+        super().write(layer, k_BGTD.to(kind), v_BGTD.to(kind))
+
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """See `DenseCache`; in the rows' precision."""
         out, lse = super().attend(layer, q_BHTD.to(self.k_LBGSD.dtype), mask=mask, scale=scale)

@@ -1,0 +1,145 @@
+"""Does a row of a decoding step come out the same however many rows the step has?
+
+Where it does, to the last bit, greedy speculation repeats plain decoding exactly. Where it does not, products
+of different shapes round differently, and texts may part where two tokens are nearly as good.
+
+Shapes: B batch (1), T tokens, E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import Causal, KVCache
+from longtrain.decoding.captured import Stage, can_settle
+from longtrain.decoding.prefill import prefill
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError
+from longtrain.target.step import Rows, Want
+
+if TYPE_CHECKING:
+    from longtrain.target.model import Target
+
+
+@torch.no_grad()
+def measure(
+    target: Target, parts: Parts, prompt: Sequence[int], text: Sequence[int], *, counts: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Read the same text after a prompt in steps of several rows and row by row, and compare.
+
+    Args:
+        target: the frozen model.
+        parts: its cache holds the prompt, in the form that decoding works on; a draft has no part in this.
+        prompt: token ids.
+        text: the tokens after it; none may be quantised on the way.
+        counts: rows of a step.
+
+    Returns:
+        For each count: `attention_equal`, whether the first layer's attention is the same for the same
+        queries, keys and values; `layers_equal`, the layers whose output is the same; `first_layer`, the
+        first whose output is not, None where all are; `hidden_difference`, the largest of the final hidden
+        states, over their largest magnitude; `logits_equal` and `logit_difference`; `logit_spacing`, the
+        distance of neighbouring numbers of the target's dtype at the largest logits; `same_argmax`, the share
+        of rows.
+
+    Raises:
+        ConfigError: the cache would change what it keeps within the text.
+    """
+
+    def cache() -> KVCache:
+        return _cache(target, parts, prompt, len(text))
+
+    alone = _steps(target, cache(), text, 1)
+    return [
+        {
+            "rows": count,
+            "attention_equal": _attention_equal(target, cache, count),
+            **_compare(_steps(target, cache(), text, count), alone),
+            "logit_spacing": _spacing(alone[-1]),
+        }
+        for count in counts
+    ]
+
+
+def _cache(target: Target, parts: Parts, prompt: Sequence[int], room: int) -> KVCache:
+    """The prompt in a cache as decoding has it."""
+    stage = Stage(target)
+    read = prefill(
+        target,
+        parts.cache or (target.new_cache if parts.evictor else stage.new_cache),
+        [list(prompt)],
+        max_new_tokens=room,
+        nodes=room,
+        evictor=parts.evictor,
+    )
+    settled = stage.settle(read.cache, room=2 * room) if can_settle(read.cache) else read.cache
+    most_B = settled.commit_limit()
+    if most_B is not None and int(most_B.min()) < room:
+        raise ConfigError(
+            f"{room} tokens after a prompt of {len(prompt)} on a cache that quantises after "
+            f"{int(most_B.min())}; pass fewer, or a prompt a little above a multiple of 128 tokens"
+        )
+    return settled
+
+
+def _steps(target: Target, cache: KVCache, text: Sequence[int], count: int) -> list[Tensor]:
+    """Output of every layer [T, E] and, last, logits [T, V], in steps of `count` rows."""
+    layers = (*range(target.info.n_layers), -1)
+    found: list[list[Tensor]] = []
+    for first in range(0, len(text), count):
+        ids = torch.tensor([list(text[first : first + count])], device=target.device)
+        pos_BT = cache.len_B[:, None] + torch.arange(ids.shape[1], device=target.device)
+        step = target.forward(Rows(pos_BT, ids), cache, want=Want("all", hidden=layers))
+        assert step.logits_BTV is not None
+        found.append([*(step.hidden[layer][0].clone() for layer in layers), step.logits_BTV[0].clone()])
+        cache.commit(None, torch.full_like(cache.len_B, ids.shape[1]))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _compare(some: Sequence[Tensor], alone: Sequence[Tensor]) -> dict[str, Any]:
+    *layers, final, logits = zip(some, alone, strict=True)
+    same = [torch.equal(a, b) for a, b in layers]
+    return {
+        "layers_equal": sum(same),
+        "first_layer": None if all(same) else same.index(False),
+        "hidden_difference": _largest(*final) / float(final[1].abs().max()),
+        "logits_equal": torch.equal(*logits),
+        "logit_difference": _largest(*logits),
+        "same_argmax": float((logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()),
+    }
+
+
+def _attention_equal(target: Target, cache: Callable[[], KVCache], count: int) -> bool:
+    """Attention of the first layer over random new rows, together and one by one."""
+    info = target.info
+    coins = torch.Generator(device=target.device).manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        shape = (1, heads, count, info.head_dim)
+        return torch.randn(shape, generator=coins, device=target.device, dtype=target.dtype)
+
+    q, k, v = random(info.n_heads), random(info.n_kv_heads), random(info.n_kv_heads)
+
+    def attend(held: KVCache, at: slice) -> Tensor:
+        held.write(0, k[:, :, at], v[:, :, at])
+        return held.attend(0, q[:, :, at], mask=Causal(), scale=info.head_dim**-0.5)[0].clone()
+
+    together, single, one_by_one = attend(cache(), slice(None)), cache(), []
+    for row in range(count):
+        one_by_one.append(attend(single, slice(row, row + 1)))
+        single.commit(None, torch.ones_like(single.len_B))
+    return torch.equal(together, torch.cat(one_by_one, 2))
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def _spacing(logits_TV: Tensor) -> float:
+    """Distance of neighbouring numbers at the median of the largest logits."""
+    top = logits_TV.amax(-1).double().abs().median()
+    return float(torch.finfo(logits_TV.dtype).eps * 2.0 ** torch.floor(torch.log2(top)))
