@@ -92,7 +92,7 @@ def attend_kernel(
     first = split * share
     last = tl.minimum(first + share, count)
     if CHAINED:
-        if AHEAD > 0:
+        if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
             if first + AHEAD <= whole:
                 slot = (first * KEYS + tl.arange(0, AHEAD * KEYS)).to(tl.int64)
                 head_at = b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g

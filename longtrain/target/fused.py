@@ -20,6 +20,7 @@ from longtrain.cache.base import PrefixOnly
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotary, rotate_heads, swiglu
 from longtrain.kernels.int4_linear import Int4Linear
+from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
 from longtrain.target.attention import Pass, attend
 
 if TYPE_CHECKING:
@@ -33,14 +34,28 @@ _CONSTANT_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer as its tensors."""
+    """A linear layer as its tensors; of few rows by the kernel made for them."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __call__(self, x_NE: Tensor) -> Tensor:
         """Its product with some rows."""
+        if serves(x_NE, self.weight):
+            return small_linear(x_NE, self.weight, residual=self.bias)
         return linear(x_NE, self.weight, self.bias)
+
+    def adds(self, x_NE: Tensor) -> bool:
+        """Whether the sum with a residual stream costs nothing more."""
+        return self.bias is None and serves(x_NE, self.weight)
+
+    def added(self, x_NE: Tensor, residual_NF: Tensor) -> Tensor:
+        """The residual stream with the product added; asked where `adds`."""
+        return small_linear(x_NE, self.weight, residual=residual_NF)
+
+    def gated(self, x_NE: Tensor) -> Tensor:
+        """`silu(gate) * up` of gate and up side by side."""
+        return small_swiglu(x_NE, self.weight) if self.adds(x_NE) else swiglu(self(x_NE))
 
 
 Product: TypeAlias = Dense | Int4Linear
@@ -53,7 +68,9 @@ class FusedLayer:
 
     module: Any
     qkv: Product
+    out: Product
     gate_up: Product
+    down: Product
     norms: Norms | None
 
 
@@ -113,14 +130,15 @@ class FusedDecoder:
                 longtrain_pass=one_pass,
                 written=into is not None,
             )
-            mixed_NX = mixed_BTHD.reshape(B * T, -1)
-            x_NE, normed_NE = add_rms_norm(
-                x_NE, attention.o_proj(mixed_NX), module.post_attention_layernorm.weight, eps
-            )
-            parts = [module.mlp.down_proj(swiglu(layer.gate_up(rows))) for rows in normed_NE.split(MLP_ROWS)]
-            add_NE = parts[0] if len(parts) == 1 else torch.cat(parts)
+            x_NE, add_NE = _sum(layer.out, mixed_BTHD.reshape(B * T, -1), x_NE)
+            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.post_attention_layernorm.weight, eps)
+            parts = normed_NE.split(MLP_ROWS)
+            if len(parts) == 1:
+                x_NE, add_NE = _sum(layer.down, _gated(layer.gate_up, normed_NE), x_NE)
+            else:
+                add_NE = torch.cat([layer.down(_gated(layer.gate_up, rows)) for rows in parts])
             if index in wanted:
-                hidden[index] = (x_NE + add_NE).view(B, T, E)
+                hidden[index] = (x_NE if add_NE is None else x_NE + add_NE).view(B, T, E)
         _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
         return normed_NE.view(B, T, E)
 
@@ -145,12 +163,28 @@ class FusedDecoder:
         self.layers = []
 
 
+def _sum(product: Product, x_NX: Tensor, residual_NE: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The residual stream, and what is still to be added to it: nothing where the product does that."""
+    if isinstance(product, Dense) and product.adds(x_NX):
+        return product.added(x_NX, residual_NE), None
+    return residual_NE, product(x_NX)
+
+
+def _gated(product: Product, x_NE: Tensor) -> Tensor:
+    """The MLP's activations."""
+    return product.gated(x_NE) if isinstance(product, Dense) else swiglu(product(x_NE))
+
+
 def _fused(module: Any) -> FusedLayer:
     """Join a layer's weights, one group after the other."""
     attention = module.self_attn
     qkv, gate_up = (_joined(linears) for linears in _sharing(module))
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-    return FusedLayer(module, qkv, gate_up, norms)
+    out, down = (
+        one if isinstance(one, Int4Linear) else Dense(one.weight, one.bias)
+        for one in (attention.o_proj, module.mlp.down_proj)
+    )
+    return FusedLayer(module, qkv, out, gate_up, down, norms)
 
 
 def _sharing(module: Any) -> list[list[Any]]:

@@ -63,11 +63,6 @@ class Int4Target(Target):
         """Logits [..., V] of final normed hidden states [..., E]."""
         return self.model.lm_head(hidden)
 
-    def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """See `Target.rope`."""
-        like = self.final_norm_weight.new_empty(0, dtype=dtype or self.dtype)
-        return self.model.model.rotary_emb(like, position_ids=pos_BT)
-
     def int4_bytes(self) -> int:
         """Bytes of the 4-bit weights, which the target does not share."""
         return sum(module.bytes() for module in self.modules() if isinstance(module, Int4Linear))

@@ -17,6 +17,7 @@ from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ConfigError, DataError
+from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.target.attention import LeaveEarly, Pass, Watch
 from longtrain.target.fused import FusedDecoder
 from longtrain.target.step import PackedStep, Rows, TargetStep, Want
@@ -109,11 +110,16 @@ class Target(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final normed hidden states [..., E]."""
-        return linear(hidden, self.head_weight)
+        rows_NE = hidden.reshape(-1, hidden.shape[-1])
+        if not serves(rows_NE, self.head_weight):
+            return linear(hidden, self.head_weight)
+        return small_linear(rows_NE, self.head_weight).view(*hidden.shape[:-1], -1)
 
     def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """The target's own rotary cos and sin [B, T, D] (its scaling included), in its dtype or `dtype`."""
-        like = self.head_weight if dtype is None else self.head_weight.new_empty(0, dtype=dtype)
+        if self.fused is not None and pos_BT.dtype == torch.int64:
+            return self.fused.rope(pos_BT, dtype or self.dtype)
+        like = self.final_norm_weight.new_empty(0, dtype=dtype or self.dtype)
         return self.model.model.rotary_emb(like, position_ids=pos_BT)
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
