@@ -1,24 +1,34 @@
 """Linear layers with 4-bit weights, for steps of few rows whose time is the reading of weights.
 
 Formula: y = x Wᵀ + b with w = zero + scale * (code - 8), a code in 0..15, a bf16 scale and zero for each
-group of a row. On CUDA the product is torch's own small-matrix operation (bf16); elsewhere the weights are
-written out first.
-Shapes: N output features, K input features, X = K / 2 bytes of two codes, J groups of a row.
+group of a row.
+Triton on a GPU of compute capability 8.0 or more for up to `MAX_ROWS` rows in bf16 or fp16, which multiplies
+in bf16 (interpreted under TRITON_INTERPRET=1 on any device, in fp32); elsewhere the weights are written out
+first.
+Shapes: N rows, F output features, K input features, E = F / 8 rounded up, J groups of a row, X = bytes of a
+group, two codes each.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, silu
 
 from longtrain.errors import ConfigError
+from longtrain.kernels.fused_layer import kernels_serve
 
 GROUPS = (128, 64, 32)
-"""Group sizes that torch's operation knows; its rows come in eights."""
-_ROWS = 8
+"""Group sizes; rows come in eights."""
+MAX_ROWS = 64
+"""Most rows that go through the Triton kernel, sixteen at a time."""
+_ROWS, _AT_ONCE = 8, 16
+_PLACES = (0, 2, 1, 3)
+"""Which code of four lies in each of four bytes: so that two masks give all four in order."""
 
 
 def group_of(features: int, most: int) -> int:
@@ -36,38 +46,39 @@ def group_of(features: int, most: int) -> int:
     )
 
 
-def quantise_weight(weight_NK: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantise_weight(weight_FK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Codes and their scales and zeros, by rounding to the nearest of 16 levels over each group's range.
 
     Scales and zeros are rounded to bf16 before the codes are computed.
 
     Args:
-        weight_NK: any float dtype; K a multiple of `group`.
+        weight_FK: any float dtype; F a multiple of 8, K one of `group`.
         group: input features that share a scale and a zero.
 
     Returns:
-        codes_NX uint8, an even feature in bits 4-7 and the odd one after it in bits 0-3; and table_JN2 bf16:
-        scale, and value of code 8.
+        codes_EJ8X uint8: byte 4a + i of a group has code 4a + p of its first half in bits 0-3 and of its
+        second half in bits 4-7, p = 0, 2, 1, 3 for i = 0, 1, 2, 3; and table_EJ82 bf16: scale, and value of
+        code 8.
     """
-    N, K = weight_NK.shape
-    w_NJg = weight_NK.float().view(N, K // group, group)
-    low, high = w_NJg.amin(-1, keepdim=True), w_NJg.amax(-1, keepdim=True)
+    F, K = weight_FK.shape
+    w_EJ8g = weight_FK.float().view(F // _ROWS, _ROWS, K // group, group).transpose(1, 2)
+    low, high = w_EJ8g.amin(-1, keepdim=True), w_EJ8g.amax(-1, keepdim=True)
     scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
     zero = (low + 8 * scale.float()).bfloat16()
-    code = ((w_NJg - zero.float()) / scale.float()).round().add(8).clamp(0, 15)
-    code_NK = code.to(torch.uint8).view(N, K)
-    table = torch.cat((scale, zero), -1).transpose(0, 1).contiguous()
-    return (code_NK[:, ::2] << 4) | code_NK[:, 1::2], table
+    code = ((w_EJ8g - zero.float()) / scale.float()).round().add(8).clamp(0, 15).to(torch.uint8)
+    places = torch.tensor(_PLACES, device=code.device)
+    first, second = code.unflatten(-1, (2, -1, 4))[..., places].flatten(-2).unbind(-2)
+    return (first | (second << 4)).contiguous(), torch.cat((scale, zero), -1).contiguous()
 
 
-def written_out(codes_NX: Tensor, table_JN2: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight_NK that codes and table stand for."""
-    code = torch.stack((codes_NX >> 4, codes_NX & 15), -1).flatten(1)
-    J, N, _ = table_JN2.shape
+def written_out(codes_EJ8X: Tensor, table_EJ82: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight_FK that codes and table stand for."""
+    both = torch.stack((codes_EJ8X & 15, codes_EJ8X >> 4), -2).unflatten(-1, (-1, 4))
+    code_EJ8g = both[..., torch.tensor(_PLACES, device=both.device)].flatten(-3)
     wide = torch.promote_types(dtype, torch.float32)
-    scale, zero = table_JN2.to(wide).unbind(-1)
-    weight = (code.to(wide) - 8).view(N, J, -1) * scale.T[..., None] + zero.T[..., None]
-    return weight.view(N, -1).to(dtype)
+    scale, zero = table_EJ82.to(wide).split(1, -1)
+    weight_EJ8g = ((code_EJ8g.to(wide) - 8) * scale + zero).to(dtype)
+    return weight_EJ8g.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class Int4Linear(nn.Module):
@@ -82,20 +93,16 @@ class Int4Linear(nn.Module):
     """
 
     codes: Tensor
-    table_JN2: Tensor
+    table: Tensor
     bias: Tensor | None
 
     def __init__(self, source: nn.Linear, group: int) -> None:
         super().__init__()
         self.features = source.out_features
-        self.group = group_of(source.in_features, group)
-        weight_NK = pad(source.weight.detach(), (0, 0, 0, -source.out_features % _ROWS))
-        codes_NX, table_JN2 = quantise_weight(weight_NK, self.group)
-        if codes_NX.is_cuda:
-            tiles = self.group // 16
-            codes_NX = torch.ops.aten._convert_weight_to_int4pack(codes_NX, tiles)
-        self.register_buffer("codes", codes_NX)
-        self.register_buffer("table_JN2", table_JN2)
+        weight_FK = pad(source.weight.detach(), (0, 0, 0, -source.out_features % _ROWS))
+        codes_EJ8X, table_EJ82 = quantise_weight(weight_FK, group_of(source.in_features, group))
+        self.register_buffer("codes", codes_EJ8X)
+        self.register_buffer("table", table_EJ82)
         self.register_buffer("bias", None if source.bias is None else source.bias.detach())
 
     @classmethod
@@ -115,33 +122,58 @@ class Int4Linear(nn.Module):
             )
         whole = cls.__new__(cls)
         nn.Module.__init__(whole)
-        whole.features, whole.group = sum(part.features for part in parts), parts[0].group
+        whole.features = sum(part.features for part in parts)
         biases = [part.bias for part in parts if part.bias is not None]
         whole.register_buffer("codes", torch.cat([part.codes for part in parts]))
-        whole.register_buffer("table_JN2", torch.cat([part.table_JN2 for part in parts], 1))
+        whole.register_buffer("table", torch.cat([part.table for part in parts]))
         whole.register_buffer("bias", torch.cat(biases) if biases else None)
-        row = tile = 0
+        first = 0
         for part in parts:
-            rows, tiles = part.features, len(part.codes)
-            part.codes = whole.codes[tile : tile + tiles]
-            part.table_JN2 = whole.table_JN2[:, row : row + rows]
-            row, tile = row + rows, tile + tiles
+            last = first + part.features // _ROWS
+            part.codes, part.table = whole.codes[first:last], whole.table[first:last]
+            first = last
         return whole
 
     def part(self) -> None:
         """Have weights of its own again, after `joined`."""
-        self.codes, self.table_JN2 = self.codes.clone(), self.table_JN2.contiguous().clone()
+        self.codes, self.table = self.codes.clone(), self.table.clone()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., N] in x's dtype, of x [..., K]."""
-        if not self.codes.is_cuda:
-            weight_NK = written_out(self.codes, self.table_JN2, x.dtype)[: self.features]
-            return linear(x, weight_NK, self.bias)
-        rows = x.reshape(-1, x.shape[-1]).bfloat16()
-        out = torch.ops.aten._weight_int4pack_mm(rows, self.codes, self.group, self.table_JN2.contiguous())
-        out = out[:, : self.features].to(x.dtype).view(*x.shape[:-1], self.features)
-        return out if self.bias is None else out + self.bias
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[..., F] in x's dtype, of x [..., K], plus a residual [..., F]."""
+        add = residual if self.bias is None else self.bias if residual is None else self.bias + residual
+        out = self._small(x, add, gated=False)
+        if out is not None:
+            return out
+        out = linear(x, written_out(self.codes, self.table, x.dtype)[: self.features], self.bias)
+        return out if residual is None else out + residual
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """`silu(gate) * up` [..., F / 2] of a layer of gates joined with what they let pass."""
+        if self.bias is None and self.features % (2 * _ROWS) == 0:
+            out = self._small(x, None, gated=True)
+            if out is not None:
+                return out
+        gate, up = self(x).chunk(2, dim=-1)
+        return silu(gate) * up
 
     def bytes(self) -> int:
         """Bytes of codes and table; the bias is the source's."""
-        return self.codes.nbytes + self.table_JN2.nbytes
+        return self.codes.nbytes + self.table.nbytes
+
+    def _small(self, x: Tensor, add: Tensor | None, *, gated: bool) -> Tensor | None:
+        """The Triton kernel's product, None where it does not serve."""
+        rows = x.reshape(-1, x.shape[-1])
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        narrow = x.dtype == torch.float32 if interpreted else x.dtype in (torch.bfloat16, torch.float16)
+        if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows)):
+            return None
+        from longtrain.kernels import int4_linear_launch
+
+        wide = self.features // 2 if gated else self.features
+        rows = rows if interpreted else rows.bfloat16()
+        adds = [None] if add is None else add.expand(*x.shape[:-1], wide).reshape(-1, wide).split(_AT_ONCE)
+        outs = [
+            int4_linear_launch.small_linear(some, self.codes, self.table, more, features=wide, gated=gated)
+            for some, more in zip_longest(rows.split(_AT_ONCE), adds)
+        ]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(x.dtype).view(*x.shape[:-1], wide)

@@ -41,7 +41,7 @@ def small_linear(x_NK: Tensor, weight_FK: Tensor, *, residual: Tensor | None = N
 
 
 def small_swiglu(x_NK: Tensor, weight_FK: Tensor) -> Tensor:
-    """`silu(gate) * up`, [N, I] in x's dtype, of the products with gate weights and, under them, up weights."""
+    """`silu(gate) * up`, [N, I] in x's dtype, of the products with gate weights and up weights below them."""
     if serves(x_NK, weight_FK):
         from longtrain.kernels import small_linear_launch
 

@@ -28,6 +28,23 @@ def _prefetch(at, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _write(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, ADD: tl.constexpr):
+    """Store a program's sums; where GATED those of gates lie above the others."""
+    HALVES: tl.constexpr = 2 if GATED else 1
+    OUTPUTS: tl.constexpr = y.shape[0] // HALVES
+    ROWS: tl.constexpr = y.shape[1]
+    row, own = tl.arange(0, ROWS).to(tl.int64)[None, :], first + tl.arange(0, OUTPUTS)[:, None]
+    keep = (own < F) & (row < N)
+    y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUTPUTS, ROWS)), (1, 2, 0)))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    if ADD:
+        y += tl.load(add_ptr + row * add_n + own, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_n + own, y, mask=keep)
+
+
+@triton.jit
 def linear_kernel(
     x_ptr, weight_ptr, add_ptr, out_ptr, N, F, K, x_n, weight_f, add_n, out_n,
     OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
@@ -74,18 +91,5 @@ def linear_kernel(
         acc = tl.dot(weight, tl.trans(x), acc)
     if SLICES > 1:
         acc = tl.where(slice_[:, None] == (column // ROWS)[None, :], acc, 0.0)
-    acc = tl.sum(tl.sum(tl.reshape(acc, (HALVES, SLICES, OUTPUTS, SLICES, ROWS)), 3), 1)
-    row, own = tl.arange(0, ROWS), first + tl.arange(0, OUTPUTS)
-    keep = (own < F)[:, None] & (row < N)[None, :]
-    dtype = out_ptr.dtype.element_ty
-    if GATED:
-        gate, up = tl.split(tl.permute(acc, (1, 2, 0)))
-        gate = gate.to(dtype).to(tl.float32)
-        y = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
-    else:
-        y = tl.reshape(acc, (OUTPUTS, ROWS))
-    at = row.to(tl.int64)[None, :]
-    if ADD:
-        y = y.to(dtype).to(tl.float32)
-        y += tl.load(add_ptr + at * add_n + own[:, None], mask=keep, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at * out_n + own[:, None], y.to(dtype), mask=keep)
+    y = tl.sum(tl.sum(tl.reshape(acc, (HALVES, SLICES, OUTPUTS, SLICES, ROWS)), 3), 1)
+    _write(tl.reshape(y, (HALVES * OUTPUTS, ROWS)), add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD)

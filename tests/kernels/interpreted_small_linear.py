@@ -18,7 +18,11 @@ def test_product(tile, rows, features):
     for dtype in (torch.float32, torch.float16):
         x, weight = made(rows, 144, dtype=dtype), made(features, 160, dtype=dtype, seed=1)[:, :144]
         assert small_linear.serves(x, weight)
-        for residual in (None, made(rows, features, dtype=dtype, seed=2), made(features, dtype=dtype, seed=3)):
+        for residual in (
+            None,
+            made(rows, features, dtype=dtype, seed=2),
+            made(features, dtype=dtype, seed=3),
+        ):
             got = small_linear_launch.small_linear(x, weight, residual, tile=tile)
             want = small_linear_reference.small_linear(x, weight, residual=residual)
             torch.testing.assert_close(got, want, rtol=CLOSE[dtype], atol=12 * CLOSE[dtype])
