@@ -1,0 +1,164 @@
+"""A draft's part of a text: some rows that stay, the newest ones in a ring, and its own behind them.
+
+Shapes: L layers, B batch, S prompt tokens, T new rows, F rows that stay, X rows picked of a prompt, G KV
+heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.arena import ArenaCache
+from longtrain.decoding.evict import Budget
+
+if TYPE_CHECKING:
+    from longtrain.methods.magicdec.config import Config
+    from longtrain.target.model import Target
+
+ROOM = 64
+"""Rows that a draft may have behind those of the text."""
+_STEP = 256
+"""Rows that buffers are a multiple of, so that prompts of about one length share them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows of each sequence, on the host.
+
+    Args:
+        lengths: tokens of the prompts.
+        fixed: rows that stay.
+        newest: rows that the newest tokens take turns in.
+    """
+
+    lengths: tuple[int, ...]
+    fixed: tuple[int, ...]
+    newest: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], config: Config) -> Layout:
+        """Every prompt's share, and never less than `config.least_tokens`."""
+        budget = Budget(ratio=config.budget)
+        rows = [max(config.least_tokens, budget.of(length)) for length in lengths]
+        newest = tuple(map(config.newest, rows))
+        fixed = tuple(n - m for n, m in zip(rows, newest, strict=True))
+        return cls(tuple(lengths), fixed, newest)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Most rows of each sequence."""
+        return tuple(n + m for n, m in zip(self.fixed, self.newest, strict=True))
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Leading tokens of each prompt that its fixed rows are chosen among: all before the newest."""
+        return tuple(
+            length - newest if length > fixed + newest else min(fixed, length)
+            for length, fixed, newest in zip(self.lengths, self.fixed, self.newest, strict=True)
+        )
+
+
+class SparseRows:
+    """Buffers for a batch; a row's slot follows from its position, so nothing is ever moved.
+
+    Position p below `fixed` has slot p, unless other rows were chosen to stay there; any other has slot
+    `fixed + (p - fixed) mod newest`. Keys carry the rotary angles of their own positions, so that attention
+    asks for no order. The draft's own rows follow the last slot in use; the very last slot takes what must
+    not count.
+
+    Args:
+        target: whose rows they are.
+        batch: sequences.
+        rows: most rows of a sequence.
+    """
+
+    def __init__(self, target: Target, batch: int, rows: int) -> None:
+        slots = -(-rows // _STEP) * _STEP + ROOM + 1
+        self.arena = ArenaCache(target.new_cache(batch, slots, 0))
+        self.fixed_B = torch.zeros_like(self.arena.len_B)
+        self.newest_B = torch.ones_like(self.arena.len_B)
+        self.one_B = torch.ones_like(self.arena.len_B)
+        self._row_B1 = torch.arange(batch, device=self.one_B.device)[:, None]
+        self._trash = slots - 1
+        self._near: tuple[Tensor, Tensor] | None = None
+
+    def serves(self, target: Target, batch: int, rows: int) -> bool:
+        """Whether it has the room, and is of this kind."""
+        k = self.arena.store.k_LBGSD
+        like = (k.shape[1], k.device, k.dtype) == (batch, target.device, target.dtype)
+        return like and rows <= self._trash - ROOM
+
+    def lay_out(self, layout: Layout) -> None:
+        """Forget everything; prompts are laid out like this."""
+        device = self.one_B.device
+        n_B, fixed_B, newest_B = (
+            torch.tensor(x, device=device) for x in (layout.lengths, layout.fixed, layout.newest)
+        )
+        self.fixed_B.copy_(fixed_B)
+        self.newest_B.copy_(newest_B)
+        first_B1 = torch.maximum(n_B - newest_B, torch.minimum(fixed_B, n_B))[:, None]
+        pos_BT = first_B1 + torch.arange(max(layout.newest), device=device)
+        inside_BT = pos_BT < n_B[:, None]
+        self._near = pos_BT.where(inside_BT, 0), self._slot(pos_BT, inside_BT)
+
+    def read(self, layer: int, k_BGSD: Tensor, v_BGSD: Tensor, fixed_BGF: Tensor, n_B: Tensor) -> None:
+        """Take a layer's rows of the prompts: those that stay, and the newest.
+
+        Args:
+            layer: which.
+            k_BGSD: keys of the prompts, after RoPE, right-padded.
+            v_BGSD: values.
+            fixed_BGF: positions of the rows that stay.
+            n_B: how many of them there are in each sequence.
+        """
+        assert self._near is not None
+        near_BT, slot_BT = self._near
+        B, G, F = fixed_BGF.shape
+        at_F = torch.arange(F, device=near_BT.device)
+        slot_BX = torch.cat((at_F.where(at_F < n_B[:, None], self._trash), slot_BT), 1)
+        pos_BGX = torch.cat((fixed_BGF, near_BT[:, None].expand(B, G, -1)), 2)
+        index = pos_BGX[..., None].expand(-1, -1, -1, k_BGSD.shape[-1])
+        goal = slot_BX[:, None, :, None].expand_as(index)
+        store = self.arena.store
+        for buffer, rows in ((store.k_LBGSD, k_BGSD), (store.v_LBGSD, v_BGSD)):
+            buffer[layer].scatter_(2, goal, rows.gather(2, index))
+
+    def take(self, k_LBGTD: Tensor, v_LBGTD: Tensor, pos_BT: Tensor, valid_BT: Tensor) -> None:
+        """Take rows of new tokens, at their positions, over those that were newest before.
+
+        Args:
+            k_LBGTD: keys, after RoPE.
+            v_LBGTD: values.
+            pos_BT: positions, increasing.
+            valid_BT: which count; of a sequence no more than its `newest`.
+        """
+        slot_BT = self._slot(pos_BT, valid_BT)
+        store = self.arena.store
+        for buffer, rows in ((store.k_LBGSD, k_LBGTD), (store.v_LBGSD, v_LBGTD)):
+            buffer[:, self._row_B1, :, slot_BT] = rows.permute(1, 3, 0, 2, 4)
+
+    def restart(self, len_B: Tensor) -> ArenaCache:
+        """The rows of texts of `len_B` tokens as a cache, which the draft's own rows are added to."""
+        self.arena.rows_B.copy_(torch.minimum(len_B, self.fixed_B + self.newest_B))
+        self.arena.len_B.copy_(len_B)
+        return self.arena
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What drafting reads and writes, all in place."""
+        return *self.arena.tensors(), self.fixed_B, self.newest_B
+
+    def bytes(self) -> int:
+        """Bytes of the buffers, all their slots counted."""
+        small = (self.arena.rows_B, self.arena.len_B, self.fixed_B, self.newest_B)
+        return self.arena.store.bytes() + sum(x.nbytes for x in small)
+
+    def _slot(self, pos_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """Where positions belong; the last slot for those that do not count."""
+        fixed_B1 = self.fixed_B[:, None]
+        later_BT = fixed_B1 + (pos_BT - fixed_B1) % self.newest_B[:, None]
+        return pos_BT.where(pos_BT < fixed_B1, later_BT).where(valid_BT, self._trash)

@@ -1,0 +1,180 @@
+"""The draft at work: the target's own steps over a part of the context.
+
+Shapes: L layers, B batch, S prompt tokens, T rows, N tree nodes, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
+from longtrain.decoding.rollout import check_chain, rollout
+from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.methods.magicdec.choice import Choice, First, Scored
+from longtrain.methods.magicdec.rows import ROOM, Layout, SparseRows
+from longtrain.target.step import Rows, TargetStep, Want
+
+if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.methods.magicdec.config import Config
+    from longtrain.target.model import Target
+
+
+class MagicDecRuntime:
+    """Proposes chains (`decoding.roles.Draft`) and looks on (`decoding.roles.Onlooker`).
+
+    It copies what it needs while the target reads the prompts and verifies, so it does not ask what kind of
+    cache the target has: on a quantised cache its own rows are in full precision still, and after eviction it
+    has rows that the target has not.
+
+    Args:
+        target: drafts for itself.
+        config: settings.
+
+    Source: MagicDec (arXiv 2408.11049) §4; QuantSpec (arXiv 2502.10424) §5 for the budget.
+    Note: rows of accepted tokens are those that the target computed when it verified them, which costs
+        nothing and leaves no gap where a whole chain is accepted. Positions are those of the text, not of the
+        cache.
+    """
+
+    want = Want()
+
+    def __init__(self, target: Target, config: Config) -> None:
+        self.target, self.config = target, config
+        self.rows: SparseRows | None = None
+        self.cache: KVCache | None = None
+        self._reader: _Reader | None = None
+        self._nodes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def watch_prompts(self, lengths: Sequence[int]) -> _Reader:
+        """See `Onlooker`."""
+        layout, target = Layout.of(lengths, self.config), self.target
+        most = max(layout.rows)
+        if self.rows is None or not self.rows.serves(target, len(lengths), most):
+            self.rows = None  # its memory goes before that of the next is taken
+            self.rows = SparseRows(target, len(lengths), most)
+        self.rows.lay_out(layout)
+        choice = First(layout) if self.config.policy == "streaming_llm" else Scored(layout, self.config)
+        self._reader = _Reader(self.rows, layout, choice)
+        return self._reader
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """Look at the target's cache for its length alone, and take what was read after the prompts.
+
+        Raises:
+            ConflictError: the prompts were not seen.
+        """
+        reader, self._reader = self._reader, None
+        if self.rows is None or reader is None or len(reader.seen) != self.target.info.n_layers:
+            seen = 0 if reader is None else len(reader.seen)
+            raise ConflictError(
+                f"a MagicDec draft saw {seen} of {self.target.info.n_layers} layers of these prompts; hand "
+                "it to `prefill` as onlooker, or run it through Engine.generate"
+            )
+        self.cache = cache
+        reader.finish(n_B)
+
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+        """Draft a chain below the root.
+
+        Raises:
+            ConfigError: a shape that is no chain, or a longer one than the newest rows hold.
+            ConflictError: called before `start`.
+        """
+        rows, cache = self._state()
+        check_chain(shape, "MagicDec")
+        most = min(ROOM, self.config.newest(self.config.least_tokens)) - 1
+        if shape.depth > most:
+            raise ConfigError(
+                f"a chain of {shape.depth} for MagicDec with method.least_tokens={self.config.least_tokens}; "
+                f"allowed: up to {most} tokens"
+            )
+        view = rows.restart(cache.len_B)
+
+        def step(pos_B: Tensor, token_B: Tensor) -> Tensor:
+            out = self.target.forward(Rows(pos_B[:, None], token_B[:, None]), view, want=Want("last"))
+            view.commit(None, rows.one_B)
+            assert out.logits_BTV is not None
+            return out.logits_BTV[:, -1]
+
+        return rollout(step, root_B, cache.len_B, shape, sampling, coins)
+
+    def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See `Onlooker`."""
+        self._nodes[layer] = (k_BGTD, v_BGTD)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """Take the accepted nodes' rows, as the target computed them.
+
+        Raises:
+            ConflictError: called before `start`, or nobody showed it the nodes.
+        """
+        rows, cache = self._state()
+        if len(self._nodes) != self.target.info.n_layers:
+            raise ConflictError(
+                "a MagicDec draft observed a step that it did not see; run it through Engine.generate"
+            )
+        n_B, step_T = verdict.n_B, torch.arange(tree.tokens_BN.shape[1], device=verdict.n_B.device)
+        pos_BT = (cache.len_B - n_B)[:, None] + step_T
+        rows.take(*_stacked(self._nodes), pos_BT, step_T < n_B[:, None])
+        self._nodes = {}
+
+    def bytes(self) -> int:
+        """Bytes of its rows: a share of the prompt's, whatever is generated."""
+        return 0 if self.rows is None else self.rows.bytes()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows' buffers and counts."""
+        return () if self.rows is None else self.rows.tensors()
+
+    def _state(self) -> tuple[SparseRows, KVCache]:
+        if self.rows is None or self.cache is None:
+            raise ConflictError("a MagicDec draft was asked before start(); run it through Engine.generate")
+        return self.rows, self.cache
+
+
+class _Reader:
+    """Sees the prompts, and then what is read after them (a `Watch`).
+
+    Args:
+        rows: take the prompts.
+        layout: of the prompts.
+        choice: of the rows that stay.
+    """
+
+    def __init__(self, rows: SparseRows, layout: Layout, choice: Choice) -> None:
+        self.rows, self.choice = rows, choice
+        self.seen: set[int] = set()
+        device = rows.one_B.device
+        self._n_B = torch.tensor(layout.lengths, device=device)
+        self._count_B = torch.minimum(rows.fixed_B, self._n_B)
+        self._after: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See `Onlooker.watch_prompts`."""
+        if layer in self.seen:
+            self._after[layer] = (k_BGTD, v_BGTD)
+            return
+        self.seen.add(layer)
+        self.rows.read(layer, k_BGTD, v_BGTD, self.choice(layer, q_BHTD, k_BGTD), self._count_B)
+
+    def finish(self, n_B: Tensor) -> None:
+        """Texts are `n_B` long: take their newest tokens after the prompts."""
+        if not self._after:
+            return
+        k_LBGTD, v_LBGTD = _stacked(self._after)
+        step_T = torch.arange(k_LBGTD.shape[3], device=n_B.device)
+        pos_BT = self._n_B[:, None] + step_T
+        near_BT = pos_BT >= (n_B - self.rows.newest_B)[:, None]
+        self.rows.take(k_LBGTD, v_LBGTD, pos_BT, near_BT & (pos_BT < n_B[:, None]))
+
+
+def _stacked(by_layer: dict[int, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all layers, each one tensor."""
+    keys, values = zip(*(by_layer[layer] for layer in sorted(by_layer)), strict=True)
+    return torch.stack(keys), torch.stack(values)

@@ -1,0 +1,37 @@
+"""What the rest of the toolkit knows of MagicDec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError
+from longtrain.methods.magicdec.config import Config
+from longtrain.methods.magicdec.runtime import MagicDecRuntime
+from longtrain.methods.spec import MethodSpec
+from longtrain.target.info import TargetInfo
+from longtrain.target.model import Target
+
+
+def _build(config: Config, info: TargetInfo | None) -> nn.Module:
+    """Nothing is trained: a module without tensors."""
+    return nn.Module()
+
+
+def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
+    """The draft."""
+    if keys:
+        raise ConfigError(f"MagicDec takes no inference keys; got: {', '.join(keys)}")
+    return Parts(draft=MagicDecRuntime(target, config), name=f"magicdec {config.policy}")
+
+
+SPEC = MethodSpec(
+    name="magicdec",
+    config=Config,
+    paper="MagicDec: Breaking the Latency-Throughput Tradeoff for Long Context Generation with Speculative "
+    "Decoding, arXiv 2408.11049",
+    build=_build,
+    attach=_attach,
+)

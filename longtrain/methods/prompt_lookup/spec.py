@@ -1,0 +1,36 @@
+"""What the rest of the toolkit knows of prompt look-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError
+from longtrain.methods.prompt_lookup.config import Config
+from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
+from longtrain.methods.spec import MethodSpec
+from longtrain.target.info import TargetInfo
+from longtrain.target.model import Target
+
+
+def _build(config: Config, info: TargetInfo | None) -> nn.Module:
+    """Nothing is trained: a module without tensors."""
+    return nn.Module()
+
+
+def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
+    """The draft."""
+    if keys:
+        raise ConfigError(f"prompt look-up takes no inference keys; got: {', '.join(keys)}")
+    return Parts(draft=PromptLookupRuntime(target, config.ngram), name="prompt_lookup")
+
+
+SPEC = MethodSpec(
+    name="prompt_lookup",
+    config=Config,
+    paper="Inference with Reference: Lossless Acceleration of Large Language Models, arXiv 2304.04487",
+    build=_build,
+    attach=_attach,
+)

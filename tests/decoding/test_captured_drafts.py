@@ -1,0 +1,80 @@
+"""Drafts that need no training, captured: the texts of cycles that are launched operator by operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain import methods
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.target.loading import random_target
+
+from .micro import prompts_of, snapkv
+from .micro import target as micro
+from .test_captured import both, tapes  # noqa: F401 (a fixture)
+
+CHAIN = TreeShape((1, 1, 1, 1))
+WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
+PROMPTS = prompts_of(90, 7, 33)
+SMALL = {"least_tokens": 16, "window": 6, "recent_tokens": 10}
+DRAFTS = [
+    ("magicdec", {"policy": "streaming_llm", **SMALL}),
+    ("magicdec", {"policy": "snapkv", **SMALL}),
+    ("prompt_lookup", {}),
+]
+
+
+def parts_of(name: str, keys: dict, target) -> Parts:
+    spec = methods.get(name)
+    config = spec.config(**keys)
+    return spec.attach(spec.build(config, target.info), target, config, {})
+
+
+@pytest.mark.parametrize(("name", "keys"), DRAFTS)
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("law", [Law.POINT, Law.IID])
+def test_a_cycle_can_be_replayed(name, keys, sampling, law, tapes):  # noqa: F811
+    target = micro()
+    shape = TreeShape((1,) * 4, law)
+    parts = parts_of(name, keys, target)
+    both(target, parts, PROMPTS, max_new_tokens=40, sampling=sampling, shape=shape, ignore_eos=True)
+    assert len(tapes) == 1
+    if law is Law.POINT:
+        plain = Engine(target).generate(PROMPTS, max_new_tokens=40, sampling=sampling, ignore_eos=True)
+        static = Engine(target, parts, capture=True)
+        again = static.generate(PROMPTS, max_new_tokens=40, sampling=sampling, shape=shape, ignore_eos=True)
+        assert again.tokens == plain.tokens
+
+
+@pytest.mark.parametrize(("name", "keys"), DRAFTS)
+def test_other_prompts_and_what_comes_after_them(name, keys, tapes):  # noqa: F811
+    """The same graph serves prompts of other lengths; rows after an evicted prompt are seen too."""
+    target = micro()
+    parts = parts_of(name, keys, target)
+    static, plain = Engine(target, parts, capture=True), Engine(target, capture=False)
+    for prompts in (PROMPTS, prompts_of(12, 60, 1), PROMPTS):
+        options = {"max_new_tokens": 20, "ignore_eos": True, "after": prompts_of(30, 2, 5)}
+        assert (
+            static.generate(prompts, shape=CHAIN, **options).tokens
+            == plain.generate(prompts, **options).tokens
+        )
+    assert len(tapes) == 1
+    evicted = Parts(evictor=snapkv(12), name="snapkv")
+    options = {"max_new_tokens": 20, "ignore_eos": True}
+    even = prompts_of(40, 40)
+    drafted = Engine(target, parts.merge(evicted), capture=True).generate(even, shape=CHAIN, **options)
+    assert drafted.tokens == Engine(target, evicted, capture=False).generate(even, **options).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "keys"), DRAFTS)
+def test_cuda_graphs_give_the_same_texts(name, keys):
+    """In fp32: kernels that sum in another order move logits by 1e-6, and texts of 48 tokens stay."""
+    target = random_target("llama_micro", dtype=torch.float32, device="cuda")
+    parts = parts_of(name, keys, target)
+    for prompts in (PROMPTS, prompts_of(300)):
+        settings = {"max_new_tokens": 48, "shape": CHAIN, "ignore_eos": True}
+        drafted = both(target, parts, prompts, **settings)
+        assert drafted.tokens == Engine(target).generate(prompts, **{**settings, "shape": PLAIN}).tokens

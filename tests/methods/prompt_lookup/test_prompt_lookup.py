@@ -1,0 +1,216 @@
+"""Drafts copied from the text: what is found, what is copied, and the target's own text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain import methods
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import Law, Parts, TreeShape, Verdict
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.methods.prompt_lookup.config import Config
+from longtrain.methods.prompt_lookup.history import History
+from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
+from longtrain.target.loading import random_target
+
+SPEC = methods.get("prompt_lookup")
+CHAIN = TreeShape((1,) * 4)
+
+
+@pytest.fixture(scope="module")
+def target():
+    """In fp64, so that no tie is decided by the number of rows of a step."""
+    return random_target("llama_micro", seed=1, dtype=torch.float64)
+
+
+def parts_of(target, **keys) -> Parts:
+    config = Config(**keys)
+    return SPEC.attach(SPEC.build(config, target.info), target, config, {})
+
+
+def looked_up(text: list[int], ngram: int, count: int) -> list[int]:
+    """The draft by its definition, with lists; the last token again where nothing matches."""
+    last = len(text) - 1
+    for n in range(min(ngram, last), 0, -1):
+        for end in range(last - 1, n - 2, -1):
+            if text[end - n + 1 : end + 1] == text[last - n + 1 :]:
+                out = list(text)
+                for _ in range(count):
+                    out.append(out[len(out) - (last - end)])
+                return out[last + 1 :]
+    return [text[-1]] * count
+
+
+class Lengths:
+    """Stands in for a cache."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.len_B = torch.tensor(lengths)
+
+
+def drafted(target, texts, ngram=3, count=5, law=Law.POINT):
+    """What is drafted for texts whose last token is the root."""
+    runtime = PromptLookupRuntime(target, ngram)
+    longest = max(map(len, texts))
+    tokens_BS = torch.tensor([[*text[:-1], *[0] * (longest - len(text))] for text in texts])
+    n_B = torch.tensor([len(text) - 1 for text in texts])
+    runtime.start(tokens_BS, n_B, None, Lengths(*n_B.tolist()))
+    root_B = torch.tensor([text[-1] for text in texts])
+    return runtime, runtime.propose(root_B, TreeShape((1,) * count, law), Sampling(), None)
+
+
+def test_the_longest_match_then_the_latest(target):
+    texts = [
+        [1, 2, 3, 4, 9, 2, 3, 5, 3, 6, 8, 1, 2, 3],  # 1 2 3 -> 4 9 2 3 5
+        [7, 2, 3, 4, 5, 2, 3, 6, 8, 8, 8, 1, 2, 3],  # 2 3, the later one -> 6 8 8 8 1
+        [3, 5, 5, 5, 6, 7, 3, 1, 0, 2, 4, 9, 8, 3],  # 3, the later one -> 1 0 2 4 9
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],  # nothing
+        [9, 4, 7, 4, 7],  # a loop goes on
+        [5, 5],
+    ]
+    _, tree = drafted(target, texts)
+    assert tree.tokens_BN[:, 1:].tolist() == [
+        [4, 9, 2, 3, 5],
+        [6, 8, 8, 8, 1],
+        [1, 0, 2, 4, 9],
+        [13] * 5,
+        [4, 7, 4, 7, 4],
+        [5] * 5,
+    ]
+    assert tree.law is Law.POINT and tree.q_BNV is None
+    assert tree.parents_BN[0].tolist() == [-1, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 3, 5])
+def test_it_is_its_definition(target, ngram):
+    gen = torch.Generator().manual_seed(ngram)
+    lengths = [1, 2, 3, 4, 7, 12, 40, 80, 81, 300]
+    texts = [torch.randint(3, (n,), generator=gen).tolist() for n in lengths]
+    _, tree = drafted(target, texts, ngram, 6)
+    assert tree.tokens_BN[:, 1:].tolist() == [looked_up(text, ngram, 6) for text in texts]
+
+
+def test_accepted_tokens_are_text_at_once(target):
+    gen = torch.Generator().manual_seed(0)
+    texts = [torch.randint(4, (n,), generator=gen).tolist() for n in (9, 30)]
+    runtime, tree = drafted(target, texts)
+    for _ in range(30):
+        n_B = torch.randint(0, 7, (2,), generator=gen)
+        runtime.cache.len_B = runtime.cache.len_B + n_B
+        runtime.observe(tree, Verdict(torch.arange(6).expand(2, -1), n_B, n_B), None)
+        root_B = torch.randint(4, (2,), generator=gen)
+        for text, n, row, root in zip(
+            texts, n_B.tolist(), tree.tokens_BN.tolist(), root_B.tolist(), strict=True
+        ):
+            del text[-1:]
+            text += [*row[:n], root]
+        assert [len(text) - 1 for text in texts] == runtime.cache.len_B.tolist()
+        tree = runtime.propose(root_B, TreeShape((1,) * 5), Sampling(), None)
+        assert tree.tokens_BN[:, 1:].tolist() == [looked_up(text, 3, 5) for text in texts]
+
+
+def test_a_text_longer_than_the_ring_forgets_its_beginning():
+    history = History(1, 4, torch.device("cpu"))
+    slots = history.slots
+    assert slots == 8192
+    gen = torch.Generator().manual_seed(0)
+    text = torch.randint(1000, (1, 3 * slots), generator=gen)
+    text[0, 10:13] = text[0, -3:]  # long ago
+    text[0, slots : slots + 3] = text[0, -3:]  # as well
+    valid = torch.ones(1, 64, dtype=torch.bool)
+    for first in range(0, 3 * slots, 64):
+        pos = torch.arange(first, first + 64)[None]
+        history.put(text[:, first : first + 64], pos, valid)
+    last = 3 * slots - 1
+    found = last - int(history.find(torch.tensor([last]), 3))
+    recent = text[0].tolist()
+    assert found > last - slots
+    assert looked_up(recent[-slots:], 3, 1) == [recent[found + 1]]
+    text[0, last - 500 : last - 497] = text[0, -3:]
+    history.put(text[:, last - 500 : last - 436], torch.arange(last - 500, last - 436)[None], valid)
+    assert int(history.find(torch.tensor([last]), 3)) == 498
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.7, top_p=0.95, seed=3)], ids=["greedy", "sampled"]
+)
+def test_the_text_is_the_targets_own(target, sampling):
+    gen = torch.Generator().manual_seed(2)
+    texts = [torch.randint(97, (n,), generator=gen).tolist() for n in (1, 2, 17, 300)]
+    engine = Engine(target, parts_of(target))
+    options = {"max_new_tokens": 100, "sampling": sampling, "ignore_eos": True}
+    plain = engine.generate(texts, shape=PLAIN, **options)
+    out = engine.generate(texts, shape=TreeShape((1,) * 6), **options)
+    assert out.tokens == plain.tokens and out.stats.draft_bytes > 0
+    assert sampling.temperature or out.stats.tau > 1.3
+
+
+@pytest.mark.parametrize("law", [Law.IID, Law.NO_REPLACE])
+def test_as_a_sampled_chain_it_follows_the_targets_law(law):
+    """Its law is the one of a certain token: two-sample chi-square, 400 sequences each; 99.9% of the law."""
+    target = random_target("llama_micro", seed=3)
+    engine = Engine(target, parts_of(target), limits=Limits(batch=400))
+    texts = [[5, 6, 7, 8, 9, 10] * 6] * 400
+    sampling = Sampling(temperature=1.5, top_k=3, seed=1)
+    counts = []
+    for shape, first in ((PLAIN, 0), (TreeShape((1, 1), law), 1000)):
+        generation = engine.generate(
+            texts,
+            max_new_tokens=5,
+            sampling=sampling,
+            shape=shape,
+            ignore_eos=True,
+            sequence_ids=range(first, first + 400),
+        )
+        tokens = torch.tensor(generation.tokens)[:, 1:]
+        counts.append(
+            torch.stack([torch.bincount(tokens[:, at] % 7, minlength=7) for at in range(4)]).double()
+        )
+    one, two = counts
+    chi2 = float(((one - two).square() / (one + two).clamp(min=1)).sum())
+    assert chi2 < 51.2 and generation.stats.acceptance_rate > 0.02  # 24 degrees of freedom
+
+
+def test_on_another_cache_and_its_memory(target):
+    quantspec = methods.get("quantspec")
+    wide = random_target(
+        {
+            "model_type": "llama",
+            "vocab_size": 61,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "max_position_embeddings": 4096,
+        },
+        seed=3,
+        dtype=torch.float64,
+    )
+    config = quantspec.config(draft=False)
+    cache = quantspec.attach(quantspec.build(config, wide.info), wide, config, {})
+    parts = parts_of(wide).merge(cache)
+    engine = Engine(wide, parts)
+    texts = [list(range(50)) * 6]
+    plain = engine.generate(texts, max_new_tokens=40, shape=PLAIN, ignore_eos=True)
+    assert engine.generate(texts, max_new_tokens=40, shape=CHAIN, ignore_eos=True).tokens == plain.tokens
+    held, (tokens,) = parts.draft.bytes(), parts.draft.tensors()
+    assert held == 8192 * (4 + 4)
+    engine.generate([[3] * 900], max_new_tokens=4, shape=CHAIN, ignore_eos=True)
+    assert parts.draft.tensors()[0].data_ptr() == tokens.data_ptr()
+
+
+def test_what_it_refuses(target):
+    with pytest.raises(ConfigError, match=r"prompt look-up drafts chains, and shape \[2, 2\]"):
+        Engine(target, parts_of(target)).generate([[3, 4]], max_new_tokens=4, shape=TreeShape((2, 2)))
+    with pytest.raises(ConflictError, match="before start"):
+        parts_of(target).draft.propose(torch.zeros(1).long(), CHAIN, Sampling(), None)
+    with pytest.raises(ConfigError, match="no inference keys"):
+        SPEC.attach(SPEC.build(Config(), None), target, Config(), {"budget_tokens": 3})
+    for ngram in (0, 17):
+        with pytest.raises(ConfigError, match=f"method.ngram={ngram}; allowed: 1 to 16"):
+            Config(ngram=ngram)
