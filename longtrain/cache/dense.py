@@ -70,7 +70,8 @@ class DenseCache(KVCache):
         self.base = base
         shape = (n_layers, batch, n_kv_heads, base + self.capacity, head_dim)
         needed = 2 * dtype.itemsize * n_layers * batch * n_kv_heads * shape[3] * head_dim
-        check_room(needed, device, what="a KV cache", batch=batch, tokens=shape[3])
+        less = "shorten the prompts, lower decode.max_new_tokens or the batch, or halve it: method=quantspec"
+        check_room(needed, device, what="a KV cache", batch=batch, tokens=shape[3], remedy=less)
         # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
         self.k_LBGSD = torch.zeros(shape, device=device, dtype=dtype)
         self.v_LBGSD = torch.zeros(shape, device=device, dtype=dtype)

@@ -16,7 +16,15 @@ class NoRoomError(ConfigError, torch.OutOfMemoryError):
     """Memory would run out: whoever answers `torch.OutOfMemoryError` answers this too."""
 
 
-def check_room(needed: int, device: torch.device | str, *, what: str, batch: int, tokens: int) -> None:
+def check_room(
+    needed: int,
+    device: torch.device | str,
+    *,
+    what: str,
+    batch: int,
+    tokens: int,
+    remedy: str = "shorten the prompts, or lower decode.max_new_tokens or the batch",
+) -> None:
     """Refuse a cache that is larger than the memory that is left.
 
     Args:
@@ -25,6 +33,7 @@ def check_room(needed: int, device: torch.device | str, *, what: str, batch: int
         what: the cache, for the message.
         batch: sequences.
         tokens: positions of each.
+        remedy: what to do then, for the message.
 
     Raises:
         NoRoomError: it is.
@@ -34,8 +43,8 @@ def check_room(needed: int, device: torch.device | str, *, what: str, batch: int
         return
     raise NoRoomError(
         f"{what} for {batch} sequence{'s' if batch > 1 else ''} of {tokens} tokens takes {needed / GIB:.1f} "
-        f"GiB and {free / GIB:.1f} GiB are free on {device}; about {max(0, free * tokens // needed)} tokens "
-        "would fit: lower the prompts' length, decode.max_new_tokens or the batch, or evict (evict=snapkv)"
+        f"GiB and {free / GIB:.1f} GiB are free on {device}; about {free * tokens // needed} tokens would "
+        f"fit; {remedy}"
     )
 
 

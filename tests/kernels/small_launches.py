@@ -1,0 +1,224 @@
+"""Launches every Triton kernel at small and awkward sizes, to be run under NVIDIA's compute-sanitizer:
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/kernels/small_launches.py
+
+Torch's cache of memory is off, so that every tensor ends where its own allocation ends. Exit 1: a kernel of
+`longtrain.kernels` was not launched. `--spoil` reads behind a tensor's end, which the sanitizer must notice.
+Names of parts (`trees`, ...) launch those alone, `--slice=I/N` each N-th launch from the I-th on (so that
+several processes share the work); with TRITON_INTERPRET=1 that works without a GPU, slowly.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
+from typing import TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+from attention_cases import dense_case, hier_case, mask_named
+from importance_cases import several
+
+import longtrain.kernels
+from longtrain import methods
+from longtrain.decoding import captured
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.roles import TreeShape
+from longtrain.kernels import hier_attention, hier_quant, importance, tree_attention
+from longtrain.kernels.hier_layout import Ring, Split, new_planes
+from longtrain.target.loading import random_target
+
+Jobs: TypeAlias = Iterator[Callable[[], None]]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+
+
+@triton.jit
+def spoil_kernel(x_ptr, n):
+    """Adds up what lies behind the end, too."""
+    tl.store(x_ptr, tl.sum(tl.load(x_ptr + n + 4096 + tl.arange(0, 64))))
+
+
+def kernels() -> set[str]:
+    """Every kernel of the package, as MODULE.NAME."""
+    found = set()
+    for module in pkgutil.iter_modules(longtrain.kernels.__path__):
+        here = importlib.import_module(f"longtrain.kernels.{module.name}")
+        for name, value in vars(here).items():
+            own = getattr(getattr(value, "fn", None), "__module__", None) == here.__name__
+            if own and name.endswith("_kernel") and hasattr(type(value), "__getitem__"):
+                found.add(f"{module.name}.{name}")
+    return found
+
+
+@contextmanager
+def launches():
+    """The kernels that are launched while the block runs."""
+    seen: set[str] = set()
+    kinds = {type(spoil_kernel)}
+    before = {kind: kind.__getitem__ for kind in kinds}
+
+    def look(kind):
+        def getitem(kernel, grid):
+            seen.add(f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}")
+            return before[kind](kernel, grid)
+
+        return getitem
+
+    for kind in kinds:
+        kind.__getitem__ = look(kind)
+    try:
+        yield seen
+    finally:
+        for kind, getitem in before.items():
+            kind.__getitem__ = getitem
+
+
+def trees() -> Jobs:
+    """Dense attention: lengths up to the very last slot, odd head dims, every mask and tile."""
+    cases = (
+        (64, 1, (0, 39), 0),
+        (128, 5, (130, 259), 3),
+        (40, 20, (70, 1), 0),
+        (128, 128, (300, 5), 0),
+    )
+    for D, T, lens, base in cases:
+        for name in ("none", "causal", "tree"):
+            yield partial(_tree, D, T, lens, base, name)
+
+
+def _tree(D, T, lens, base, name):
+    sizes = {"B": 2, "H": 8, "G": 2, "T": T, "D": D, "S": base + max(lens) + T}
+    q, k, v, len_B = dense_case(**sizes, lens=lens, base=base, dtype=DTYPE, device=DEVICE)
+    mask, _ = mask_named(name, 2, T, DEVICE)
+    for splits in (None, 1, 7):
+        tree_attention.tree_attention(q, k, v, len_B, mask, scale=0.1, base=base, splits=splits)
+
+
+def hierarchies() -> Jobs:
+    """Quantised attention: no block, a full plane, rings that wrap; masks take turns."""
+    cases = (
+        (1, (0, 2), (70, 255)),
+        (1, (9, 3), (129, 200)),
+        (7, (4, 1), (256, 128)),
+        (20, (0, 5), (0, 255)),
+        (64, (2, 1), (200, 140)),
+    )
+    names = cycle(("none", "causal", "tree"))
+    for D in (64, 128):
+        for case in cases:
+            for how in ((Split.FLOOR, 4, 4), (Split.RTN, 8, 4), (Split.FLOOR, 8, 1)):
+                yield partial(_hierarchy, D, *case, *how, next(names))
+
+
+def _hierarchy(D, T, blocks, recent, split, bits, group, name):
+    place = {"dtype": DTYPE, "device": DEVICE}
+    q, planes, ring, lens = hier_case(
+        split=split, B=2, H=2 * group, T=T, D=D, blocks=blocks, recent=recent, **place
+    )
+    mask, _ = mask_named(name, 2, T, DEVICE)
+    hier_attention.hier_attention(q, planes, ring, lens, mask, bits=bits, scale=0.1)
+
+
+def quantisers() -> Jobs:
+    """Prompts whose last rows are no block, and rings whose block wraps."""
+    for D in (64, 128):
+        for split in Split:
+            yield partial(_quantise, D, split)
+
+
+def _quantise(D, split):
+    lead = {"n_layers": 2, "batch": 2, "n_kv_heads": 2}
+    planes = new_planes(**lead, blocks=3, head_dim=D, split=split, device=DEVICE)
+    k, v = torch.randn(2, 2, 300, 2, D, device=DEVICE, dtype=DTYPE).transpose(2, 3).unbind(0)
+    hier_quant.quantise_blocks(k, v, planes.layer(0), torch.tensor([2, 1], device=DEVICE))
+    ring = Ring(*torch.randn(2, 2, 2, 2, 384, D, device=DEVICE, dtype=DTYPE).unbind(0))
+    due_B = torch.tensor([True, False], device=DEVICE)
+    hier_quant.flush_blocks(ring, planes, torch.tensor([2, 1], device=DEVICE), due_B)
+
+
+def scores() -> Jobs:
+    """Importance and its gradients over spans of several lengths."""
+    for case in (several(4, 2, 32), several(8, 2, 64, strided=False)):
+        yield partial(_score, case)
+
+
+def _score(case):
+    q, own_k, own_v, k, v = case.tensors(DTYPE, DEVICE)
+    out, score = importance.suffix_attention(q, own_k, own_v, k, v, case.spans, scale=case.scale)
+    (out.float().sum() + score.sum()).backward()
+    rows = [x.detach() for x in (q, own_k)]
+    lse = importance.suffix_lse(*rows, k, case.spans, scale=case.scale)
+    for how in ("mean", "max"):
+        importance.importance(rows[0], lse, k, case.spans, scale=case.scale, reduce=how)
+    importance.own_importance(*rows, lse, case.spans, scale=case.scale)
+
+
+def texts() -> Jobs:
+    """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
+    for name, shape in ((None, ()), ("longspec", (3, 2)), ("quantspec", (1, 1, 1))):
+        yield partial(_text, name, TreeShape(shape))
+
+
+def _text(name, shape):
+    target = random_target(SMALL, dtype=DTYPE).to(DEVICE).fuse()
+    parts = None
+    if name is not None:
+        spec = methods.get(name)
+        config = spec.config()
+        module = spec.build(config, target.info).to(DEVICE, DTYPE)
+        parts = spec.attach(module, target, config, {})
+    captured.has_graphs = lambda device: False
+    for prompts in ([[7] * 254], [[5] * 300, [9] * 20]):
+        engine = Engine(target, parts, capture=True)
+        engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
+
+
+PARTS = (trees, hierarchies, quantisers, scores, texts)
+
+
+def main(words: list[str]) -> int:
+    """Launch them all; 1 where a kernel was left out."""
+    if "--spoil" in words:
+        x = torch.zeros(64, device=DEVICE)
+        spoil_kernel[(1,)](x, 64)
+        torch.cuda.synchronize()
+        return 0
+    torch.manual_seed(0)
+    first, step = next((word[8:].split("/") for word in words if word.startswith("--slice=")), ("0", "1"))
+    names = [word for word in words if not word.startswith("--")] or [part.__name__ for part in PARTS]
+    jobs = [job for part in PARTS if part.__name__ in names for job in part()]
+    with launches() as seen:
+        for job in jobs[int(first) :: int(step)]:
+            job()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+    sys.stdout.write(f"launched: {', '.join(sorted(kernels() & seen))}\n")
+    if words or not (missed := kernels() - seen):
+        return 0
+    sys.stdout.write(f"never launched: {', '.join(sorted(missed))}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
