@@ -14,6 +14,7 @@ from torch import Tensor
 from longtrain.decoding.roles import Law, TokenTree, Verdict
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.errors import ConfigError
+from longtrain.kernels.greedy import argmax_rows, follow
 
 EMPTY = 1e-12
 """A residual law with no more mass than this is rounding: the target's law is used instead."""
@@ -50,6 +51,9 @@ def verify(
         replacement: recursive rejection sampling (Jeon et al. 2024).
     """
     levels = int(tree.depth_N.max()) if depth is None else depth
+    if tree.law is Law.POINT and sampling.greedy:
+        best_BN = argmax_rows(logits_BNV)
+        return Verdict(*follow(best_BN, tree.tokens_BN, tree.parents_BN, levels, most_B))
     if tree.law is Law.POINT:
         verdict = _walk(tree, logits_BNV, sampling, coins, pos_B, levels)
     elif tree.q_BNV is None:
@@ -71,12 +75,9 @@ def _cut(tree: TokenTree, verdict: Verdict, most_B: Tensor) -> Verdict:
 def _walk(
     tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor, levels: int
 ) -> Verdict:
-    """Choose the target's token at a node and follow the first child that carries it, until none does."""
-    best_BN = logits_BNV.argmax(-1) if sampling.greedy else None
+    """Draw the target's token at a node and follow the first child that carries it, until none does."""
 
     def choose(node_B: Tensor, n_B: Tensor) -> Tensor:
-        if best_BN is not None:
-            return best_BN.gather(1, node_B[:, None])[:, 0]
         return coins.draw(probs(logits_BNV[row_B, node_B], sampling), pos_B + n_B, "target")
 
     row_B, node_B, n_B = _start(tree)

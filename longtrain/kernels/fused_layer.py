@@ -161,7 +161,12 @@ def kernels_serve(x: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and x.requires_grad:
         return False
-    return os.environ.get("TRITON_INTERPRET") == "1" or _compiles_for(x.device)
+    return runs_on(x.device)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on this device, compiled or interpreted."""
+    return os.environ.get("TRITON_INTERPRET") == "1" or _compiles_for(device)
 
 
 @lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import chain
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.greedy import argmax_rows
 from longtrain.target.int4 import Int4Target
 from longtrain.target.step import Rows, TargetStep, Want
 
@@ -79,7 +80,7 @@ class QuantSpecRuntime:
             view.commit(None, torch.ones_like(pos_B))
             logits_BV = step.logits_BTV[:, -1]
             if shape.law is Law.POINT:
-                tokens.append(logits_BV.argmax(-1))
+                tokens.append(argmax_rows(logits_BV))
                 continue
             laws.append(probs(logits_BV, sampling))
             tokens.append(coins.draw(laws[-1], pos_B + 1, "draft"))

@@ -1,0 +1,65 @@
+"""Greedy choices of a few rows: the largest of each row of logits, and the path of a tree they accept.
+
+Triton where `kernels.fused_layer` uses it; plain torch, written here, everywhere else. The results are the
+same numbers either way.
+Shapes: M rows of V logits, B batch, N tree nodes, P = 1 + levels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels.fused_layer import kernels_serve, runs_on
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    """Index of the largest of each row, int64 [...], of logits [..., V]; the lowest of equal ones.
+
+    NaN counts as the largest, as torch has it; the kernel takes it for an infinity.
+    """
+    if not kernels_serve(logits) or logits.shape[-1] >= 2**31:
+        return logits.argmax(-1)
+    from longtrain.kernels import greedy_triton
+
+    return greedy_triton.argmax_rows(logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
+
+
+def follow(
+    best_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, levels: int, most_B: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the root, go to the first child that carries the token chosen at a node, until none does.
+
+    Args:
+        best_BN: token chosen at each node, int64.
+        tokens_BN: token of each node, int64.
+        parents_BN: parent of each node, below the node's own index; -1 for the root.
+        levels: levels of the tree below its root.
+        most_B: most nodes of each path, root included, 1 or more: the next node's token then follows them.
+            None: no limit.
+
+    Returns:
+        path_BP of nodes, 0 beyond the last (but not cut at `most_B`); n_B nodes of it that count; next_B, the
+        token that follows them.
+    """
+    if runs_on(best_BN.device):
+        from longtrain.kernels import greedy_triton
+
+        return greedy_triton.follow(best_BN, tokens_BN, parents_BN, levels, most_B)
+    node_B = torch.zeros_like(best_BN[:, 0])
+    n_B = torch.ones_like(node_B)
+    walking_B = n_B > 0
+    path, next_B = [node_B], best_BN[:, 0]
+    for _ in range(levels):
+        match_BN = (parents_BN == node_B[:, None]) & (tokens_BN == next_B[:, None])
+        walking_B = walking_B & match_BN.any(1)
+        node_B = torch.where(walking_B, match_BN.int().argmax(1), node_B)
+        n_B = n_B + walking_B
+        path.append(node_B * walking_B)
+        next_B = torch.where(walking_B, best_BN.gather(1, node_B[:, None])[:, 0], next_B)
+    path_BP = torch.stack(path, 1)
+    if most_B is None:
+        return path_BP, n_B, next_B
+    after_B1 = path_BP.gather(1, most_B.clamp(max=levels)[:, None])
+    cut_B = torch.where(n_B > most_B, tokens_BN.gather(1, after_B1)[:, 0], next_B)
+    return path_BP, n_B.minimum(most_B), cut_B

@@ -1,0 +1,40 @@
+"""Greedy choices: the kernels, interpreted, beside torch."""
+
+import pytest
+import torch
+from greedy_cases import trees
+
+from longtrain.kernels import greedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_first_of_the_largest(dtype):
+    coins = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 40, (2, 3, 5000), generator=coins).to(dtype)
+    got = greedy.argmax_rows(x)
+    assert got.dtype == torch.int64 and torch.equal(got, (x == 39).int().argmax(-1))
+    x[0, 1] = -torch.inf
+    x[1, 2, 4321] = torch.nan
+    assert greedy.argmax_rows(x)[0, 1] == 0 and greedy.argmax_rows(x)[1, 2] == 4321
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize(("nodes", "vocab"), [(1, 3), (2, 1), (9, 2), (21, 3)])
+def test_paths(nodes, vocab, limited, monkeypatch):
+    for seed in range(4):
+        best, tokens, parents, levels = trees(5, nodes, vocab, seed)
+        most = 1 + torch.arange(5) % (levels + 2) if limited else None
+        got = greedy.follow(best, tokens, parents, levels, most)
+        with monkeypatch.context() as patch:
+            patch.setattr(greedy, "runs_on", lambda device: False)
+            expected = greedy.follow(best, tokens, parents, levels, most)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_tokens_of_a_chain_may_be_views():
+    """Strided tokens, and parents that are one row for all."""
+    tokens = torch.tensor([[7, 1], [0, 0], [5, 6], [0, 0], [3, 2], [0, 0]])[::2].T
+    parents = torch.tensor([-1, 0, 1]).expand(2, 3)
+    best = torch.tensor([[5, 3, 9], [6, 4, 8]])
+    path, n, after = greedy.follow(best, tokens, parents, 2, None)
+    assert path.tolist() == [[0, 1, 2], [0, 1, 0]] and n.tolist() == [3, 2] and after.tolist() == [9, 4]
