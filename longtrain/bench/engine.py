@@ -14,6 +14,7 @@ import torch
 from longtrain.bench import roofline, steps
 from longtrain.bench.eviction_theory import Sizes, gpu_called
 from longtrain.bench.report import gib, spread
+from longtrain.decoding.control import Menu
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -66,7 +67,7 @@ class Settings:
     Args:
         max_new_tokens: generated tokens a prompt; no token id ends a text.
         sampling: the same for all ways; Hugging Face's loop is greedy.
-        shape: what is drafted.
+        shape: what is drafted; a menu: as much as pays, cycle by cycle. Cycles of a menu are not taken apart.
         warmup: runs not counted.
         repeats: runs counted.
         baselines: further ways to decode plainly: names of `BASELINES`.
@@ -78,7 +79,7 @@ class Settings:
 
     max_new_tokens: int
     sampling: Sampling
-    shape: TreeShape
+    shape: TreeShape | Menu
     warmup: int = 1
     repeats: int = 5
     baselines: Sequence[str] = ()
@@ -106,7 +107,7 @@ def measure(
     """
     row: dict[str, Any] = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
 
-    def run(engine: Engine, shape: TreeShape) -> Callable[[], Generation]:
+    def run(engine: Engine, shape: TreeShape | Menu) -> Callable[[], Generation]:
         return lambda: engine.generate(
             prompts,
             max_new_tokens=settings.max_new_tokens,
@@ -128,8 +129,15 @@ def measure(
             undrafted = replace(parts, draft=None)
             row["same_cache"], plain = _timed(run(Engine(target, undrafted), PLAIN), settings)
             ways.append((undrafted, PLAIN))
-        row["draft"], drafted = _timed(run(Engine(target, parts), settings.shape), settings)
-        ways.append((parts, settings.shape))
+        engine = Engine(target, parts)
+        row["draft"], drafted = _timed(run(engine, settings.shape), settings)
+        if isinstance(settings.shape, TreeShape):
+            ways.append((parts, settings.shape))
+        else:
+            row["draft"]["costs"] = engine.costs.table()
+        row["draft"]["cycles"] = [
+            {"shape": list(widths), "cycles": count} for widths, count in drafted.stats.shapes.items()
+        ]
         row["draft"]["tau"] = drafted.stats.tau
         row["draft"]["acceptance_rate"] = drafted.stats.acceptance_rate
         row["same"] = sum(a == b for a, b in zip(plain.tokens, drafted.tokens, strict=True)) / len(prompts)
