@@ -147,7 +147,7 @@ def run(
             compare(rows)
             keep(rows)
         del parts
-        release(target.device)
+        _free(target.device)
     return rows
 
 
@@ -176,7 +176,7 @@ def compile_all(target: Target, groups: Sequence[Group], settings: Settings, *, 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for one in [pool.submit(once, group, cell) for group in groups for cell in group.cells]:
             one.result()
-    release(target.device)
+    _free(target.device)
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def measure(target: Target, parts: Parts, cell: Cell, settings: Settings) -> dic
         settings: see `Settings`.
     """
     row = facts(cell)
-    release(target.device)
+    _free(target.device)
     try:
         row |= _measured(target, parts, cell, settings)
     except (torch.OutOfMemoryError, LongtrainError) as error:
@@ -199,7 +199,7 @@ def measure(target: Target, parts: Parts, cell: Cell, settings: Settings) -> dic
     row["weights_gib"] = gib(sum(param.nbytes for param in target.parameters()))
     if target.device.type == "cuda":
         row["peak_gib"] = gib(torch.cuda.max_memory_allocated(target.device))
-    release(target.device)
+    _free(target.device)
     shown = ("cycle_ms", "tokens_per_cycle", "tokens_per_s", "failed")
     about = " ".join(f"{key}={shorter(row[key])}" for key in shown if key in row)
     log.info("%s prompt_tokens=%d batch=%d %s", name_of(cell.way), cell.context, cell.batch, about)
@@ -289,6 +289,12 @@ def _judge(way: Way, batch: int, settings: Settings, device: torch.device) -> Re
     accepted = [*zip(*(way.law.lengths(settings.cycles, seed) for seed in seeds), strict=True)]
     first = -settings.warmup % len(accepted)
     return Replay(accepted[first:] + accepted[:first], way.shape, device)
+
+
+def _free(device: torch.device) -> None:
+    """Give back what the last cell had, where memory is what cells are measured by."""
+    if device.type == "cuda":
+        release(device)
 
 
 def _steps(way: Way, settings: Settings) -> steps.Settings:

@@ -106,7 +106,8 @@ def run(
         add("plain", whole, length, PLAIN)
     del whole
     for system in systems:
-        release(target.device)
+        if target.device.type == "cuda":
+            release(target.device)
         try:
             engine = Engine(target, system.attach(target))
         except (torch.OutOfMemoryError, LongtrainError) as error:
