@@ -159,7 +159,7 @@ def _measured(
     memory = {"peak_gib": gib(torch.cuda.max_memory_allocated(target.device))} if cuda else {}
     if failed is not None:
         return {"failed": failed, **memory}, None
-    found = {
+    found: dict[str, Any] = {
         "prompts": len(prompts),
         "tokens_per_s": stats.tokens_per_s,
         "end_to_end_tokens_per_s": stats.end_to_end_tokens_per_s,
