@@ -29,6 +29,7 @@ class Tile:
         ahead: bytes of a slice of eight rows asked for before the program may read its input; 0, or 512 times
             a power of two.
         rows: fewest rows of input that are made room for.
+        piece: bytes of one request ahead, 128 or more.
     """
 
     lines: int
@@ -37,9 +38,7 @@ class Tile:
     stages: int = 4
     ahead: int = 2048
     rows: int = 1
-
-
-TILE = Tile(32, 8)
+    piece: int = 128
 
 
 def small_linear(
@@ -50,7 +49,7 @@ def small_linear(
     *,
     features: int,
     gated: bool = False,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Product of up to 16 rows.
 
@@ -63,6 +62,7 @@ def small_linear(
         gated: silu(gate) * up.
         tile: for measurements.
     """
+    tile = tile or tile_for(features, gated=gated)
     N, (_, J, _, half) = x_NK.shape[0], codes_EJ8X.shape
     out_NF = x_NK.new_empty(N, features)
     add = out_NF if add_NF is None else add_NF.expand(out_NF.shape)
@@ -76,8 +76,13 @@ def small_linear(
             x_NK.stride(0), add.stride(0), out_NF.stride(0),
             HALF=half, OUTPUTS=outputs, SLICES=tile.slices, ROWS=max(tile.rows, triton.next_power_of_2(N)),
             GROUPS=tile.groups, EVEN=reach * tile.slices == J, GATED=gated, ADD=add_NF is not None,
-            AHEAD=within(tile.ahead, reach * 8 * half), STAGES=tile.stages,
+            AHEAD=within(tile.ahead, reach * 8 * half), PIECE=tile.piece, STAGES=tile.stages,
             PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.slices,
             **pdl(chained),
         )  # fmt: skip
     return out_NF
+
+
+def tile_for(features: int, *, gated: bool = False) -> Tile:
+    """The tile for so many output features."""
+    return Tile(32, 8)

@@ -6,7 +6,7 @@ is a product of its own, for a warp or two. With n a code, s and z the scale and
     y_fm = sum_j s_fj (sum_k n_fk x_mk) + (z_fj - 8 s_fj) (sum_k x_mk)
 
 A code put under the bits of bf16's 128 is the number 128 + n, exact, and takes no conversion; the product
-with ones gives the sums of the input where those of the codes are. PORTABLE does without (for the interpreter).
+with ones gives the sums of the input where those of the codes are. PORTABLE does without (the interpreter).
 Shapes: N rows, F output features, K input features, J groups of K.
 """
 
@@ -55,12 +55,12 @@ def _position(i, PORTABLE: tl.constexpr):
     return i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "F", "J"])
 def int4_kernel(
     x_ptr, codes_ptr, table_ptr, add_ptr, out_ptr, N, F, J, x_n, add_n, out_n,
     HALF: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    PORTABLE: tl.constexpr, CHAINED: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
+    STAGES: tl.constexpr, PORTABLE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of all rows; GATED as in `linear_kernel`.
 
@@ -75,12 +75,12 @@ def int4_kernel(
     if CHAINED:
         gdc_launch_dependents()
         if AHEAD > 0:
-            CHUNKS: tl.constexpr = AHEAD // 512
+            CHUNKS: tl.constexpr = AHEAD // PIECE
             part = tl.arange(0, LINES // 8 * SLICES * CHUNKS)
             top = part // (SLICES * CHUNKS) * 8
             eight = tl.maximum(tl.minimum(first + top % OUTPUTS, F - 8), 0) + top // OUTPUTS * F
             group = (eight // 8).to(tl.int64) * J + part // CHUNKS % SLICES * reach
-            _prefetch(codes_ptr + group * (8 * HALF) + part % CHUNKS * 512, 512)
+            _prefetch(codes_ptr + group * (8 * HALF) + part % CHUNKS * PIECE, PIECE)
         gdc_wait()
     line = tl.arange(0, LINES)[None, :]
     slice_ = tl.arange(0, SLICES)[:, None]

@@ -27,6 +27,7 @@ class Tile:
         ahead: bytes of a slice asked for before the program may read its input; 0, or 512 times a power of
             two.
         warps: of a program.
+        piece: bytes of one such request, 128 or more.
     """
 
     outputs: int
@@ -35,6 +36,7 @@ class Tile:
     stages: int = 5
     ahead: int = 1024
     warps: int = 4
+    piece: int = 128
 
 
 def small_linear(
@@ -50,12 +52,14 @@ def small_linear(
 def small_swiglu(x_NK: Tensor, weight_FK: Tensor, *, tile: Tile | None = None) -> Tensor:
     """See `kernels.small_linear.small_swiglu`; `tile` for measurements."""
     out_NI = x_NK.new_empty(x_NK.shape[0], weight_FK.shape[0] // 2)
-    return _launch(x_NK, weight_FK, out_NI, None, tile or Tile(32, 1), gated=True)
+    return _launch(x_NK, weight_FK, out_NI, None, tile or tile_for(out_NI.shape[1], gated=True), gated=True)
 
 
-def tile_for(features: int) -> Tile:
-    """The tile for so many output features."""
-    return Tile(64, 1) if features >= 16384 else Tile(32, 2)
+def tile_for(features: int, *, gated: bool = False) -> Tile:
+    """The tile for so many output features: the fewer, the more slices, so that all cores have work."""
+    if gated:
+        return Tile(32, 1, stages=4)
+    return Tile(64, 1, stages=4) if features >= 16384 else Tile(32, 2)
 
 
 def _launch(
@@ -71,7 +75,7 @@ def _launch(
             x_NK.stride(0), weight_FK.stride(0), add.stride(0), out_NF.stride(0),
             OUTPUTS=tile.outputs, SLICES=tile.slices, ROWS=8 if N <= 8 else 16, STEP=tile.step,
             EVEN=reach * tile.slices == K, GATED=gated, ADD=add_NF is not None,
-            AHEAD=within(tile.ahead, reach * x_NK.element_size()), STAGES=tile.stages,
+            AHEAD=within(tile.ahead, reach * x_NK.element_size()), PIECE=tile.piece, STAGES=tile.stages,
             CHAINED=chained, num_warps=tile.warps, **pdl(chained),
         )  # fmt: skip
     return out_NF

@@ -17,14 +17,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+_BULK = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0; // $2")
 
 
 @triton.jit
 def _prefetch(at, BYTES: tl.constexpr):
-    """Ask for bytes that follow each address, for the L2 cache."""
+    """Ask for bytes that follow each address, for the L2 cache: a line of 128, or more by the copy engine."""
     size = tl.full(at.shape, BYTES, tl.int32)
-    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
+    ASK: tl.constexpr = _LINE if BYTES == 128 else _BULK
+    tl.inline_asm_elementwise(ASK, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -44,11 +46,12 @@ def _write(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, 
     tl.store(out_ptr + row * out_n + own, y, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "F", "K"])
 def linear_kernel(
     x_ptr, weight_ptr, add_ptr, out_ptr, N, F, K, x_n, weight_f, add_n, out_n,
     OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of all rows.
 
@@ -66,12 +69,12 @@ def linear_kernel(
     if CHAINED:
         gdc_launch_dependents()
         if AHEAD > 0:
-            CHUNKS: tl.constexpr = AHEAD // 512
+            CHUNKS: tl.constexpr = AHEAD // PIECE
             chunk = tl.arange(0, LINES * CHUNKS)
             line_ = chunk // CHUNKS
-            k = line_ // OUTPUTS % SLICES * reach + chunk % CHUNKS * 256
+            k = line_ // OUTPUTS % SLICES * reach + chunk % CHUNKS * (PIECE // 2)
             feature_ = tl.minimum(first + line_ % OUTPUTS, F - 1) + line_ // (OUTPUTS * SLICES) * F
-            _prefetch(weight_ptr + feature_.to(tl.int64) * weight_f + k, 512)
+            _prefetch(weight_ptr + feature_.to(tl.int64) * weight_f + k, PIECE)
         gdc_wait()
     k = tl.arange(0, STEP)
     column = tl.arange(0, SLICES * ROWS)
