@@ -42,6 +42,7 @@ class LongSpecRuntime:
     """
 
     want = Want()
+    offers = ((1, 1), (1, 1, 1, 1), (2, 4, 4), (4, 8, 8, 8), (4, 16, 16, 16, 16))
 
     def __init__(self, draft: LongSpecDraft, target: Target, config: Config) -> None:
         self.draft, self.target, self.window = draft, target, config.window
