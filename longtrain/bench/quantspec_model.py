@@ -15,8 +15,8 @@ from longtrain.bench.roofline import Parts, Width
 
 OTHER_MS = 0.35
 """Of a forward: norms, rotary, activation, launches, choosing a token."""
-WEIGHT_SHARE = {16: 0.87, 4: 0.65}
-KV_SHARE = {16: 0.85, 8: 0.75, 4: 0.75}
+WEIGHT_SHARE = {32: 0.87, 16: 0.87, 4: 0.65}
+KV_SHARE = {32: 0.85, 16: 0.85, 8: 0.75, 4: 0.75}
 """Of the read bandwidth, by bits of a number."""
 
 

@@ -14,31 +14,32 @@ from rich.console import Console
 from longtrain import methods
 from longtrain.assets import asset_dir
 from longtrain.bench import estimate, roofline
-from longtrain.bench.eviction_theory import GPUS, Sizes
+from longtrain.bench.eviction_theory import Gpu, Sizes
 from longtrain.bench.report import GIB, table
 from longtrain.errors import ConfigError
 from longtrain.jobs import plain, typed
+from longtrain.jobs.plan_decoding import gpu_of, told
 from longtrain.jobs.prepare import data_config
+from longtrain.methods.quantspec.config import Config as QuantSpec
 from longtrain.target.info import TargetInfo
 
-DECODES_ON = "H200"
-"""The device that the bound on decoding is told for; `bench suite=roofline` has others."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 
 def run(cfg: DictConfig) -> None:
-    """Print the estimates of each stage's rows.
+    """Print what decoding takes at some contexts, or the estimates of each stage's rows where data are given.
 
     Raises:
-        ConfigError: no method, no stages, or the target's shape is not at hand.
+        ConfigError: a method that is trained and no data, no stages, or the target's shape is not at hand.
     """
-    if not cfg.method or not cfg.data:
-        raise ConfigError("plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them)")
+    spec = methods.get(cfg.method.name) if cfg.method else None
+    if not cfg.target or (spec is not None and spec.objective is not None and not cfg.data):
+        raise ConfigError(
+            "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
+            "target=NAME, with method=quantspec say"
+        )
     info, tied = _target(cfg)
-    spec = methods.get(cfg.method.name)
-    config = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
-    with torch.device("meta"):
-        trained = sum(p.numel() for p in spec.build(config, info).parameters() if p.requires_grad)
+    config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
     console = Console(soft_wrap=True, highlight=False)
     size = ITEMSIZE.get(str(cfg.target.dtype), 2)
     parameters = estimate.target_parameters(info, tied=tied)
@@ -47,7 +48,20 @@ def run(cfg: DictConfig) -> None:
         ("target", f"{info.name}: {parameters / 1e9:.3g} B weights, {parameters * size / GIB:.3g} GiB"),
         ("KV cache", f"{kv / 1024:.4g} KiB a token; {kv * info.max_positions / GIB:.3g} GiB at its "
                      f"{info.max_positions} positions"),
-        ("decoding", _decoding(info, size)),
+    ]  # fmt: skip
+    if spec is None or spec.objective is None or not cfg.data:
+        lines = [f"{name:<10}{text}" for name, text in facts]
+        quantspec = config if isinstance(config, QuantSpec) else None
+        lines += told(cfg, info, quantspec, itemsize=size, weight_bytes=parameters * size)
+        lines.append(
+            "Estimates by arithmetic; measure with: longtrain bench suite=engine, or suite=quantspec"
+        )
+        console.print("\n".join(lines), markup=False)
+        return
+    with torch.device("meta"):
+        trained = sum(p.numel() for p in spec.build(config, info).parameters() if p.requires_grad)
+    facts += [
+        ("decoding", _decoding(info, size, gpu_of(cfg))),
         ("trained", f"{trained / 1e6:.4g} M weights; {trained * estimate.STATE_BYTES / GIB:.3g} GiB with "
                     "gradients and Adam"),
     ]  # fmt: skip
@@ -82,9 +96,9 @@ def run(cfg: DictConfig) -> None:
         )
 
 
-def _decoding(info: TargetInfo, itemsize: int) -> str:
+def _decoding(info: TargetInfo, itemsize: int, gpu: Gpu) -> str:
     """Where a decoding step's time goes at the target's longest context, at best."""
-    gpu, width = GPUS[DECODES_ON], roofline.Width(8 * itemsize, 8 * itemsize)
+    width = roofline.Width(8 * itemsize, 8 * itemsize)
     parts = roofline.step(Sizes.of(info), batch=1, context=info.max_positions, width=width)
     found = roofline.figures(parts, gpu)
     return (

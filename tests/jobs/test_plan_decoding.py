@@ -1,0 +1,86 @@
+"""The plan of decoding: bytes that the caches really take, and the step model's own figures at 8B shape."""
+
+import pytest
+import torch
+
+from longtrain.bench.eviction_theory import GPUS
+from longtrain.bench.report import GIB
+from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.errors import ConfigError
+from longtrain.jobs import plan
+from longtrain.jobs.plan_decoding import plain_row, quantised_row
+from longtrain.methods.quantspec.config import Config
+from longtrain.target.info import TargetInfo
+
+INFO = TargetInfo(
+    name="8b", family="llama", n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_size=4096,
+    intermediate_size=14336, vocab_size=128256, max_positions=131072, rms_norm_eps=1e-5, rope={},
+    qk_norm=False, attention_bias=False,
+)  # fmt: skip
+SIZES = {"itemsize": 2, "weight_bytes": 16_060_522_496}
+
+
+@pytest.mark.parametrize(
+    ("context", "plain_ms", "verify_ms", "draft_ms", "speedup", "own"),
+    [
+        (32768, 5.5, 5.1, 2.1, 1.67, 1.52),
+        (65536, 6.7, 5.7, 2.5, 1.75, 1.5),
+        (131072, 9.1, 7.1, 3.2, 1.87, 1.47),
+    ],
+)
+def test_the_step_model_at_8b_shape(context, plain_ms, verify_ms, draft_ms, speedup, own):
+    """Figures worked out by hand for one H200 at an acceptance of 0.9, to 2%."""
+    row = plain_row(INFO, GPUS["H200"], batch=1, context=context, **SIZES)
+    row |= quantised_row(INFO, GPUS["H200"], Config(), row, **SIZES, drafted=4, rate=0.9)
+    want = {"plain_ms": plain_ms, "verify_ms": verify_ms, "draft_ms": draft_ms, "speedup": speedup}
+    for key, value in (want | {"own_speedup": own}).items():
+        assert row[key] == pytest.approx(value, rel=0.02), key
+    assert row["least_ms"] < row["plain_ms"] and row["cycle_tokens"] == pytest.approx(4.0951)
+
+
+def test_the_bytes_are_those_of_the_cache():
+    row = plain_row(INFO, GPUS["H100"], batch=2, context=4096, **SIZES)
+    row |= quantised_row(INFO, GPUS["H100"], Config(), row, **SIZES, drafted=4, rate=0.9)
+    cache = HierarchicalCache(
+        n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, batch=2, max_tokens=4096, max_nodes=8,
+        device="meta", dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert row["quantised_gib"] == cache.bytes() / GIB and row["kv_gib"] == 1
+    int4_gib = row["quantised_all_gib"] - row["quantised_gib"] - SIZES["weight_bytes"] / GIB
+    assert int4_gib == pytest.approx(7.505e9 * (0.5 + 4 / 128) / GIB, rel=1e-3)
+    alone = quantised_row(INFO, GPUS["H100"], Config(draft=False), row, **SIZES, drafted=0, rate=0.9)
+    assert "speedup" not in alone and alone["quantised_all_gib"] < row["quantised_all_gib"] - 3
+
+
+@pytest.mark.parametrize("recipe", ["quantspec_llama8b", "quantspec_llama2_7b_32k", "quantspec_lwm_7b_128k"])
+def test_recipes_that_train_nothing_have_a_plan(composed, recipe, capsys):
+    plan.run(composed("plan", f"+recipe={recipe}", "target.path=null"))
+    said = capsys.readouterr().out
+    drafted = 6 if "lwm" in recipe else 4
+    assert f"QuantSpec: expected times; {drafted} drafted tokens a cycle" in said
+    last = 32768 if "32k" in recipe else 131072
+    assert said.count(f"| {last} |") == 2 and "PFLOP" not in said
+
+
+def test_plain_decoding_needs_a_target_alone(composed, capsys):
+    plan.run(composed("plan", "target=tiny", "target.path=tiny", "contexts=[1k,64k]", "batch=3", "gpu=A100"))
+    said = capsys.readouterr().out
+    assert "3 sequences on one A100" in said and "| 1024 |" in said and "| 65536 |" not in said
+    assert "QuantSpec" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=longspec"], "plan needs a recipe"),
+        (["gpu=B200"], "gpu=B200; known: A100"),
+        (["contexts=[1m]"], "16384 positions"),
+        (["batch=0"], "batch=0"),
+        (["acceptance=1.5"], "acceptance=1.5"),
+        (["method=quantspec", "target.path=null", "target.shape.head_dim=96"], "heads of size 96"),
+    ],
+)
+def test_what_it_refuses(composed, words, message):
+    base = ["target=llama31_8b"] if "target.path=null" in words else ["target=tiny", "target.path=tiny"]
+    with pytest.raises(ConfigError, match=message):
+        plan.run(composed("plan", *base, *words))
