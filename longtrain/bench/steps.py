@@ -222,7 +222,7 @@ def _attention(phases: Phases, settings: Settings) -> dict[str, float]:
 
 def _recorded(work: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
     """A graph of the work, which has run before; the work itself on a CPU."""
-    return record(work, device, pool) if has_graphs(device) else work
+    return record(work, device, pool).replay if has_graphs(device) else work
 
 
 def _mark(device: torch.device) -> Any:
