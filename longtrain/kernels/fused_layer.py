@@ -35,6 +35,7 @@ class Slots:
         slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
         at: slots after it.
         wrap: slots of a ring, which a slot's number is taken modulo; None: it is no ring.
+        count_B: rows of each sequence that are stored, int64, on the device; None: all.
     """
 
     k_BGSD: Tensor
@@ -42,6 +43,7 @@ class Slots:
     slot_B: Tensor
     at: int = 0
     wrap: int | None = None
+    count_B: Tensor | None = None
 
     def rows(self, count: int) -> Tensor:
         """slot_BT of so many rows."""
@@ -133,8 +135,12 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
         return
     slot_BT = into.rows(k_BGTD.shape[2])
     row_B1 = torch.arange(len(slot_BT), device=slot_BT.device)[:, None]
-    into.k_BGSD[row_B1, :, slot_BT] = k_BGTD.transpose(1, 2).to(into.k_BGSD.dtype)
-    into.v_BGSD[row_B1, :, slot_BT] = v_BGTD.transpose(1, 2).to(into.v_BGSD.dtype)
+    for buffer, new in ((into.k_BGSD, k_BGTD), (into.v_BGSD, v_BGTD)):
+        rows_BTGD = new.transpose(1, 2).to(buffer.dtype)
+        if into.count_B is not None:  # the others are given what they hold
+            stored_BT = torch.arange(new.shape[2], device=slot_BT.device) < into.count_B[:, None]
+            rows_BTGD = torch.where(stored_BT[..., None, None], rows_BTGD, buffer[row_B1, :, slot_BT])
+        buffer[row_B1, :, slot_BT] = rows_BTGD
 
 
 def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -62,10 +62,10 @@ def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "at"])
 def _rotate_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_out_ptr, v_out_ptr, slot_ptr, qkv_n, rope_n, eps,
-    ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr,
+    qkv_n, rope_n, eps, ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, CHAINED: tl.constexpr,
+    NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: queries and keys in place; WRITE: keys and values to their slots too."""
     if CHAINED:
@@ -106,11 +106,13 @@ def _rotate_kernel(
         slot = _slot(slot_ptr, batch, row % T, at, WRAP)
         key = (head - H).to(tl.int64)[:, None]
         k_at = k_out_ptr + batch * ko_b + key * ko_g + slot * ko_s + dim[None, :]
-        is_key = turns & (key >= 0)
+        is_key, is_value = turns & (key >= 0), keep & (key >= G)
+        if COUNT:
+            stored = row % T + tl.zeros_like(key) < tl.load(count_ptr + batch)
+            is_key, is_value = is_key & stored, is_value & stored
         tl.store(k_at, turned_low, mask=is_key)
         tl.store(k_at + half, turned_high, mask=is_key)
         v_at = v_out_ptr + batch * vo_b + (key - G) * vo_g + slot * vo_s + dim[None, :]
-        is_value = keep & (key >= G)
         tl.store(v_at, low, mask=is_value)
         tl.store(v_at + half, high, mask=is_value)
 
@@ -132,9 +134,10 @@ def _swiglu_kernel(x_ptr, out_ptr, x_n, size: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit(do_not_specialize=["T", "at"])
 def _write_kernel(
-    k_ptr, v_ptr, k_out_ptr, v_out_ptr, slot_ptr, k_b, k_g, k_t, v_b, v_g, v_t, ko_b, ko_g, ko_s, vo_b, vo_g,
-    vo_s, T, at, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WRAP: tl.constexpr, CHAINED: tl.constexpr,
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr, k_b, k_g, k_t, v_b, v_g, v_t,
+    ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
+    G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    WRAP: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All KV heads of one new row."""
     if CHAINED:
@@ -145,6 +148,8 @@ def _write_kernel(
     slot = _slot(slot_ptr, b, t, at, WRAP)
     head, dim = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
     keep = (head < G) & (dim < D)
+    if COUNT:
+        keep = keep & (t + tl.zeros_like(head) < tl.load(count_ptr + b))
     k = tl.load(k_ptr + b * k_b + head * k_g + t * k_t + dim, mask=keep)
     v = tl.load(v_ptr + b * v_b + head * v_g + t * v_t + dim, mask=keep)
     tl.store(k_out_ptr + b * ko_b + head * ko_g + slot * ko_s + dim, k, mask=keep)
@@ -207,9 +212,11 @@ def rotate_heads(
     with _on(qkv_NHD):
         _rotate_kernel[(N, triton.cdiv(H + (2 if into else 1) * G, _HEADS))](
             qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, to.slot_B,
+            to.slot_B if to.count_B is None else to.count_B,
             qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
             N // batch, to.at, H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=_HEADS,
-            NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0, CHAINED=chained,
+            NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0,
+            COUNT=to.count_B is not None, CHAINED=chained,
             num_warps=1, **pdl(chained),
         )  # fmt: skip
 
@@ -233,10 +240,11 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
     chained = chains(k_BGTD.device)
     with _on(k_BGTD):
         _write_kernel[(B * T,)](
-            k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, into.slot_B, *k_BGTD.stride()[:3],
+            k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, into.slot_B,
+            into.slot_B if into.count_B is None else into.count_B, *k_BGTD.stride()[:3],
             *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
             G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
-            WRAP=into.wrap or 0, CHAINED=chained, **pdl(chained),
+            WRAP=into.wrap or 0, COUNT=into.count_B is not None, CHAINED=chained, **pdl(chained),
         )  # fmt: skip
 
 

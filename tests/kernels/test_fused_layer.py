@@ -51,12 +51,26 @@ def test_the_kernels_interpreted():
 EIGHT_B = {
     "_add_rms_norm_kernel": ({"E": 4096, "WIDTH": 4096, "ADD": True}, {"eps": "fp32"}, 8),
     "_rotate_kernel": (
-        {"H": 32, "G": 8, "D": 128, "HALF": 64, "HEADS": 4, "NORM": True, "WRITE": True, "WRAP": 384},
-        {"eps": "fp32", "slot_ptr": "*i64"},
+        {
+            "H": 32,
+            "G": 8,
+            "D": 128,
+            "HALF": 64,
+            "HEADS": 4,
+            "NORM": True,
+            "WRITE": True,
+            "WRAP": 384,
+            "COUNT": True,
+        },
+        {"eps": "fp32", "slot_ptr": "*i64", "count_ptr": "*i64"},
         1,
     ),
     "_swiglu_kernel": ({"size": 14336, "COLUMNS": 1024}, {}, 4),
-    "_write_kernel": ({"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128, "WRAP": 0}, {"slot_ptr": "*i64"}, 4),
+    "_write_kernel": (
+        {"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128, "WRAP": 0, "COUNT": True},
+        {"slot_ptr": "*i64", "count_ptr": "*i64"},
+        4,
+    ),
     "_rotary_kernel": (
         {"F": 64, "WIDTH": 64},
         {"pos_ptr": "*i64", "frequency_ptr": "*fp32", "scaling": "fp32"},
@@ -145,8 +159,8 @@ def test_swiglu(device, dtype, width, monkeypatch):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(1, 2, 16), (5, 3, 24)])
-@pytest.mark.parametrize(("at", "wrap"), [(0, None), (2, 7)])
-def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, monkeypatch):
+@pytest.mark.parametrize(("at", "wrap", "counts"), [(0, None, None), (2, 7, None), (0, 8, (3, 0))])
+def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, monkeypatch):
     """Exactly those slots of that layer change, in either."""
     new = made(device, dtype, 2, rows, 2 * kv_heads, dim).transpose(1, 2)
     k, v = new[:, :kv_heads], new[:, kv_heads:]
@@ -154,12 +168,13 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, monkeypatch):
     buffers = []
     for way in (kernel, twin):
         held = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
-        way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap))
+        count = None if counts is None else torch.tensor(counts, device=device)
+        way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap, count))
         buffers.append(held)
     assert torch.equal(*buffers)
     expected = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
     for b, first in enumerate((3, 0)):
-        for t in range(rows):
+        for t in range(rows if counts is None else min(rows, counts[b])):
             slot = first + at + t if wrap is None else (first + at + t) % wrap
             expected[0, 1, b, :, slot] = k[b, :, t]
             expected[1, 1, b, :, slot] = v[b, :, t]
@@ -176,21 +191,23 @@ def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, monke
     angle = made(device, torch.float32, 2 * T, D, seed=1)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     norms = tuple(made(device, dtype, D, seed=s) for s in (2, 3)) if normed else None
-    slot_B = torch.tensor([5, 1], device=device)
+    slot_B, counts = torch.tensor([5, 1], device=device), (2, 3) if wrap else (3, 3)
+    count_B = torch.tensor(counts, device=device) if wrap else None
     found = []
     for way in (kernel, twin):
         held = made(device, dtype, 2, 2, G, 9, D, seed=4)
-        into = Slots(held[0], held[1], slot_B, 1, wrap)
+        into = Slots(held[0], held[1], slot_B, 1, wrap, count_B)
         got = way(monkeypatch, "rotate_heads", qkv.clone(), rope, (H, G), norms=norms, into=into)
         for b in range(2):
-            for t in range(T):
+            for t in range(counts[b]):
                 slot = into.rows(T)[b, t]
                 assert torch.equal(held[0, b, :, slot], got[1][b * T + t])
                 assert torch.equal(held[1, b, :, slot], got[2][b * T + t])
                 held[:, b, :, slot] = 0
         untouched = made(device, dtype, 2, 2, G, 9, D, seed=4)
         assert (
-            torch.equal(held, torch.where(held == 0, 0, untouched)) and (held == 0).sum() == 2 * 2 * G * T * D
+            torch.equal(held, torch.where(held == 0, 0, untouched))
+            and (held == 0).sum() == 2 * sum(counts) * G * D
         )
         found.append(got)
     close(*found)
