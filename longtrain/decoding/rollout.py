@@ -14,6 +14,7 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import chain
 from longtrain.errors import ConfigError
+from longtrain.kernels.greedy import argmax_rows
 
 
 def check_chain(shape: TreeShape, who: str) -> None:
@@ -48,11 +49,10 @@ def rollout(
         coins: source of randomness, keyed by the position of the token that is drawn.
     """
     tokens, laws = [root_B], []
-    for depth in range(shape.depth):
-        at_B = pos_B + depth
+    for at_B in pos_B + torch.arange(shape.depth, device=pos_B.device)[:, None]:
         logits_BV = step(at_B, tokens[-1])
         if shape.law is Law.POINT:
-            tokens.append(logits_BV.argmax(-1))
+            tokens.append(argmax_rows(logits_BV))
             continue
         laws.append(probs(logits_BV, sampling))
         tokens.append(coins.draw(laws[-1], at_B + 1, "draft"))

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from longtrain.cache.hierarchical import DraftView, HierarchicalCache
-from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
-from longtrain.decoding.sampling import Coins, Sampling, probs
-from longtrain.decoding.tree import chain
-from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.greedy import argmax_rows
+from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
+from longtrain.decoding.rollout import check_chain, rollout
+from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.errors import ConflictError
 from longtrain.target.int4 import Int4Target
 from longtrain.target.step import Rows, TargetStep, Want
 
@@ -66,26 +64,16 @@ class QuantSpecRuntime:
         view = self.view
         if view is None:
             raise ConflictError("a QuantSpec draft was asked before start(); run it through Engine.generate")
-        if any(width != 1 for width in shape.widths):
-            raise ConfigError(
-                f"QuantSpec drafts chains, and shape {list(shape.widths)} is none; pass widths of 1, e.g. "
-                "[1, 1, 1, 1]"
-            )
+        check_chain(shape, "QuantSpec")
         view.restart()
-        tokens, laws = [root_B], []
-        for _ in shape.widths:
-            pos_B = view.len_B
-            step = self.model.forward(Rows(pos_B[:, None], tokens[-1][:, None]), view, want=Want("last"))
-            assert step.logits_BTV is not None
-            view.commit(None, torch.ones_like(pos_B))
-            logits_BV = step.logits_BTV[:, -1]
-            if shape.law is Law.POINT:
-                tokens.append(argmax_rows(logits_BV))
-                continue
-            laws.append(probs(logits_BV, sampling))
-            tokens.append(coins.draw(laws[-1], pos_B + 1, "draft"))
-        q_BNV = torch.stack([*laws, torch.zeros_like(laws[0])], 1) if laws else None
-        return chain(torch.stack(tokens, 1), law=shape.law, q_BNV=q_BNV)
+
+        def step(pos_B: Tensor, token_B: Tensor) -> Tensor:
+            out = self.model.forward(Rows(pos_B[:, None], token_B[:, None]), view, want=Want("last"))
+            view.commit(None, pos_B)  # all of its rows: the view asks for no count
+            assert out.logits_BTV is not None
+            return out.logits_BTV[:, -1]
+
+        return rollout(step, root_B, view.len_B, shape, sampling, coins)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Nothing to do: what was accepted is in the cache."""
