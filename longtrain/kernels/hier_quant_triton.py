@@ -32,10 +32,9 @@ def _up(x):
 
 
 @triton.jit
-def _scale(low, high, total, FLOOR: tl.constexpr):
-    """Step and zero in fp16. `total`, a sum over the group, tells of NaN, which bounds pass over."""
-    low = tl.where(tl.abs(total) < float("inf"), low, float("nan"))
-    zero = _down(low)
+def _scale(low, high, sound, FLOOR: tl.constexpr):
+    """Step and zero in fp16; no numbers where the tile is not sound."""
+    zero = _down(tl.where(sound, low, float("nan")))
     span = high - zero.to(tl.float32)
     if FLOOR:
         span *= 1.0 / 15.9375
@@ -43,6 +42,12 @@ def _scale(low, high, total, FLOOR: tl.constexpr):
         span *= 1.0 / 15.0
     step = _up(span)
     return tl.where(step < _LEAST_STEP, _LEAST_STEP, step).to(tl.float16), zero
+
+
+@triton.jit
+def _sound(near, far):
+    """Whether a tile is free of NaN, which its bounds would pass over, and of infinite numbers."""
+    return tl.abs(tl.sum(tl.sum(near + far, 0), 0)) < float("inf")
 
 
 @triton.jit
@@ -80,8 +85,9 @@ def _keys(
     half, token = part * WIDTH + tl.arange(0, WIDTH), tl.arange(0, C)
     at += token[:, None] * n_stride + half[None, :]
     near, far = tl.load(at).to(tl.float32), tl.load(at + X).to(tl.float32)
-    near_step, near_zero = _scale(tl.min(near, 0), tl.max(near, 0), tl.sum(near, 0), FLOOR)
-    far_step, far_zero = _scale(tl.min(far, 0), tl.max(far, 0), tl.sum(far, 0), FLOOR)
+    sound = _sound(near, far)
+    near_step, near_zero = _scale(tl.min(near, 0), tl.max(near, 0), sound, FLOOR)
+    far_step, far_zero = _scale(tl.min(far, 0), tl.max(far, 0), sound, FLOOR)
     meta = block * D + half
     tl.store(step_ptr + meta, near_step)
     tl.store(zero_ptr + meta, near_zero)
@@ -105,9 +111,8 @@ def _values(
     half, token = tl.arange(0, X), part * WIDTH + tl.arange(0, WIDTH)
     at += token[None, :] * n_stride + half[:, None]
     near, far = tl.load(at).to(tl.float32), tl.load(at + X).to(tl.float32)
-    low = tl.minimum(tl.min(near, 0), tl.min(far, 0))
-    high = tl.maximum(tl.max(near, 0), tl.max(far, 0))
-    step, zero = _scale(low, high, tl.sum(near, 0) + tl.sum(far, 0), FLOOR)
+    low, high = tl.min(tl.minimum(near, far), 0), tl.max(tl.maximum(near, far), 0)
+    step, zero = _scale(low, high, _sound(near, far), FLOOR)
     meta = block * C + token
     tl.store(step_ptr + meta, step)
     tl.store(zero_ptr + meta, zero)
