@@ -177,11 +177,13 @@ def _score(case):
 def texts() -> Jobs:
     """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
     for name, shape in ((None, ()), ("longspec", (3, 2)), ("quantspec", (1, 1, 1))):
-        yield partial(_text, name, TreeShape(shape))
+        for fused in (True, False):
+            yield partial(_text, name, TreeShape(shape), fused)
 
 
-def _text(name, shape):
-    target = random_target(SMALL, dtype=DTYPE).to(DEVICE).fuse()
+def _text(name, shape, fused):
+    target = random_target(SMALL, dtype=DTYPE).to(DEVICE)
+    target = target.fuse() if fused else target.unfuse()
     parts = None
     if name is not None:
         spec = methods.get(name)
