@@ -7,10 +7,10 @@ Source: QuantSpec §3.1 for what is read; shares and constant are those of well-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longtrain.bench import roofline
-from longtrain.bench.eviction_theory import Gpu, Sizes
+from longtrain.bench.eviction_theory import ITEM, Gpu, Sizes, Work
 from longtrain.bench.roofline import Parts, Width
 
 OTHER_MS = 0.35
@@ -28,11 +28,15 @@ class Forward:
         width: how weights and cache are read.
         rows: of a sequence.
         times: how often in a cycle.
+        layers: of the model that run, and whose cache is read; None: all. The LM head always runs.
+        more_weights: read beside those of these layers.
     """
 
     width: Width
     rows: int = 1
     times: int = 1
+    layers: int | None = None
+    more_weights: int = 0
 
 
 def expected_ms(
@@ -51,7 +55,8 @@ def expected_ms(
     def one(forward: Forward) -> float:
         parts = _parts(forward, size, batch, context)
         weights = parts.linear.bytes / WEIGHT_SHARE[forward.width.weights]
-        return OTHER_MS + 1e3 * (weights + parts.attention.bytes / KV_SHARE[forward.width.kv]) / bytes_per_s
+        read_ms = 1e3 * (weights + parts.attention.bytes / KV_SHARE[forward.width.kv]) / bytes_per_s
+        return OTHER_MS * (forward.layers or size.n_layers) / size.n_layers + read_ms
 
     return sum(forward.times * one(forward) for forward in forwards)
 
@@ -64,5 +69,21 @@ def bound_ms(forwards: list[Forward], size: Sizes, gpu: Gpu, *, batch: int, cont
     )
 
 
+def longspec(size: Sizes, widths: tuple[int, ...]) -> tuple[Forward, ...]:
+    """A cycle of a LongSpec draft: a layer with two attentions a level, then the target over all nodes.
+
+    Args:
+        size: the target.
+        widths: nodes of each level.
+    """
+    cross = 2 * size.hidden_size * size.n_heads * size.head_dim  # queries and output of its cross-attention
+    above = (1, *widths[:-1])
+    levels = [Forward(Width(), rows=rows, layers=1, more_weights=cross) for rows in above]
+    return (*levels, Forward(Width(), rows=1 + sum(widths)))
+
+
 def _parts(forward: Forward, size: Sizes, batch: int, context: int) -> Parts:
-    return roofline.step(size, batch=batch, context=context, rows=forward.rows, width=forward.width)
+    some = size if forward.layers is None else replace(size, n_layers=forward.layers)
+    parts = roofline.step(some, batch=batch, context=context, rows=forward.rows, width=forward.width)
+    more = forward.more_weights
+    return parts + Parts(Work(2.0 * batch * forward.rows * more, float(ITEM * more)), Work(0.0, 0.0))

@@ -20,6 +20,7 @@ SHAPE_COLUMNS = {
     "idle ms": "idle_ms.median",
     "tok/s": "tokens_per_s",
     "speed": "speed",
+    "model's": "expected_speed",
     "over INT8 plain": "int8_speed",
     "cache GiB": "cache_gib",
     "of full": "cache_share",
@@ -87,29 +88,34 @@ def _picture(draw: Callable[[Any, Rows], bool], rows: Rows) -> bytes | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     if not draw(figure, [row for row in rows if "failed" not in row]):
         return None
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize=8, frameon=False)
+    known = {
+        label: line
+        for axes in figure.axes
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(known.values(), known, fontsize=8, frameon=False, loc="outside right upper")
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
     return content.getvalue()
 
 
-def _lines(axes: Any, rows: Rows, x: str, y: str, name: Callable[[Mapping[str, Any]], str]) -> bool:
+def _lines(
+    axes: Any, rows: Rows, x: str, y: str, name: Callable[[Mapping[str, Any]], str], style: str = "-"
+) -> None:
     """One line a name, its points in order."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.get(y) is not None:
             found.setdefault(name(row), []).append((row[x], row[y]))
     for label, points in found.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
+        axes.plot(*zip(*sorted(points), strict=True), linestyle=style, marker="o", markersize=3, label=label)
     axes.set_xticks(sorted({row[x] for row in rows}), [_short(v) for v in sorted({row[x] for row in rows})])
-    return bool(found)
 
 
 def _speed(figure: Any, rows: Rows) -> bool:
@@ -122,6 +128,9 @@ def _speed(figure: Any, rows: Rows) -> bool:
         (right, "int8_speed", "over plain decoding, the same INT8 cache"),
     ):
         _lines(axes, chains, "drafted", key, lambda row: f"{row['system']}, {_short(row['prompt_tokens'])}")
+        if key == "speed":
+            axes.set_prop_cycle(None)
+            _lines(axes, chains, "drafted", "expected_speed", _model_named, "--")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("drafted tokens a cycle")
@@ -168,9 +177,12 @@ def _contexts(figure: Any, rows: Rows) -> bool:
     if not drafted:
         return False
     left, right = figure.subplots(1, 2)
-    most = {row["system"]: row["drafted"] for row in sorted(drafted, key=lambda row: row["drafted"])}
-    middle = {name: _middle([r["drafted"] for r in drafted if r["system"] == name]) for name in most}
-    some = [row for row in drafted if row["drafted"] == middle[row["system"]]]
+    counts: dict[str, set[int]] = {}
+    for row in drafted:
+        counts.setdefault(row["system"], set()).add(row["drafted"])
+    shared = set.intersection(*counts.values())
+    chosen = {name: max(shared or own) for name, own in counts.items()}
+    some = [row for row in drafted if row["drafted"] == chosen[row["system"]]]
     _lines(left, some, "prompt_tokens", "acceptance_rate", _named)
     left.set_ylabel("accepted / drafted")
     _lines(right, some, "prompt_tokens", "speed", _named)
@@ -206,9 +218,8 @@ def _named(row: Mapping[str, Any]) -> str:
     return f"{row['system']}, {row['drafted']} drafted"
 
 
-def _middle(values: Sequence[int]) -> int:
-    kinds = sorted(set(values))
-    return kinds[len(kinds) // 2]
+def _model_named(row: Mapping[str, Any]) -> str:
+    return f"model, {_short(row['prompt_tokens'])}"
 
 
 def _median(value: Any) -> float:

@@ -379,5 +379,8 @@ def compare(rows: Sequence[dict[str, Any]]) -> None:
         if (plain := base(row, FULL)) is not None:
             row["speed"] = row["tokens_per_s"] / plain["tokens_per_s"]
             row["cache_share"] = row["cache_gib"] / plain["cache_gib"]
+            if "expected_ms" in row and "expected_ms" in plain:
+                faster = plain["expected_ms"] / row["expected_ms"]
+                row["expected_speed"] = faster * row["tokens_per_cycle"] / plain["tokens_per_cycle"]
         if row["cache"] == INT8 and (plain := base(row, INT8)) is not None:
             row["int8_speed"] = row["tokens_per_s"] / plain["tokens_per_s"]

@@ -16,8 +16,9 @@ from longtrain import methods, provenance
 from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_accept as accept
 from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, report
+from longtrain.bench.eviction_theory import Sizes
 from longtrain.bench.graphs import read_bytes_per_s
-from longtrain.bench.quantspec_model import Forward
+from longtrain.bench.quantspec_model import Forward, longspec
 from longtrain.bench.quantspec_shape import FULL, INT8, Cell, Group, Way
 from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TreeShape
@@ -112,7 +113,8 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
         seed=seed,
         sampling=sampling_from(cfg),
     )
-    groups = _groups(cfg, device)
+    keys = dict(SHAPES[shape] if isinstance(shape, str) else shape)
+    groups = _groups(cfg, device, Sizes.of_keys(keys))
     threads = convert(suite.compile_threads, int, "suite.compile_threads")
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
 
@@ -123,7 +125,6 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
     if device.type == "cuda":
         log.info("read_tb_per_s=%.2f", read_bytes_per_s(device) * 1e-12)
         if threads:
-            keys = dict(SHAPES[shape] if isinstance(shape, str) else shape)
             log.info("compiling the kernels of %d cells", sum(len(group.cells) for group in groups))
             thin = made({**keys, "num_hidden_layers": 1})
             quantspec_shape.compile_all(thin, groups, settings, threads=threads)
@@ -131,7 +132,7 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
     return quantspec_shape.run(made(shape), groups, settings, keep)
 
 
-def _groups(cfg: DictConfig, device: torch.device) -> list[Group]:
+def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
     """The cells of a shape: plain, LongSpec as recorded, and every system as `suite.acceptance` says."""
     suite = cfg.suite
     lengths = sorted(map(parse_tokens, suite.lengths))
@@ -151,7 +152,7 @@ def _groups(cfg: DictConfig, device: torch.device) -> list[Group]:
     if recorded is not None:
         for shape in accept.shapes_recorded(recorded):
             law = accept.recorded(recorded, shape, lengths[0])
-            ways = cells(Way("longspec", FULL, shape, law))
+            ways = cells(Way("longspec", FULL, shape, law, longspec(size, shape.widths)))
             own = tuple(cell for cell in ways if cell.context == lengths[0])
             found.append(Group(functools.partial(_longspec, seed=int(cfg.seed)), own))
     for asked in _systems(cfg, device, [SELF]):

@@ -12,13 +12,14 @@ from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_accept as accept
 from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, steps
 from longtrain.bench.eviction_theory import GPUS, Sizes
-from longtrain.bench.quantspec_model import Forward, bound_ms, expected_ms
+from longtrain.bench.quantspec_model import Forward, bound_ms, expected_ms, longspec
 from longtrain.bench.quantspec_shape import FULL, INT8, Cell, Group, Settings, Way
 from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.jobs import bench, bench_quantspec
 from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
 from longtrain.target.step import Want
 
 MICRO = {
@@ -199,7 +200,7 @@ def test_kernels_can_be_compiled_beforehand(target):
 
 def test_the_model_of_a_step_by_hand():
     """Bytes over shares of the bandwidth, 0.35 ms a forward; several drafts before a verification."""
-    size = Sizes.of_keys(quantspec_shape_keys("llama31_8b"))
+    size = Sizes.of_keys(SHAPES["llama31_8b"])
     weights, kv = 7504658432, 2 * 32 * 8 * 128 * 32768
     plain = [Forward(Width())]
     at = {"batch": 1, "context": 32768}
@@ -216,10 +217,16 @@ def test_the_model_of_a_step_by_hand():
     )
 
 
-def quantspec_shape_keys(name):
-    from longtrain.target.shapes import SHAPES
-
-    return SHAPES[name]
+def test_the_model_of_a_longspec_cycle_by_hand():
+    """A level reads one layer, the cross-attention's two products and the head, and one layer's cache."""
+    size = Sizes.of_keys(SHAPES["llama31_8b"])
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    level = 2 * (layer + 2 * 4096 * 4096 + 128256 * 4096) / 0.87 + 2 * 2 * 8 * 128 * 32768 / 0.85
+    at = {"batch": 1, "context": 32768, "bytes_per_s": 4.3e12}
+    chain = expected_ms([*longspec(size, (1, 1))], size, **at)
+    verify = expected_ms([Forward(Width(), rows=3)], size, **at)
+    assert chain - verify == pytest.approx(2 * (0.35 / 32 + 1e3 * level / 4.3e12), rel=5e-3)
+    assert [forward.rows for forward in longspec(size, (4, 8, 8))] == [1, 4, 8, 21]
 
 
 def test_rows_are_compared_with_plain_decoding_of_their_kind():
@@ -233,6 +240,7 @@ def test_rows_are_compared_with_plain_decoding_of_their_kind():
     rows += [row("longspec", FULL, 20.0), row("quantspec", INT8, 5.0, batch=2)]
     rows += [{"system": "x", "cache": FULL, "prompt_tokens": 1024, "batch": 1, "failed": "out of memory"}]
     quantspec_shape.compare(rows)
+    assert all("expected_speed" not in one for one in rows)
     assert [one.get("speed") for one in rows] == [1.0, 0.8, 1.6, 2.0, None, None]
     assert [one.get("int8_speed") for one in rows] == [None, 1.0, 2.0, None, None, None]
 
@@ -257,7 +265,7 @@ def micro_words():
 def test_cells_of_a_run(composed):
     """Every length alone, the first one in batches and taken apart; caches grow, plain decoding is first."""
     cfg = composed(micro_words(), "lengths=[512,300]", "suite.batches=[1,2]", "suite.drafted=[1,2]")
-    groups = bench_quantspec._groups(cfg, torch.device("cpu"))
+    groups = bench_quantspec._groups(cfg, torch.device("cpu"), Sizes.of_keys(MICRO))
     cells = [[(quantspec_shape.name_of(c.way), c.context, c.batch) for c in group.cells] for group in groups]
     places = [(300, 1), (512, 1), (300, 2)]
     assert cells[0] == [("plain, full cache", *place) for place in places]
