@@ -28,7 +28,7 @@ from longtrain.decoding.captured import Stage, can_settle
 from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import pad, prefill
-from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.decoding.roles import Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConfigError, ConflictError, LongtrainError
 from longtrain.log import get_logger
@@ -36,6 +36,7 @@ from longtrain.target.step import TargetStep
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
+    from longtrain.target.attention import Watch
     from longtrain.target.model import Target
 
 log = get_logger(__name__)
@@ -253,9 +254,15 @@ def staged(target: Target, parts: Parts, cell: Cell, settings: Settings) -> Phas
     prompts = torch.randint(target.info.vocab_size, (batch, context), generator=coins).tolist()
     new_cache = parts.cache or stage.new_cache
     if settings.fill == "prompt":
-        hidden = draft.want.hidden if draft else ()
-        nodes = shape.n_nodes
-        read = prefill(target, new_cache, prompts, max_new_tokens=room, nodes=nodes, hidden=hidden)
+        read = prefill(
+            target,
+            new_cache,
+            prompts,
+            max_new_tokens=room,
+            nodes=shape.n_nodes,
+            hidden=draft.want.hidden if draft else (),
+            onlooker=onlooker(draft),
+        )
         cache, step, tokens_BS, n_B = read.cache, read.step, read.tokens_BS, read.n_B
     else:
         if draft is not None and draft.want.hidden:
@@ -265,7 +272,9 @@ def staged(target: Target, parts: Parts, cell: Cell, settings: Settings) -> Phas
             )
         tokens_BS, n_B = pad(prompts, target.device)
         cache = new_cache(batch, context + room, shape.n_nodes)
-        fill(cache, target, n_B, context, seed=settings.seed)
+        looking = onlooker(draft)
+        watch = looking.watch_prompts([context] * batch) if looking else None
+        fill(cache, target, n_B, context, seed=settings.seed, watch=watch)
         step = TargetStep(None, {})
     if not can_settle(cache) or (draft is not None and draft.tensors() is None):
         raise ConflictError(
@@ -302,18 +311,33 @@ def _steps(way: Way, settings: Settings) -> steps.Settings:
 
 
 @torch.no_grad()
-def fill(cache: KVCache, target: Target, n_B: Tensor, context: int, *, seed: int) -> None:
-    """Random keys and values of `context` tokens, the same in all layers, as if prompts had been read."""
+def fill(
+    cache: KVCache, target: Target, n_B: Tensor, context: int, *, seed: int, watch: Watch | None = None
+) -> None:
+    """Random keys and values of `context` tokens, the same in all layers, as if prompts had been read.
+
+    Args:
+        cache: empty.
+        target: for its sizes.
+        n_B: the context, once a sequence.
+        context: tokens.
+        seed: of the rows.
+        watch: sees them, and queries.
+    """
     info = target.info
     coins = torch.Generator(device=target.device).manual_seed(seed)
-    size = (len(n_B), info.n_kv_heads, context, info.head_dim)
-    k, v = (
-        torch.randn(size, generator=coins, device=target.device, dtype=torch.float32).to(target.dtype)
-        for _ in range(2)
-    )
+
+    def random(heads: int) -> Tensor:
+        size = (len(n_B), heads, context, info.head_dim)
+        return torch.randn(size, generator=coins, device=target.device, dtype=target.dtype)
+
+    k, v = random(info.n_kv_heads), random(info.n_kv_heads)
+    q = None if watch is None else random(info.n_heads)
     cache.expect(None)
     for layer in range(info.n_layers):
         cache.write(layer, k, v)
+        if watch is not None and q is not None:
+            watch(layer, q, k, v)
     cache.commit(None, n_B)
 
 

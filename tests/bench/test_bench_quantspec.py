@@ -184,6 +184,17 @@ def test_a_prompt_may_be_read_instead(target):
             Settings(**wrong)
 
 
+@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv"])
+def test_sparse_drafts_see_random_rows_too(target, policy):
+    spec = methods.get("magicdec")
+    config = spec.config(policy=policy)
+    parts = spec.attach(spec.build(config, target.info), target, config, {})
+    cell = Cell(Way("sparse", FULL, TreeShape((1, 1)), accept.independent(0.9, 2)), 1024, batch=2)
+    row = quantspec_shape.measure(target, parts, cell, FEW)
+    assert "failed" not in row and row["tokens_per_cycle"] > 2
+    assert 0.2 < row["draft_gib"] / row["cache_gib"] < 0.4  # a quarter of the rows, and room
+
+
 def test_kernels_can_be_compiled_beforehand(target):
     """All cells run once, side by side; one that cannot is left to the measurement."""
     ran = []
