@@ -47,18 +47,28 @@ SPARSE: list[Mapping[str, Any]] = [
     {"method": {"name": "magicdec", "policy": "snapkv"}, "label": "SnapKV draft"},
     {"method": "prompt_lookup", "label": "prompt look-up"},
 ]
+KEYS = {"method", "label", "drafted", "acceptance"}
 DRAFTED, SPARSE_DRAFTED, MIDDLE = [1, 2, 3, 4, 6], [1, 2, 3], 4
 """QuantSpec Fig. 9 and Table 6: sparse drafts are best at few."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """An entry of `suite.systems`."""
+    """An entry of `suite.systems`.
+
+    Args:
+        name: unique.
+        method: its name.
+        config: its settings.
+        drafted: tokens a cycle.
+        acceptance: chance of a drafted token, where it is given.
+    """
 
     name: str
     method: str
     config: Any
     drafted: tuple[int, ...]
+    acceptance: float
 
     def attach(self, target: Target) -> Parts:
         """Draft and cache for a target."""
@@ -137,7 +147,6 @@ def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
     suite = cfg.suite
     lengths = sorted(map(parse_tokens, suite.lengths))
     batches = sorted({1, *convert(plain(suite.batches), list[int], "suite.batches")})
-    rate = convert(suite.acceptance, float, "suite.acceptance")
     split = convert(suite.split, bool, "suite.split")
     places = [(length, 1) for length in lengths] + [(lengths[0], batch) for batch in batches if batch > 1]
 
@@ -162,7 +171,7 @@ def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
             mine += cells(Way("plain", cache, forwards=(Forward(Width(kv=8)),)))
         at_batches = _at_batches(suite.batch_drafted, asked)
         for drafted in sorted({*asked.drafted, at_batches}):
-            law = accept.independent(rate, drafted)
+            law = accept.independent(asked.acceptance, drafted)
             way = Way(asked.name, cache, TreeShape((1,) * drafted), law, _forwards(asked, drafted))
             mine += cells(way, everywhere=drafted == at_batches)
         found.append(Group(asked.attach, tuple(sorted(mine, key=lambda cell: (cell.batch, cell.context)))))
@@ -247,10 +256,10 @@ def _systems(cfg: DictConfig, device: torch.device, usual: Sequence[Mapping[str,
 
 
 def _asked(entry: Any, cfg: DictConfig) -> Asked:
-    if not isinstance(entry, Mapping) or "method" not in entry or set(entry) - {"method", "label", "drafted"}:
+    if not isinstance(entry, Mapping) or "method" not in entry or set(entry) - KEYS:
         raise ConfigError(
             f"suite.systems entry {entry}; allowed: {{method: NAME}} or {{method: {{name: NAME, option: "
-            "value}}, with `label` and `drafted` if wanted"
+            "value}}, with `label`, `drafted` and `acceptance` if wanted"
         )
     method = entry["method"]
     options = dict(method) if isinstance(method, Mapping) else {"name": method}
@@ -264,7 +273,8 @@ def _asked(entry: Any, cfg: DictConfig) -> Asked:
     counts = convert(drafted, list[int], "suite.drafted")
     if not counts or min(counts) < 1:
         raise ConfigError(f"suite.drafted={counts}; allowed: one or more counts, each 1 or more")
-    return Asked(str(entry.get("label", name)), name, config, tuple(sorted(set(counts))))
+    rate = convert(entry.get("acceptance", cfg.suite.acceptance), float, "suite.acceptance")
+    return Asked(str(entry.get("label", name)), name, config, tuple(sorted(set(counts))), rate)
 
 
 def _auto(cfg: DictConfig, key: str, on_cuda: Any, elsewhere: Any) -> Any:

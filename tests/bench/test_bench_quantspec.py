@@ -287,6 +287,11 @@ def test_cells_of_a_run(composed):
         *((name, 512, 1) for name in alone),
         *((name, 300, 2) for name in ("plain, INT8 cache", "quantspec 2")),
     ]
+    own = "suite.systems=[{method: prompt_lookup, label: look-up, acceptance: 0.4, drafted: [3]}]"
+    cfg = composed(micro_words(), "lengths=[300]", "suite.recorded=null", own)
+    groups = bench_quantspec._groups(cfg, torch.device("cpu"), Sizes.of_keys(MICRO))
+    (way,) = [cell.way for cell in groups[1].cells]
+    assert (way.system, way.cache, way.law) == ("look-up", FULL, accept.independent(0.4, 3))
 
 
 def test_the_suite_measures_a_shape(composed, tmp_path, capsys):
