@@ -21,6 +21,7 @@ EXAMPLES = {
     "bench": """\
   longtrain bench suite=engine target=tiny
   longtrain bench suite=roofline lengths=[32k,128k]
+  longtrain bench suite=quantspec suite.shape=llama31_8b lengths=[32k,128k] suite.batches=[1,2,4,8]
 """,
 }
 
