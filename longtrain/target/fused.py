@@ -39,23 +39,24 @@ class Dense:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        """Its product with some rows."""
-        if serves(x_NE, self.weight):
-            return small_linear(x_NE, self.weight, residual=self.bias)
-        return linear(x_NE, self.weight, self.bias)
+    def __call__(self, x_NE: Tensor, residual_NF: Tensor | None = None) -> Tensor:
+        """Its product with some rows, plus a residual stream."""
+        if serves(x_NE, self.weight) and (self.bias is None or residual_NF is None):
+            return small_linear(x_NE, self.weight, residual=residual_NF if self.bias is None else self.bias)
+        out_NF = linear(x_NE, self.weight, self.bias)
+        return out_NF if residual_NF is None else out_NF + residual_NF
 
-    def adds(self, x_NE: Tensor) -> bool:
-        """Whether the sum with a residual stream costs nothing more."""
-        return self.bias is None and serves(x_NE, self.weight)
-
-    def added(self, x_NE: Tensor, residual_NF: Tensor) -> Tensor:
-        """The residual stream with the product added; asked where `adds`."""
-        return small_linear(x_NE, self.weight, residual=residual_NF)
-
-    def gated(self, x_NE: Tensor) -> Tensor:
+    def swiglu(self, x_NE: Tensor) -> Tensor:
         """`silu(gate) * up` of gate and up side by side."""
-        return small_swiglu(x_NE, self.weight) if self.adds(x_NE) else swiglu(self(x_NE))
+        if self.bias is None and serves(x_NE, self.weight):
+            return small_swiglu(x_NE, self.weight)
+        return swiglu(self(x_NE))
+
+    def sum(self, x_NE: Tensor, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is still to be added to it: nothing where the product does that."""
+        if self.bias is None and serves(x_NE, self.weight):
+            return self(x_NE, residual_NF), None
+        return residual_NF, self(x_NE)
 
 
 Product: TypeAlias = Dense | Int4Linear
@@ -134,9 +135,9 @@ class FusedDecoder:
             x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.post_attention_layernorm.weight, eps)
             parts = normed_NE.split(MLP_ROWS)
             if len(parts) == 1:
-                x_NE, add_NE = _sum(layer.down, _gated(layer.gate_up, normed_NE), x_NE)
+                x_NE, add_NE = _sum(layer.down, layer.gate_up.swiglu(normed_NE), x_NE)
             else:
-                add_NE = torch.cat([layer.down(_gated(layer.gate_up, rows)) for rows in parts])
+                add_NE = torch.cat([layer.down(layer.gate_up.swiglu(rows)) for rows in parts])
             if index in wanted:
                 hidden[index] = (x_NE if add_NE is None else x_NE + add_NE).view(B, T, E)
         _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
@@ -164,15 +165,10 @@ class FusedDecoder:
 
 
 def _sum(product: Product, x_NX: Tensor, residual_NE: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The residual stream, and what is still to be added to it: nothing where the product does that."""
-    if isinstance(product, Dense) and product.adds(x_NX):
-        return product.added(x_NX, residual_NE), None
-    return residual_NE, product(x_NX)
-
-
-def _gated(product: Product, x_NE: Tensor) -> Tensor:
-    """The MLP's activations."""
-    return product.gated(x_NE) if isinstance(product, Dense) else swiglu(product(x_NE))
+    """See `Dense.sum`; what reads 4-bit weights always does it all."""
+    if isinstance(product, Dense):
+        return product.sum(x_NX, residual_NE)
+    return product(x_NX, residual_NE), None
 
 
 def _fused(module: Any) -> FusedLayer:
@@ -195,16 +191,35 @@ def _sharing(module: Any) -> list[list[Any]]:
 
 def _joined(linears: Sequence[Any]) -> Product:
     """Several linears as one; they keep views of its weights."""
-    if isinstance(linears[0], Int4Linear):
-        return Int4Linear.joined(linears)
-    weight = torch.cat([one.weight for one in linears])
-    bias = None if linears[0].bias is None else torch.cat([one.bias for one in linears])
+    return Int4Linear.joined(linears) if isinstance(linears[0], Int4Linear) else joined(linears)
+
+
+def joined(linears: Sequence[nn.Linear]) -> Dense:
+    """Several linears of one input as one; they keep views of its weights, and no gradients.
+
+    Args:
+        linears: all with a bias or all without.
+    """
+    weight = _whole([one.weight for one in linears])
+    bias = None if linears[0].bias is None else _whole([one.bias for one in linears])
     first = 0
     for one in linears:
         rows = slice(first, first + one.weight.shape[0])
         _assign(one, weight[rows], None if bias is None else bias[rows])
         first = rows.stop
     return Dense(weight, bias)
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one after another as one: that of which they are views already, or a new one."""
+    first, at, lies = parts[0], parts[0].data_ptr(), True
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        lies = lies and same and part.is_contiguous() and part.data_ptr() == at
+        at += part.nbytes
+    if not lies:
+        return torch.cat([part.detach() for part in parts])
+    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def _part(linears: Sequence[Any]) -> None:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-_NEVER = -(1 << 62)
-"""Position of a slot that holds nothing: outside every window."""
+from longtrain.kernels.fused_layer import Slots
+from longtrain.kernels.ring_attention import ring_attention
 
 
 class Ring:
     """Constant-size storage; a position lives in slot `position mod W`, visibility goes by position.
 
-    Buffer rows 0..W-1 are the ring, row W takes writes that must not count, and the tree's nodes follow.
+    Buffer rows 0..W-1 are the ring, and the tree's nodes follow. Positions are taken in without gaps, so
+    where they begin (`since_B`) and how many tokens the sequence has tell which position a slot holds.
 
     Args:
         batch: sequences.
@@ -28,18 +28,19 @@ class Ring:
         heads, dim = like_GD.shape
         self.window, self.nodes = window, 0
         # Zeros, not empty: a masked row has weight 0, and 0 times garbage may be NaN.
-        self.k_BGSD = like_GD.new_zeros(batch, heads, window + 1, dim)
+        self.k_BGSD = like_GD.new_zeros(batch, heads, window, dim)
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
-        self.pos_BS = torch.full((batch, window + 1), _NEVER, dtype=torch.int64, device=like_GD.device)
+        self.since_B = torch.zeros(batch, dtype=torch.int64, device=like_GD.device)
+        self._none_B = torch.zeros_like(self.since_B)
 
     def serves(self, batch: int, like_GD: Tensor) -> bool:
         """Whether its buffers are those of so many sequences, and of this device and dtype."""
         k = self.k_BGSD
         return (len(k), k.device, k.dtype) == (batch, like_GD.device, like_GD.dtype)
 
-    def clear(self) -> None:
-        """Forget every position; the buffers stay."""
-        self.pos_BS.fill_(_NEVER)
+    def begin(self, since_B: Tensor) -> None:
+        """Hold nothing; the next position of each sequence will be `since_B`. The buffers stay."""
+        self.since_B.copy_(since_B)
 
     def reserve(self, nodes: int) -> None:
         """Make room for trees of this many nodes; nothing happens where it is there already."""
@@ -50,50 +51,40 @@ class Ring:
             self.k_BGSD, self.v_BGSD = (torch.cat((x, room), dim=2) for x in (self.k_BGSD, self.v_BGSD))
             self.nodes = nodes
 
-    def put(self, pos_BP: Tensor, valid_BP: Tensor, k_BPGD: Tensor, v_BPGD: Tensor) -> None:
-        """Store keys and values at positions, over those W positions earlier; P is at most W.
+    def positions(self, first_B: Tensor, count_B: Tensor) -> Slots:
+        """Where keys and values of `count_B` positions from `first_B` on go, over those W positions earlier.
 
-        Args:
-            pos_BP: absolute positions, int64, increasing.
-            valid_BP: bool; the others are not stored.
-            k_BPGD: rotated keys.
-            v_BPGD: values.
+        Rows of a step beyond `count_B` are not stored; a step has at most W.
         """
-        slot_BP = torch.where(valid_BP, pos_BP % self.window, self.window)
-        self.pos_BS.scatter_(1, slot_BP, pos_BP)
-        self.pos_BS[:, self.window] = _NEVER
-        slot_BGPD = slot_BP[:, None, :, None].expand(-1, k_BPGD.shape[2], -1, k_BPGD.shape[3])
-        self.k_BGSD.scatter_(2, slot_BGPD, k_BPGD.transpose(1, 2))
-        self.v_BGSD.scatter_(2, slot_BGPD, v_BPGD.transpose(1, 2))
+        return Slots(self.k_BGSD, self.v_BGSD, first_B, wrap=self.window, count_B=count_B)
 
-    def put_nodes(self, first: int, k_BPGD: Tensor, v_BPGD: Tensor) -> None:
-        """Store tree nodes `first, first + 1, ...`; they are overwritten by the next tree."""
-        rows = slice(self.window + 1 + first, self.window + 1 + first + k_BPGD.shape[1])
-        self.k_BGSD[:, :, rows] = k_BPGD.transpose(1, 2)
-        self.v_BGSD[:, :, rows] = v_BPGD.transpose(1, 2)
+    def tree(self, first: int) -> Slots:
+        """Where those of tree nodes `first, first + 1, ...` go; they are overwritten by the next tree."""
+        return Slots(self.k_BGSD, self.v_BGSD, self._none_B, at=self.window + first)
 
-    def attend(self, q_BPHD: Tensor, pos_B1: Tensor, nodes_BPN: Tensor, *, scale: float) -> Tensor:
+    def attend(self, q_BPHD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, ahead: int, scale: float) -> Tensor:
         """Attention of tree nodes over the ring (the last W positions before each) and over the tree.
 
         Args:
             q_BPHD: rotated queries.
-            pos_B1: their position; all are of one level.
+            len_B: tokens of each sequence, all of which were taken in.
             nodes_BPN: bool; which of the tree's first N nodes each sees, itself among them.
+            ahead: of how far beyond those tokens the nodes are; all are of one level.
             scale: of the logits.
 
         Returns: out_BPHD.
         """
-        B, P, H, D = q_BPHD.shape
-        G, used = self.k_BGSD.shape[1], self.window + 1 + nodes_BPN.shape[-1]
-        ring_BS = self.pos_BS >= pos_B1 - self.window
-        seen_BPS = torch.cat((ring_BS[:, None].expand(-1, P, -1), nodes_BPN), dim=-1)
-        # The query heads of a KV head become rows of one matrix, so keys are read once and never repeated.
-        q_BGRD = q_BPHD.transpose(1, 2).reshape(B, G, -1, D)
-        seen_BGRS = seen_BPS[:, None, None].expand(-1, 1, H // G, -1, -1).reshape(B, 1, -1, used)
-        k, v = self.k_BGSD[:, :, :used], self.v_BGSD[:, :, :used]
-        out_BGRD = scaled_dot_product_attention(q_BGRD, k, v, attn_mask=seen_BGRS, scale=scale)
-        return out_BGRD.reshape(B, H, P, D).transpose(1, 2)
+        return ring_attention(
+            q_BPHD.transpose(1, 2),
+            self.k_BGSD,
+            self.v_BGSD,
+            (self.since_B, len_B),
+            nodes_BPN,
+            window=self.window,
+            ahead=ahead,
+            scale=scale,
+        ).transpose(1, 2)
 
     def bytes(self) -> int:
         """Bytes of keys, values and positions."""
-        return self.k_BGSD.nbytes + self.v_BGSD.nbytes + self.pos_BS.nbytes
+        return self.k_BGSD.nbytes + self.v_BGSD.nbytes + self.since_B.nbytes + self._none_B.nbytes

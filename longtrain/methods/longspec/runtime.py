@@ -6,6 +6,7 @@ E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,33 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import depths
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.layers import Rope
+from longtrain.kernels.greedy import argmax_rows
+from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.methods.longspec.ring import Ring
 from longtrain.target.step import TargetStep, Want
 
 if TYPE_CHECKING:
+    from longtrain.layers import Rope
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
     from longtrain.target.model import Target
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What of a tree does not depend on what is drafted.
+
+    Args:
+        depth_N: depth of each node.
+        step_J: 0, 1, ... for each level but the last.
+        parents_1N: of a chain's nodes; None for other trees.
+        sees_1NN: which nodes a chain's nodes see; None for other trees.
+    """
+
+    depth_N: Tensor
+    step_J: Tensor
+    parents_1N: Tensor | None
+    sees_1NN: Tensor | None
 
 
 class LongSpecRuntime:
@@ -47,24 +67,26 @@ class LongSpecRuntime:
     def __init__(self, draft: LongSpecDraft, target: Target, config: Config) -> None:
         self.draft, self.target, self.window = draft, target, config.window
         self.kv_layer = config.kv_source_layer % target.info.n_layers
+        self.layer = FusedDraft(draft)
         self.ring: Ring | None = None
         self.cache: KVCache | None = None
-        self._depths: dict[TreeShape, Tensor] = {}
+        self._plans: dict[TreeShape, _Plan] = {}
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Take the last W tokens of each prompt into the ring; nothing else of the prompt is looked at."""
         self.cache = cache
         B, S = tokens_BS.shape
-        pos_BP = n_B[:, None] - min(self.window, S) + torch.arange(min(self.window, S), device=n_B.device)
         info = self.target.info
         like_GD = torch.empty(
             info.n_kv_heads, info.head_dim, dtype=self.target.dtype, device=self.target.device
         )
-        if self.ring is not None and self.ring.serves(B, like_GD):
-            self.ring.clear()
-        else:
+        if self.ring is None or not self.ring.serves(B, like_GD):
             self.ring = Ring(B, self.window, like_GD)
-        self._take(tokens_BS.gather(1, pos_BP.clamp(min=0)), pos_BP, pos_BP >= 0)
+        few = min(self.window, S)
+        since_B = (n_B - few).clamp(min=0)
+        self.ring.begin(since_B)
+        pos_BP = since_B[:, None] + torch.arange(few, device=n_B.device)
+        self._take(tokens_BS.gather(1, pos_BP.clamp(max=S - 1)), pos_BP, n_B - since_B)
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
         """Draft level by level below the root.
@@ -77,8 +99,10 @@ class LongSpecRuntime:
             ConflictError: called before `start`.
         """
         ring, cache = self._state(shape)
-        if shape not in self._depths:
-            self._depths[shape] = depths(shape, root_B.device)
+        plan = self._plan(shape, root_B.device)
+        rope = self.target.rope(cache.len_B[:, None] + plan.step_J)
+        if plan.parents_1N is not None:
+            return self._chain(ring, cache, plan, rope, root_B, shape, sampling, coins)
         B, N = len(root_B), shape.n_nodes
         tokens_BN = root_B[:, None].expand(B, N).clone()
         parents_BN = torch.full_like(tokens_BN, -1)
@@ -86,14 +110,9 @@ class LongSpecRuntime:
         score_BM = torch.zeros(B, 1, device=root_B.device)
         laws: list[Tensor] = []
         first, last = 0, 1
-        pos_BJ = cache.len_B[:, None] + torch.arange(shape.depth, device=root_B.device)
-        cos_BJD, sin_BJD = self.target.rope(pos_BJ)
         for depth, width in enumerate(shape.widths):
-            level, at = slice(first, last), slice(depth, depth + 1)
-            rope = cos_BJD[:, at], sin_BJD[:, at]
-            logits_BMV = self._level(
-                ring, cache, tokens_BN[:, level], pos_BJ[:, at], rope, sees_BNN[:, level, :last]
-            )
+            level = slice(first, last)
+            logits_BMV = self._level(ring, cache, tokens_BN[:, level], depth, rope, sees_BNN[:, level, :last])
             child = slice(last, last + width)
             if shape.law is Law.POINT:
                 tokens, parents, score_BM = _best(logits_BMV, score_BM, width, sampling)
@@ -105,10 +124,34 @@ class LongSpecRuntime:
             above_BMN = sees_BNN.gather(1, (parents + first)[..., None].expand(-1, -1, N))
             sees_BNN[:, child] |= above_BMN
             first, last = last, last + width
-        q_BNV = None
-        if laws:
-            q_BNV = torch.cat((*laws, torch.zeros_like(laws[0][:, :1]).expand(-1, N - first, -1)), dim=1)
-        return TokenTree(tokens_BN, parents_BN, self._depths[shape], shape.law, q_BNV)
+        return TokenTree(tokens_BN, parents_BN, plan.depth_N, shape.law, _laws(laws, N))
+
+    def _chain(
+        self,
+        ring: Ring,
+        cache: KVCache,
+        plan: _Plan,
+        rope: Rope,
+        root_B: Tensor,
+        shape: TreeShape,
+        sampling: Sampling,
+        coins: Coins,
+    ) -> TokenTree:
+        """One child a node: who sees whom is known beforehand, and the best child is the argmax."""
+        assert plan.sees_1NN is not None and plan.parents_1N is not None
+        B, N = len(root_B), shape.n_nodes
+        sees_BNN = plan.sees_1NN.expand(B, -1, -1)
+        tokens, laws = [root_B], []
+        for depth in range(shape.depth):
+            seen_B1N = sees_BNN[:, depth : depth + 1, : depth + 1]
+            logits_B1V = self._level(ring, cache, tokens[-1][:, None], depth, rope, seen_B1N)
+            if shape.law is Law.POINT:
+                tokens.append(argmax_rows(logits_B1V)[:, 0])
+                continue
+            laws.append(probs(logits_B1V, sampling))
+            tokens.append(_sampled(laws[-1], 1, cache.len_B + depth + 1, coins)[0][:, 0])
+        parents_BN = plan.parents_1N.expand(B, -1)
+        return TokenTree(torch.stack(tokens, 1), parents_BN, plan.depth_N, shape.law, _laws(laws, N))
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Keys and values of the accepted tokens go into the ring; those of the tree are forgotten."""
@@ -119,8 +162,7 @@ class LongSpecRuntime:
             )
         path_BP, n_B = verdict.path_BP, verdict.n_B
         step_P = torch.arange(path_BP.shape[1], device=n_B.device)
-        pos_BP = (cache.len_B - n_B)[:, None] + step_P
-        self._take(tree.tokens_BN.gather(1, path_BP), pos_BP, step_P < n_B[:, None])
+        self._take(tree.tokens_BN.gather(1, path_BP), (cache.len_B - n_B)[:, None] + step_P, n_B)
 
     def bytes(self) -> int:
         """Bytes of the ring: a function of batch, window and tree, not of the context."""
@@ -129,7 +171,7 @@ class LongSpecRuntime:
     def tensors(self) -> tuple[Tensor, ...]:
         """The ring's buffers."""
         ring = self.ring
-        return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.pos_BS)
+        return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.since_B)
 
     def _state(self, shape: TreeShape) -> tuple[Ring, KVCache]:
         """The ring with room for this tree, and the cache."""
@@ -145,29 +187,52 @@ class LongSpecRuntime:
         self.ring.reserve(shape.n_nodes)
         return self.ring, self.cache
 
-    def _take(self, tokens_BP: Tensor, pos_BP: Tensor, valid_BP: Tensor) -> None:
-        """Compute and store keys and values of tokens; no attention is run for them."""
+    def _plan(self, shape: TreeShape, device: torch.device) -> _Plan:
+        """Made once a shape."""
+        if shape not in self._plans:
+            N, chain = shape.n_nodes, all(width == 1 for width in shape.widths)
+            node_N = torch.arange(N, device=device)
+            self._plans[shape] = _Plan(
+                depths(shape, device),
+                node_N[: shape.depth],
+                node_N[None] - 1 if chain else None,
+                (node_N <= node_N[:, None])[None] if chain else None,
+            )
+        return self._plans[shape]
+
+    def _take(self, tokens_BP: Tensor, pos_BP: Tensor, count_B: Tensor) -> None:
+        """Compute and store keys and values of the first `count_B` tokens; no attention is run for them."""
         assert self.ring is not None
-        rope = self.target.rope(pos_BP.clamp(min=0))
-        normed_BPE = self.draft.input_layernorm(self.target.embed(tokens_BP))
-        self.ring.put(pos_BP, valid_BP, *self.draft.self_attn.keys_values(normed_BPE, rope))
+        cos_BPD, sin_BPD = self.target.rope(pos_BP)
+        rope = cos_BPD.flatten(0, 1), sin_BPD.flatten(0, 1)
+        embed_NE = self.target.embed(tokens_BP).flatten(0, 1)
+        self.layer.keep(embed_NE, rope, self.ring.positions(pos_BP[:, 0], count_B))
 
     def _level(
-        self, ring: Ring, cache: KVCache, tokens_BM: Tensor, pos_B1: Tensor, rope: Rope, sees_BMN: Tensor
+        self, ring: Ring, cache: KVCache, tokens_BM: Tensor, depth: int, rope: Rope, sees_BMN: Tensor
     ) -> Tensor:
         """Logits_BMV of one level's nodes, the last of N so far; their keys and values join the tree's."""
-        draft, embed_BME = self.draft, self.target.embed(tokens_BM)
-        normed_BME = draft.input_layernorm(embed_BME)
-        first = sees_BMN.shape[-1] - sees_BMN.shape[1]
-        ring.put_nodes(first, *draft.self_attn.keys_values(normed_BME, rope))
-        query_BMHD = draft.self_attn.query(normed_BME, rope)
-        mixed_BMHD = ring.attend(query_BMHD, pos_B1, sees_BMN, scale=draft.scale)
+        B, M, scale = *tokens_BM.shape, self.draft.scale
+        cos_ND, sin_ND = (part[:, depth, None].expand(-1, M, -1).flatten(0, 1) for part in rope)
+        embed_NE = self.target.embed(tokens_BM).flatten(0, 1)
+        q_NHD = self.layer.own(embed_NE, (cos_ND, sin_ND), ring.tree(sees_BMN.shape[-1] - M))
+        mixed_BMHD = ring.attend(q_NHD.unflatten(0, (B, M)), cache.len_B, sees_BMN, ahead=depth, scale=scale)
 
-        def read(q_BMHD: Tensor) -> Tensor:
-            out, _ = cache.attend(self.kv_layer, q_BMHD.transpose(1, 2), mask=PrefixOnly(), scale=draft.scale)
-            return out.transpose(1, 2)
+        def read(q_NHD: Tensor) -> Tensor:
+            q_BHMD = q_NHD.unflatten(0, (B, M)).transpose(1, 2)
+            out_BHMD, _ = cache.attend(self.kv_layer, q_BHMD, mask=PrefixOnly(), scale=scale)
+            return out_BHMD.transpose(1, 2).reshape(B * M, -1)
 
-        return self.target.head(draft.after_own(embed_BME, mixed_BMHD, rope, read))
+        hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), (cos_ND, sin_ND), read)
+        return self.target.head(hidden_NE).unflatten(0, (B, M))
+
+
+def _laws(laws: list[Tensor], nodes: int) -> Tensor | None:
+    """The levels' laws one after another, zero for the last level's nodes; None where there are none."""
+    if not laws:
+        return None
+    known_BMV = torch.cat(laws, dim=1)
+    return torch.nn.functional.pad(known_BMV, (0, 0, 0, nodes - known_BMV.shape[1]))
 
 
 def _best(

@@ -12,6 +12,7 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
+from longtrain.kernels.fused_layer import write_rows
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.ring import Ring
@@ -181,16 +182,15 @@ def test_ring_equals_full_history():
     for _ in range(12):
         n = torch.randint(0, W + 1, (B,), generator=gen)
         k, v = draw(B, W, G, D), draw(B, W, G, D)
-        pos = length[:, None] + torch.arange(W)
-        ring.put(pos, torch.arange(W) < n[:, None], k, v)
+        write_rows(k.transpose(1, 2), v.transpose(1, 2), ring.positions(length, n))
         for b in range(B):
             history[b] += [(k[b, i], v[b, i]) for i in range(int(n[b]))]
         length += n
         nodes_k, nodes_v = draw(B, 4, G, D), draw(B, 4, G, D)
-        ring.put_nodes(0, nodes_k, nodes_v)
+        write_rows(nodes_k.transpose(1, 2), nodes_v.transpose(1, 2), ring.tree(0))
         q, ahead = draw(B, 1, H, D), int(torch.randint(0, 3, (1,), generator=gen))
         sees = torch.tensor([[[True, False, True, True]]]).expand(B, 1, 4)
-        got = ring.attend(q, (length + ahead)[:, None], sees, scale=0.3)
+        got = ring.attend(q, length, sees, ahead=ahead, scale=0.3)
         for b in range(B):
             past = history[b][max(0, len(history[b]) + ahead - W) :] if ahead < W else []
             keys = torch.stack([x[0] for x in past] + [nodes_k[b, i] for i in (0, 2, 3)])
@@ -207,8 +207,8 @@ def test_draft_memory_does_not_grow_with_the_context(llama, make_draft):
         out = engine.generate([[2 + i % 90 for i in range(n)]], max_new_tokens=12, ignore_eos=True)
         held.add(out.stats.draft_bytes)
     info = llama.info
-    rows = WINDOW + 1 + 5
-    assert held == {2 * rows * info.n_kv_heads * info.head_dim * 8 + 8 * (WINDOW + 1)}
+    rows = WINDOW + 5
+    assert held == {2 * rows * info.n_kv_heads * info.head_dim * 8 + 2 * 8}
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (4, 6, 6), (1,) * 5])
@@ -270,3 +270,19 @@ def test_attach_casts_a_copy(llama, make_draft):
     assert runtime.draft.input_layernorm.weight.dtype == torch.float64
     same = make_draft(llama, CONFIG)
     assert SPEC.attach(same, llama, CONFIG, {}).draft.draft is same
+
+
+def test_weights_are_joined_once_and_only_where_nothing_trains(llama, make_draft):
+    draft = make_draft(llama, CONFIG)
+    weight = draft.self_attn.k_proj.weight
+    training = LongSpecRuntime(draft, llama, CONFIG)
+    assert draft.self_attn.k_proj.weight is weight and weight.requires_grad
+    draft.requires_grad_(False)
+    first, second = (LongSpecRuntime(draft, llama, CONFIG) for _ in range(2))
+    whole = first.layer.qkv.weight
+    assert torch.equal(whole, training.layer.qkv.weight)
+    assert second.layer.qkv.weight.data_ptr() == whole.data_ptr() != training.layer.qkv.weight.data_ptr()
+    assert draft.self_attn.q_proj.weight.data_ptr() == whole.data_ptr()
+    size = sum(p.nbytes for p in draft.parameters())
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
+    assert sum(storages.values()) == size
