@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtrain import methods
-from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.target.loading import random_target
@@ -66,6 +66,17 @@ def test_other_prompts_and_what_comes_after_them(name, keys, tapes):  # noqa: F8
     even = prompts_of(40, 40)
     drafted = Engine(target, parts.merge(evicted), capture=True).generate(even, shape=CHAIN, **options)
     assert drafted.tokens == Engine(target, evicted, capture=False).generate(even, **options).tokens
+
+
+@pytest.mark.parametrize(("name", "keys"), DRAFTS)
+def test_shapes_that_change_from_cycle_to_cycle(name, keys):
+    """What was accepted in cycles of other shapes, and in plain ones, is known to the draft as well."""
+    target = micro()
+    parts = parts_of(name, keys, target)
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    drafted = Engine(target, parts).generate(PROMPTS, shape=AUTO, **options)
+    assert drafted.tokens == Engine(target).generate(PROMPTS, **options).tokens
+    assert len(drafted.stats.shapes) > 1 and () in drafted.stats.shapes
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longtrain.decoding.control import CHAINS
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.rollout import check_chain, rollout
 from longtrain.decoding.sampling import Coins, Sampling
@@ -46,6 +47,9 @@ class MagicDecRuntime:
 
     def __init__(self, target: Target, config: Config) -> None:
         self.target, self.config = target, config
+        self.most = min(ROOM, config.newest(config.least_tokens)) - 1
+        """Most tokens of a chain: it must not overtake itself in the newest rows of the shortest prompt."""
+        self.offers = tuple(widths for widths in CHAINS if len(widths) <= self.most)
         self.rows: SparseRows | None = None
         self.cache: KVCache | None = None
         self._reader: _Reader | None = None
@@ -88,11 +92,10 @@ class MagicDecRuntime:
         """
         rows, cache = self._state()
         check_chain(shape, "MagicDec")
-        most = min(ROOM, self.config.newest(self.config.least_tokens)) - 1
-        if shape.depth > most:
+        if shape.depth > self.most:
             raise ConfigError(
                 f"a chain of {shape.depth} for MagicDec with method.least_tokens={self.config.least_tokens}; "
-                f"allowed: up to {most} tokens"
+                f"allowed: up to {self.most} tokens"
             )
         view = rows.restart(cache.len_B)
 

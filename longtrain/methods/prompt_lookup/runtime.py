@@ -39,6 +39,8 @@ class PromptLookupRuntime:
     """
 
     want = Want()
+    offers = tuple((1,) * n for n in (1, 2, 4, 8, 12, 16))
+    """A longer copy costs the draft nothing."""
 
     def __init__(self, target: Target, ngram: int) -> None:
         self.target, self.ngram = target, ngram
