@@ -69,6 +69,11 @@ def bound_ms(forwards: list[Forward], size: Sizes, gpu: Gpu, *, batch: int, cont
     )
 
 
+def bytes_read(forwards: list[Forward], size: Sizes, *, batch: int, context: int) -> float:
+    """Bytes that a cycle reads and writes at least."""
+    return sum(forward.times * _parts(forward, size, batch, context).whole.bytes for forward in forwards)
+
+
 def longspec(size: Sizes, widths: tuple[int, ...]) -> tuple[Forward, ...]:
     """A cycle of a LongSpec draft: a layer with two attentions a level, then the target over all nodes.
 

@@ -17,6 +17,7 @@ SHAPE_COLUMNS = {
     "model ms": "expected_ms",
     "least ms": "roofline_ms",
     "of roofline": "roofline_share",
+    "of read bandwidth": "read_share",
     "idle ms": "idle_ms.median",
     "tok/s": "tokens_per_s",
     "speed": "speed",

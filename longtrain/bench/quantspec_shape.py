@@ -20,7 +20,7 @@ from longtrain.bench import steps
 from longtrain.bench.eviction_theory import Sizes, gpu_called
 from longtrain.bench.graphs import read_bytes_per_s
 from longtrain.bench.quantspec_accept import Law, Replay
-from longtrain.bench.quantspec_model import Forward, bound_ms, expected_ms
+from longtrain.bench.quantspec_model import Forward, bound_ms, bytes_read, expected_ms
 from longtrain.bench.report import gib, shorter
 from longtrain.bench.timing import release
 from longtrain.decoding.barred import Barred
@@ -371,6 +371,7 @@ def _model(target: Target, cell: Cell, cycle_ms: float) -> dict[str, Any]:
     return {
         "gpu": gpu.name,
         "read_tb_per_s": read * 1e-12,
+        "read_share": 1e3 * bytes_read(forwards, size, **sizes) / read / cycle_ms,
         "expected_ms": expected,
         "expected_over_taken": expected / cycle_ms,
         "roofline_ms": bound,

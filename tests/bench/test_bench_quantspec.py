@@ -12,7 +12,7 @@ from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_accept as accept
 from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, steps
 from longtrain.bench.eviction_theory import GPUS, Sizes
-from longtrain.bench.quantspec_model import Forward, bound_ms, expected_ms, longspec
+from longtrain.bench.quantspec_model import Forward, bound_ms, bytes_read, expected_ms, longspec
 from longtrain.bench.quantspec_shape import FULL, INT8, Cell, Group, Settings, Way
 from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
@@ -221,6 +221,8 @@ def test_the_model_of_a_step_by_hand():
     verify = 0.35 + 1e3 * (2 * weights / 0.87 + kv * (1 + 4 / 128) / 0.75) / 4.3e12
     cycle = [Forward(Width(4, 4), times=4), Forward(Width(kv=8), rows=5)]
     assert expected_ms(cycle, size, **at, bytes_per_s=4.3e12) == pytest.approx(4 * draft + verify, rel=5e-3)
+    assert bytes_read(plain, size, **at) == pytest.approx(2 * (weights + kv), rel=2e-3)
+    assert bytes_read(cycle[:1], size, **at) == pytest.approx(4 * (0.5 + 4 / 128) * (weights + kv), rel=5e-3)
     least = bound_ms(cycle, size, GPUS["H200"], **at)
     assert least < expected_ms(cycle, size, **at, bytes_per_s=4.8e12)
     assert least == pytest.approx(
