@@ -12,10 +12,11 @@ from longtrain.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omegaconf import DictConfig, ListConfig
+    from omegaconf import DictConfig
 
+    from longtrain.decoding.control import Menu
     from longtrain.decoding.evict import Evictor
-    from longtrain.decoding.roles import Parts, TreeShape
+    from longtrain.decoding.roles import Law, Parts, TreeShape
     from longtrain.decoding.sampling import Sampling
     from longtrain.target.model import Target
 
@@ -35,6 +36,10 @@ JOBS: dict[str, tuple[str, str]] = {
     "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),
 }
 """Job name -> (module with `run(cfg)`, one line of help)."""
+
+
+AUTO = "auto"
+"""A setting that is found out rather than typed."""
 
 
 def device_of(cfg: DictConfig) -> str:
@@ -97,30 +102,64 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
         cfg: the resolved configuration.
         widths: over `decode.shape`.
 
-    `decode.law=auto` samples the children of a chain where decoding samples (the target accepts more of
-    them than of argmax drafts), and chooses them deterministically everywhere else.
+    `decode.law=auto` is `decoding.roles.usual_law`.
 
     Raises:
         ConfigError: no such law, or a shape that is not a list of widths.
     """
-    from omegaconf import OmegaConf
+    from longtrain.decoding.roles import TreeShape, usual_law
 
-    from longtrain.decoding.roles import Law, TreeShape
+    asked: Any = plain(cfg.decode.shape) if widths is None else list(widths)
+    if asked == AUTO:
+        raise ConfigError(
+            "decode.shape=auto chooses a shape for each cycle, and this job wants one for all; pass widths, "
+            "e.g. decode.shape=[1,1,1,1]"
+        )
+    widths = _widths(asked, "decode.shape")
+    law = _law_from(cfg)
+    sampled = convert(cfg.decode.temperature, float, "decode.temperature") > 0
+    return TreeShape(widths, law or usual_law(widths, sampled=sampled))
 
-    asked: Any = cfg.decode.shape if widths is None else list(widths)
-    asked = plain(asked) if OmegaConf.is_config(asked) else asked
-    widths = tuple(convert(asked, list[int], "decode.shape"))
+
+def drafting_from(cfg: DictConfig) -> TreeShape | Menu:
+    """What to draft, as `cfg.decode` says: a shape, or with `decode.shape=auto` those to choose among.
+
+    Raises:
+        ConfigError: no such law, or what is no list of widths.
+    """
+    from longtrain.decoding.control import Menu
+
+    menu = cfg.decode.get("menu")
+    if cfg.decode.shape != AUTO:
+        if menu is not None:
+            raise ConfigError(
+                f"decode.menu={plain(menu)} and decode.shape={plain(cfg.decode.shape)}; a menu is for "
+                "decode.shape=auto, leave one out"
+            )
+        return shape_from(cfg)
+    listed = [] if menu is None else convert(plain(menu), list[list[int]], "decode.menu")
+    return Menu(tuple(_widths(one, "decode.menu") for one in listed), _law_from(cfg))
+
+
+def _widths(asked: Any, key: str) -> tuple[int, ...]:
+    """A shape as typed."""
+    widths = tuple(convert(asked, list[int], key))
     if any(width < 1 for width in widths):
-        raise ConfigError(f"decode.shape={list(widths)}; allowed: widths of 1 or more")
+        raise ConfigError(f"{key}={list(widths)}; allowed: widths of 1 or more")
+    return widths
+
+
+def _law_from(cfg: DictConfig) -> Law | None:
+    """How children are chosen; None: as usual."""
+    from longtrain.decoding.roles import Law
+
     name = str(cfg.decode.law)
-    if name == "auto":
-        temperature = convert(cfg.decode.temperature, float, "decode.temperature")
-        sampled_chain = temperature > 0 and set(widths) == {1}
-        return TreeShape(widths, Law.IID if sampled_chain else Law.POINT)
+    if name == AUTO:
+        return None
     if name not in {law.value for law in Law}:
-        allowed = ", ".join(["auto", *(law.value for law in Law)])
+        allowed = ", ".join([AUTO, *(law.value for law in Law)])
         raise ConfigError(f"decode.law={name}; allowed: {allowed}")
-    return TreeShape(widths, Law(name))
+    return Law(name)
 
 
 def sampling_from(cfg: DictConfig) -> Sampling:
@@ -267,8 +306,11 @@ def _in_words(kind: Any) -> str:
     return "a mapping" if origin is Mapping else names.get(kind, "anything")
 
 
-def plain(cfg: DictConfig | ListConfig) -> Any:
-    """A configuration, or a part of one, as plain containers with every interpolation resolved."""
+def plain(cfg: Any) -> Any:
+    """A configuration, or a part of one, as plain containers with every interpolation resolved.
+
+    A value that is no container comes back as it is.
+    """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(cfg, resolve=True)
+    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg

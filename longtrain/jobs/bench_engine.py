@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import documents_from_files, parse_tokens
-from longtrain.jobs import convert, device_of, load_target_from, plain, sampling_from, shape_from, typed
+from longtrain.jobs import convert, device_of, drafting_from, load_target_from, plain, sampling_from, typed
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -30,7 +30,7 @@ def engine_rows(cfg: DictConfig) -> list[dict[str, Any]]:
     }
     settings = engine.Settings(
         sampling=sampling_from(cfg),
-        shape=shape_from(cfg),
+        shape=drafting_from(cfg),
         baselines=convert(plain(suite.baselines), list[str], "suite.baselines"),
         **counts,
     )

@@ -14,12 +14,12 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.jobs import (
     budget_keys,
     convert,
+    drafting_from,
     evictor_from,
     load_target_from,
     method_parts,
     plain,
     sampling_from,
-    shape_from,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(cfg: DictConfig) -> None:
         [ids],
         max_new_tokens=count,
         sampling=sampling,
-        shape=shape_from(cfg) if parts.draft else None,
+        shape=drafting_from(cfg) if parts.draft else None,
         stop=stop,
         stream=writer,
     )
@@ -72,6 +72,9 @@ def statistics(stats: Stats) -> str:
     ]
     if any(cycle.drafted for cycle in stats.cycles()):
         parts.append(f"acceptance length τ {stats.tau:.2f}, accepted {stats.acceptance_rate:.0%} of drafted")
+    if len(stats.shapes) > 1:
+        used = sorted(stats.shapes.items(), key=lambda pair: (len(pair[0]), pair[0]))
+        parts.append("cycles " + ", ".join(f"{_named(widths)} {count}" for widths, count in used))
     if stats.evicted:
         parts.append(f"kept {sum(stats.kept_rows):.0f} of {sum(stats.prompt_tokens)} rows")
         parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB, {stats.cache_bytes_full / 1e6:.1f} before")
@@ -80,6 +83,13 @@ def statistics(stats: Stats) -> str:
     if stats.draft_bytes:
         parts.append(f"draft {stats.draft_bytes / 1e6:.2f} MB")
     return "[" + " | ".join(parts) + "]"
+
+
+def _named(widths: Sequence[int]) -> str:
+    """A shape in one word: `plain`, `chain-4`, `4-8-8`."""
+    if set(widths) == {1}:
+        return f"chain-{len(widths)}"
+    return "-".join(map(str, widths)) or "plain"
 
 
 def _names(cfg: DictConfig) -> list[str]:

@@ -269,7 +269,7 @@ def test_what_cannot_be_captured_is_refused_or_left():
         Engine(target, big, capture=True, limits=Limits(nodes=200)).generate(
             ONE, max_new_tokens=4, shape=TreeShape((50, 100))
         )
-    assert Engine(target)._stage(None, PLAIN, 100) is None  # a CPU has no graphs
+    assert Engine(target)._stage(None, [PLAIN], 100) is None  # a CPU has no graphs
 
 
 def test_a_taped_cycle_that_asks_the_host_is_found():

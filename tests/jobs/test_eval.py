@@ -242,3 +242,5 @@ def test_law_auto_samples_chains_where_decoding_samples() -> None:
     assert law(1.0, [1, 1]) is Law.IID
     assert law(1.0, [2, 2]) is Law.POINT
     assert law(1.0, [1, 1], "point") is Law.POINT
+    with pytest.raises(ConfigError, match="this job wants one for all"):
+        law(0.0, "auto")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from longtrain.artifact import Artifact
@@ -47,6 +49,28 @@ def test_a_draft_changes_the_statistics_only(composed, artifact, plain_text, cap
     text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     assert text == plain_text("hello there")
     assert "acceptance length τ 1." in statistics and "draft 0." in statistics
+
+
+def test_as_much_is_drafted_as_pays(composed, artifact, plain_text, capsys):
+    words = ("prompt=hello there", "artifact=draft", "decode=auto", "decode.menu=[[1,1],[2,4]]")
+    generate.run(composed("generate", *NEW, *words))
+    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    assert text == plain_text("hello there")
+    assert re.search(r" \| cycles plain \d+,.* 2-4 \d+ \| ", statistics), statistics
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("decode=auto", "decode.menu=[[1,0]]"), r"decode.menu=\[1, 0\]; allowed: widths of 1 or more"),
+        (("decode=auto", "decode.menu=4"), "decode.menu=4; allowed: a list"),
+        (("decode.menu=[[1,1]]",), r"a menu is for decode.shape=auto"),
+        (("decode=auto", "decode.law=beam"), "decode.law=beam; allowed: auto, point, iid, no_replace"),
+    ],
+)
+def test_menus_that_are_none(words, complaint, composed, artifact):
+    with pytest.raises(ConfigError, match=complaint):
+        generate.run(composed("generate", *NEW, "prompt=hello there", "artifact=draft", *words))
 
 
 def test_eviction_to_a_budget_and_what_it_saves(composed, plain_text, capsys):

@@ -1,0 +1,336 @@
+"""The controller by hand-made costs and acceptance, and the engine's texts whatever it chooses."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from longtrain import methods
+from longtrain.decoding import captured
+from longtrain.decoding.control import CHAINS, Acceptance, Control, Costs, Menu
+from longtrain.decoding.engine import AUTO, PLAIN, Engine
+from longtrain.decoding.limits import Limits
+from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.decoding.sampling import Sampling, probs
+from longtrain.errors import ConfigError
+from longtrain.methods.longspec.runtime import LongSpecRuntime
+from longtrain.methods.quantspec.config import Config
+from longtrain.target.loading import random_target
+
+from .micro import target as micro
+from .test_captured import ONE, THREE, Recall, longspec, tapes  # noqa: F401 (a fixture)
+from .toys import OracleDraft, ToyTarget
+
+SHAPES = Menu(CHAINS).shapes(object(), sampled=False)
+QUANTISED = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+ENDLESS = 1 << 30
+WARM = Sampling(temperature=1.0, seed=11)
+
+
+def chain(n: int) -> TreeShape:
+    return TreeShape((1,) * n)
+
+
+class Machine:
+    """A draft and a target of known cost and acceptance; the news of a cycle is read one cycle late."""
+
+    def __init__(self, control: Control, draft_s: float, verify_s: float, seed: int = 0) -> None:
+        self.control, self.draft_s, self.verify_s = control, draft_s, verify_s
+        self.coins = random.Random(seed)
+        self.history: list[int] = []
+        self.tokens, self.seconds = 0, 0.0
+        self.pending: list[tuple[TreeShape, list[int], float]] = []
+
+    def cost(self, shape: TreeShape) -> float:
+        return self.verify_s + self.draft_s * shape.depth + 0.01 * self.verify_s * (shape.n_nodes - 1)
+
+    def speed(self, shape: TreeShape, rate: float) -> float:
+        return sum(rate**k for k in range(shape.depth + 1)) / self.cost(shape)
+
+    def run(self, rate: float, cycles: int) -> Machine:
+        for _ in range(cycles):
+            shape, accepted = self.control.choose(length=1000, left=ENDLESS), 0
+            while accepted < shape.depth and self.coins.random() < rate:
+                accepted += 1
+            self.tokens += 1 + accepted
+            self.seconds += self.cost(shape)
+            self.history.append(shape.depth)
+            self.pending.append((shape, [accepted], self.cost(shape)))
+            if len(self.pending) > 1:
+                known, news, seconds = self.pending.pop(0)
+                self.control.learn(known, news, length=1000, seconds=seconds)
+        return self
+
+
+@pytest.mark.parametrize(("draft_s", "verify_s"), [(2.1, 5.1), (0.3, 5.0), (0.05, 5.0)])
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_speed_comes_close_to_the_best_fixed_shape(rate, draft_s, verify_s):
+    """First trials and later ones included; the shape that is best is known to nobody beforehand."""
+    machine = Machine(Control(SHAPES, Costs()), draft_s, verify_s).run(rate, 800)
+    best = max(machine.speed(shape, rate) for shape in SHAPES)
+    assert machine.tokens / machine.seconds > 0.95 * best
+
+
+def test_a_draft_that_turns_good_is_found_and_one_that_turns_bad_is_left():
+    machine = Machine(Control(SHAPES, Costs()), 2.1, 5.1).run(0.0, 100)
+    assert Counter(machine.history[10:])[0] > 80
+    machine.run(0.9, 100)
+    assert all(depth in (2, 3, 4, 6) for depth in machine.history[-50:])
+    machine.run(0.0, 100)
+    assert Counter(machine.history[-50:])[0] > 45
+
+
+def test_only_what_may_be_best_is_measured():
+    """Each measured shape costs a CUDA graph."""
+    costs = Costs()
+    Machine(Control(SHAPES, costs), 2.1, 5.1).run(0.0, 200)
+    assert {len(row["shape"]) for row in costs.table()} == {0, 1, 8}
+    Machine(Control(SHAPES, costs := Costs()), 2.1, 5.1).run(0.99, 200)
+    assert {len(row["shape"]) for row in costs.table()} == {0, 8}
+
+
+def test_costs_are_kept_for_the_next_call():
+    costs = Costs()
+    Machine(Control(SHAPES, costs), 2.1, 5.1).run(0.9, 200)
+    later = Machine(Control(SHAPES, costs), 2.1, 5.1).run(0.9, 50)
+    assert 0 not in later.history and later.history[:3] != [8, 8, 8]  # nothing is measured first
+    assert Machine(Control(SHAPES, costs, kind="two texts"), 2.1, 5.1).run(0.9, 1).history == [8]
+
+
+def test_the_best_tree_wins():
+    menu = Menu(((1, 1), (4, 8, 8), (16, 16, 16, 16)))
+    shapes = menu.shapes(object(), sampled=False)
+    control = Control(shapes, Costs())
+    cost = {(): 5.0, (1, 1): 5.5, (4, 8, 8): 6.5, (16, 16, 16, 16): 15.0}
+    share = {(1, 1): 0.5, (4, 8, 8): 0.8, (16, 16, 16, 16): 0.85}
+    coins, used = random.Random(1), Counter()
+    for _ in range(300):
+        shape, accepted = control.choose(length=9, left=ENDLESS), 0
+        while accepted < shape.depth and coins.random() < share[shape.widths]:
+            accepted += 1
+        control.learn(shape, [accepted], length=9, seconds=cost[shape.widths])
+        used[shape.widths] += 1
+    assert used[(4, 8, 8)] > 200
+
+
+def test_a_cycle_at_the_end_drafts_no_more_than_is_wanted():
+    control = Control(SHAPES, Costs())
+    Machine(control, 0.3, 5.0).run(0.99, 100)
+    assert [control.choose(length=1000, left=left).depth for left in (1, 2, 3, 9)] == [0, 1, 2, 8]
+
+
+def test_a_first_time_that_was_an_accident_is_forgotten():
+    costs, shape = Costs(), chain(2)
+    for seconds in (9.0, 1.0, 1.1):
+        costs.learn(0, shape, 100, seconds)
+    assert costs.of(0, shape, 100) == 1.1
+    assert costs.of(0, chain(1), 100) is None and costs.of(1, shape, 100) is None
+    assert costs.of(0, shape, 5000) == 1.1 and costs.of(0, shape, 20) is None
+    costs.learn(0, shape, 5000, 4.0)
+    assert costs.of(0, shape, 5000) == 1.1  # one is not enough
+    costs.learn(0, shape, 5000, 4.2)
+    assert (costs.of(0, shape, 5000), costs.of(0, shape, 100)) == (4.0, 1.1)
+    for _ in range(2000):
+        costs.learn(0, chain(1), 100, 1.0)
+    assert costs.of(0, shape, 5000) is None
+
+
+def test_acceptance_level_by_level():
+    known = Acceptance()
+    assert known.rates(chain(3)) == pytest.approx([0.8, 0.8, 0.8])
+    known.learn(chain(4), [2])  # two hits, a miss, one level not tried
+    assert known.rates(chain(4)) == pytest.approx([0.9, 0.95, 0.475, 0.475])
+    assert known.tokens(chain(2), ENDLESS) == pytest.approx(1 + 0.9 + 0.9 * 0.95)
+    assert known.tokens(chain(4), 2) == pytest.approx(1.9) and known.tokens(chain(4), 1) == 1
+    assert known.rates(TreeShape((4, 8))) == pytest.approx([0.8, 0.8])  # trees are not chains
+    assert known.rates(TreeShape((1,), Law.IID)) == [0.8]
+
+
+def test_texts_that_differ_are_counted_together():
+    """Of two texts one accepts all and one nothing: 3 tokens a cycle on average, not what mean rates give."""
+    known = Acceptance()
+    for _ in range(400):
+        known.learn(chain(4), [4, 0])
+    assert known.tokens(chain(4), ENDLESS) == pytest.approx(3.0, abs=0.05)
+    assert known.rates(chain(4))[1] > 0.95
+
+
+def test_menus():
+    assert [shape.depth for shape in AUTO.shapes(object(), sampled=False)] == [0, 1, 2, 3, 4, 6, 8]
+    assert {shape.law for shape in AUTO.shapes(object(), sampled=True)[1:]} == {Law.IID}
+    assert AUTO.shapes(None, sampled=False) == (PLAIN,)
+    mixed = Menu(((4, 8), (1, 1), ())).shapes(object(), sampled=True)
+    assert mixed == (PLAIN, TreeShape((1, 1), Law.IID), TreeShape((4, 8)))
+    offered = AUTO.shapes(longspec(micro()), sampled=False)
+    assert {shape.widths for shape in offered[1:]} == set(LongSpecRuntime.offers)
+    with pytest.raises(ConfigError, match=r"\[\[1, 1\]\] ask for a draft"):
+        Engine(micro()).generate(ONE, max_new_tokens=4, shape=Menu(((1, 1),)))
+    with pytest.raises(ConfigError, match="nodes=8; narrow it"):
+        Engine(micro(), Parts(draft=longspec(micro())), limits=Limits(nodes=8)).generate(
+            ONE, max_new_tokens=4, shape=Menu(((1,) * 20,))
+        )
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Callable[[TreeShape], float]:
+    """Cycles take what this says, not what they do."""
+
+    def seconds(shape: TreeShape) -> float:
+        return 5.0 + 1.0 * shape.depth + 0.02 * shape.n_nodes
+
+    class Watch:
+        def __init__(self, device: object) -> None:
+            self.shape: TreeShape | None = None
+
+        def stop(self) -> None:
+            pass
+
+        def seconds(self) -> float:
+            return seconds(self.shape)
+
+    run = captured.Repertoire.run
+
+    def timed(self, shape, *, timed):
+        news, watch = run(self, shape, timed=timed)
+        if watch is not None:
+            watch.shape = shape
+        return news, watch
+
+    monkeypatch.setattr(captured, "Stopwatch", Watch)
+    monkeypatch.setattr(captured.Repertoire, "run", timed)
+    return seconds
+
+
+@pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize("capture", [False, True], ids=["uncaptured", "captured"])
+def test_greedy_texts_are_the_plain_ones(capture, prompts, tapes, clock):  # noqa: F811
+    """Cycles of several shapes work on one state; graphs of all of them are kept for later calls."""
+    target = micro()
+    texts = Engine(target, capture=False).generate(prompts, max_new_tokens=90, ignore_eos=True).tokens
+    parts = Parts(draft=Recall(texts), name="recall")
+    engine = Engine(target, parts, capture=capture)
+    made = []
+    for menu in (AUTO, Menu(((1, 1), (2, 4), (3, 4, 2))), AUTO, TreeShape((1, 1))):
+        out = engine.generate(prompts, max_new_tokens=90, shape=menu, ignore_eos=True)
+        assert out.tokens == texts
+        assert sum(out.stats.shapes.values()) == out.stats.target_forwards - 1
+        made.append(len(tapes))
+        if isinstance(menu, Menu):
+            assert len(out.stats.shapes) > 1 and out.stats.tau > 2
+            cycles = Counter(cycle.drafted for cycle in out.stats.rows[0])
+            assert all(count <= sum(n for w, n in out.stats.shapes.items() if len(w) == depth)
+                       for depth, count in cycles.items())  # fmt: skip
+    if capture:
+        assert made[0] > 2 and made[2] - made[1] <= 2 and made[3] - made[2] <= 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.95, seed=3)], ids=["greedy", "warm"])
+def test_a_draft_with_a_ring_of_its_own(sampling, tapes, clock):  # noqa: F811
+    """Its ring grows with the shapes: graphs over a smaller one are never replayed."""
+    target = micro()
+    plain = Engine(target, capture=False).generate(THREE, max_new_tokens=60, sampling=sampling)
+    engine = Engine(target, Parts(draft=longspec(target), name="longspec"), capture=True)
+    small = TreeShape((2,))
+    for shape in (small, Menu(((2,), (2, 2), (3, 4, 2))), small, Menu(((2,), (4, 8, 8)))):
+        out = engine.generate(THREE, max_new_tokens=60, sampling=sampling, shape=shape)
+        assert out.tokens == plain.tokens, shape
+
+
+def test_quantspec_decodes_its_own_cache(clock):
+    target = random_target(QUANTISED, seed=3, dtype=torch.float64)
+    spec, config = methods.get("quantspec"), Config()
+    parts = spec.attach(spec.build(config, target.info), target, config, {})
+    undrafted = Engine(target, Parts(cache=parts.cache, name="quantspec"), capture=False)
+    prompts = [[token % 61 for token in ONE[0] * 23], ONE[0][:1] * 140]
+    plain = undrafted.generate(prompts, max_new_tokens=200, ignore_eos=True)
+    for capture in (False, True):
+        out = Engine(target, parts, capture=capture).generate(
+            prompts, max_new_tokens=200, shape=AUTO, ignore_eos=True
+        )
+        assert out.tokens == plain.tokens and len(out.stats.shapes) > 1
+
+
+def laws(target: ToyTarget, prompt: list[int], text: list[int]) -> torch.Tensor:
+    """The target's exact law of each token of a text, given all before it."""
+    whole = torch.tensor(prompt + text)
+    state = target.table_SVE[torch.arange(len(whole)) % 97, whole].cumsum(0)
+    return probs(torch.sin(state) @ target.out_EV, WARM)[len(prompt) - 1 : -1]
+
+
+def surprise(claimed: Law | None, law: Law) -> tuple[float, Counter]:
+    """How far the texts' log probability lies from what the target's law lets expect, in standard deviations.
+
+    Over many short runs, whose depths follow what was accepted in them. Given all before it, each token adds
+    its log probability less that law's mean of it: a martingale, if the token was drawn from the law.
+    """
+    target, used, excess, variance = ToyTarget(8), Counter(), 0.0, 0.0
+    engine = Engine(target, Parts(draft=OracleDraft(target, noise=0.6, law=claimed)))
+    menu = Menu(((1,), (1, 1), (2, 2)), law)
+    for call in range(24):
+        ids = range(4 * call, 4 * call + 4)
+        out = engine.generate(
+            [[1, 2]] * 4, max_new_tokens=40, sampling=WARM, shape=menu, ignore_eos=True, sequence_ids=ids
+        )
+        for text in out.tokens:
+            p_TV = laws(target, [1, 2], text)
+            log_TV = p_TV.log()
+            mean_T = (p_TV * log_TV).sum(1)
+            excess += float((log_TV.gather(1, torch.tensor(text)[:, None])[:, 0] - mean_T).sum())
+            variance += float(((p_TV * log_TV**2).sum(1) - mean_T**2).sum())
+        used.update(out.stats.shapes)
+    return excess / variance**0.5, used
+
+
+@pytest.mark.parametrize("law", list(Law))
+def test_sampled_texts_follow_the_targets_law(law, clock):
+    """Depths differ from cycle to cycle, by what was accepted before: the law must not notice."""
+    deviations, used = surprise(None, law)
+    assert abs(deviations) < 3.3 and len([count for count in used.values() if count > 20]) > 1
+
+
+def test_a_wrong_law_is_seen(clock):
+    """A beam that claims to have been drawn gives likely tokens too often."""
+    assert surprise(Law.IID, Law.POINT)[0] > 6
+
+
+def test_equal_news_give_equal_choices(clock):
+    """No clock, no coins: a run can be repeated where cycles take what they took."""
+    target = micro()
+    texts = Engine(target, capture=False).generate(THREE, max_new_tokens=60, ignore_eos=True).tokens
+    runs = [
+        Engine(target, Parts(draft=Recall(texts)), capture=False).generate(
+            THREE, max_new_tokens=60, shape=AUTO, ignore_eos=True
+        )
+        for _ in range(2)
+    ]
+    assert runs[0].stats.rows == runs[1].stats.rows and len(runs[0].stats.shapes) > 1
+
+
+@pytest.mark.gpu
+def test_graphs_of_several_shapes_share_a_pool():
+    """In fp32, as the other tests of graphs; costs are the device's own."""
+    target = random_target("llama_micro", dtype=torch.float32, device="cuda")
+    draft = longspec(target)
+    draft.draft.to("cuda")
+    plain = Engine(target).generate(THREE, max_new_tokens=200, ignore_eos=True)
+    engine = Engine(target, Parts(draft=draft, name="longspec"), capture=True)
+    for _ in range(2):
+        out = engine.generate(THREE, max_new_tokens=200, ignore_eos=True, shape=AUTO)
+        assert out.tokens == plain.tokens and out.stats.shapes
+    pools = {cycles.pool for cycles in engine._kept._cycles.values() if cycles.pool is not None}
+    assert len(pools) == 1
+    assert all(0 < row["cycle_ms"] < 1000 for row in engine.costs.table())
