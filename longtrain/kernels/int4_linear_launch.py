@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 
 from longtrain.kernels import int4_linear_triton as kernels
-from longtrain.kernels.small_linear_launch import within
 from longtrain.kernels.tree_attention_launch import chains, pdl
 
 
@@ -24,21 +23,22 @@ class Tile:
     Args:
         lines: rows of weights of a program, gates and what they let pass counted both.
         slices: parts of a row that are read side by side, by a warp each.
-        groups: of a slice that are read at once.
-        stages: steps in flight.
-        ahead: bytes of a slice of eight rows asked for before the program may read its input; 0, or 512 times
-            a power of two.
+        held: groups of a slice that a program reads into registers before it may read its input.
+        groups: of a slice that are read at once after those.
+        stages: steps in flight then.
+        late: the next kernel is let in after the sums, not at once.
         rows: fewest rows of input that are made room for.
-        piece: bytes of one request ahead, 128 or more.
+        registers: most of a thread.
     """
 
     lines: int
     slices: int
+    held: int = 4
     groups: int = 1
     stages: int = 4
-    ahead: int = 2048
+    late: bool = False
     rows: int = 1
-    piece: int = 128
+    registers: int | None = None
 
 
 def small_linear(
@@ -68,21 +68,36 @@ def small_linear(
     add = out_NF if add_NF is None else add_NF.expand(out_NF.shape)
     add = add if add.stride(1) == 1 else add.contiguous()
     chained = chains(x_NK.device)
-    outputs = tile.lines // 2 if gated else tile.lines
-    reach = triton.cdiv(J, tile.slices * tile.groups) * tile.groups
+    of_tile = constants(tile, J, gated=gated)
     with torch.cuda.device_of(x_NK):
-        kernels.int4_kernel[(triton.cdiv(features, outputs),)](
+        kernels.int4_kernel[(triton.cdiv(features, of_tile["OUTPUTS"]),)](
             x_NK, codes_EJ8X, table_EJ82.view(torch.int32), add, out_NF, N, features, J,
             x_NK.stride(0), add.stride(0), out_NF.stride(0),
-            HALF=half, OUTPUTS=outputs, SLICES=tile.slices, ROWS=max(tile.rows, triton.next_power_of_2(N)),
-            GROUPS=tile.groups, EVEN=reach * tile.slices == J, GATED=gated, ADD=add_NF is not None,
-            AHEAD=within(tile.ahead, reach * 8 * half), PIECE=tile.piece, STAGES=tile.stages,
+            HALF=half, ROWS=max(tile.rows, triton.next_power_of_2(N)), ADD=add_NF is not None, **of_tile,
             PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.slices,
-            **pdl(chained),
+            **({"maxnreg": tile.registers} if tile.registers else {}), **pdl(chained),
         )  # fmt: skip
     return out_NF
 
 
 def tile_for(features: int, *, gated: bool = False) -> Tile:
     """The tile for so many output features."""
-    return Tile(32, 8)
+    return Tile(16, 8)
+
+
+def constants(tile: Tile, groups: int, *, gated: bool) -> dict[str, int]:
+    """The kernel's constants for rows of so many groups."""
+    each = triton.cdiv(groups, tile.slices)
+    held = min(tile.held, each)
+    reach = held + triton.cdiv(each - held, tile.groups) * tile.groups
+    return {
+        "OUTPUTS": tile.lines // 2 if gated else tile.lines,
+        "SLICES": tile.slices,
+        "HELD": held,
+        "LOOP": reach > held,
+        "GROUPS": tile.groups,
+        "EVEN": reach * tile.slices == groups,
+        "GATED": gated,
+        "STAGES": tile.stages,
+        "LATE": tile.late,
+    }

@@ -10,14 +10,15 @@ with ones gives the sums of the input where those of the codes are. PORTABLE doe
 Shapes: N rows, F output features, K input features, J groups of K.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.small_linear_triton import _prefetch, _write
+from longtrain.kernels.small_linear_triton import _write
 
 _BASE = tl.constexpr(128)
 _CODES = tl.constexpr("""{
@@ -55,33 +56,40 @@ def _position(i, PORTABLE: tl.constexpr):
     return i
 
 
+@triton.jit
+def _added(acc, codes, table, x_low, x_high, PORTABLE: tl.constexpr):
+    """Sums after one more group of each slice."""
+    low, high, ones = _numbers(codes, x_low.dtype, PORTABLE)
+    x_low, x_high = tl.permute(x_low, (0, 2, 1)), tl.permute(x_high, (0, 2, 1))
+    product = tl.dot(high, x_high, tl.dot(low, x_low))
+    total = tl.dot(ones, x_high, tl.dot(ones, x_low))
+    scale = (table << 16).to(tl.float32, bitcast=True)
+    zero = (table & -65536).to(tl.float32, bitcast=True)
+    return acc + scale[:, :, None] * product + (zero - (8 + _BASE) * scale)[:, :, None] * total
+
+
 @triton.jit(do_not_specialize=["N", "F", "J"])
 def int4_kernel(
     x_ptr, codes_ptr, table_ptr, add_ptr, out_ptr, N, F, J, x_n, add_n, out_n,
-    HALF: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
-    STAGES: tl.constexpr, PORTABLE: tl.constexpr, CHAINED: tl.constexpr,
+    HALF: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
+    LOOP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr, PORTABLE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of all rows; GATED as in `linear_kernel`.
 
     HALF: bytes of a group.
-    GROUPS: of a slice that a step takes.
+    HELD: groups of a slice that are read into registers before the input may be.
+    LOOP: whether there are more, and GROUPS of them a step.
     EVEN: J is a multiple of what all slices take in a step.
-    AHEAD: bytes of a slice of eight outputs asked for before the input may be read.
+    LATE: the next kernel may start when the sums are done, not at once.
     """
     LINES: tl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
-    reach = tl.cdiv(J, SLICES * GROUPS) * GROUPS
     first = tl.program_id(0) * OUTPUTS
-    if CHAINED:
+    reach = HELD
+    if LOOP:
+        reach += tl.cdiv(tl.cdiv(J, SLICES) - HELD, GROUPS) * GROUPS
+    if CHAINED and not LATE:
         gdc_launch_dependents()
-        if AHEAD > 0:
-            CHUNKS: tl.constexpr = AHEAD // PIECE
-            part = tl.arange(0, LINES // 8 * SLICES * CHUNKS)
-            top = part // (SLICES * CHUNKS) * 8
-            eight = tl.maximum(tl.minimum(first + top % OUTPUTS, F - 8), 0) + top // OUTPUTS * F
-            group = (eight // 8).to(tl.int64) * J + part // CHUNKS % SLICES * reach
-            _prefetch(codes_ptr + group * (8 * HALF) + part % CHUNKS * PIECE, PIECE)
-        gdc_wait()
     line = tl.arange(0, LINES)[None, :]
     slice_ = tl.arange(0, SLICES)[:, None]
     feature = tl.minimum(first + line % OUTPUTS, F - 1) + line // OUTPUTS * F
@@ -93,27 +101,43 @@ def int4_kernel(
     exists = (row < N)[None, :, None]
     x_at = x_ptr + (row.to(tl.int64) * x_n)[None, :, None] + (slice_ * reach * 2 * HALF)[:, :, None]
     x_at += _position(byte, PORTABLE)[None, None, :]
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    codes, tables, xs = (), (), ()
+    for j in tl.static_range(HELD):
+        if EVEN:
+            codes = codes + (tl.load(codes_at + j * (8 * HALF)),)
+            tables = tables + (tl.load(table_at + j * 8),)
+        else:
+            inside = slice_ * reach + j < J
+            codes = codes + (tl.load(codes_at + j * (8 * HALF), mask=inside[:, :, None], other=0),)
+            tables = tables + (tl.load(table_at + j * 8, mask=inside, other=0),)
+    if CHAINED:
+        gdc_wait()
+    for j in tl.static_range(HELD):
+        inside = exists if EVEN else exists & (slice_ * reach + j < J)[:, :, None]
+        x_low = tl.load(x_at + j * (2 * HALF), mask=inside, other=0.0)
+        x_high = tl.load(x_at + j * (2 * HALF) + HALF, mask=inside, other=0.0)
+        xs = xs + ((x_low, x_high),)
     acc = tl.zeros((SLICES, LINES, ROWS), tl.float32)
-    for start in tl.range(0, reach, GROUPS, num_stages=STAGES):
-        for i in tl.static_range(GROUPS):
-            j = start + i
-            if EVEN:
-                codes = tl.load(codes_at + j * (8 * HALF))
-                table = tl.load(table_at + j * 8)
-                x_low = tl.load(x_at + j * (2 * HALF), mask=exists, other=0.0)
-                x_high = tl.load(x_at + j * (2 * HALF) + HALF, mask=exists, other=0.0)
-            else:
-                inside = slice_ * reach + j < J
-                codes = tl.load(codes_at + j * (8 * HALF), mask=inside[:, :, None], other=0)
-                table = tl.load(table_at + j * 8, mask=inside, other=0)
-                x_low = tl.load(x_at + j * (2 * HALF), mask=exists & inside[:, :, None], other=0.0)
-                x_high = tl.load(x_at + j * (2 * HALF) + HALF, mask=exists & inside[:, :, None], other=0.0)
-            low, high, ones = _numbers(codes, dtype, PORTABLE)
-            x_low, x_high = tl.permute(x_low, (0, 2, 1)), tl.permute(x_high, (0, 2, 1))
-            product = tl.dot(high, x_high, tl.dot(low, x_low))
-            total = tl.dot(ones, x_high, tl.dot(ones, x_low))
-            scale = (table << 16).to(tl.float32, bitcast=True)
-            zero = (table & -65536).to(tl.float32, bitcast=True)
-            acc += scale[:, :, None] * product + (zero - (8 + _BASE) * scale)[:, :, None] * total
+    for j in tl.static_range(HELD):
+        acc = _added(acc, codes[j], tables[j], xs[j][0], xs[j][1], PORTABLE)
+    if LOOP:
+        for start in tl.range(HELD, reach, GROUPS, num_stages=STAGES):
+            for i in tl.static_range(GROUPS):
+                group = start + i
+                if EVEN:
+                    more = tl.load(codes_at + group * (8 * HALF))
+                    table = tl.load(table_at + group * 8)
+                    low = tl.load(x_at + group * (2 * HALF), mask=exists, other=0.0)
+                    high = tl.load(x_at + group * (2 * HALF) + HALF, mask=exists, other=0.0)
+                else:
+                    within = slice_ * reach + group < J
+                    more = tl.load(codes_at + group * (8 * HALF), mask=within[:, :, None], other=0)
+                    table = tl.load(table_at + group * 8, mask=within, other=0)
+                    low = tl.load(x_at + group * (2 * HALF), mask=exists & within[:, :, None], other=0.0)
+                    high = tl.load(
+                        x_at + group * (2 * HALF) + HALF, mask=exists & within[:, :, None], other=0.0
+                    )
+                acc = _added(acc, more, table, low, high, PORTABLE)
+    if CHAINED and LATE:
+        gdc_launch_dependents()
     _write(tl.sum(acc, 0), add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD)

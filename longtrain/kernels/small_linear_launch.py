@@ -28,15 +28,17 @@ class Tile:
             two.
         warps: of a program.
         piece: bytes of one such request, 128 or more.
+        late: the next kernel is let in after the sums, not at once.
     """
 
     outputs: int
     slices: int
     step: int = 128
     stages: int = 5
-    ahead: int = 1024
+    ahead: int = 0
     warps: int = 4
     piece: int = 128
+    late: bool = False
 
 
 def small_linear(
@@ -58,8 +60,8 @@ def small_swiglu(x_NK: Tensor, weight_FK: Tensor, *, tile: Tile | None = None) -
 def tile_for(features: int, *, gated: bool = False) -> Tile:
     """The tile for so many output features: the fewer, the more slices, so that all cores have work."""
     if gated:
-        return Tile(32, 1, stages=4)
-    return Tile(64, 1, stages=4) if features >= 16384 else Tile(32, 2)
+        return Tile(16, 2)
+    return Tile(32, 2) if features >= 16384 else Tile(32, 2, stages=9)
 
 
 def _launch(
@@ -75,8 +77,8 @@ def _launch(
             x_NK.stride(0), weight_FK.stride(0), add.stride(0), out_NF.stride(0),
             OUTPUTS=tile.outputs, SLICES=tile.slices, ROWS=8 if N <= 8 else 16, STEP=tile.step,
             EVEN=reach * tile.slices == K, GATED=gated, ADD=add_NF is not None,
-            AHEAD=within(tile.ahead, reach * x_NK.element_size()), PIECE=tile.piece, STAGES=tile.stages,
-            CHAINED=chained, num_warps=tile.warps, **pdl(chained),
+            AHEAD=within(tile.ahead, reach * x_NK.element_size()), PIECE=tile.piece,
+            STAGES=tile.stages, LATE=tile.late, CHAINED=chained, num_warps=tile.warps, **pdl(chained),
         )  # fmt: skip
     return out_NF
 

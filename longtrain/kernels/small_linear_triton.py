@@ -51,11 +51,13 @@ def linear_kernel(
     x_ptr, weight_ptr, add_ptr, out_ptr, N, F, K, x_n, weight_f, add_n, out_n,
     OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of all rows.
 
     EVEN: K is a multiple of what all slices take in a step.
+    AHEAD, PIECE: bytes of a slice asked for before the input may be read, so many at once.
+    LATE: the next kernel may start when the sums are done, not at once.
     GATED: weights are those of gates, F of them, and as many of what they let pass; out is silu(gate) * up.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -67,7 +69,8 @@ def linear_kernel(
     feature = tl.minimum(first + line % OUTPUTS, F - 1) + line // (OUTPUTS * SLICES) * F
     weight_at = weight_ptr + feature.to(tl.int64) * weight_f + slice_ * reach
     if CHAINED:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         if AHEAD > 0:
             CHUNKS: tl.constexpr = AHEAD // PIECE
             chunk = tl.arange(0, LINES * CHUNKS)
@@ -92,6 +95,8 @@ def linear_kernel(
             inside = exists[:, None] & (start[:, None] + (i + k)[None, :] < K)
             x = tl.load(x_at[:, None] + (i + k)[None, :], mask=inside, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc)
+    if CHAINED and LATE:
+        gdc_launch_dependents()
     if SLICES > 1:
         acc = tl.where(slice_[:, None] == (column // ROWS)[None, :], acc, 0.0)
     y = tl.sum(tl.sum(tl.reshape(acc, (HALVES, SLICES, OUTPUTS, SLICES, ROWS)), 3), 1)
