@@ -73,8 +73,8 @@ def quantise_weight(weight_FK: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def written_out(codes_EJ8X: Tensor, table_EJ82: Tensor, dtype: torch.dtype) -> Tensor:
     """weight_FK that codes and table stand for."""
-    both = torch.stack((codes_EJ8X & 15, codes_EJ8X >> 4), -2).unflatten(-1, (-1, 4))
-    code_EJ8g = both[..., torch.tensor(_PLACES, device=both.device)].flatten(-3)
+    four = torch.stack((codes_EJ8X & 15, codes_EJ8X >> 4), -2).unflatten(-1, (-1, 4)).unbind(-1)
+    code_EJ8g = torch.stack([four[place] for place in _PLACES], -1).flatten(-3)  # no index from the host
     wide = torch.promote_types(dtype, torch.float32)
     scale, zero = table_EJ82.to(wide).split(1, -1)
     weight_EJ8g = ((code_EJ8g.to(wide) - 8) * scale + zero).to(dtype)
