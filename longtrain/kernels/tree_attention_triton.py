@@ -75,12 +75,11 @@ def attend_kernel(
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise. Lengths
-        and the keys of the prefix are then older than the kernel before it, and the first AHEAD tiles of a
-        split are asked for while it still runs.
+    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise, but only
+        when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
+        prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
+        it still runs.
     """
-    if CHAINED:
-        gdc_launch_dependents()
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
     kv, b = pid // tiles % G, pid // (tiles * G)
@@ -149,6 +148,8 @@ def attend_kernel(
             seen = _visible(slot, n, query, low_bits, high_bits, T, MASK, WORDS) & (slot < end)[None, :]
             top, total, acc = _step(q, k, v, scale2, top, total, acc, seen, True)
 
+    if CHAINED:
+        gdc_launch_dependents()
     tl.store(slot_ptr, top + tl.log2(total), mask=exists)
     some = tl.where(total > 0, total, 1.0)
     out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
