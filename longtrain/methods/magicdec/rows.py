@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from longtrain.methods.magicdec.config import Config
     from longtrain.target.model import Target
 
-ROOM = 64
+ROOM = 32
 """Rows that a draft may have behind those of the text."""
-_STEP = 256
+_STEP = 64
 """Rows that buffers are a multiple of, so that prompts of about one length share them."""
 
 
@@ -86,6 +86,7 @@ class SparseRows:
         self._row_B1 = torch.arange(batch, device=self.one_B.device)[:, None]
         self._trash = slots - 1
         self._near: tuple[Tensor, Tensor] | None = None
+        self._claimed = slots
 
     def serves(self, target: Target, batch: int, rows: int) -> bool:
         """Whether it has the room, and is of this kind."""
@@ -99,6 +100,7 @@ class SparseRows:
         n_B, fixed_B, newest_B = (
             torch.tensor(x, device=device) for x in (layout.lengths, layout.fixed, layout.newest)
         )
+        self._claimed = max(layout.rows) + ROOM + 1
         self.fixed_B.copy_(fixed_B)
         self.newest_B.copy_(newest_B)
         first_B1 = torch.maximum(n_B - newest_B, torch.minimum(fixed_B, n_B))[:, None]
@@ -153,9 +155,10 @@ class SparseRows:
         return *self.arena.tensors(), self.fixed_B, self.newest_B
 
     def bytes(self) -> int:
-        """Bytes of the buffers, all their slots counted."""
-        small = (self.arena.rows_B, self.arena.len_B, self.fixed_B, self.newest_B)
-        return self.arena.store.bytes() + sum(x.nbytes for x in small)
+        """Bytes of the slots that these texts were given, and of counts; the buffers may be larger."""
+        k_LBGSD, v_LBGSD, *small = self.tensors()
+        slot = k_LBGSD[..., 0, :].nbytes + v_LBGSD[..., 0, :].nbytes
+        return self._claimed * slot + sum(x.nbytes for x in small)
 
     def _slot(self, pos_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """Where positions belong; the last slot for those that do not count."""

@@ -1,0 +1,51 @@
+"""Untrained drafts from the command line: the text of plain decoding, and clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from longtrain.errors import ConfigError
+from longtrain.jobs import generate
+
+CALL = [
+    "decode.max_new_tokens=20",
+    "target.path=tiny",
+    "prompt='" + "The quick brown fox jumps over the lazy dog. " * 30 + "'",
+]
+
+
+def test_the_text_of_plain_decoding(composed, capsys):
+    def run(*more):
+        generate.run(composed("generate", *CALL, *more))
+        return capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+
+    plain, _, alone = run("decode=autoregressive")
+    assert "accepted" not in alone
+    for more in (
+        ["method=magicdec"],
+        ["method=magicdec", "method.policy=snapkv", "method.budget=0.25", "decode.shape=[1,1]"],
+        ["method=prompt_lookup", "method.ngram=3"],
+        ["method=prompt_lookup", "decode.shape=auto"],
+    ):
+        text, _, about = run(*more)
+        assert text == plain, more
+        assert "accepted" in about and " | draft " in about
+    evicted, _, _ = run("evict=snapkv", "evict.budget_tokens=40", "decode=autoregressive")
+    for method in ("magicdec", "prompt_lookup"):
+        text, _, about = run(f"method={method}", "evict=snapkv", "evict.budget_tokens=40")
+        assert text == evicted and "kept 40" in about and "accepted" in about
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["method=magicdec", "method.policy=h2o"], "method.policy=h2o; allowed: streaming_llm, snapkv"),
+        (["method=magicdec", "method.budget=2"], r"method.budget=2.0; allowed: above 0, at most 1"),
+        (["method=magicdec", "decode.shape=[2,2]"], r"MagicDec drafts chains, and shape \[2, 2\] is none"),
+        (["method=prompt_lookup", "method.ngram=0"], "method.ngram=0; allowed: 1 to 16"),
+        (["method=prompt_lookup", "decode.shape=[2,2]"], "prompt look-up drafts chains"),
+    ],
+)
+def test_what_is_refused(composed, words, message):
+    with pytest.raises(ConfigError, match=message):
+        generate.run(composed("generate", *CALL, *words))
