@@ -83,37 +83,42 @@ class Acceptance:
             accepted: drafts accepted in each text that is not over.
         """
         self._cycles += 1
-        for level in range(shape.depth):
+        for level, key in enumerate(levels(shape)):
             tried = sum(count >= level for count in accepted)
             if not tried:
                 return
-            key = _level(shape, level)
             hits, tries = self._known(key)
             hits += sum(count > level for count in accepted) / len(accepted)
             self._levels[key] = hits, tries + tried / len(accepted), self._cycles
 
-    def rates(self, shape: TreeShape) -> list[float]:
-        """Level by level, the probability that a draft is accepted where one was at every level above."""
+    def rates(self, keys: Sequence[Hashable]) -> list[float]:
+        """Level by level, the probability that a draft is accepted where one was at every level above.
+
+        Args:
+            keys: `levels` of a shape.
+        """
         rates, rate = [], _FIRST
-        for level in range(shape.depth):
-            hits, tries = self._known(_level(shape, level))
+        for key in keys:
+            hits, tries = self._known(key)
             rate = (hits + _TRUST * rate) / (tries + _TRUST)
             rates.append(rate)
         return rates
 
-    def tokens(self, shape: TreeShape, left: int) -> float:
-        """Tokens that a cycle is expected to give a text that lacks `left`, the target's own included."""
+    def tokens(self, keys: Sequence[Hashable]) -> float:
+        """Tokens that a cycle is expected to give, the target's own included."""
         total = reached = 1.0
-        for rate in self.rates(shape)[: max(0, left - 1)]:
+        for rate in self.rates(keys):
             reached *= rate
             total += reached
         return total
 
     def _known(self, key: Hashable) -> tuple[float, float]:
         """Drafts accepted and tried at a level, earlier ones counting less."""
-        hits, tries, at = self._levels.get(key, (0.0, 0.0, self._cycles))
-        kept = _KEEP ** (self._cycles - at)
-        return hits * kept, tries * kept
+        known = self._levels.get(key)
+        if known is None:
+            return 0.0, 0.0
+        kept = _KEEP ** (self._cycles - known[2])
+        return known[0] * kept, known[1] * kept
 
 
 class Costs:
@@ -181,8 +186,11 @@ class Control:
 
     def __init__(self, shapes: Sequence[TreeShape], costs: Costs, kind: Hashable = ()) -> None:
         self.shapes, self.costs, self.kind = tuple(shapes), costs, kind
-        self.largest = max(self.shapes, key=lambda shape: shape.n_nodes)
         self.acceptance = Acceptance()
+        self._levels = [levels(shape) for shape in self.shapes]
+        self._largest = max(range(len(self.shapes)), key=lambda i: self.shapes[i].n_nodes)
+        self._known: list[float | None] = []
+        self._octave, self._age = -1, 0
 
     @property
     def free(self) -> bool:
@@ -198,18 +206,17 @@ class Control:
         """
         if not self.free:
             return self.shapes[0]
-        known = {shape: self.costs.of(self.kind, shape, length) for shape in self.shapes}
-        for shape in (self.largest, self.shapes[0]):  # a draft makes its room for the largest, once
-            if known[shape] is None:
-                return shape
-        points = [(shape.depth, cost) for shape, cost in known.items() if cost is not None]
-
-        def speed(shape: TreeShape) -> float:
-            cost = known[shape]
-            seconds = _between(points, shape.depth) if cost is None else cost
-            return self.acceptance.tokens(shape, left) / seconds
-
-        return max(self.shapes, key=speed)
+        known = self._costs_at(length)
+        for i in (self._largest, 0):  # a draft makes its room for the largest, once
+            if known[i] is None:
+                return self.shapes[i]
+        best, most = 0, 0.0
+        for i, cost in enumerate(known):
+            seconds = self._guess(self.shapes[i].depth) if cost is None else cost
+            speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
+            if speed > most:
+                best, most = i, speed
+        return self.shapes[best]
 
     def learn(
         self, shape: TreeShape, accepted: Sequence[int], *, length: int, seconds: float | None = None
@@ -228,24 +235,34 @@ class Control:
             self.acceptance.learn(shape, accepted)
         if seconds is not None:
             self.costs.learn(self.kind, shape, length, seconds)
+            if self._octave == _octave(length):
+                self._known[self.shapes.index(shape)] = self.costs.of(self.kind, shape, length)
+
+    def _costs_at(self, length: int) -> list[float | None]:
+        """What cycles of each shape take; all are looked up now and then, for times that are too old."""
+        octave = _octave(length)
+        self._age += 1
+        if self._octave != octave or self._age >= _STALE // 8:
+            self._known = [self.costs.of(self.kind, shape, length) for shape in self.shapes]
+            self._octave, self._age = octave, 0
+        return self._known
+
+    def _guess(self, depth: int) -> float:
+        """The cost of a shape by straight lines through the known ones; the nearest beyond them."""
+        pairs = zip(self.shapes, self._known, strict=True)
+        points = [(shape.depth, cost) for shape, cost in pairs if cost is not None]
+        below = max((at for at in points if at[0] <= depth), key=lambda at: (at[0], -at[1]), default=None)
+        above = min((at for at in points if at[0] >= depth), default=None)
+        if below is None or above is None:
+            return (below or above or points[0])[1]
+        share = (depth - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0.0
+        return below[1] + share * (above[1] - below[1])
 
 
-def _level(shape: TreeShape, level: int) -> Hashable:
-    """What shapes have in common whose drafts down to a level are chosen alike."""
-    return shape.law, shape.widths[: level + 1]
+def levels(shape: TreeShape) -> tuple[Hashable, ...]:
+    """Level by level, what shapes have in common whose drafts down to there are chosen alike."""
+    return tuple((shape.law.value, shape.widths[: level + 1]) for level in range(shape.depth))
 
 
 def _octave(length: int) -> int:
     return max(0, length).bit_length()
-
-
-def _between(points: Sequence[tuple[int, float]], depth: int) -> float:
-    """The cost at a depth by straight lines through known (depth, cost); the nearest beyond them."""
-    below = max(
-        (point for point in points if point[0] <= depth), key=lambda at: (at[0], -at[1]), default=None
-    )
-    above = min((point for point in points if point[0] >= depth), default=None)
-    if below is None or above is None:
-        return (below or above or points[0])[1]
-    share = (depth - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0.0
-    return below[1] + share * (above[1] - below[1])

@@ -11,7 +11,7 @@ import torch
 
 from longtrain import methods
 from longtrain.decoding import captured
-from longtrain.decoding.control import CHAINS, Acceptance, Control, Costs, Menu
+from longtrain.decoding.control import CHAINS, Acceptance, Control, Costs, Menu, levels
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
@@ -150,14 +150,14 @@ def test_a_first_time_that_was_an_accident_is_forgotten():
 
 
 def test_acceptance_level_by_level():
-    known = Acceptance()
-    assert known.rates(chain(3)) == pytest.approx([0.8, 0.8, 0.8])
+    known, four = Acceptance(), levels(chain(4))
+    assert known.rates(four) == pytest.approx([0.8] * 4)
     known.learn(chain(4), [2])  # two hits, a miss, one level not tried
-    assert known.rates(chain(4)) == pytest.approx([0.9, 0.95, 0.475, 0.475])
-    assert known.tokens(chain(2), ENDLESS) == pytest.approx(1 + 0.9 + 0.9 * 0.95)
-    assert known.tokens(chain(4), 2) == pytest.approx(1.9) and known.tokens(chain(4), 1) == 1
-    assert known.rates(TreeShape((4, 8))) == pytest.approx([0.8, 0.8])  # trees are not chains
-    assert known.rates(TreeShape((1,), Law.IID)) == [0.8]
+    assert known.rates(four) == pytest.approx([0.9, 0.95, 0.475, 0.475])
+    assert known.tokens(levels(chain(2))) == pytest.approx(1 + 0.9 + 0.9 * 0.95)
+    assert known.tokens(four[:1]) == pytest.approx(1.9) and known.tokens(()) == 1
+    assert known.rates(levels(TreeShape((4, 8)))) == pytest.approx([0.8, 0.8])  # trees are not chains
+    assert known.rates(levels(TreeShape((1,), Law.IID))) == [0.8]
 
 
 def test_texts_that_differ_are_counted_together():
@@ -165,8 +165,8 @@ def test_texts_that_differ_are_counted_together():
     known = Acceptance()
     for _ in range(400):
         known.learn(chain(4), [4, 0])
-    assert known.tokens(chain(4), ENDLESS) == pytest.approx(3.0, abs=0.05)
-    assert known.rates(chain(4))[1] > 0.95
+    assert known.tokens(levels(chain(4))) == pytest.approx(3.0, abs=0.05)
+    assert known.rates(levels(chain(4)))[1] > 0.95
 
 
 def test_menus():
