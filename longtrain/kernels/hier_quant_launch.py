@@ -11,7 +11,8 @@ from torch import Tensor
 from longtrain.kernels.hier_layout import BLOCK, Planes, Split
 from longtrain.kernels.hier_quant_triton import quantise_kernel
 
-WARPS = 4
+WARPS = {Split.FLOOR: 2, Split.RTN: 4}
+"""Of a program. Fewer warps exchange less between threads; RTN's second rounding leaves no registers for that."""
 CHANNELS = 64
 """Channels of a program that has keys; what it holds in registers grows with them."""
 
@@ -45,5 +46,5 @@ def quantise(
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero, first_B, count_B,
             *k_LBGND.stride()[:4], *v_LBGND.stride()[:4], B, G, planes.k_step.shape[-2],
             D=D, C=BLOCK, RING=ring, FLOOR=planes.split is Split.FLOOR, PARTS=parts,
-            num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
+            num_warps=WARPS[planes.split], num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip

@@ -109,7 +109,7 @@ def test_it_compiles_for_hopper_without_spills(split, dim):
     constants = {"D": dim, "C": BLOCK, "RING": 0, "FLOOR": split is Split.FLOOR}
     constants["PARTS"] = dim // hier_quant_launch.CHANNELS
     strides = [f"{x}_{name}" for x in "kv" for name in "lbgn"]
-    warps = hier_quant_launch.WARPS
+    warps = hier_quant_launch.WARPS[split]
     built = aot.compile_kernel(quantise_kernel, types, constants, aligned=strides, warps=warps, stages=1)
     assert built.stack_bytes == 0 and built.registers * warps * 32 * 2 <= 65536
     assert built.count("LDG.E.128") and built.count("F2I") <= 4 and not built.count("LDG.E.U16")
