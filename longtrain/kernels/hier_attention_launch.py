@@ -1,6 +1,7 @@
 """Launches the Triton kernels of `kernels.hier_attention`: tiles, splits and partial buffers.
 
-The tiles below were chosen on compute capability 9.0 at head dim 128.
+The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits both have the same splits: a
+row of a step of several, as the target verifies them, is then bit for bit what plain decoding has.
 Shapes: see `kernels.hier_attention`; M packed rows (new rows x query heads of a KV head).
 """
 
@@ -69,9 +70,11 @@ def hier_attention(
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
+    even = bits == 8 and tile is None
     tile = tile or tile_for(T * group, bits)
     programs = B * G * -(-T * group // tile.rows)
-    splits = splits or max(2, merging.splits_for(programs, tile.resident, q_BHTD.device))
+    resident = min(one.resident for one in TILES[bits]) if even else tile.resident
+    splits = splits or max(2, merging.splits_for(programs, resident, q_BHTD.device))
     q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
     own_bits = mask if isinstance(mask, Tensor) else lens.len_B
     kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
