@@ -1,0 +1,211 @@
+"""Launches the Triton kernels of `hier_fragments_triton`: tiles, splits and partial buffers.
+
+The tiles below were chosen on compute capability 9.0. Splits and the blocks of a warp are the same for every
+number of rows, so that a row's result does not depend on how many rows there are.
+Shapes: see `kernels.hier_attention`; M packed rows (new rows x query heads of a KV head).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from longtrain.kernels import hier_fragments_ptx as ptx
+from longtrain.kernels import hier_fragments_triton as kernels
+from longtrain.kernels import tree_attention_launch as merging
+from longtrain.kernels.hier_layout import Lens, Planes, Ring
+from longtrain.kernels.tree_attention_reference import Causal
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+_LOG2E = 1.4426950408889634
+HEAD_DIM = 128
+"""The head size whose rows fill the registers of a warp."""
+MOST_ROWS = 32
+"""Most packed rows."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the attention kernel and of its launch.
+
+    Args:
+        tiles: of 8 packed rows that a warp has: 1 or 2.
+        groups: groups of warps that share blocks, each with rows of its own.
+        warps: of a program; two of a group share a block.
+        stages: of the pipeline that brings blocks.
+        resident: programs that run on one multiprocessor at a time.
+        rings: splits of the ring, where there are splits enough.
+        recent: slots of a tile of the ring, a divisor of 128.
+        ahead: blocks of a program that are asked for before the kernel in front has ended.
+        registers: most registers of a thread; None: the compiler's choice.
+        chunk: numbers of a merging program, a power of two up to 1024.
+        merge_warps: its warps.
+        late: queries are made ready behind the first loads of blocks; for a tile of 8 rows.
+        early: the kernel behind may start with the attention kernel, not when its loops are over.
+        early_merge: the same of the merging one.
+    """
+
+    tiles: int = 1
+    groups: int = 1
+    warps: int = 4
+    stages: int = 4
+    resident: int = 2
+    rings: int = 4
+    recent: int = 64
+    ahead: int = 8
+    registers: int | None = None
+    chunk: int = 64
+    merge_warps: int = 8
+    late: bool = False
+    early: bool = False
+    early_merge: bool = False
+
+
+TILES = {
+    4: (Tile(), Tile(tiles=2, stages=3), Tile(tiles=2, groups=2, stages=3)),
+    8: (Tile(warps=2), Tile(tiles=2, warps=2), Tile(tiles=2, groups=2, stages=3)),
+}
+"""By bits: the first that holds all packed rows."""
+
+_unsound: set[str] = set()
+_sound: set[str] = set()
+
+
+def serves(q_BHTD: Tensor, planes: Planes, ring: Ring) -> bool:
+    """Whether these kernels take the call; `hier_attention_launch`'s others do otherwise."""
+    rows = q_BHTD.shape[2] * (q_BHTD.shape[1] // planes.k_upper.shape[1])
+    half = (torch.bfloat16, torch.float16)
+    return (
+        q_BHTD.shape[3] == HEAD_DIM
+        and rows <= MOST_ROWS
+        and q_BHTD.dtype in half
+        and ring.k.dtype in half
+        and q_BHTD.device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(q_BHTD.device) >= (8, 0)
+        and not _unsound
+    )
+
+
+def hier_attention(
+    q_BHTD: Tensor,
+    planes: Planes,
+    ring: Ring,
+    lens: Lens,
+    mask: Tensor | Causal | None,
+    bits: int,
+    scale: float,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """See `kernels.hier_attention.hier_attention`; `tile` and `splits` None: what suits the device.
+
+    Returns:
+        None where this compiler does not lay tensors out as the kernel's machine text takes them.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, N = planes.k_upper.shape[1:3]
+    group = H // G
+    tile = tile or tile_for(T * group, bits)
+    tile, splits = _splits(tile, B * G, q_BHTD.device) if splits is None else (tile, splits)
+    q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
+    own_bits = mask if isinstance(mask, Tensor) else lens.len_B
+    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    rows = max(16, 8 * tile.tiles * tile.groups)
+    slots = tile.rings + (splits - tile.rings) * (tile.warps // tile.groups)
+    part = q_BHTD.new_empty(B * G * slots * rows * (D + 1), dtype=torch.float32)
+    part_out, part_lse = part.split([B * G * slots * rows * D, B * G * slots * rows])
+    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    chained = merging.chains(q_BHTD.device)
+    offset = planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16
+    with torch.cuda.device_of(q_BHTD):
+        built = kernels.attend_kernel[(B * G, splits)](
+            q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
+            planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
+            ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
+            scale * _LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
+            *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
+            G=G, GROUP=group, SLOT=rows, BITS=bits, OFFSET=offset,
+            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, RINGS=tile.rings,
+            STAGES=tile.stages, WARPS=tile.warps, GROUPS=tile.groups, TILES=tile.tiles, CHAINED=chained,
+            LATE=tile.late, EARLY=tile.early, **texts(tile.tiles, bits, offset), num_warps=tile.warps,
+            **({"maxnreg": tile.registers} if tile.registers else {}), **merging.pdl(chained),
+        )  # fmt: skip
+        if not _laid_out(built, tile.warps):
+            return None
+        kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
+            part_out, part_lse, out_BTHD, lse_BHT, slots, T, G=G, GROUP=group, SLOT=rows,
+            BLOCK=triton.next_power_of_2(slots), CHUNK=tile.chunk, EARLY=tile.early_merge, CHAINED=chained,
+            num_warps=tile.merge_warps, **merging.pdl(chained),
+        )  # fmt: skip
+    return out_BTHD.transpose(1, 2), lse_BHT
+
+
+def tile_for(rows: int, bits: int) -> Tile:
+    """The tile for so many packed rows."""
+    return next(tile for tile in TILES[bits] if rows <= 8 * tile.tiles * tile.groups)
+
+
+def _splits(tile: Tile, programs: int, device: torch.device) -> tuple[Tile, int]:
+    """Splits that fill the device, the ring's among them, and the tile with so many of these."""
+    cores = 4
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    fit = max(1, cores * tile.resident // programs)
+    rings = max(1, min(tile.rings, fit // 8))
+    return replace(tile, rings=rings), rings + fit
+
+
+@lru_cache(maxsize=16)
+def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
+    """The kernel's machine text and its operands."""
+    planes = bits // 4
+    return {
+        "SCORES": ptx.scores_text(tiles, bits, offset),
+        "SCORES_OF": ptx.operands(tiles, "r" * (2 * planes + 2 + tiles)),
+        "VALUES": ptx.values_text(tiles, bits),
+        "VALUES_OF": ptx.operands(2 * tiles, "r" * (2 * planes) + "f" * (4 * tiles)),
+        "FINISH": ptx.finish_text(tiles, bits),
+        "FINISH_OF": ptx.operands(2 * tiles, "f" * (4 * tiles)),
+    }
+
+
+def lays_out(ttgir: str, warps: int) -> bool:
+    """Whether every tensor of the machine text has four neighbours in a thread, and threads in order."""
+    meant = re.findall(
+        rf"^(#\w+) = #ttg\.blocked<{{sizePerThread = \[4\], threadsPerWarp = \[32\], warpsPerCTA = \[{warps}\],",
+        ttgir, re.MULTILINE,
+    )  # fmt: skip
+    lines = [line for line in ttgir.splitlines() if f"packed_element = {ptx.PER_THREAD} " in line]
+    found = {name for line in lines for name in re.findall(r"x[if]32, (#\w+)>", line.partition("packed_")[2])}
+    return len(lines) == 3 and bool(found) and found <= set(meant)
+
+
+def _laid_out(built: Any, warps: int) -> bool:
+    """`lays_out` of a compiled kernel; an interpreted one has no layout."""
+    if built is None or not hasattr(built, "asm"):
+        return True
+    if built.hash not in _sound and built.hash not in _unsound:
+        good = lays_out(built.asm["ttgir"], warps)
+        (_sound if good else _unsound).add(built.hash)
+        if not good:
+            log.warning(
+                "triton %s lays tensors out in a way that the fast kernel of the hierarchical cache is not "
+                "written for; the general one is used, which is slower",
+                triton.__version__,
+            )
+    return built.hash in _sound
+
+
+def _even(x: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])

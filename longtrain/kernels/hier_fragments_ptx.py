@@ -1,0 +1,245 @@
+"""Machine text of `hier_fragments_triton`: products of unpacked codes on tensor cores, a warp at a time.
+
+A thread's registers hold parts of the operands of m16n8k16 products: with g = lane / 4 and t = lane mod 4,
+columns (codes as the right operand) or rows (codes as the left) are g, and the summed index runs over the
+16 codes of a word of each of the four t. Which register has what is said in `hier_fragments_triton`.
+A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal range,
+but exact, and tensor cores take it at full speed.
+"""
+
+from __future__ import annotations
+
+import struct
+
+PER_THREAD = 16
+"""Registers of a thread that a tensor of the kernel fills."""
+UNIT = 2.0**-24
+"""What a code of 1 is in a product."""
+
+
+def operands(outputs: int, inputs: str) -> str:
+    """Constraints of a text that has so many fp32 outputs; `inputs` has a letter a tensor."""
+    return ",".join(["=f"] * (outputs * PER_THREAD) + [kind for kind in inputs for _ in range(PER_THREAD)])
+
+
+def half_bits(value: float) -> int:
+    """Two halves of the same value."""
+    bits = struct.unpack("<H", struct.pack("<e", value))[0]
+    return bits << 16 | bits
+
+
+class _Text:
+    """Lines of a text, and names of registers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.count = 0
+
+    def new(self, kind: str = "b32") -> str:
+        name = f"%v{self.count}"
+        self.count += 1
+        self.lines.append(f".reg .{kind} {name};")
+        return name
+
+    def add(self, line: str) -> None:
+        self.lines.append(line + ";")
+
+    def made(self, operation: str, *of: str, kind: str = "b32") -> str:
+        name = self.new(kind)
+        self.add(f"{operation} {name}, {', '.join(of)}")
+        return name
+
+    def constant(self, value: float) -> str:
+        return self.made("mov.b32", f"0x{half_bits(value):08x}")
+
+    def zeros(self) -> list[str]:
+        return [self.made("mov.f32", "0f00000000", kind="f32") for _ in range(4)]
+
+    def product(self, sums: list[str], left: list[str], right: list[str]) -> None:
+        c, a, b = (", ".join(x) for x in (sums, left, right))
+        self.add(f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}}")
+
+    def text(self) -> str:
+        return "{\n" + "\n".join(self.lines) + "\n}"
+
+
+def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
+    """Four codes of each half of a byte's: as two pairs; of one word of the upper plane, or of both planes."""
+    if len(words) == 1:
+        word, shifted = words[0], x.made("shr.u32", words[0], "8")
+        low = [x.made("and.b32", one, "0x000F000F") for one in (word, shifted)]
+        high = [x.made("and.b32", one, "0x00F000F0") for one in (word, shifted)]
+        return low, high
+    upper, lower = words
+    near = x.made("lop3.b32", lower, x.made("shl.b32", upper, "4"), "0x0F0F0F0F", "0xE4")
+    far = x.made("lop3.b32", x.made("shr.u32", lower, "4"), upper, "0x0F0F0F0F", "0xE4")
+    halves = []
+    for both in (near, far):
+        shifted = x.made("shr.u32", both, "8")
+        halves.append([x.made("and.b32", one, "0x00FF00FF") for one in (both, shifted)])
+    return halves[0], halves[1]
+
+
+def _numbers(start: int) -> list[str]:
+    return [f"${start + i}" for i in range(PER_THREAD)]
+
+
+def scores_text(tiles: int, bits: int, offset: float) -> str:
+    """q·k of 64 tokens with 8 or 16 rows.
+
+    Args:
+        tiles: of 8 rows: 1 or 2.
+        bits: 4: codes of the upper plane; 8: of both.
+        offset: added to a code of the upper plane, in steps.
+
+    Returns:
+        Outputs, a tensor a tile: scores. Inputs: keys A, keys B (of each plane), steps, zeros, q a tile.
+
+    Steps go into q first: q s = a + r with a in fp16. Codes meet a; r meets the mean code, which takes the
+    error that all tokens share; the rest is exact.
+    """
+    x, planes = _Text(), bits // 4
+    inputs = [_numbers(PER_THREAD * (tiles + i)) for i in range(2 * planes + 2 + tiles)]
+    keys, (step, zero), q = inputs[: 2 * planes], inputs[2 * planes :][:2], inputs[2 * planes + 2 :]
+    scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
+    middle = 7.5 if bits == 4 else 127.5 / 16
+    nothing = x.made("mov.b32", "0")
+    a, rest = [], []
+    for tile in range(tiles):
+        a.append([x.made("mul.rn.f16x2", q[tile][i], step[i]) for i in range(16)])
+        minus = [x.made("neg.f16x2", one) for one in a[tile]]
+        rest.append([x.made("fma.rn.f16x2", q[tile][i], step[i], minus[i]) for i in range(16)])
+
+    def left(parts: list[list[str]], half: int, word: int) -> list[str]:
+        first = 8 * half + 2 * word
+        second = parts[1] if tiles == 2 else [nothing] * 16
+        return [parts[0][first], second[first], parts[0][first + 1], second[first + 1]]
+
+    with_zero, with_rest, with_shift = ([x.zeros() for _ in range(2)] for _ in range(3))
+    for half in range(2):
+        mean = x.constant((middle + offset) * scale[half])
+        shift = x.constant(offset * scale[half])
+        for word in range(4):
+            pair = zero[8 * half + 2 * word :][:2]
+            x.product(with_zero[half], left(q, half, word), pair)
+            x.product(with_rest[half], left(rest, half, word), [mean, mean])
+            if offset:
+                x.product(with_shift[half], left(a, half, word), [shift, shift])
+    by = [_float(value) for value in (*scale, 1 / UNIT)]
+    constant = []
+    for tile in range(tiles):
+        at = 2 * tile
+        total = x.made("add.f32", with_rest[0][at], with_rest[1][at], kind="f32")
+        if offset:
+            both = x.made("add.f32", with_shift[0][at], with_shift[1][at], kind="f32")
+            total = x.made("add.f32", total, both, kind="f32")
+        for half in range(2):
+            total = x.made("fma.rn.f32", with_zero[half][at], by[half], total, kind="f32")
+        constant.append(total)
+    for i in range(8):
+        sums = x.zeros()
+        for word in range(4):
+            at = 4 * (i % 4) + word
+            halves = _codes(x, [keys[i // 4 + 2 * plane][at] for plane in range(planes)])
+            for half in range(2):
+                x.product(sums, left(a, half, word), halves[half])
+        for tile in range(tiles):
+            for e in range(2):
+                out = f"${PER_THREAD * tile + 2 * i + e}"
+                x.add(f"fma.rn.f32 {out}, {sums[2 * tile + e]}, {by[2]}, {constant[tile]}")
+    return x.text()
+
+
+def values_text(tiles: int, bits: int) -> str:
+    """Weighted values of 64 tokens, added to what there is.
+
+    Args:
+        tiles: of 8 rows: 1 or 2.
+        bits: as in `scores_text`.
+
+    Returns:
+        Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
+        and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
+    """
+    x, planes = _Text(), bits // 4
+    outputs = [_numbers(PER_THREAD * i) for i in range(2 * tiles)]
+    inputs = [_numbers(PER_THREAD * (2 * tiles + i)) for i in range(2 * planes + 4 * tiles)]
+    values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
+    sources = _sources(x)
+    right, sums = [], []
+    for tile in range(tiles):
+        p, fade = weights[2 * tile], weights[2 * tile + 1][0]
+        right.append([x.made("cvt.rn.f16x2.f32", p[i + 1], p[i]) for i in range(0, 16, 2)])
+        shrink = _moved(x, fade, sources)
+        sums.append(
+            [
+                [x.made("mul.f32", old[2 * tile + part][i], shrink[i % 2], kind="f32") for i in range(16)]
+                for part in range(2)
+            ]
+        )
+    for part in range(2):
+        for pair in range(2):
+            for word in range(4):
+                rows_of = [
+                    _codes(x, [values[part + 2 * plane][4 * (2 * pair + under) + word] for plane in range(planes)])
+                    for under in range(2)
+                ]
+                for half in range(2):
+                    near, far = (rows_of[under][half] for under in range(2))
+                    for tile in range(tiles):
+                        first_sum = 8 * pair + 4 * half
+                        x.product(
+                            sums[tile][part][first_sum : first_sum + 4],
+                            [near[0], far[0], near[1], far[1]],
+                            right[tile][2 * word : 2 * word + 2],
+                        )
+    for tile in range(tiles):
+        for part in range(2):
+            for i in range(16):
+                x.add(f"mov.f32 {outputs[2 * tile + part][i]}, {sums[tile][part][i]}")
+    return x.text()
+
+
+def finish_text(tiles: int, bits: int) -> str:
+    """Sums made into results: times a number of their row and a power of two, plus a number of their row.
+
+    Args:
+        tiles: of 8 rows: 1 or 2.
+        bits: as in `scores_text`.
+
+    Returns:
+        Outputs: results A and results B a tile. Inputs: a tile its factor and its summand (numbers a thread, of
+        row g), then its sums A and sums B.
+    """
+    x = _Text()
+    outputs = [_numbers(PER_THREAD * i) for i in range(2 * tiles)]
+    inputs = [_numbers(PER_THREAD * (2 * tiles + i)) for i in range(4 * tiles)]
+    sources = _sources(x)
+    for tile in range(tiles):
+        factor, summand, *old = inputs[2 * tile], inputs[2 * tile + 1], *inputs[2 * tiles + 2 * tile :][:2]
+        scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)
+        by = [[x.made("mul.f32", one, _float(value), kind="f32") for one in _moved(x, factor[0], sources)] for value in scale]
+        plus = _moved(x, summand[0], sources)
+        for part in range(2):
+            for i in range(16):
+                half = i // 4 % 2
+                x.add(f"fma.rn.f32 {outputs[2 * tile + part][i]}, {old[part][i]}, {by[half][i % 2]}, {plus[i % 2]}")
+    return x.text()
+
+
+def _float(value: float) -> str:
+    return f"0f{struct.pack('>f', value).hex().upper()}"
+
+
+def _sources(x: _Text) -> list[str]:
+    """Lanes that hold the numbers of the rows 2 t and 2 t + 1."""
+    lane = x.made("mov.u32", "%laneid")
+    first = x.made("shl.b32", x.made("and.b32", lane, "3"), "3")
+    return [first, x.made("add.u32", first, "4")]
+
+
+def _moved(x: _Text, number: str, sources: list[str]) -> list[str]:
+    """A row's number, from the threads of row g to those whose sums are of rows 2 t and 2 t + 1."""
+    raw = x.made("mov.b32", number)
+    moved = [x.made("shfl.sync.idx.b32", raw, source, "0x1f", "0xffffffff") for source in sources]
+    return [x.made("mov.b32", one, kind="f32") for one in moved]

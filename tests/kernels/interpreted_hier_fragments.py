@@ -1,0 +1,45 @@
+"""Run by test_hier_attention.py under TRITON_INTERPRET=1: the kernel of few rows, its machine text included."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.language as tl
+import warp_emulator
+from attention_cases import distance, hier_case, mask_named
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from longtrain.kernels import hier_attention_reference as reference
+from longtrain.kernels import hier_fragments_launch as launch
+from longtrain.kernels.hier_layout import Split
+
+T = launch.Tile
+CASES = {
+    "four bits": (4, Split.FLOOR, "causal", {"G": 2, "H": 8, "T": 2, "blocks": (3,), "recent": (200,)}, T()),
+    "four bits, two warps": (4, Split.RTN, "tree", {"G": 1, "H": 4, "T": 3, "blocks": (5,)}, T(tiles=2, warps=2)),
+    "eight bits": (8, Split.RTN, "tree", {"G": 1, "H": 4, "T": 4, "blocks": (3,)}, T(tiles=2, warps=2)),
+    "eight bits, 32": (8, Split.FLOOR, "causal", {"G": 1, "H": 4, "T": 7, "blocks": (5,)}, T(tiles=2, groups=2, warps=4)),
+}
+
+
+def emulated(self, text, constraints, values, types, pure, pack):
+    count = len(types)
+    registers = [one for value in values for one in warp_emulator.registers_of(value.data)]
+    found = warp_emulator.run(text, registers, 16 * count)
+    flat = [warp_emulator.flat_of(found[16 * i : 16 * i + 16]) for i in range(count)]
+    handles = [TensorHandle(x, tl.float32) for x in flat]
+    return SimpleNamespace(get_result=handles.__getitem__)
+
+
+@pytest.mark.parametrize(("bits", "split", "mask", "case", "tile"), CASES.values(), ids=CASES)
+def test_the_kernel_follows_the_reference(bits, split, mask, case, tile, monkeypatch):
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", emulated, raising=False)
+    q, planes, ring, lens = hier_case(split=split, D=128, **case)
+    q = q.half()
+    how = {"bits": bits, "scale": q.shape[-1] ** -0.5}
+    shown, _ = mask_named(mask, len(lens.len_B), q.shape[2])
+    got, lse = launch.hier_attention(q, planes, ring, lens, shown, bits, how["scale"], tile, splits=7)
+    want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, shown, **how)
+    print(distance(got, want), (lse - want_lse).abs().max())
+    assert distance(got, want) <= 1e-3
+    torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=0, check_dtype=False)

@@ -1,0 +1,114 @@
+"""Runs the machine text of kernels on a CPU, so that interpreted kernels need no other path.
+
+Tensors are flat, [4 k, threads, 4 c], and hold register 4 k + c of a thread, as `hier_fragments_triton` says.
+"""
+
+import re
+
+import numpy as np
+
+FRAGMENT = 16
+
+
+def registers_of(flat: np.ndarray) -> list[np.ndarray]:
+    """A tensor's registers, each [threads] of 32 bits."""
+    x = flat.reshape(4, -1, 4)
+    return [np.ascontiguousarray(x[k, :, c]).view(np.uint32) for k in range(4) for c in range(4)]
+
+
+def flat_of(registers: list[np.ndarray]) -> np.ndarray:
+    return np.stack(registers, 0).reshape(4, 4, -1).transpose(0, 2, 1).reshape(-1)
+
+
+def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
+    """Values of a text's first `outputs` operands, fp32; the inputs are the operands behind them."""
+    machine = _Machine(len(inputs[0]))
+    for i, value in enumerate(inputs):
+        machine.registers[f"${outputs + i}"] = value
+    for line in text.strip("{}\n").splitlines():
+        machine.step(line.rstrip(";"))
+    return [machine.registers[f"${i}"].view(np.float32) for i in range(outputs)]
+
+
+class _Machine:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.registers = {"%laneid": (np.arange(threads) % 32).astype(np.uint32)}
+
+    def read(self, name: str) -> np.ndarray:
+        if name in self.registers:
+            return self.registers[name]
+        value = int(name[2:], 16) if name.startswith("0f") else int(name, 0)
+        return np.full(self.threads, value, np.uint32)
+
+    def step(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name.startswith(".reg"):
+            return
+        if name.startswith("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"):
+            parts = [part.split(", ") for part in re.findall(r"{([^}]*)}", rest)]
+            sums, a, b, c = ([self.read(one) for one in part] for part in parts)
+            for register, value in zip(parts[0], product(a, b, c), strict=True):
+                self.registers[register] = value
+            return
+        to, *of = rest.split(", ")
+        self.registers[to] = OPERATIONS[name](*(self.read(one) for one in of))
+
+
+def halves(x: np.ndarray) -> np.ndarray:
+    return x.view(np.float16).reshape(-1, 2).astype(np.float64)
+
+
+def as_halves(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x.astype(np.float16)).view(np.uint32).reshape(-1)
+
+
+def as_float(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32).view(np.uint32)
+
+
+def single(x: np.ndarray) -> np.ndarray:
+    return x.view(np.float32).astype(np.float64)
+
+
+def shuffled(x, lane, *_):
+    warp = np.arange(len(x)) // 32 * 32
+    return x[warp + lane]
+
+
+def product(a, b, c):
+    """m16n8k16 of every warp: fragments as the instruction set's manual has them."""
+    warps = len(c[0]) // 32
+    lane = np.arange(32)
+    g, t = lane // 4, lane % 4
+    left, right, sums = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
+    for i, register in enumerate(a):
+        for e in range(2):
+            left[:, g + 8 * (i % 2), 2 * t + e + 8 * (i // 2)] = halves(register)[:, e].reshape(warps, 32)
+    for i, register in enumerate(b):
+        for e in range(2):
+            right[:, 2 * t + e + 8 * i, g] = halves(register)[:, e].reshape(warps, 32)
+    for i, register in enumerate(c):
+        sums[:, g + 8 * (i // 2), 2 * t + i % 2] = single(register).reshape(warps, 32)
+    sums += left @ right
+    return [as_float(sums[:, g + 8 * (i // 2), 2 * t + i % 2].reshape(-1)) for i in range(4)]
+
+
+OPERATIONS = {
+    "shr.u32": lambda x, n: x >> n,
+    "shl.b32": lambda x, n: x << n,
+    "and.b32": lambda x, y: x & y,
+    "add.u32": lambda x, y: x + y,
+    "mov.b32": lambda x: x.copy(),
+    "mov.u32": lambda x: x.copy(),
+    "mov.f32": lambda x: x.copy(),
+    "lop3.b32": lambda x, y, mask, kind: (x & mask) | (y & ~mask),
+    "neg.f16x2": lambda x: x ^ np.uint32(0x80008000),
+    "mul.rn.f16x2": lambda x, y: as_halves(halves(x) * halves(y)),
+    "fma.rn.f16x2": lambda x, y, z: as_halves(halves(x) * halves(y) + halves(z)),
+    "add.f32": lambda x, y: as_float(single(x) + single(y)),
+    "mul.f32": lambda x, y: as_float(single(x) * single(y)),
+    "fma.rn.f32": lambda x, y, z: as_float(single(x) * single(y) + single(z)),
+    "cvt.rn.f16x2.f32": lambda high, low: as_halves(np.stack((single(low), single(high)), -1)),
+    "shfl.sync.idx.b32": shuffled,
+}
