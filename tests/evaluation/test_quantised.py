@@ -134,6 +134,19 @@ def test_rows_that_depend_on_their_number_are_told(target):
     assert row["hidden_difference"] > 1e-6 and row["logit_difference"] > 1e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_on_a_gpu_rows_are_the_same_to_the_last_bit(kv_heads):
+    """In bf16, up to 32 packed rows: the reason why QuantSpec's texts are those of plain decoding there."""
+    heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    shape = {**MICRO, **heads, "max_position_embeddings": 2048}
+    target = random_target(shape, seed=3, dtype=torch.bfloat16, device="cuda").fuse()
+    found = row_invariance.measure(
+        target, quantspec(target, draft=False), tokens(1025, 0), tokens(16, 1), counts=[2, 5, 8]
+    )
+    assert all(row["attention_equal"] and row["logits_equal"] for row in found)
+
+
 def test_a_text_over_a_blocks_end_is_refused(target):
     with pytest.raises(
         ConfigError, match="16 tokens after a prompt of 250 on a cache that quantises after 6"
