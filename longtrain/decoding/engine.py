@@ -224,7 +224,7 @@ class Engine:
         else:
             shapes = (asked or (CHAIN if draft else PLAIN),)
         for shape in shapes:
-            self.limits.check_shape(shape, draft is not None)
+            self.limits.check_shape(shape, draft)
         return shapes
 
     def _stage(self, draft: Draft | None, shapes: Sequence[TreeShape], max_new_tokens: int) -> Stage | None:

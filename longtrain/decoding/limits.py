@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longtrain.decoding.roles import TokenTree, TreeShape
+from longtrain.decoding.roles import Draft, TokenTree, TreeShape
 from longtrain.errors import ConfigError, DataError
 from longtrain.target.info import TargetInfo
 
@@ -29,14 +29,15 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ConfigError(f"limits.{name}={getattr(self, name)}; allowed: 1 or more")
 
-    def check_shape(self, shape: TreeShape, has_draft: bool) -> None:
+    def check_shape(self, shape: TreeShape, draft: Draft | None) -> None:
         """Refuse a shape that cannot be drafted.
 
         Raises:
-            ConfigError: there is no draft, a width is not positive, or there are too many nodes.
+            ConfigError: there is no draft or it does not take this shape, a width is not positive, or there
+                are too many nodes.
         """
         widths = list(shape.widths)
-        if widths and not has_draft:
+        if widths and draft is None:
             raise ConfigError(
                 f"shape {widths} asks for a draft and the engine has none; pass an artifact that brings one"
             )
@@ -46,6 +47,8 @@ class Limits:
             raise ConfigError(
                 f"shape {widths} has {shape.n_nodes} nodes and limits.nodes={self.nodes}; narrow it"
             )
+        if widths and (own_check := getattr(draft, "check_shape", None)) is not None:
+            own_check(shape)
 
     def check_prompts(
         self,

@@ -106,7 +106,8 @@ class Draft(Protocol):
     """Proposes trees: LongSpec, EAGLE-3, QuantSpec.
 
     One for which other shapes may pay than chains of 1 to 8 says so in `offers`: the widths of those among
-    which `decode.shape=auto` chooses.
+    which `decode.shape=auto` chooses. One that does not take every shape has `check_shape(shape)`, which is
+    called before anything is computed and raises ConfigError.
     """
 
     want: Want

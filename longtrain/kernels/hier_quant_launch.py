@@ -12,7 +12,7 @@ from longtrain.kernels.hier_layout import BLOCK, Planes, Split
 from longtrain.kernels.hier_quant_triton import quantise_kernel
 
 WARPS = {Split.FLOOR: 2, Split.RTN: 4}
-"""Of a program. Fewer warps exchange less between threads; RTN's second rounding leaves no registers for that."""
+"""Of a program. Fewer exchange less between threads; RTN's second rounding leaves no registers for that."""
 CHANNELS = 64
 """Channels of a program that has keys; what it holds in registers grows with them."""
 

@@ -83,6 +83,19 @@ class MagicDecRuntime:
         self.cache = cache
         reader.finish(n_B)
 
+    def check_shape(self, shape: TreeShape) -> None:
+        """Refuse what is no chain, or a longer one than the newest rows hold (`decoding.roles.Draft`).
+
+        Raises:
+            ConfigError: it is such a shape.
+        """
+        check_chain(shape, "MagicDec")
+        if shape.depth > self.most:
+            raise ConfigError(
+                f"a chain of {shape.depth} for MagicDec with method.least_tokens={self.config.least_tokens}; "
+                f"allowed: up to {self.most} tokens"
+            )
+
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
         """Draft a chain below the root.
 
@@ -91,12 +104,7 @@ class MagicDecRuntime:
             ConflictError: called before `start`.
         """
         rows, cache = self._state()
-        check_chain(shape, "MagicDec")
-        if shape.depth > self.most:
-            raise ConfigError(
-                f"a chain of {shape.depth} for MagicDec with method.least_tokens={self.config.least_tokens}; "
-                f"allowed: up to {self.most} tokens"
-            )
+        self.check_shape(shape)
         view = rows.restart(cache.len_B)
 
         def step(pos_B: Tensor, token_B: Tensor) -> Tensor:

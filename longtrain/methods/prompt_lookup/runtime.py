@@ -55,6 +55,10 @@ class PromptLookupRuntime:
             self.history = History(B, S, tokens_BS.device)
         self.history.fill(tokens_BS)
 
+    def check_shape(self, shape: TreeShape) -> None:
+        """Refuse a shape that is no chain (`decoding.roles.Draft`)."""
+        check_chain(shape, "prompt look-up")
+
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
         """Draft a chain below the root; of the sampled laws it has the one of a certain token.
 
@@ -63,7 +67,7 @@ class PromptLookupRuntime:
             ConflictError: called before `start`.
         """
         history, cache = self._state()
-        check_chain(shape, "prompt look-up")
+        self.check_shape(shape)
         last_B1 = cache.len_B[:, None]
         history.put(root_B[:, None], last_B1, torch.ones_like(last_B1, dtype=torch.bool))
         back_B1 = history.find(cache.len_B, self.ngram).clamp(min=1)[:, None]

@@ -54,6 +54,10 @@ class QuantSpecRuntime:
             )
         self.view = cache.draft_view(self.kv_bits)
 
+    def check_shape(self, shape: TreeShape) -> None:
+        """Refuse a shape that is no chain (`decoding.roles.Draft`)."""
+        check_chain(shape, "QuantSpec")
+
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
         """Draft a chain below the root: the argmax of each step, or a token drawn from its law.
 
@@ -64,7 +68,7 @@ class QuantSpecRuntime:
         view = self.view
         if view is None:
             raise ConflictError("a QuantSpec draft was asked before start(); run it through Engine.generate")
-        check_chain(shape, "QuantSpec")
+        self.check_shape(shape)
         view.restart()
 
         def step(pos_B: Tensor, token_B: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longtrain import methods
+from longtrain.decoding.control import Menu
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
@@ -186,11 +187,14 @@ def test_caches_are_used_again(target):
     assert parts.cache(3, 300, 5) is not first and parts.cache(3, 1025, 5).capacity == 2048
 
 
-def test_what_it_refuses(target):
+def test_what_it_refuses(target, monkeypatch):
     parts = parts_of(target)
     engine = Engine(target, parts)
-    with pytest.raises(ConfigError, match="chains"):
-        engine.generate(prompts(20), max_new_tokens=4, shape=TreeShape((2, 2)))
+    with monkeypatch.context() as patched:  # before any forward
+        patched.setattr(type(target), "forward", None)
+        for shape in (TreeShape((2, 2)), Menu(((1,), (1, 2)))):
+            with pytest.raises(ConfigError, match="chains"):
+                engine.generate(prompts(20), max_new_tokens=4, shape=shape)
     evictor = policies.make("snapkv", Budget(8), {})
     with pytest.raises(ConflictError, match="quantspec"):
         Engine(target, parts.merge(Parts(evictor=evictor, name="snapkv")))
