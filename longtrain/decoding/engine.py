@@ -221,6 +221,8 @@ class Engine:
         draft = self.parts.draft
         if isinstance(asked, Menu):
             shapes = asked.shapes(draft, sampled=not sampling.greedy)
+            if not asked.widths:  # nobody asked for those beyond the limits
+                shapes = tuple(one for one in shapes if one.n_nodes <= self.limits.nodes)
         else:
             shapes = (asked or (CHAIN if draft else PLAIN),)
         for shape in shapes:

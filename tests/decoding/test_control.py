@@ -179,10 +179,10 @@ def test_menus():
     assert {shape.widths for shape in offered[1:]} == set(LongSpecRuntime.offers)
     with pytest.raises(ConfigError, match=r"\[\[1, 1\]\] ask for a draft"):
         Engine(micro()).generate(ONE, max_new_tokens=4, shape=Menu(((1, 1),)))
+    small = Engine(micro(), Parts(draft=longspec(micro())), limits=Limits(nodes=8))
+    assert [one.n_nodes for one in small._shapes(AUTO, Sampling())] == [1, 3, 5]
     with pytest.raises(ConfigError, match="nodes=8; narrow it"):
-        Engine(micro(), Parts(draft=longspec(micro())), limits=Limits(nodes=8)).generate(
-            ONE, max_new_tokens=4, shape=Menu(((1,) * 20,))
-        )
+        small.generate(ONE, max_new_tokens=4, shape=Menu(((1,) * 20,)))
 
 
 @pytest.fixture
