@@ -17,6 +17,7 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import depths
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.beam import best_continuations
 from longtrain.kernels.greedy import argmax_rows
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.methods.longspec.ring import Ring
@@ -240,24 +241,12 @@ def _best(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` most likely continuations of all nodes together: tokens, parents within the level, scores.
 
-    Under temperature the target draws from a sharper or flatter law, and so are continuations ranked. A
-    single continuation of a single node is its argmax, whatever the scores.
+    Under temperature the target draws from a sharper or flatter law, and so are continuations ranked.
     """
-    if width == logits_BMV.shape[1] == 1:
-        best_BK = logits_BMV.argmax(-1)
-        return best_BK, torch.zeros_like(best_BK), score_BM
-    wide = torch.promote_types(logits_BMV.dtype, torch.float32)
-    logp_BMV = (logits_BMV.to(wide) / (sampling.temperature or 1.0)).log_softmax(-1)
-    vocab = logp_BMV.shape[-1]
-    # Only a node's own best `width` can be among the best of all.
-    few_BMK, token_BMK = logp_BMV.topk(min(width, vocab), dim=-1)
-    total_BX = (score_BM[..., None].to(wide) + few_BMK).flatten(1)
-    if total_BX.shape[1] < width:
-        raise ConfigError(
-            f"a tree level of {width} nodes; a vocabulary of {vocab} allows {total_BX.shape[1]} here"
-        )
-    best_BK, at_BK = total_BX.topk(width, dim=-1)
-    return token_BMK.flatten(1).gather(1, at_BK), at_BK // few_BMK.shape[-1], best_BK
+    M, vocab = logits_BMV.shape[1:]
+    if M * min(width, vocab) < width:
+        raise ConfigError(f"a tree level of {width} nodes; a vocabulary of {vocab} allows {M * vocab} here")
+    return best_continuations(logits_BMV, score_BM, width, sampling.temperature or 1.0)
 
 
 def _sampled(q_BMV: Tensor, width: int, pos_B: Tensor, coins: Coins) -> tuple[Tensor, Tensor]:

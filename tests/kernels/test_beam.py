@@ -1,0 +1,53 @@
+"""Best continuations: the kernels interpreted, compiled for compute capability 9.0, and run on a GPU."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from interpreter import passes_interpreted
+
+from longtrain.kernels.beam import best_continuations
+
+
+def test_the_kernels_interpreted():
+    passes_interpreted("interpreted_beam.py")
+
+
+COMPILED = {
+    "_chunk_kernel": ({"F": 16, "COLUMNS": 1024}, 1),
+    "_node_kernel": ({"F": 16, "WIDTH": 2048, "CHUNKS": 128}, 4),
+    "_level_kernel": ({"K": 16, "F": 16, "WIDTH": 256}, 1),
+}
+"""Constants of a level of 16 nodes at the vocabulary of Llama-3.1, warps."""
+TYPES = {"x_ptr": "*bf16", "key_ptr": "*i64", "out_token_ptr": "*i64", "out_parent_ptr": "*i64"}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_compile_for_hopper_without_spills(name):
+    from longtrain.kernels import aot, beam_triton
+
+    constants, warps = COMPILED[name]
+    jit = getattr(beam_triton, name)
+    types = {arg: "*fp32" for arg in jit.arg_names if arg.endswith("_ptr")}
+    types |= {"token_ptr": "*i32", "temperature": "fp32"} | TYPES
+    constants = {**constants, "CHAINED": True}
+    built = aot.compile_kernel(jit, types, constants, aligned=["x_m", "V"], warps=warps)
+    assert built.stack_bytes == 0 and built.registers <= 168
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Distinct logits, so that there is one answer."""
+    logits = torch.stack([torch.randperm(128256) for _ in range(32)]).view(2, 16, -1) * 1e-4
+    score = -torch.rand(2, 16)
+    expected = best_continuations(logits.double(), score.double(), 16, 0.9)
+    got = best_continuations(logits.cuda(), score.cuda(), 16, 0.9)
+    torch.testing.assert_close(got[2].double().cpu(), expected[2], rtol=1e-4, atol=1e-4)
+    picked = logits.double()[torch.arange(2)[:, None], got[1].cpu(), got[0].cpu()] / 0.9
+    lse = (logits.double() / 0.9).logsumexp(-1).gather(1, got[1].cpu())
+    total = picked - lse + score.double().gather(1, got[1].cpu())
+    torch.testing.assert_close(total, expected[2], rtol=1e-4, atol=1e-4)
