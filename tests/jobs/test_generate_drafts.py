@@ -30,6 +30,10 @@ def test_the_text_of_plain_decoding(composed, capsys):
         text, _, about = run(*more)
         assert text == plain, more
         assert "accepted" in about and " | draft " in about
+    quantised, _, _ = run("method=quantspec", "method.draft=false")
+    for method in ("magicdec", "prompt_lookup"):
+        text, _, about = run(f"method={method}", "method.cache=hierarchical")
+        assert text == quantised and "accepted" in about
     evicted, _, _ = run("evict=snapkv", "evict.budget_tokens=40", "decode=autoregressive")
     for method in ("magicdec", "prompt_lookup"):
         text, _, about = run(f"method={method}", "evict=snapkv", "evict.budget_tokens=40")
@@ -42,6 +46,7 @@ def test_the_text_of_plain_decoding(composed, capsys):
         (["method=magicdec", "method.policy=h2o"], "method.policy=h2o; allowed: streaming_llm, snapkv"),
         (["method=magicdec", "method.budget=2"], r"method.budget=2.0; allowed: above 0, at most 1"),
         (["method=magicdec", "decode.shape=[2,2]"], r"MagicDec drafts chains, and shape \[2, 2\] is none"),
+        (["method=magicdec", "method.cache=int4"], "method.cache=int4; allowed: plain, hierarchical"),
         (["method=prompt_lookup", "method.ngram=0"], "method.ngram=0; allowed: 1 to 16"),
         (["method=prompt_lookup", "decode.shape=[2,2]"], "prompt look-up drafts chains"),
     ],

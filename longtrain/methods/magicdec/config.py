@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longtrain.errors import ConfigError
+from longtrain.methods.quantspec.beside import check_cache
 
 POLICIES = ("streaming_llm", "snapkv")
 
@@ -24,8 +25,10 @@ class Config:
     window: int = 32  # snapkv: last rows of the prompt whose attention chooses
     kernel: int = 7  # snapkv: rows of the max-pool over scores, odd; 1: off
     recent_tokens: int = 512  # snapkv: newest rows of the text among the budget, at most half of it
+    cache: str = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
 
     def __post_init__(self) -> None:
+        check_cache(self.cache)
         if self.policy not in POLICIES:
             raise ConfigError(f"method.policy={self.policy}; allowed: {', '.join(POLICIES)}")
         if not 0 < self.budget <= 1:

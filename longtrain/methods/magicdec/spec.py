@@ -10,6 +10,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.methods.magicdec.config import Config
 from longtrain.methods.magicdec.runtime import MagicDecRuntime
+from longtrain.methods.quantspec.beside import law_of, with_cache
 from longtrain.methods.spec import MethodSpec
 from longtrain.target.info import TargetInfo
 from longtrain.target.model import Target
@@ -21,10 +22,11 @@ def _build(config: Config, info: TargetInfo | None) -> nn.Module:
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The draft."""
+    """The draft, and a cache if one is asked for."""
     if keys:
         raise ConfigError(f"MagicDec takes no inference keys; got: {', '.join(keys)}")
-    return Parts(draft=MagicDecRuntime(target, config), name=f"magicdec {config.policy}")
+    parts = Parts(draft=MagicDecRuntime(target, config), name=f"magicdec {config.policy}")
+    return with_cache(parts, config.cache, target)
 
 
 SPEC = MethodSpec(
@@ -34,4 +36,5 @@ SPEC = MethodSpec(
     "Decoding, arXiv 2408.11049",
     build=_build,
     attach=_attach,
+    cache_law=law_of,
 )

@@ -1,6 +1,6 @@
 """The tokens of a batch of texts, on the device, and where their last ones occurred before.
 
-Shapes: B batch, S prompt tokens, C slots, T tokens, P path.
+Shapes: B batch, S prompt tokens, C slots, W tokens that are compared, X = W - 1 + C, T tokens.
 """
 
 from __future__ import annotations
@@ -10,67 +10,75 @@ from torch import Tensor
 
 _SPARE = 4096
 """Least room for new tokens; beyond it the oldest are forgotten."""
+_NONE = -1
+"""In a slot without a token."""
 
 
 class History:
     """Tokens in a ring: position p lies in slot p mod C. Everything is updated in place.
 
+    W - 1 empty slots come first, so that the tokens up to each one are a view. A match does not reach over
+    the ring's seam; where its newest token meets its oldest, one may be taken for longer than it is.
+
     Args:
         batch: texts.
         longest: tokens of the longest prompt.
+        ngram: W, most tokens of the end that are compared.
         device: of the tokens.
     """
 
-    def __init__(self, batch: int, longest: int, device: torch.device) -> None:
-        self.slots = _slots(longest)
-        self.tokens_BC = torch.zeros(batch, self.slots, dtype=torch.int32, device=device)
-        self._slot_C = torch.arange(self.slots, dtype=torch.int32, device=device)
+    def __init__(self, batch: int, longest: int, ngram: int, device: torch.device) -> None:
+        self.slots, self.ngram = _slots(longest), ngram
+        self.tokens_BX = torch.full((batch, ngram - 1 + self.slots), _NONE, dtype=torch.int32, device=device)
+        self._from_C = self.slots - torch.arange(self.slots, dtype=torch.int32, device=device)
+        self._to_W = torch.arange(ngram, device=device)
 
     def serves(self, batch: int, longest: int, device: torch.device) -> bool:
         """Whether it is one for prompts like these."""
-        tokens = self.tokens_BC
+        tokens = self.tokens_BX
         return (len(tokens), self.slots, tokens.device) == (batch, _slots(longest), device)
 
-    def fill(self, tokens_BS: Tensor) -> None:
-        """Begin with prompts, right-padded."""
-        self.tokens_BC[:, : tokens_BS.shape[1]] = tokens_BS
+    def fill(self, tokens_BS: Tensor, n_B: Tensor) -> None:
+        """Begin with prompts of `n_B` tokens, right-padded."""
+        S, first = tokens_BS.shape[1], self.ngram - 1
+        real_BS = torch.arange(S, device=n_B.device) < n_B[:, None]
+        self.tokens_BX.fill_(_NONE)
+        self.tokens_BX[:, first : first + S] = tokens_BS.where(real_BS, _NONE)
 
-    def put(self, tokens_BT: Tensor, pos_BT: Tensor, valid_BT: Tensor) -> None:
-        """Write tokens at their positions, those that are valid."""
-        slot_BT = pos_BT % self.slots
-        old_BT = self.tokens_BC.gather(1, slot_BT)
-        self.tokens_BC.scatter_(1, slot_BT, tokens_BT.to(old_BT.dtype).where(valid_BT, old_BT))
+    def put(self, tokens_BT: Tensor, pos_BT: Tensor) -> None:
+        """Write tokens at their positions; -1 where there is none."""
+        at_BT = pos_BT % self.slots + (self.ngram - 1)
+        self.tokens_BX.scatter_(1, at_BT, tokens_BT.to(self.tokens_BX.dtype))
 
     def at(self, pos_BT: Tensor) -> Tensor:
         """Tokens at positions, int64."""
-        return self.tokens_BC.gather(1, pos_BT % self.slots).long()
+        return self.tokens_BX.gather(1, pos_BT % self.slots + (self.ngram - 1)).long()
 
-    def find(self, last_B: Tensor, ngram: int) -> Tensor:
+    def find(self, last_B: Tensor) -> Tensor:
         """How far back a text's end stands once more: the most of its last tokens, and the latest of these.
 
         Args:
             last_B: position of each text's last token.
-            ngram: most tokens of the end that are compared.
 
         Returns: distance_B, 1 or more, int64; 0 where not even the last token occurred before.
         """
-        mask = self.slots - 1
-        back_B1 = last_B[:, None].to(torch.int32)
-        distance_BC = (back_B1 - self._slot_C) & mask
-        run_BC, matched_BC = distance_BC > 0, torch.zeros_like(distance_BC)
-        for k in range(ngram):
-            # A match of k + 1 tokens ends in a slot if the k before it match too and are still in the ring.
-            inside_BC = distance_BC <= (back_B1 - k).clamp(max=mask - k)
-            end_B1 = self.tokens_BC.gather(1, ((last_B - k) % self.slots)[:, None])
-            run_BC = run_BC & inside_BC & (self.tokens_BC.roll(k, 1) == end_B1)
+        slot_B1 = last_B[:, None] % self.slots
+        end_BW = self.tokens_BX.gather(1, slot_B1 + self._to_W)
+        end_BW = end_BW.where(end_BW != _NONE, _NONE - 1)  # what is not there is nowhere else either
+        equal_BCW = self.tokens_BX.unfold(1, self.ngram, 1) == end_BW[:, None]
+        run_BC = equal_BCW[..., -1]
+        matched_BC = run_BC.int()
+        for k in range(self.ngram - 2, -1, -1):
+            run_BC = run_BC & equal_BCW[..., k]
             matched_BC += run_BC
-        score_BC = torch.where(matched_BC > 0, matched_BC * self.slots - distance_BC, 0)
-        best_B = score_BC.amax(1).long()
-        return -best_B % self.slots
+        matched_BC.scatter_(1, slot_B1, 0)  # the end itself
+        distance_BC = (slot_B1.int() + self._from_C) & (self.slots - 1)
+        best_B = (matched_BC * self.slots - distance_BC).amax(1).clamp(min=0)
+        return (-best_B & (self.slots - 1)).long()
 
     def bytes(self) -> int:
         """Bytes of the tokens and of their slots' numbers."""
-        return self.tokens_BC.nbytes + self._slot_C.nbytes
+        return self.tokens_BX.nbytes + self._from_C.nbytes + self._to_W.nbytes
 
 
 def _slots(longest: int) -> int:

@@ -52,8 +52,8 @@ class PromptLookupRuntime:
         self.cache = cache
         B, S = tokens_BS.shape
         if self.history is None or not self.history.serves(B, S, tokens_BS.device):
-            self.history = History(B, S, tokens_BS.device)
-        self.history.fill(tokens_BS)
+            self.history = History(B, S, self.ngram, tokens_BS.device)
+        self.history.fill(tokens_BS, n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that is no chain (`decoding.roles.Draft`)."""
@@ -69,8 +69,8 @@ class PromptLookupRuntime:
         history, cache = self._state()
         self.check_shape(shape)
         last_B1 = cache.len_B[:, None]
-        history.put(root_B[:, None], last_B1, torch.ones_like(last_B1, dtype=torch.bool))
-        back_B1 = history.find(cache.len_B, self.ngram).clamp(min=1)[:, None]
+        history.put(root_B[:, None], last_B1)
+        back_B1 = history.find(cache.len_B).clamp(min=1)[:, None]
         ahead_T = torch.arange(shape.depth, device=root_B.device)
         copy_BT = history.at(last_B1 - back_B1 + 1 + ahead_T % back_B1)
         tokens_BN = torch.cat((root_B[:, None], copy_BT), 1)
@@ -84,7 +84,8 @@ class PromptLookupRuntime:
         """The accepted tokens are text now."""
         history, cache = self._state()
         n_B, step_P = verdict.n_B, torch.arange(tree.tokens_BN.shape[1], device=verdict.n_B.device)
-        history.put(tree.tokens_BN, (cache.len_B - n_B)[:, None] + step_P, step_P < n_B[:, None])
+        tokens_BP = tree.tokens_BN.where(step_P < n_B[:, None], -1)
+        history.put(tokens_BP, (cache.len_B - n_B)[:, None] + step_P)
 
     def bytes(self) -> int:
         """Bytes of the tokens."""
@@ -92,7 +93,7 @@ class PromptLookupRuntime:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tokens."""
-        return () if self.history is None else (self.history.tokens_BC,)
+        return () if self.history is None else (self.history.tokens_BX,)
 
     def _state(self) -> tuple[History, KVCache]:
         if self.history is None or self.cache is None:

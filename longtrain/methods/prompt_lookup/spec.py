@@ -10,6 +10,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
+from longtrain.methods.quantspec.beside import law_of, with_cache
 from longtrain.methods.spec import MethodSpec
 from longtrain.target.info import TargetInfo
 from longtrain.target.model import Target
@@ -21,10 +22,11 @@ def _build(config: Config, info: TargetInfo | None) -> nn.Module:
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
-    """The draft."""
+    """The draft, and a cache if one is asked for."""
     if keys:
         raise ConfigError(f"prompt look-up takes no inference keys; got: {', '.join(keys)}")
-    return Parts(draft=PromptLookupRuntime(target, config.ngram), name="prompt_lookup")
+    parts = Parts(draft=PromptLookupRuntime(target, config.ngram), name="prompt_lookup")
+    return with_cache(parts, config.cache, target)
 
 
 SPEC = MethodSpec(
@@ -33,4 +35,5 @@ SPEC = MethodSpec(
     paper="Inference with Reference: Lossless Acceleration of Large Language Models, arXiv 2304.04487",
     build=_build,
     attach=_attach,
+    cache_law=law_of,
 )

@@ -8,6 +8,8 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ConfigError
 from longtrain.evaluation.systems import FULL_CACHE, Builder
+from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
 
 from .toys import suite
 
@@ -28,6 +30,19 @@ def test_their_texts_are_those_of_the_full_cache(build):
     assert all(system.drafts and system.lossless_of == FULL_CACHE.name for system in found[1:])
     assert found[2].facts["method"]["policy"] == "snapkv" and found[2].facts["method"]["budget"] == 0.5
     assert found[1].facts["method"]["least_tokens"] == 128 and found[3].facts["shape"] == [1, 1, 1]
+
+
+def test_on_a_quantised_cache_they_repeat_its_texts():
+    """QuantSpec's cache without its draft is what they are compared with."""
+    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    builder = Builder(random_target(shape, seed=0), [], [TreeShape((1, 1, 1))], {}.__getitem__)
+    alone = {"method": {"name": "quantspec", "draft": False}}
+    drafts = [{"method": {"name": name, "cache": "hierarchical"}} for name in ("magicdec", "prompt_lookup")]
+    found = builder.systems(suite(), [alone, *drafts, {"method": {"name": "quantspec", "split": "rtn"}}])
+    assert [system.lossless_of for system in found[2:]] == [found[1].name, found[1].name, None]
+    assert found[2].name == "magicdec cache=hierarchical" and found[2].parts.cache is not None
+    with pytest.raises(ConfigError, match=r"method.cache=int4; allowed: plain, hierarchical"):
+        builder.systems(suite(), [{"method": {"name": "prompt_lookup", "cache": "int4"}}])
 
 
 def test_beside_an_evictor_they_repeat_its_texts(build):

@@ -113,25 +113,24 @@ def test_accepted_tokens_are_text_at_once(target):
 
 
 def test_a_text_longer_than_the_ring_forgets_its_beginning():
-    history = History(1, 4, torch.device("cpu"))
+    history = History(1, 4, 3, torch.device("cpu"))
     slots = history.slots
     assert slots == 8192
     gen = torch.Generator().manual_seed(0)
     text = torch.randint(1000, (1, 3 * slots), generator=gen)
     text[0, 10:13] = text[0, -3:]  # long ago
     text[0, slots : slots + 3] = text[0, -3:]  # as well
-    valid = torch.ones(1, 64, dtype=torch.bool)
     for first in range(0, 3 * slots, 64):
         pos = torch.arange(first, first + 64)[None]
-        history.put(text[:, first : first + 64], pos, valid)
+        history.put(text[:, first : first + 64], pos)
     last = 3 * slots - 1
-    found = last - int(history.find(torch.tensor([last]), 3))
+    found = last - int(history.find(torch.tensor([last])))
     recent = text[0].tolist()
     assert found > last - slots
     assert looked_up(recent[-slots:], 3, 1) == [recent[found + 1]]
     text[0, last - 500 : last - 497] = text[0, -3:]
-    history.put(text[:, last - 500 : last - 436], torch.arange(last - 500, last - 436)[None], valid)
-    assert int(history.find(torch.tensor([last]), 3)) == 498
+    history.put(text[:, last - 500 : last - 436], torch.arange(last - 500, last - 436)[None])
+    assert int(history.find(torch.tensor([last]))) == 498
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_on_another_cache_and_its_memory(target):
     plain = engine.generate(texts, max_new_tokens=40, shape=PLAIN, ignore_eos=True)
     assert engine.generate(texts, max_new_tokens=40, shape=CHAIN, ignore_eos=True).tokens == plain.tokens
     held, (tokens,) = parts.draft.bytes(), parts.draft.tensors()
-    assert held == 8192 * (4 + 4)
+    assert held == (8192 + 2) * 4 + 8192 * 4 + 3 * 8
     engine.generate([[3] * 900], max_new_tokens=4, shape=CHAIN, ignore_eos=True)
     assert parts.draft.tensors()[0].data_ptr() == tokens.data_ptr()
 
