@@ -140,6 +140,7 @@ def best_continuations(
         )  # fmt: skip
         _level_kernel[(B,)](
             total_RF, token_RF, out_BK, parent_BK, best_BK, M * few,
-            K=width, F=few, WIDTH=level, CHAINED=chained, num_warps=max(1, min(8, level // 512)), **pdl(chained),
+            K=width, F=few, WIDTH=level, CHAINED=chained,
+            num_warps=max(1, min(8, level // 512)), **pdl(chained),
         )  # fmt: skip
     return out_BK, parent_BK, best_BK
