@@ -36,7 +36,7 @@ class Tile:
     held: int = 4
     groups: int = 1
     stages: int = 4
-    late: bool = False
+    late: bool = True
     rows: int = 1
     registers: int | None = None
 

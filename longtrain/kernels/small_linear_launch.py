@@ -38,7 +38,7 @@ class Tile:
     ahead: int = 0
     warps: int = 4
     piece: int = 128
-    late: bool = False
+    late: bool = True
 
 
 def small_linear(
