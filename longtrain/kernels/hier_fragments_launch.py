@@ -143,8 +143,8 @@ def hier_attention(
         if not _laid_out(built, tile.warps):
             return None
         kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
-            part_out, part_lse, out_BTHD, lse_BHT, slots, T, G=G, GROUP=group, SLOT=rows,
-            BLOCK=triton.next_power_of_2(slots), CHUNK=tile.chunk, EARLY=tile.early_merge, CHAINED=chained,
+            part_out, part_lse, out_BTHD, lse_BHT, slots - tile.rings, T, G=G, GROUP=group, SLOT=rows,
+            BLOCK=triton.next_power_of_2(slots - tile.rings), RINGS=tile.rings, CHUNK=tile.chunk, EARLY=tile.early_merge, CHAINED=chained,
             num_warps=tile.merge_warps, **merging.pdl(chained),
         )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT

@@ -394,38 +394,64 @@ def attend_kernel(
         tl.store(lse_ptr + slot * SLOT + none, tl.full((SLOT * PER,), float("-inf"), tl.float32))
 
 
-@triton.jit(do_not_specialize=["slots", "T"])
+@triton.jit
+def _slots(lse_ptr, out_ptr, first, count, tile, i, rows, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+    """lse [BLOCK, 8] of a tile's rows and numbers i [BLOCK, CHUNK] of slots first .. first + count - 1."""
+    slot, m = tl.arange(0, BLOCK), 8 * tile + tl.arange(0, 8)
+    at = (first + slot).to(tl.int64)[:, None] * SLOT
+    lse = tl.load(lse_ptr + at + m[None, :], mask=(slot < count)[:, None] & (m < rows)[None, :], other=float("-inf"))
+    own = tl.max_constancy(8 * tile + 2 * ((i >> 2) & 3) < rows, 4)
+    # what an empty slot leaves unwritten is read with the rest, so as not to wait for lse, and dropped
+    out = tl.load(
+        out_ptr + at * 128 + (tile * 1024 + i)[None, :], mask=(slot < count)[:, None] & own[None, :], other=0.0
+    )
+    return lse, out
+
+
+@triton.jit
+def _weighed(lse, out, base, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Sums over slots of weights [8] and of weighted numbers [CHUNK]."""
+    weight = tl.exp2(lse - base[None, :])
+    wide = tl.reshape(weight, (BLOCK, 1, 4, 1, 2))
+    out = tl.reshape(out, (BLOCK, CHUNK // 16, 4, 2, 2))
+    out = tl.where(wide > 0, out * wide, 0.0)
+    return tl.sum(weight, 0), tl.reshape(tl.sum(out, 0), (CHUNK,))
+
+
+@triton.jit(do_not_specialize=["count", "T"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, slots, T,
-    G: tl.constexpr, GROUP: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    EARLY: tl.constexpr, CHAINED: tl.constexpr,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, count, T,
+    G: tl.constexpr, GROUP: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, RINGS: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """out_BTHD and natural lse_BHT: CHUNK numbers of 8 rows of a KV head, as they lie in a slot."""
+    """out_BTHD and natural lse_BHT: CHUNK numbers of 8 rows of a KV head, as they lie in a slot.
+
+    `count`: slots of blocks, behind RINGS of the ring.
+    """
     if CHAINED:
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
     pid, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, i = tl.arange(0, BLOCK), chunk * CHUNK + tl.arange(0, CHUNK)
-    c, t, g, k = i & 3, (i >> 2) & 3, (i >> 4) & 7, (i >> 7) & 3
-    m = 8 * tile + 2 * t + (c & 1)
-    dim = 64 * (k & 1) + 16 * (k >> 1) + g + 8 * (c >> 1) + 32 * (i >> 9)
-    keep = (slot < slots)[:, None] & (m < T * GROUP)[None, :]
-    at = (pid * slots + slot).to(tl.int64)[:, None] * SLOT
-    lse = tl.load(part_lse_ptr + at + m[None, :], mask=keep, other=float("-inf"))
-    # what an empty slot leaves unwritten is read with the rest, so as not to wait for lse, and dropped
-    out = tl.load(part_ptr + at * 128 + (tile * 1024 + i)[None, :], mask=keep, other=0.0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    first = pid * (RINGS + count)
+    lse, out = _slots(part_lse_ptr, part_ptr, first + RINGS, count, tile, i, T * GROUP, SLOT, BLOCK)
+    ring_lse, ring_out = _slots(part_lse_ptr, part_ptr, first, RINGS, tile, i, T * GROUP, SLOT, RINGS)
     if CHAINED and not EARLY:
         gdc_launch_dependents()
-    out = tl.where(lse > float("-inf"), out, 0.0)
-    top = tl.max(lse, 0)
+    top = tl.maximum(tl.max(lse, 0), tl.max(ring_lse, 0))
     base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(lse - base[None, :])
-    total = tl.sum(weight, 0)
-    out = tl.sum(weight * out, 0) / tl.where(total > 0, total, 1.0)
+    total, out = _weighed(lse, out, base, BLOCK, CHUNK)
+    ring_total, ring_out = _weighed(ring_lse, ring_out, base, RINGS, CHUNK)
+    total += ring_total
+    wide = tl.broadcast_to(tl.reshape(total, (1, 4, 1, 2)), (CHUNK // 16, 4, 2, 2))
+    out = (out + ring_out) / tl.where(tl.reshape(wide, (CHUNK,)) > 0, tl.reshape(wide, (CHUNK,)), 1.0)
     b, kv = pid // G, pid % G
-    query = m // GROUP
-    index = (b.to(tl.int64) * (G * GROUP) + kv * GROUP + m % GROUP) * T + query
-    out_at = (b.to(tl.int64) * T + query) * (G * GROUP) + kv * GROUP + m % GROUP
+    m = 8 * tile + 2 * ((i >> 2) & 3) + (i & 1)
+    dim = 64 * ((i >> 7) & 1) + 16 * ((i >> 8) & 1) + ((i >> 4) & 7) + 8 * ((i >> 1) & 1) + 32 * (i >> 9)
+    out_at = (b.to(tl.int64) * T + m // GROUP) * (G * GROUP) + kv * GROUP + m % GROUP
     tl.store(out_ptr + out_at * 128 + dim, out.to(out_ptr.dtype.element_ty), mask=m < T * GROUP)
-    tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=(m < T * GROUP) & (dim == 0))
+    if chunk == 0:
+        row = 8 * tile + tl.arange(0, 8)
+        index = (b.to(tl.int64) * (G * GROUP) + kv * GROUP + row % GROUP) * T + row // GROUP
+        tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=row < T * GROUP)
