@@ -27,6 +27,9 @@ def explain(error: Exception) -> str:
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
     if isinstance(error, HydraException | OmegaConfBaseException):
         return line
+    if type(error).__name__ == "OutOfMemoryError":
+        said = ". ".join(line.split(". ")[:2])
+        return f"{said}; shorten the rows or prompts, or lower the batch (HYDRA_FULL_ERROR=1 shows where)"
     return f"{type(error).__name__}: {line} (HYDRA_FULL_ERROR=1 shows where)"
 
 
