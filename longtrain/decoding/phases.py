@@ -21,8 +21,9 @@ from longtrain.decoding.barred import Barred
 from longtrain.decoding.limits import check_tree
 from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict, onlooker
 from longtrain.decoding.sampling import HashCoins, Sampling
-from longtrain.decoding.tree import chain, emitted, positions, visible
+from longtrain.decoding.tree import chain, positions, visible
 from longtrain.decoding.verify import verify
+from longtrain.kernels.greedy import emitted
 from longtrain.target.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Phases:
         self.cache.commit(None if self._is_chain else verdict.path_BP, verdict.n_B)
         if self.draft is not None:
             self.draft.observe(tree, verdict, step)
-        self.news_BX.copy_(torch.cat((whole.n_B[:, None], emitted(tree, whole)), 1))
+        emitted(tree.tokens_BN, whole.path_BP, whole.n_B, whole.next_B, self.news_BX)
         self.root_B.copy_(verdict.next_B)
         self.left_B.sub_(verdict.n_B)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
+from longtrain.kernels import greedy
 
 
 def depths(shape: TreeShape, device: torch.device | str | None = None) -> Tensor:
@@ -54,6 +55,6 @@ def emitted(tree: TokenTree, verdict: Verdict) -> Tensor:
     Returns:
         int64_BP; the first `verdict.n_B` of each row count, the others repeat the target's token.
     """
-    drafted_BP = tree.tokens_BN.gather(1, verdict.path_BP).roll(-1, dims=1)
-    slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
-    return torch.where(slot_P < verdict.n_B[:, None] - 1, drafted_BP, verdict.next_B[:, None])
+    news_BX = verdict.path_BP.new_empty(len(verdict.path_BP), 1 + verdict.path_BP.shape[1])
+    greedy.emitted(tree.tokens_BN, verdict.path_BP, verdict.n_B, verdict.next_B, news_BX)
+    return news_BX[:, 1:]

@@ -1,4 +1,4 @@
-"""Greedy choices of a few rows: the largest of each row of logits, and the path of a tree they accept.
+"""Greedy choices of a few rows: the largest of a row of logits, the path of a tree they accept, its tokens.
 
 Triton where `kernels.fused_layer` uses it; plain torch, written here, everywhere else. The results are the
 same numbers either way.
@@ -63,3 +63,24 @@ def follow(
     after_B1 = path_BP.gather(1, most_B.clamp(max=levels)[:, None])
     cut_B = torch.where(n_B > most_B, tokens_BN.gather(1, after_B1)[:, 0], next_B)
     return path_BP, n_B.minimum(most_B), cut_B
+
+
+def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
+    """What an accepted path adds to the text: how many tokens, the nodes' below the root, the one after them.
+
+    Args:
+        tokens_BN: token of each node, int64.
+        path_BP: accepted nodes, root first.
+        n_B: how many of them count, 1 or more.
+        next_B: token after them.
+        out_BX: written: n_B, then P tokens; those beyond n_B repeat the last. Contiguous int64.
+    """
+    if runs_on(tokens_BN.device):
+        from longtrain.kernels import greedy_triton
+
+        greedy_triton.emitted(tokens_BN, path_BP, n_B, next_B, out_BX)
+        return
+    drafted_BP = tokens_BN.gather(1, path_BP).roll(-1, dims=1)
+    slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
+    out_BX[:, 0] = n_B
+    out_BX[:, 1:] = torch.where(slot_P < n_B[:, None] - 1, drafted_BP, next_B[:, None])

@@ -87,6 +87,26 @@ def _follow_kernel(
     tl.store(next_ptr + b, tl.where(n > most, cut, chosen))
 
 
+@triton.jit
+def _emitted_kernel(
+    token_ptr, path_ptr, n_ptr, next_ptr, out_ptr, token_b, token_n, path_b,
+    P: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One path."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, WIDTH)
+    n = tl.load(n_ptr + b)
+    drafted = slot < n - 1
+    node = tl.load(path_ptr + b * path_b + slot + 1, mask=drafted & (slot < P - 1), other=0)
+    token = tl.load(token_ptr + b * token_b + node * token_n, mask=drafted, other=0)
+    out = out_ptr + b * (P + 1)
+    tl.store(out, n)
+    tl.store(out + 1 + slot, tl.where(drafted, token, tl.load(next_ptr + b)), mask=slot < P)
+
+
 def argmax_rows(x_MV: Tensor) -> Tensor:
     """See `kernels.greedy.argmax_rows`."""
     M, V = x_MV.shape
@@ -123,6 +143,19 @@ def follow(
             CHAINED=chained, num_warps=1, **pdl(chained),
         )  # fmt: skip
     return path_BP, n_B, next_B
+
+
+def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
+    """See `kernels.greedy.emitted`."""
+    B, P = path_BP.shape
+    path_BP = path_BP if path_BP.stride(1) == 1 else path_BP.contiguous()
+    chained = chains(tokens_BN.device)
+    with _on(tokens_BN):
+        _emitted_kernel[(B,)](
+            tokens_BN, path_BP, n_B.contiguous(), next_B.contiguous(), out_BX, *tokens_BN.stride(),
+            path_BP.stride(0), P=P, WIDTH=triton.next_power_of_2(max(P, 2)), CHAINED=chained,
+            num_warps=1, **pdl(chained),
+        )  # fmt: skip
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[None]:

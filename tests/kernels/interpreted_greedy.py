@@ -38,3 +38,14 @@ def test_tokens_of_a_chain_may_be_views():
     best = torch.tensor([[5, 3, 9], [6, 4, 8]])
     path, n, after = greedy.follow(best, tokens, parents, 2, None)
     assert path.tolist() == [[0, 1, 2], [0, 1, 0]] and n.tolist() == [3, 2] and after.tolist() == [9, 4]
+
+
+def test_what_is_emitted(monkeypatch):
+    best, tokens, parents, levels = trees(5, 21, 2, 1)
+    path, n, after = greedy.follow(best, tokens, parents, levels, None)
+    assert n.unique().numel() > 1
+    got, expected = torch.full((2, 5, levels + 2), -1, dtype=torch.int64)
+    greedy.emitted(tokens, path, n, after, got)
+    monkeypatch.setattr(greedy, "runs_on", lambda device: False)
+    greedy.emitted(tokens, path, n, after, expected)
+    assert torch.equal(got, expected) and (got >= 0).all()
