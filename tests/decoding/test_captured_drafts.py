@@ -10,6 +10,7 @@ from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro
@@ -89,3 +90,13 @@ def test_cuda_graphs_give_the_same_texts(name, keys):
         settings = {"max_new_tokens": 48, "shape": CHAIN, "ignore_eos": True}
         drafted = both(target, parts, prompts, **settings)
         assert drafted.tokens == Engine(target).generate(prompts, **{**settings, "shape": PLAIN}).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "keys"), DRAFTS)
+def test_cuda_graphs_over_a_quantised_cache(name, keys):
+    """Rows pass the draft on their way into the planes, in a graph as without one."""
+    shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
+    target = random_target(shape, dtype=torch.float32, device="cuda").fuse()
+    parts = parts_of(name, {**keys, "cache": "hierarchical"}, target)
+    both(target, parts, prompts_of(400, 250), max_new_tokens=40, shape=CHAIN, ignore_eos=True)
