@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,8 @@ SPARSE: list[Mapping[str, Any]] = [
     {"method": "prompt_lookup", "label": "prompt look-up"},
 ]
 KEYS = {"method", "label", "drafted", "acceptance"}
-DRAFTED, SPARSE_DRAFTED, MIDDLE = [1, 2, 3, 4, 6], [1, 2, 3], 4
-"""QuantSpec Fig. 9 and Table 6: sparse drafts are best at few."""
+DRAFTED, SPARSE_DRAFTED, MIDDLE = [1, 2, 3, 4, 6], [1, 2, 3], 3
+"""QuantSpec Fig. 9 and Table 6: sparse drafts are best at few. The step model is best at 3."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class Asked:
         spec = methods.get(self.method)
         assert spec.attach is not None
         return spec.attach(spec.build(self.config, target.info), target, self.config, {})
+
+    def undrafted(self) -> Asked:
+        """QuantSpec's cache alone, so that no weights of a draft are there when it decodes plainly."""
+        return replace(self, config=replace(self.config, draft=False))
 
 
 def run(cfg: DictConfig) -> None:
@@ -136,9 +140,8 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
         log.info("read_tb_per_s=%.2f", read_bytes_per_s(device) * 1e-12)
         if threads:
             log.info("compiling the kernels of %d cells", sum(len(group.cells) for group in groups))
-            thin = made({**keys, "num_hidden_layers": 1})
-            quantspec_shape.compile_all(thin, groups, settings, threads=threads)
-            del thin
+            thin = {**keys, "num_hidden_layers": 1}
+            quantspec_shape.compile_all(made(thin), groups, settings, threads=threads)
     return quantspec_shape.run(made(shape), groups, settings, keep)
 
 
@@ -150,11 +153,8 @@ def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
     split = convert(suite.split, bool, "suite.split")
     places = [(length, 1) for length in lengths] + [(lengths[0], batch) for batch in batches if batch > 1]
 
-    def cells(way: Way, *, everywhere: bool = True) -> list[Cell]:
-        return [
-            Cell(way, length, batch, split and (length, batch) == (lengths[0], 1) and everywhere)
-            for length, batch in (places if everywhere else [(length, 1) for length in lengths])
-        ]
+    def cells(way: Way) -> list[Cell]:
+        return [Cell(way, *place, split=split and place == (lengths[0], 1)) for place in places]
 
     found = [Group(_nothing, tuple(cells(Way("plain", FULL, forwards=(Forward(Width()),)))))]
     recorded = _recorded(suite.recorded)
@@ -164,17 +164,21 @@ def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
             ways = cells(Way("longspec", FULL, shape, law, longspec(size, shape.widths)))
             own = tuple(cell for cell in ways if cell.context == lengths[0])
             found.append(Group(functools.partial(_longspec, seed=int(cfg.seed)), own))
-    for asked in _systems(cfg, device, [SELF]):
-        cache = INT8 if asked.method == "quantspec" else FULL
-        mine: list[Cell] = []
-        if cache == INT8 and not any(cell.way.cache == cache for group in found for cell in group.cells):
-            mine += cells(Way("plain", cache, forwards=(Forward(Width(kv=8)),)))
+    systems = _systems(cfg, device, [SELF])
+    if quantised := [asked for asked in systems if asked.method == "quantspec"]:
+        way = Way("plain", INT8, forwards=(Forward(Width(kv=8)),))
+        found.append(Group(quantised[0].undrafted().attach, tuple(cells(way))))
+    for asked in systems:
         at_batches = _at_batches(suite.batch_drafted, asked)
+        mine: list[Cell] = []
         for drafted in sorted({*asked.drafted, at_batches}):
             law = accept.independent(asked.acceptance, drafted)
+            cache = INT8 if asked in quantised else FULL
             way = Way(asked.name, cache, TreeShape((1,) * drafted), law, _forwards(asked, drafted))
-            mine += cells(way, everywhere=drafted == at_batches)
-        found.append(Group(asked.attach, tuple(sorted(mine, key=lambda cell: (cell.batch, cell.context)))))
+            some = [cell for cell in cells(way) if drafted == at_batches or cell.batch == 1]
+            mine += [replace(cell, split=cell.split and drafted == at_batches) for cell in some]
+        mine.sort(key=lambda cell: (cell.batch, cell.context))
+        found.append(Group(asked.attach, tuple(c for c in mine if c.batch == 1 or asked is systems[0])))
     return found
 
 

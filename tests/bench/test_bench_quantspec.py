@@ -283,39 +283,28 @@ def test_cells_of_a_run(composed):
     places = [(300, 1), (512, 1), (300, 2)]
     assert cells[0] == [("plain, full cache", *place) for place in places]
     assert cells[1:3] == [[(name, 300, 1), (name, 300, 2)] for name in ("longspec 4", "longspec 4-8-8-8")]
-    alone = ("plain, INT8 cache", "quantspec 1", "quantspec 2")
-    assert cells[3] == [
-        *((name, 300, 1) for name in alone),
-        *((name, 512, 1) for name in alone),
-        *((name, 300, 2) for name in ("plain, INT8 cache", "quantspec 2")),
-    ]
-    own = "suite.systems=[{method: prompt_lookup, label: look-up, acceptance: 0.4, drafted: [3]}]"
-    cfg = composed(micro_words(), "lengths=[300]", "suite.recorded=null", own)
+    assert cells[3] == [("plain, INT8 cache", *place) for place in places]
+    alone = [(f"quantspec {n}", length, 1) for length in (300, 512) for n in (1, 2)]
+    assert cells[4] == [*alone, ("quantspec 2", 300, 2)]
+    assert [c.split for c in groups[4].cells] == [False, True, False, False, False]
+    own = "{method: prompt_lookup, label: look-up, acceptance: 0.4, drafted: [3]}"
+    words = f"suite.systems=[{{method: quantspec, drafted: [1]}},{own}]"
+    cfg = composed(micro_words(), "lengths=[300]", "suite.recorded=null", "suite.batches=[2]", words)
     groups = bench_quantspec._groups(cfg, torch.device("cpu"), Sizes.of_keys(MICRO))
-    (way,) = [cell.way for cell in groups[1].cells]
+    assert [len(group.cells) for group in groups] == [2, 2, 2, 1]
+    way = groups[3].cells[0].way
     assert (way.system, way.cache, way.law) == ("look-up", FULL, accept.independent(0.4, 3))
 
 
 def test_the_suite_measures_a_shape(composed, tmp_path, capsys):
     bench.run(composed(micro_words(), "lengths=[300]", "suite.batches=[1,2]"))
     rows = json.loads((tmp_path / "bench" / "quantspec.json").read_text())["rows"]
-    assert [(row["name"], row["batch"]) for row in rows] == [
-        (name, batch)
-        for names in (
-            ["plain, full cache"],
-            ["longspec 4"],
-            ["longspec 4-8-8-8"],
-            ["plain, INT8 cache", "quantspec 2"],
-        )
-        for batch in (1, 2)
-        for name in names
-    ]
+    names = ("plain, full cache", "longspec 4", "longspec 4-8-8-8", "plain, INT8 cache", "quantspec 2")
+    assert [(row["name"], row["batch"]) for row in rows] == [(name, n) for name in names for n in (1, 2)]
     assert all(row["speed"] > 0 for row in rows)
     assert all(("int8_speed" in row) is (row["cache"] == INT8) for row in rows)
     apart = [row for row in rows if "steps" in row]
-    assert [row["name"] for row in apart] == [
-        "plain, full cache", "longspec 4", "longspec 4-8-8-8", "plain, INT8 cache", "quantspec 2",
-    ]  # fmt: skip
+    assert tuple(row["name"] for row in apart) == names
     assert {(row["prompt_tokens"], row["batch"]) for row in apart} == {(300, 1)}
     for name in ("speed", "steps", "batches"):
         assert (tmp_path / "bench" / f"quantspec_{name}.png").read_bytes()[:4] == b"\x89PNG"
