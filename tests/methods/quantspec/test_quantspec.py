@@ -12,7 +12,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.evaluation.exactness import compare
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods import policies
@@ -185,6 +185,25 @@ def test_caches_are_used_again(target):
     first = parts.cache(2, 300, 5)
     assert parts.cache(2, 1000, 5) is first and int(first.len_B.max()) == 0
     assert parts.cache(3, 300, 5) is not first and parts.cache(3, 1025, 5).capacity == 2048
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_an_engine_goes_on_after_a_prompt_that_was_refused(capture):
+    """Nothing of a prompt with NaN is kept: the next text is a fresh engine's."""
+    target = random_target(MICRO, seed=2, dtype=torch.float64)
+    weight = target.model.model.layers[0].self_attn.k_proj.weight
+    call = {"max_new_tokens": 12, "shape": TreeShape((1, 1)), "ignore_eos": True}
+    fresh = Engine(target, parts_of(target), capture=capture).generate(prompts(300), **call)
+    engine, streamed = Engine(target, parts_of(target), capture=capture), []
+    engine.generate(prompts(280), **call)
+    with torch.no_grad():
+        kept = weight[5].clone()
+        weight[5] = float("nan")
+        with pytest.raises(DataError, match="keys of layer 0 hold NaN"):
+            engine.generate(prompts(290), stream=lambda *news: streamed.append(news), **call)
+        weight[5] = kept
+    assert not streamed
+    assert engine.generate(prompts(300), **call).tokens == fresh.tokens
 
 
 def test_what_it_refuses(target, monkeypatch):
