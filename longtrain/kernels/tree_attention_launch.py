@@ -52,7 +52,7 @@ TILES = (
     Tile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     Tile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
 )
-"""In half precision: the first that holds all packed rows, or else the last."""
+"""In half precision: the first that holds all packed rows, or else one of the last two."""
 FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
 BLOCK = 64
@@ -61,6 +61,8 @@ CHUNK = 1
 """Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
 CHAINED = True
 """Kernels start while the one before them ends, where the device can; they wait before they read."""
+EARLY = (True, False)
+"""Whether the attention kernel, and the merging one, let the next kernel in at their start or at their end."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
@@ -104,6 +106,7 @@ def tree_attention(
             *(bits.stride()[:2] if kind == 2 else (0, 0)),
             **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
             STAGES=_stages(tile, width, k_BGSD), CHAINED=chained, AHEAD=tile.ahead if bulk else 0,
+            EARLY=EARLY[0],
             num_warps=tile.warps, **registers, **pdl(chained),
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
@@ -125,7 +128,8 @@ def merge(
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
         part_out, part_lse, out_BTHD, lse_BHT, splits, T,
         G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows,
-        BLOCK=block, CHUNK=chunk, CHAINED=chained, num_warps=max(1, min(8, block // 8)), **pdl(chained),
+        BLOCK=block, CHUNK=chunk, CHAINED=chained, EARLY=EARLY[1],
+        num_warps=max(1, min(8, block // 8)), **pdl(chained),
     )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
 
@@ -154,7 +158,8 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     """The tile for so many packed rows."""
     if dtype == torch.float32:
         return FLOAT
-    return next((tile for tile in TILES if rows <= tile.rows), TILES[-1])
+    some = [tile for tile in TILES if rows <= tile.rows] or TILES[-2:]
+    return min(some, key=lambda tile: (-(-rows // tile.rows) * tile.rows, -tile.rows))
 
 
 def candidates(rows: int) -> tuple[Tile, ...]:

@@ -70,7 +70,7 @@ def attend_kernel(
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
@@ -99,6 +99,8 @@ def attend_kernel(
                 head_at = b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
                 _prefetch(v_ptr + head_at + slot * v_s, WIDTH)
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     slot_ptr = lse_ptr + (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     if first >= last:
         tl.store(slot_ptr, tl.full((ROWS,), float("-inf"), tl.float32), mask=exists)
@@ -148,7 +150,7 @@ def attend_kernel(
             seen = _visible(slot, n, query, low_bits, high_bits, T, MASK, WORDS) & (slot < end)[None, :]
             top, total, acc = _step(q, k, v, scale2, top, total, acc, seen, True)
 
-    if CHAINED:
+    if CHAINED and not EARLY:
         gdc_launch_dependents()
     tl.store(slot_ptr, top + tl.log2(total), mask=exists)
     some = tl.where(total > 0, total, 1.0)
@@ -160,11 +162,12 @@ def attend_kernel(
 def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out_BTHD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
     if CHAINED:
-        gdc_launch_dependents()
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
     chunks = tl.cdiv(T * GROUP, CHUNK)
     pid = tl.program_id(0)
@@ -193,6 +196,8 @@ def merge_kernel(
         acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * out, 0)
         top = new
         at += BLOCK * ROWS
+    if CHAINED and not EARLY:
+        gdc_launch_dependents()
     head = (kv * GROUP + m % GROUP).to(tl.int64)
     query = m // GROUP
     index = (b.to(tl.int64) * (G * GROUP) + head) * T + query

@@ -25,7 +25,7 @@ def compiled_tree(tile):
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "scale2": "fp32"}
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
-        "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
+        "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead, "EARLY": True,
     }  # fmt: skip
     return compile_kernel(
         tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
