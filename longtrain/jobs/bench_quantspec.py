@@ -154,7 +154,7 @@ def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
     places = [(length, 1) for length in lengths] + [(lengths[0], batch) for batch in batches if batch > 1]
 
     def cells(way: Way) -> list[Cell]:
-        return [Cell(way, *place, split=split and place == (lengths[0], 1)) for place in places]
+        return [Cell(way, n, batch, split and (n, batch) == places[0]) for n, batch in places]
 
     found = [Group(_nothing, tuple(cells(Way("plain", FULL, forwards=(Forward(Width()),)))))]
     recorded = _recorded(suite.recorded)
