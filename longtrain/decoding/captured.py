@@ -9,6 +9,7 @@ Shapes: B batch, X numbers of a cycle.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -108,8 +109,14 @@ def record(work: Callable[[], None], device: torch.device, pool: Pool | None) ->
         pool: memory shared with graphs that never run at the same time; None: its own.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
-        work()
+    collects = gc.isenabled()
+    gc.disable()  # an old graph that is collected meanwhile would spoil the new one
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool):
+            work()
+    finally:
+        if collects:
+            gc.enable()
     return graph
 
 
