@@ -135,10 +135,11 @@ def test_rows_that_depend_on_their_number_are_told(target):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_on_a_gpu_rows_are_the_same_to_the_last_bit(kv_heads):
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (2, 128)])
+def test_on_a_gpu_rows_are_the_same_to_the_last_bit(kv_heads, head_dim):
     """In bf16, up to 32 packed rows: the reason why QuantSpec's texts are those of plain decoding there."""
-    heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    heads["hidden_size"] = 512
     shape = {**MICRO, **heads, "max_position_embeddings": 2048}
     target = random_target(shape, seed=3, dtype=torch.bfloat16, device="cuda").fuse()
     found = row_invariance.measure(
