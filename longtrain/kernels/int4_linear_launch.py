@@ -62,8 +62,8 @@ def small_linear(
         gated: silu(gate) * up.
         tile: for measurements.
     """
-    tile = tile or tile_for(features, gated=gated)
     N, (_, J, _, half) = x_NK.shape[0], codes_EJ8X.shape
+    tile = tile or tile_for(features * 2 if gated else features, J, N)
     out_NF = x_NK.new_empty(N, features)
     add = out_NF if add_NF is None else add_NF.expand(out_NF.shape)
     add = add if add.stride(1) == 1 else add.contiguous()
@@ -80,9 +80,19 @@ def small_linear(
     return out_NF
 
 
-def tile_for(features: int, *, gated: bool = False) -> Tile:
-    """The tile for so many output features."""
-    return Tile(16, 8)
+def tile_for(lines: int, groups: int, rows: int) -> Tile:
+    """The tile for so many rows of weights, of so many groups each, and so many rows of input.
+
+    Many rows of weights keep all cores busy by their number; of few, each is cut into more slices, and what a
+    program reads is held in registers, unless rows of input need those.
+    """
+    if lines >= 16384:
+        return Tile(32, 4, held=0, stages=3)
+    if rows > 2:
+        return Tile(16, 8, held=0)
+    if groups >= 64 or lines > 4096:
+        return Tile(16, 8, registers=None if groups >= 64 else 80)
+    return Tile(16, 16)
 
 
 def constants(tile: Tile, groups: int, *, gated: bool) -> dict[str, int]:

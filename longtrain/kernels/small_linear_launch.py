@@ -60,8 +60,10 @@ def small_swiglu(x_NK: Tensor, weight_FK: Tensor, *, tile: Tile | None = None) -
 def tile_for(features: int, *, gated: bool = False) -> Tile:
     """The tile for so many output features: the fewer, the more slices, so that all cores have work."""
     if gated:
-        return Tile(16, 2)
-    return Tile(32, 2) if features >= 16384 else Tile(32, 2, stages=9)
+        return Tile(16, 2, stages=4)
+    if features >= 16384:
+        return Tile(32, 2, stages=4)
+    return Tile(16, 4, stages=3) if features > 4096 else Tile(32, 2, step=256, stages=4, ahead=512)
 
 
 def _launch(

@@ -20,8 +20,7 @@ def compiled(tile, *, gated, rows):
     constants = {
         "OUTPUTS": tile.outputs, "SLICES": tile.slices, "ROWS": rows, "STEP": tile.step, "EVEN": True,
         "GATED": gated, "ADD": True, "AHEAD": tile.ahead, "PIECE": tile.piece,
-        "STAGES": tile.stages, "LATE": tile.late,
-        "CHAINED": True,
+        "STAGES": tile.stages, "LATE": tile.late, "CHAINED": True,
     }  # fmt: skip
     aligned = ("x_n", "weight_f", "add_n", "out_n")
     return compile_kernel(
@@ -30,7 +29,9 @@ def compiled(tile, *, gated, rows):
 
 
 @pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize(("features", "gated"), [(4096, False), (128256, False), (14336, True)])
+@pytest.mark.parametrize(
+    ("features", "gated"), [(4096, False), (6144, False), (128256, False), (14336, True)]
+)
 def test_linear(features, gated, rows):
     """Weights come in whole 16 bytes past the registers; nothing is spilled."""
     tile = small_linear_launch.tile_for(features, gated=gated)
@@ -45,11 +46,11 @@ def test_linear(features, gated, rows):
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("inputs", [4096, 14336])
-@pytest.mark.parametrize(("features", "gated"), [(4096, False), (28672, False), (14336, True)])
+@pytest.mark.parametrize(("features", "gated"), [(4096, False), (6144, False), (28672, False), (14336, True)])
 def test_int4_linear(features, gated, inputs, rows):
     """Codes are unpacked by masks alone in the registers that the products read, at most 3 instructions a
     code: a core issues 4.1 in the time that its share of the bandwidth brings one."""
-    tile = int4_linear_launch.tile_for(features, gated=gated)
+    tile = int4_linear_launch.tile_for(features * (1 + gated), inputs // 128, rows)
     types = {name: "*bf16" for name in ("x_ptr", "add_ptr", "out_ptr")}
     types |= {"codes_ptr": "*u8", "table_ptr": "*i32"}
     constants = {
