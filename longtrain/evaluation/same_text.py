@@ -42,11 +42,11 @@ def measure(
         told: called with each row as it is there.
 
     Returns:
-        A row a shape: `exactness` (`Exactness.to_json`), `tau`, `acceptance_rate`, `tokens_per_s`, and
-        `plain_tokens_per_s` beside it.
+        A row a shape: `exactness` (`Exactness.to_json`), `tau` and `acceptance_rate`. Speed is measured
+        elsewhere.
     """
     options = {"max_new_tokens": max_new_tokens, "batch": batch}
-    plain, plain_stats = _texts(Engine(target, replace(parts, draft=None)), prompts, PLAIN, **options)
+    plain, _ = _texts(Engine(target, replace(parts, draft=None)), prompts, PLAIN, **options)
     engine, rows = Engine(target, parts), []
     for shape in shapes:
         texts, stats = _texts(engine, prompts, shape, **options)
@@ -61,8 +61,6 @@ def measure(
                 "exactness": exact.to_json(),
                 "tau": stats.tau,
                 "acceptance_rate": stats.acceptance_rate,
-                "tokens_per_s": stats.tokens_per_s,
-                "plain_tokens_per_s": plain_stats.tokens_per_s,
             }
         )
         told(rows[-1])
