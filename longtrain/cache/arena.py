@@ -12,7 +12,7 @@ from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import EvictedCache
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.fused_layer import Slots, write_rows
+from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
 from longtrain.kernels.tree_attention import Causal as Chain
 
@@ -34,7 +34,6 @@ class ArenaCache(KVCache):
         self.store = store
         self.len_B = torch.zeros_like(store.len_B)
         self.rows_B = torch.zeros_like(store.len_B)
-        self._row_B1 = torch.arange(len(self.len_B), device=self.len_B.device)[:, None]
         self._bits: tuple[Tensor, Tensor] | None = None
         self._claimed = 0
 
@@ -88,11 +87,7 @@ class ArenaCache(KVCache):
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """See `KVCache`. Rows move at most to where earlier ones of the path lay, so in place."""
         if path_BP is not None:
-            first_B1 = self.rows_B[:, None]
-            source_BP = first_B1 + path_BP
-            goal_BP = first_B1 + torch.arange(path_BP.shape[1], device=path_BP.device)
-            for buffer in (self.store.k_LBGSD, self.store.v_LBGSD):
-                buffer[:, self._row_B1, :, goal_BP] = buffer[:, self._row_B1, :, source_BP]
+            move_rows(self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, path_BP, None)
         self.rows_B.add_(n_B)
         self.len_B.add_(n_B)
         self._bits = None

@@ -14,7 +14,7 @@ from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.kernels import tree_attention as kernel
-from longtrain.kernels.fused_layer import Slots, write_rows
+from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.hier_attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hier_layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
 from longtrain.kernels.hier_quant import LARGEST, flush_blocks, quantise_blocks, unsound
@@ -172,10 +172,7 @@ class HierarchicalCache(KVCache):
             self._end_prompt(path_BP, n_B)
             return
         if path_BP is not None:
-            goal_BP = self.len_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
-            source_BP = self.len_B[:, None] + path_BP
-            for buffer in (self.ring.k, self.ring.v):
-                buffer[:, self._row_B1, :, goal_BP % RING] = buffer[:, self._row_B1, :, source_BP % RING]
+            move_rows(self.ring.k, self.ring.v, self.len_B, path_BP, RING)
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self.len_B.add_(n_B)
         self._bits = None

@@ -36,12 +36,7 @@ def visible(parents_BN: Tensor) -> Tensor:
     Returns:
         bool_BNN; entry (b, i, j) is True where j is i or an ancestor of i.
     """
-    n = parents_BN.shape[1]
-    node_N = torch.arange(n, device=parents_BN.device)
-    reach_BNN = ((parents_BN[..., None] == node_N) | (node_N[:, None] == node_N)).float()
-    for _ in range(max(n - 1, 1).bit_length()):  # each product doubles how far up a node sees
-        reach_BNN = (reach_BNN @ reach_BNN).clamp_(max=1)
-    return reach_BNN > 0
+    return greedy.ancestors(parents_BN)
 
 
 def positions(tree: TokenTree, root_pos_B: Tensor) -> Tensor:

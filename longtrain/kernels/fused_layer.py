@@ -143,6 +143,30 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
         buffer[row_B1, :, slot_BT] = rows_BTGD
 
 
+def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None) -> None:
+    """Move rows of a step to the step's begin: `path_BP[b, p]` to p, in place and in all layers.
+
+    Args:
+        k_LBGSD: buffer of keys, any strides but 1 in the last dim.
+        v_LBGSD: buffer of values, of the same strides.
+        first_B: slot of each sequence's first row, int64, on the device.
+        path_BP: rows, increasing as far as they matter, so that none is below p there; int64.
+        wrap: as in `Slots`.
+    """
+    if kernels_serve(k_LBGSD):
+        from longtrain.kernels import fused_layer_triton
+
+        fused_layer_triton.move_rows(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
+        return
+    row_B1 = torch.arange(len(path_BP), device=path_BP.device)[:, None]
+    source_BP = first_B[:, None] + path_BP
+    goal_BP = first_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+    if wrap is not None:
+        source_BP, goal_BP = source_BP % wrap, goal_BP % wrap
+    for buffer in (k_LBGSD, v_LBGSD):
+        buffer[:, row_B1, :, goal_BP] = buffer[:, row_B1, :, source_BP]
+
+
 def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cos and sin of positions, each [N, 2 F] in `dtype`, both halves alike; fp32 inside.
 

@@ -157,6 +157,31 @@ def _write_kernel(
 
 
 @triton.jit
+def _move_kernel(
+    k_ptr, v_ptr, first_ptr, path_ptr, x_l, x_b, x_g, x_s, path_b, B,
+    P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WRAP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All rows of a path in one head of one layer."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    b, layer = (tl.program_id(0) % B).to(tl.int64), (tl.program_id(0) // B).to(tl.int64)
+    p, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    first = tl.load(first_ptr + b)
+    source, goal = first + tl.load(path_ptr + b * path_b + p, mask=p < P, other=0), first + p
+    if WRAP:
+        source, goal = source % WRAP, goal % WRAP
+    at = layer * x_l + b * x_b + tl.program_id(1).to(tl.int64) * x_g
+    keep = (p < P)[:, None] & (dim < D)
+    k = tl.load(k_ptr + at + source[:, None] * x_s + dim, mask=keep)
+    v = tl.load(v_ptr + at + source[:, None] * x_s + dim, mask=keep)
+    tl.debug_barrier()  # a row may be one's source and another's goal
+    tl.store(k_ptr + at + goal[:, None] * x_s + dim, k, mask=keep)
+    tl.store(v_ptr + at + goal[:, None] * x_s + dim, v, mask=keep)
+
+
+@triton.jit
 def _rotary_kernel(
     pos_ptr, frequency_ptr, cos_ptr, sin_ptr, scaling, F: tl.constexpr, WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -245,6 +270,19 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
             *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
             G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
             WRAP=into.wrap or 0, COUNT=into.count_B is not None, CHAINED=chained, **pdl(chained),
+        )  # fmt: skip
+
+
+def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None) -> None:
+    """See `kernels.fused_layer.move_rows`."""
+    L, B, G, _, D = k_LBGSD.shape
+    P = path_BP.shape[1]
+    chained = chains(k_LBGSD.device)
+    with _on(k_LBGSD):
+        _move_kernel[(L * B, G)](
+            k_LBGSD, v_LBGSD, first_B, _rows(path_BP), *k_LBGSD.stride()[:4], path_BP.stride(0), B,
+            P=P, D=D, ROWS=triton.next_power_of_2(P), WIDTH=triton.next_power_of_2(D), WRAP=wrap or 0,
+            CHAINED=chained, num_warps=1, **pdl(chained),
         )  # fmt: skip
 
 

@@ -84,3 +84,24 @@ def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out
     slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
     out_BX[:, 0] = n_B
     out_BX[:, 1:] = torch.where(slot_P < n_B[:, None] - 1, drafted_BP, next_B[:, None])
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Which nodes each node sees: its ancestors and itself.
+
+    Args:
+        parents_BN: parent node, smaller than the child's own index; -1 for the root. int64.
+
+    Returns:
+        bool_BNN; entry (b, i, j) is True where j is i or an ancestor of i.
+    """
+    if runs_on(parents_BN.device):
+        from longtrain.kernels import greedy_triton
+
+        return greedy_triton.ancestors(parents_BN)
+    n = parents_BN.shape[1]
+    node_N = torch.arange(n, device=parents_BN.device)
+    reach_BNN = ((parents_BN[..., None] == node_N) | (node_N[:, None] == node_N)).float()
+    for _ in range(max(n - 1, 1).bit_length()):  # each product doubles how far up a node sees
+        reach_BNN = (reach_BNN @ reach_BNN).clamp_(max=1)
+    return reach_BNN > 0

@@ -107,6 +107,26 @@ def _emitted_kernel(
     tl.store(out + 1 + slot, tl.where(drafted, token, tl.load(next_ptr + b)), mask=slot < P)
 
 
+@triton.jit
+def _ancestors_kernel(
+    parent_ptr, out_ptr, parent_b, parent_n, N, ROWS: tl.constexpr, NODES: tl.constexpr, CHAINED: tl.constexpr
+):
+    """Some rows of one tree: each goes up until it is beyond the root."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    node, at = tl.where(row < N, row, -1), tl.arange(0, NODES)
+    seen = at[None, :] == node[:, None]
+    while tl.max(node, 0) >= 0:
+        parent = tl.load(parent_ptr + b * parent_b + node * parent_n, mask=node >= 0, other=-1)
+        node = parent.to(tl.int32)
+        seen = seen | (at[None, :] == node[:, None])
+    keep = (row < N)[:, None] & (at < N)[None, :]
+    tl.store(out_ptr + (b * N + row[:, None]) * N + at[None, :], seen.to(tl.uint8), mask=keep)
+
+
 def argmax_rows(x_MV: Tensor) -> Tensor:
     """See `kernels.greedy.argmax_rows`."""
     M, V = x_MV.shape
@@ -156,6 +176,21 @@ def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out
             path_BP.stride(0), P=P, WIDTH=triton.next_power_of_2(max(P, 2)), CHAINED=chained,
             num_warps=1, **pdl(chained),
         )  # fmt: skip
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """See `kernels.greedy.ancestors`."""
+    B, N = parents_BN.shape
+    seen_BNN = torch.empty((B, N, N), dtype=torch.uint8, device=parents_BN.device)
+    nodes = triton.next_power_of_2(max(N, 2))
+    rows = min(16, nodes)
+    chained = chains(parents_BN.device)
+    with _on(parents_BN):
+        _ancestors_kernel[(B, triton.cdiv(N, rows))](
+            parents_BN, seen_BNN, *parents_BN.stride(), N,
+            ROWS=rows, NODES=nodes, CHAINED=chained, num_warps=1, **pdl(chained),
+        )  # fmt: skip
+    return seen_BNN.view(torch.bool)
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[None]:

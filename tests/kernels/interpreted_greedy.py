@@ -49,3 +49,12 @@ def test_what_is_emitted(monkeypatch):
     monkeypatch.setattr(greedy, "runs_on", lambda device: False)
     greedy.emitted(tokens, path, n, after, expected)
     assert torch.equal(got, expected) and (got >= 0).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 17, 70])
+def test_who_sees_whom(nodes, monkeypatch):
+    _, _, parents, _ = trees(3, nodes, 2, 5)
+    got = greedy.ancestors(parents[:1].expand(2, -1)), greedy.ancestors(parents)
+    monkeypatch.setattr(greedy, "runs_on", lambda device: False)
+    assert torch.equal(got[1], greedy.ancestors(parents)) and torch.equal(got[0][1], got[1][0])
+    assert got[1].dtype == torch.bool

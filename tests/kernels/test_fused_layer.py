@@ -71,6 +71,11 @@ EIGHT_B = {
         {"slot_ptr": "*i64", "count_ptr": "*i64"},
         4,
     ),
+    "_move_kernel": (
+        {"P": 6, "D": 128, "ROWS": 8, "WIDTH": 128, "WRAP": 384},
+        {"first_ptr": "*i64", "path_ptr": "*i64"},
+        1,
+    ),
     "_rotary_kernel": (
         {"F": 64, "WIDTH": 64},
         {"pos_ptr": "*i64", "frequency_ptr": "*fp32", "scaling": "fp32"},
@@ -211,6 +216,26 @@ def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, monke
         )
         found.append(got)
     close(*found)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("wrap", [None, 11])
+def test_rows_move_to_the_front(device, dtype, wrap, monkeypatch):
+    """A row may be one's source and another's goal; beyond what is accepted a path is zeros."""
+    path = torch.tensor([[0, 2, 3, 5, 0], [0, 1, 2, 3, 4]], device=device)
+    first = torch.tensor([2, 9 if wrap else 5], device=device)
+    found = []
+    for way in (kernel, twin):
+        held = made(device, dtype, 2, 3, 2, 4, 11, 24, seed=4)
+        way(monkeypatch, "move_rows", held[0], held[1], first, path, wrap)
+        found.append(held)
+    before = made(device, dtype, 2, 3, 2, 4, 11, 24, seed=4)
+    for b, count in enumerate((4, 5)):
+        for p in range(count):
+            goal, source = (int(first[b]) + i for i in (p, int(path[b, p])))
+            for held in found:
+                assert torch.equal(held[:, :, b, :, goal % 11], before[:, :, b, :, source % 11])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

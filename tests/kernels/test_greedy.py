@@ -21,6 +21,7 @@ COMPILED = {
     "_best_kernel": ({"COLUMNS": 2048}, {"x_ptr": "*bf16", "top_ptr": "*fp32", "at_ptr": "*i32"}, 4),
     "_best_of_chunks_kernel": ({"WIDTH": 64}, {"top_ptr": "*fp32", "at_ptr": "*i32", "out_ptr": "*i64"}, 1),
     "_emitted_kernel": ({"P": 6, "WIDTH": 8}, {}, 1),
+    "_ancestors_kernel": ({"ROWS": 16, "NODES": 128}, {"out_ptr": "*u8"}, 1),
     "_follow_kernel": ({"LEVELS": 5, "NODES": 128, "MOST": True}, {}, 1),
 }
 """Constants at the shape of Llama-3.1-8B, types that are not `*i64` pointers, warps."""
