@@ -38,6 +38,7 @@ class Binary:
         shared_bytes: of a program.
         instructions: machine instructions in order, without operands (`HMMA.16816.F32`).
         loops: of each backward branch, its first and last instruction's positions.
+        ttgir: triton's own form of the kernel, with the layout of every tensor.
     """
 
     registers: int
@@ -45,6 +46,7 @@ class Binary:
     shared_bytes: int
     instructions: tuple[str, ...]
     loops: tuple[tuple[int, int], ...]
+    ttgir: str
 
     def count(self, prefix: str, within: tuple[int, int] | None = None) -> int:
         """Instructions whose name begins so, in all or in a loop."""
@@ -108,7 +110,9 @@ def compile_kernel(
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing of registers: {usage!r}")
     instructions, loops = _read(text)
-    return Binary(int(found[1]), int(found[2]), int(built.metadata.shared), instructions, loops)
+    return Binary(
+        int(found[1]), int(found[2]), int(built.metadata.shared), instructions, loops, built.asm["ttgir"]
+    )
 
 
 def _tool(name: str, *arguments: object) -> str:

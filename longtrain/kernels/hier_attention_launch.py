@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longtrain.kernels import hier_attention_triton as kernels
+from longtrain.kernels import hier_fragments_launch as fragments
 from longtrain.kernels import tree_attention_launch as merging
 from longtrain.kernels.hier_layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention_reference import Causal
@@ -63,10 +64,18 @@ def hier_attention(
     mask: Tensor | Causal | None,
     bits: int,
     scale: float,
-    tile: Tile | None = None,
+    tile: Tile | fragments.Tile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.hier_attention.hier_attention`; `tile` and `splits` None: what suits the device."""
+    """See `kernels.hier_attention.hier_attention`; `tile` and `splits` None: what suits the call.
+
+    Few rows in half precision go to `hier_fragments_launch`; this kernel is for all others.
+    """
+    if not isinstance(tile, Tile) and fragments.serves(q_BHTD, planes, ring):
+        found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
+        if found is not None:
+            return found
+    tile = tile if isinstance(tile, Tile) else None
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
@@ -103,21 +112,15 @@ def tile_for(rows: int, bits: int) -> Tile:
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
-def candidates(rows: int, bits: int) -> tuple[Tile, ...]:
+def candidates(rows: int, bits: int) -> tuple[Tile | fragments.Tile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
-    first = tile_for(rows, bits)
-    if first.rows == 16:
-        return (
-            replace(first, stages=4, recent=32),
-            replace(first, resident=4, registers=128, recent=32),
-            replace(first, resident=2, registers=None),
-            replace(first, resident=6),
-            replace(first, stages=2),
-        )
+    general = tile_for(rows, bits)
+    if rows <= fragments.MOST_ROWS:
+        return (*fragments.candidates(rows, bits), general)
     return (
-        replace(first, warps=8, resident=1),
-        replace(first, stages=2),
-        replace(first, resident=3, stages=2, registers=168, recent=32),
-        replace(first, resident=4),
-        replace(first, rows=16, resident=3, registers=168),
+        replace(general, warps=8, resident=1),
+        replace(general, stages=2),
+        replace(general, resident=3, stages=2, registers=168, recent=32),
+        replace(general, resident=4),
+        replace(general, rows=16, resident=3, registers=168),
     )

@@ -64,7 +64,7 @@ class _Text:
 
 
 def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
-    """Four codes of each half of a byte's: as two pairs; of one word of the upper plane, or of both planes."""
+    """Four codes of each half of a head, as two pairs: of a word of the upper plane, or of both planes."""
     if len(words) == 1:
         word, shifted = words[0], x.made("shr.u32", words[0], "8")
         low = [x.made("and.b32", one, "0x000F000F") for one in (word, shifted)]
@@ -80,8 +80,9 @@ def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
     return halves[0], halves[1]
 
 
-def _numbers(start: int) -> list[str]:
-    return [f"${start + i}" for i in range(PER_THREAD)]
+def _tensors(first: int, count: int) -> list[list[str]]:
+    """Registers of some of the text's operands."""
+    return [[f"${PER_THREAD * (first + x) + i}" for i in range(PER_THREAD)] for x in range(count)]
 
 
 def scores_text(tiles: int, bits: int, offset: float) -> str:
@@ -99,7 +100,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     error that all tokens share; the rest is exact.
     """
     x, planes = _Text(), bits // 4
-    inputs = [_numbers(PER_THREAD * (tiles + i)) for i in range(2 * planes + 2 + tiles)]
+    inputs = _tensors(tiles, 2 * planes + 2 + tiles)
     keys, (step, zero), q = inputs[: 2 * planes], inputs[2 * planes :][:2], inputs[2 * planes + 2 :]
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
     middle = 7.5 if bits == 4 else 127.5 / 16
@@ -162,8 +163,7 @@ def values_text(tiles: int, bits: int) -> str:
         and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
     """
     x, planes = _Text(), bits // 4
-    outputs = [_numbers(PER_THREAD * i) for i in range(2 * tiles)]
-    inputs = [_numbers(PER_THREAD * (2 * tiles + i)) for i in range(2 * planes + 4 * tiles)]
+    outputs, inputs = _tensors(0, 2 * tiles), _tensors(2 * tiles, 2 * planes + 4 * tiles)
     values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
     sources = _sources(x)
     right, sums = [], []
@@ -181,7 +181,10 @@ def values_text(tiles: int, bits: int) -> str:
         for pair in range(2):
             for word in range(4):
                 rows_of = [
-                    _codes(x, [values[part + 2 * plane][4 * (2 * pair + under) + word] for plane in range(planes)])
+                    _codes(
+                        x,
+                        [values[part + 2 * plane][4 * (2 * pair + under) + word] for plane in range(planes)],
+                    )
                     for under in range(2)
                 ]
                 for half in range(2):
@@ -200,30 +203,24 @@ def values_text(tiles: int, bits: int) -> str:
     return x.text()
 
 
-def finish_text(tiles: int, bits: int) -> str:
-    """Sums made into results: times a number of their row and a power of two, plus a number of their row.
+def finish_text(bits: int) -> str:
+    """Sums of a tile made into results: times a number of their row and a power of two, plus another number.
 
     Args:
-        tiles: of 8 rows: 1 or 2.
         bits: as in `scores_text`.
 
     Returns:
-        Outputs: results A and results B a tile. Inputs: a tile its factor and its summand (numbers a thread, of
-        row g), then its sums A and sums B.
+        Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.
     """
     x = _Text()
-    outputs = [_numbers(PER_THREAD * i) for i in range(2 * tiles)]
-    inputs = [_numbers(PER_THREAD * (2 * tiles + i)) for i in range(4 * tiles)]
+    outputs, (factor, summand, *old) = _tensors(0, 2), _tensors(2, 4)
     sources = _sources(x)
-    for tile in range(tiles):
-        factor, summand, *old = inputs[2 * tile], inputs[2 * tile + 1], *inputs[2 * tiles + 2 * tile :][:2]
-        scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)
-        by = [[x.made("mul.f32", one, _float(value), kind="f32") for one in _moved(x, factor[0], sources)] for value in scale]
-        plus = _moved(x, summand[0], sources)
-        for part in range(2):
-            for i in range(16):
-                half = i // 4 % 2
-                x.add(f"fma.rn.f32 {outputs[2 * tile + part][i]}, {old[part][i]}, {by[half][i % 2]}, {plus[i % 2]}")
+    scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)  # by half of the head
+    moved, plus = _moved(x, factor[0], sources), _moved(x, summand[0], sources)
+    by = [[x.made("mul.f32", one, _float(value), kind="f32") for one in moved] for value in scale]
+    for part in range(2):
+        for i in range(16):
+            x.add(f"fma.rn.f32 {outputs[part][i]}, {old[part][i]}, {by[i // 4 % 2][i % 2]}, {plus[i % 2]}")
     return x.text()
 
 

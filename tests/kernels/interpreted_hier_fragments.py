@@ -1,4 +1,4 @@
-"""Run by test_hier_attention.py under TRITON_INTERPRET=1: the kernel of few rows, its machine text included."""
+"""Run by test_hier_attention.py under TRITON_INTERPRET=1: the kernel of few rows, with its machine text."""
 
 from types import SimpleNamespace
 
@@ -16,9 +16,28 @@ from longtrain.kernels.hier_layout import Split
 T = launch.Tile
 CASES = {
     "four bits": (4, Split.FLOOR, "causal", {"G": 2, "H": 8, "T": 2, "blocks": (3,), "recent": (200,)}, T()),
-    "four bits, two warps": (4, Split.RTN, "tree", {"G": 1, "H": 4, "T": 3, "blocks": (5,)}, T(tiles=2, warps=2)),
-    "eight bits": (8, Split.RTN, "tree", {"G": 1, "H": 4, "T": 4, "blocks": (3,)}, T(tiles=2, warps=2)),
-    "eight bits, 32": (8, Split.FLOOR, "causal", {"G": 1, "H": 4, "T": 7, "blocks": (5,)}, T(tiles=2, groups=2, warps=4)),
+    "made ready late": (
+        4,
+        Split.RTN,
+        "tree",
+        {"B": 2, "G": 1, "H": 2, "T": 3, "blocks": (5, 0), "recent": (140, 3)},
+        T(late=True),
+    ),
+    "four bits, two tiles": (
+        4,
+        Split.RTN,
+        "tree",
+        {"G": 1, "H": 4, "T": 3, "blocks": (5,)},
+        T(tiles=2, rings=3),
+    ),
+    "eight bits": (8, Split.FLOOR, "none", {"G": 1, "H": 1, "T": 1, "blocks": (2,)}, T(warps=2)),
+    "eight bits, two tiles": (
+        8,
+        Split.RTN,
+        "tree",
+        {"G": 1, "H": 4, "T": 4, "blocks": (3,)},
+        T(tiles=2, warps=2),
+    ),
 }
 
 
@@ -40,6 +59,5 @@ def test_the_kernel_follows_the_reference(bits, split, mask, case, tile, monkeyp
     shown, _ = mask_named(mask, len(lens.len_B), q.shape[2])
     got, lse = launch.hier_attention(q, planes, ring, lens, shown, bits, how["scale"], tile, splits=7)
     want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, shown, **how)
-    print(distance(got, want), (lse - want_lse).abs().max())
     assert distance(got, want) <= 1e-3
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=0, check_dtype=False)

@@ -47,7 +47,7 @@ class _Machine:
             return
         if name.startswith("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"):
             parts = [part.split(", ") for part in re.findall(r"{([^}]*)}", rest)]
-            sums, a, b, c = ([self.read(one) for one in part] for part in parts)
+            _, a, b, c = ([self.read(one) for one in part] for part in parts)
             for register, value in zip(parts[0], product(a, b, c), strict=True):
                 self.registers[register] = value
             return
