@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longtrain.cache.arena import ArenaCache
+from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.errors import TargetMismatchError
 from longtrain.target.int4 import Int4Target
 from longtrain.target.loading import random_target
@@ -120,3 +122,58 @@ def test_another_activation_is_refused():
     target = random_target({**SHAPES["llama_micro"], "hidden_act": "gelu"})
     with pytest.raises(TargetMismatchError, match="activation 'gelu'"):
         target.fuse()
+
+
+@pytest.mark.parametrize("kind", ["arena", "hierarchical", "draft view"])
+def test_keys_and_values_go_straight_into_caches_with_slots(kind):
+    """What a cache holds and gives is the same whether its `write` was called or not."""
+    shape = {**SHAPES["qwen3_micro"], "head_dim": 64}
+    target = random_target(shape, seed=2)
+    found = []
+    for model in (target.unfuse, target.fuse):
+        cache, buffers = _filled(model(), kind)
+        written = []
+        write = cache.write
+        cache.write = lambda layer, k, v, write=write, seen=written: (seen.append(layer), write(layer, k, v))
+        pos_BT = cache.len_B[:, None] + torch.arange(3)
+        with torch.no_grad():
+            step = target(Rows(pos_BT, torch.tensor([[5, 6, 7], [8, 9, 10]])), cache, want=Want("all"))
+        assert written == ([] if target.fused else [0, 1])
+        found.append([step.logits_BTV, *buffers])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def _filled(target, kind):
+    """A cache of two sequences that were read, and its storage of new rows."""
+    ids_BT = torch.randint(2, 97, (2, 9), generator=torch.Generator().manual_seed(3))
+    n_B = torch.tensor([9, 4])
+    info = target.info
+    if kind == "arena":
+        dense = target.new_cache(2, 20, 3)
+        read = dense
+    else:
+        read = HierarchicalCache(
+            n_layers=info.n_layers,
+            n_heads=info.n_heads,
+            n_kv_heads=info.n_kv_heads,
+            head_dim=info.head_dim,
+            batch=2,
+            max_tokens=300,
+            max_nodes=3,
+            device="cpu",
+            dtype=torch.float32,
+        )
+    with torch.no_grad():
+        target(Rows(torch.arange(9).expand(2, -1), ids_BT, n_B=n_B), read)
+        read.commit(None, n_B)
+    if kind == "arena":
+        arena = ArenaCache(dense)
+        arena.take(dense, room=3)
+        return arena, (dense.k_LBGSD, dense.v_LBGSD)
+    if kind == "hierarchical":
+        return read, (read.ring.k, read.ring.v)
+    view = read.draft_view()
+    view.write(0, *torch.zeros(2, 2, info.n_kv_heads, 1, info.head_dim))
+    view.commit(None, n_B)
+    return view, (read.ring.k, read.ring.v)
