@@ -1,129 +1,33 @@
 """Speculation at the shape of a published model with random weights: all work is real, acceptance is given.
 
-A cell decodes from a cache of so many tokens in captured cycles, as the engine does. The cache is filled with
-random rows, or by reading a prompt of random ids.
-
-Shapes: L layers, B batch, S cached tokens, G KV heads, D head dim.
+A cell decodes from a cache of so many tokens in captured cycles, as the engine does (`quantspec_staging`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from longtrain.bench import steps
 from longtrain.bench.eviction_theory import Sizes, gpu_called
 from longtrain.bench.graphs import read_bytes_per_s
-from longtrain.bench.quantspec_accept import Law, Replay
-from longtrain.bench.quantspec_model import Forward, bound_ms, bytes_read, expected_ms
+from longtrain.bench.quantspec_cells import FULL, INT8, Cell, Group, Settings, facts, name_of
+from longtrain.bench.quantspec_model import bound_ms, bytes_read, expected_ms
+from longtrain.bench.quantspec_staging import staged, steps_of
 from longtrain.bench.report import gib, shorter
 from longtrain.bench.timing import release
-from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Stage, can_settle
-from longtrain.decoding.engine import PLAIN
-from longtrain.decoding.phases import Phases
-from longtrain.decoding.prefill import pad, prefill
-from longtrain.decoding.roles import Parts, TreeShape, onlooker
-from longtrain.decoding.sampling import HashCoins, Sampling
-from longtrain.errors import ConfigError, ConflictError, LongtrainError
+from longtrain.decoding.roles import Parts
+from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
-from longtrain.target.step import TargetStep
 
 if TYPE_CHECKING:
-    from longtrain.cache.base import KVCache
-    from longtrain.target.attention import Watch
     from longtrain.target.model import Target
 
 log = get_logger(__name__)
-
-FILLS = ("random", "prompt")
-FULL, INT8 = "full", "INT8"
-"""Caches: in the model's own numbers, or the hierarchical one as the target reads it."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way of decoding.
-
-    Args:
-        system: what decodes: `plain`, `longspec`, `quantspec`, ...
-        cache: what it decodes from: `FULL` or `INT8`.
-        shape: of the drafts.
-        law: of the numbers accepted; None in plain decoding.
-        forwards: of the target in a cycle, for the model; empty: there is none.
-    """
-
-    system: str
-    cache: str
-    shape: TreeShape = PLAIN
-    law: Law | None = None
-    forwards: tuple[Forward, ...] = ()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure.
-
-    Args:
-        cycles: counted.
-        warmup: cycles before them, 2 or more: the first compiles, the second is recorded.
-        fill: one of `FILLS`.
-        seed: of ids, rows and the order of accepted numbers.
-        sampling: processors.
-
-    Raises:
-        ConfigError: no such fill, or too few cycles.
-    """
-
-    cycles: int = 64
-    warmup: int = 4
-    fill: str = "random"
-    seed: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
-
-    def __post_init__(self) -> None:
-        if self.fill not in FILLS:
-            raise ConfigError(f"suite.fill={self.fill}; allowed: {', '.join(FILLS)}")
-        if self.cycles < 1 or self.warmup < 2:
-            raise ConfigError(
-                f"suite.cycles={self.cycles} suite.warmup={self.warmup}; allowed: 1 or more counted, 2 or "
-                "more before them"
-            )
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measurement.
-
-    Args:
-        way: what decodes.
-        context: tokens cached before.
-        batch: sequences.
-        split: take cycles apart too.
-    """
-
-    way: Way
-    context: int
-    batch: int = 1
-    split: bool = False
-
-
-@dataclass(frozen=True)
-class Group:
-    """Cells that decode with the same parts.
-
-    Args:
-        attach: makes draft and cache for a target.
-        cells: measured in this order.
-    """
-
-    attach: Callable[[Target], Parts]
-    cells: tuple[Cell, ...]
 
 
 def run(
@@ -207,138 +111,10 @@ def measure(target: Target, parts: Parts, cell: Cell, settings: Settings) -> dic
     return row
 
 
-def facts(cell: Cell) -> dict[str, Any]:
-    """What a row is about."""
-    way = cell.way
-    row: dict[str, Any] = {
-        "system": way.system,
-        "cache": way.cache,
-        "name": name_of(way),
-        "shape": list(way.shape.widths),
-        "drafted": way.shape.depth,
-        "prompt_tokens": cell.context,
-        "batch": cell.batch,
-    }
-    if way.law is not None:
-        row["accepted"] = way.law.source | {"tokens_per_cycle": way.law.tokens_per_cycle}
-    return row
-
-
-def name_of(way: Way) -> str:
-    """For people: what decodes, and what it drafts."""
-    if not way.shape.widths:
-        return f"{way.system}, {way.cache} cache"
-    chain = set(way.shape.widths) == {1}
-    drafted = f"{way.shape.depth}" if chain else "-".join(map(str, way.shape.widths))
-    return f"{way.system} {drafted}"
-
-
-@torch.no_grad()
-def staged(target: Target, parts: Parts, cell: Cell, settings: Settings) -> Phases:
-    """Cycles that stand right behind so many tokens.
-
-    Args:
-        target: the model.
-        parts: draft and cache.
-        cell: what to measure.
-        settings: see `Settings`.
-
-    Raises:
-        ConflictError: such cycles cannot be captured, or a draft needs a prompt that was read.
-    """
-    way, context, batch = cell.way, cell.context, cell.batch
-    shape, stage = way.shape, Stage(target)
-    draft = parts.draft if shape.widths else None
-    room = _steps(way, settings).room
-    coins = torch.Generator().manual_seed(settings.seed + context)
-    prompts = torch.randint(target.info.vocab_size, (batch, context), generator=coins).tolist()
-    new_cache = parts.cache or stage.new_cache
-    if settings.fill == "prompt":
-        read = prefill(
-            target,
-            new_cache,
-            prompts,
-            max_new_tokens=room,
-            nodes=shape.n_nodes,
-            hidden=draft.want.hidden if draft else (),
-            onlooker=onlooker(draft),
-        )
-        cache, step, tokens_BS, n_B = read.cache, read.step, read.tokens_BS, read.n_B
-    else:
-        if draft is not None and draft.want.hidden:
-            raise ConflictError(
-                f"the draft of '{parts.name}' starts from hidden states, which random rows do not have; pass "
-                "suite.fill=prompt"
-            )
-        tokens_BS, n_B = pad(prompts, target.device)
-        cache = new_cache(batch, context + room, shape.n_nodes)
-        looking = onlooker(draft)
-        watch = looking.watch_prompts([context] * batch) if looking else None
-        fill(cache, target, n_B, context, seed=settings.seed, watch=watch)
-        step = TargetStep(None, {})
-    if not can_settle(cache) or (draft is not None and draft.tensors() is None):
-        raise ConflictError(
-            f"the cycles of parts '{parts.name}' cannot be captured, and so not measured here"
-        )
-    cache = stage.settle(cache, room=room + shape.n_nodes)
-    if draft is not None:
-        draft.start(tokens_BS, n_B, step, cache)
-    barred = Barred((), 0, target.device)
-    judge = _judge(way, batch, settings, target.device) if way.law is not None else None
-    phases = Phases(target, cache, draft, shape, settings.sampling, barred, judge=judge)
-    rows_B = torch.arange(batch, device=target.device)
-    phases.begin(tokens_BS[:, -1], HashCoins(settings.seed, rows_B), room)
-    return phases
-
-
-def _judge(way: Way, batch: int, settings: Settings, device: torch.device) -> Replay:
-    """Numbers for each sequence, so that the counted cycles begin with the first."""
-    assert way.law is not None
-    seeds = [settings.seed + 1000003 * row for row in range(batch)]
-    accepted = [*zip(*(way.law.lengths(settings.cycles, seed) for seed in seeds), strict=True)]
-    first = -settings.warmup % len(accepted)
-    return Replay(accepted[first:] + accepted[:first], way.shape, device)
-
-
 def _free(device: torch.device) -> None:
     """Give back what the last cell had, where memory is what cells are measured by."""
     if device.type == "cuda":
         release(device)
-
-
-def _steps(way: Way, settings: Settings) -> steps.Settings:
-    return steps.Settings(way.shape, settings.sampling, settings.cycles, settings.warmup)
-
-
-@torch.no_grad()
-def fill(
-    cache: KVCache, target: Target, n_B: Tensor, context: int, *, seed: int, watch: Watch | None = None
-) -> None:
-    """Random keys and values of `context` tokens, the same in all layers, as if prompts had been read.
-
-    Args:
-        cache: empty.
-        target: for its sizes.
-        n_B: the context, once a sequence.
-        context: tokens.
-        seed: of the rows.
-        watch: sees them, and queries.
-    """
-    info = target.info
-    coins = torch.Generator(device=target.device).manual_seed(seed)
-
-    def random(heads: int) -> Tensor:
-        size = (len(n_B), heads, context, info.head_dim)
-        return torch.randn(size, generator=coins, device=target.device, dtype=target.dtype)
-
-    k, v = random(info.n_kv_heads), random(info.n_kv_heads)
-    q = None if watch is None else random(info.n_heads)
-    cache.expect(None)
-    for layer in range(info.n_layers):
-        cache.write(layer, k, v)
-        if watch is not None and q is not None:
-            watch(layer, q, k, v)
-    cache.commit(None, n_B)
 
 
 def _measured(target: Target, parts: Parts, cell: Cell, settings: Settings) -> dict[str, Any]:
@@ -346,7 +122,7 @@ def _measured(target: Target, parts: Parts, cell: Cell, settings: Settings) -> d
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(target.device)  # what was needed to fill the cache does not count
-    how, draft = _steps(cell.way, settings), phases.draft
+    how, draft = steps_of(cell.way, settings), phases.draft
     found: dict[str, Any] = steps.whole(phases, how)
     found |= {
         "cache_gib": gib(phases.cache.bytes()),

@@ -18,8 +18,8 @@ from longtrain.bench import quantspec_accept as accept
 from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, report
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.bench.graphs import read_bytes_per_s
+from longtrain.bench.quantspec_cells import FULL, INT8, Cell, Group, Settings, Way
 from longtrain.bench.quantspec_model import Forward, longspec
-from longtrain.bench.quantspec_shape import FULL, INT8, Cell, Group, Way
 from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
@@ -120,7 +120,7 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
     shape = suite.shape if isinstance(suite.shape, str) else plain(suite.shape)
     if isinstance(shape, str) and shape not in SHAPES:
         raise ConfigError(f"suite.shape={shape}; known: {', '.join(SHAPES)}")
-    settings = quantspec_shape.Settings(
+    settings = Settings(
         cycles=convert(_auto(cfg, "cycles", 64, 8), int, "suite.cycles"),
         warmup=convert(suite.warmup, int, "suite.warmup"),
         fill=str(_auto(cfg, "fill", "random", "random")),

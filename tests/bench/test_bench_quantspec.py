@@ -10,10 +10,10 @@ from hydra.core.global_hydra import GlobalHydra
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_accept as accept
-from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, steps
+from longtrain.bench import quantspec_report, quantspec_shape, quantspec_staging, quantspec_text, steps
 from longtrain.bench.eviction_theory import GPUS, Sizes
+from longtrain.bench.quantspec_cells import FULL, INT8, Cell, Group, Settings, Way, name_of
 from longtrain.bench.quantspec_model import Forward, bound_ms, bytes_read, expected_ms, longspec
-from longtrain.bench.quantspec_shape import FULL, INT8, Cell, Group, Settings, Way
 from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
 from longtrain.errors import ConfigError, ConflictError, DataError
@@ -122,8 +122,8 @@ def test_cycles_commit_what_the_law_says(target):
     config = module.config(window=16)
     parts = module.attach(module.build(config, target.info), target, config, {})
     cell = Cell(Way("longspec", FULL, TreeShape((1, 1, 1)), law), 300, batch=2)
-    phases = quantspec_shape.staged(target, parts, cell, FEW)
-    found = steps.whole(phases, quantspec_shape._steps(cell.way, FEW))
+    phases = quantspec_staging.staged(target, parts, cell, FEW)
+    found = steps.whole(phases, quantspec_staging.steps_of(cell.way, FEW))
     wanted = sum(sum(law.lengths(10, seed)) + 10 for seed in (0, 1000003)) / 20
     assert found["tokens_per_cycle"] == pytest.approx(wanted)
     warm = [law.lengths(10, seed)[-2:] for seed in (0, 1000003)]
@@ -135,7 +135,7 @@ def test_cycles_commit_what_the_law_says(target):
 def test_the_cap_of_strict_flushing_holds(target):
     """All drafts accepted: no cycle goes past the point where plain decoding quantises a block."""
     cell = Cell(Way("quantspec", INT8, TreeShape((1,) * 6), accept.independent(1.0, 6)), 512)
-    phases = quantspec_shape.staged(target, quantspec(target), cell, Settings(cycles=40, warmup=2))
+    phases = quantspec_staging.staged(target, quantspec(target), cell, Settings(cycles=40, warmup=2))
     seen = []
     for _ in range(40):
         before = int(phases.cache.len_B)
@@ -148,7 +148,7 @@ def test_the_cap_of_strict_flushing_holds(target):
 @pytest.mark.parametrize("cache", [FULL, INT8])
 def test_filled_caches_hold_what_was_read(target, cache):
     parts = quantspec(target, draft=False) if cache == INT8 else Parts()
-    phases = quantspec_shape.staged(target, parts, Cell(Way("plain", cache), 700, 2), FEW)
+    phases = quantspec_staging.staged(target, parts, Cell(Way("plain", cache), 700, 2), FEW)
     assert phases.cache.len_B.tolist() == [700, 700]
     if cache == INT8:
         assert phases.cache.blocks_B.tolist() == [700 // 128 - 1] * 2
@@ -162,13 +162,13 @@ def test_cells_that_cannot_be_measured_say_why(target, monkeypatch):
     parts.draft.want = Want(hidden=(0,))
     cell = Cell(Way("quantspec", INT8, TreeShape((1,)), accept.independent(0.9, 1)), 300)
     with pytest.raises(ConflictError, match=r"pass suite\.fill=prompt"):
-        quantspec_shape.staged(target, parts, cell, FEW)
+        quantspec_staging.staged(target, parts, cell, FEW)
     assert "hidden states" in quantspec_shape.measure(target, parts, cell, FEW)["failed"]
 
     def full(*_args, **_keys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(quantspec_shape, "fill", full)
+    monkeypatch.setattr(quantspec_staging, "fill", full)
     rows = quantspec_shape.run(target, [Group(lambda _: Parts(), (Cell(Way("plain", FULL), 300),))], FEW)
     assert [row["failed"] for row in rows] == ["out of memory"] and "speed" not in rows[0]
 
@@ -279,7 +279,7 @@ def test_cells_of_a_run(composed):
     """Every length alone, the first one in batches and taken apart; caches grow, plain decoding is first."""
     cfg = composed(micro_words(), "lengths=[512,300]", "suite.batches=[1,2]", "suite.drafted=[1,2]")
     groups = bench_quantspec._groups(cfg, torch.device("cpu"), Sizes.of_keys(MICRO))
-    cells = [[(quantspec_shape.name_of(c.way), c.context, c.batch) for c in group.cells] for group in groups]
+    cells = [[(name_of(c.way), c.context, c.batch) for c in group.cells] for group in groups]
     places = [(300, 1), (512, 1), (300, 2)]
     assert cells[0] == [("plain, full cache", *place) for place in places]
     assert cells[1:3] == [[(name, 300, 1), (name, 300, 2)] for name in ("longspec 4", "longspec 4-8-8-8")]
