@@ -8,9 +8,9 @@ from longtrain.errors import ConfigError
 from longtrain.jobs import generate
 
 CALL = [
-    "decode.max_new_tokens=20",
+    "decode.max_new_tokens=12",
     "target.path=tiny",
-    "prompt='" + "The quick brown fox jumps over the lazy dog. " * 30 + "'",
+    "prompt='" + "The quick brown fox jumps over the lazy dog. " * 20 + "'",
 ]
 
 
