@@ -11,7 +11,13 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
-from longtrain.kernels import hier_attention_launch, hier_attention_triton, tree_attention_launch
+from longtrain.kernels import (
+    hier_attention_launch,
+    hier_attention_triton,
+    hier_fragments_launch,
+    hier_fragments_triton,
+    tree_attention_launch,
+)
 from longtrain.kernels import tree_attention_triton as tree
 from longtrain.kernels.aot import compile_kernel
 
@@ -32,13 +38,18 @@ def compiled_tree(tile):
     )
 
 
-def compiled_hier(tile, bits):
+def hier_types(*results):
+    """Types of the arguments that both kernels of the hierarchical cache have."""
     codes = ("k_upper_ptr", "k_lower_ptr", "v_upper_ptr", "v_lower_ptr")
     numbers = ("k_step_ptr", "k_zero_ptr", "v_step_ptr", "v_zero_ptr")
     types = {name: "*u8" for name in codes} | {name: "*fp16" for name in numbers}
     types |= {name: "*bf16" for name in ("q_ptr", "ring_k_ptr", "ring_v_ptr")}
     types |= {name: "*i64" for name in ("len_ptr", "blocks_ptr", "bits_ptr")}
-    types |= {name: "*fp32" for name in ("beta_ptr", "out_ptr", "lse_ptr")} | {"scale2": "fp32"}
+    return types | {name: "*fp32" for name in results} | {"scale2": "fp32"}
+
+
+def compiled_hier(tile, bits):
+    types = hier_types("beta_ptr", "out_ptr", "lse_ptr")
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "ROWS": tile.rows, "BITS": bits, "RECENT": tile.recent,
         "OFFSET": 7.5 / 16 if bits == 4 else 0.0, "MASK": 2, "WORDS": 1, "STAGES": tile.stages,
@@ -83,6 +94,45 @@ def test_hier_attention(bits, rows, most):
     assert count["PRMT"] <= 8 and count["HADD2"] <= 24 and count["HMMA"] == 64 * rows // 16
     codes = 2 * 128 * 128 / (32 * tile.warps)
     assert (inner[1] - inner[0] + 1) / codes <= most
+
+
+def compiled_fragments(tile, bits):
+    offset = 7.5 / 16 if bits == 4 else 0.0
+    constants = {
+        "G": 8, "GROUP": 4, "BITS": bits, "OFFSET": offset, "MASK": 2, "WORDS": 1, "RECENT": tile.recent,
+        "RINGS": tile.rings, "STAGES": tile.stages, "WARPS": tile.warps, "TILES": tile.tiles,
+        "LATE": tile.late, "CHAINED": True, **hier_fragments_launch.texts(tile.tiles, bits, offset),
+    }  # fmt: skip
+    return compile_kernel(
+        hier_fragments_triton.attend_kernel, hier_types("out_ptr", "lse_ptr"), constants,
+        aligned=("q_b", "q_h", "q_t"), warps=tile.warps, registers=tile.registers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bits", "tiles", "most"), [(4, 1, 2.1), (4, 2, 2.3), (8, 1, 2.8), (8, 2, 3.0)], ids=lambda x: str(x)
+)
+def test_hier_attention_of_few_rows(bits, tiles, most):
+    """Tensors lie as the machine text has it, blocks come in wide words, and nothing goes round by memory."""
+    tile = hier_fragments_launch.TILES[bits][tiles - 1]
+    built = compiled_fragments(tile, bits)
+    assert tile.tiles == tiles and hier_fragments_launch.lays_out(built.ttgir, tile.warps)
+    assert built.stack_bytes == 0
+    assert built.registers * 32 * tile.warps * tile.resident <= 65536
+    assert (built.shared_bytes + 1024) * tile.resident <= 228 * 1024
+    inner = built.loop_of("HMMA")
+    assert not any(built.count(name, inner) for name in ("LDL", "STL", "STS", "LDG.", "LDS.U8"))
+    assert built.count("LDGSTS.E.BYPASS.128", inner) == 4 * bits
+    assert built.count("HMMA", inner) == 64 + 32 * tiles + (16 if bits == 8 else 24)
+    codes = 2 * 128 * 128 * (tile.warps // 2) / (32 * tile.warps)
+    assert (inner[1] - inner[0] + 1) / codes <= most
+
+
+def test_another_layout_is_seen():
+    built = compiled_fragments(hier_fragments_launch.TILES[4][0], 4)
+    assert not hier_fragments_launch.lays_out(built.ttgir, 8)
+    text = built.ttgir.replace("sizePerThread = [4], threadsPerWarp", "sizePerThread = [2], threadsPerWarp")
+    assert not hier_fragments_launch.lays_out(text, 4)
 
 
 def test_a_kernel_that_is_not_there_has_no_loop():

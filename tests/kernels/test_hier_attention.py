@@ -48,12 +48,15 @@ def test_bad_shapes_are_refused():
         )
 
 
-def test_interpreted_kernels_follow_the_reference():
-    passes_interpreted("interpreted_hier_attention.py")
+@pytest.mark.parametrize("which", ["attention", "fragments"])
+def test_interpreted_kernels_follow_the_reference(which):
+    passes_interpreted(f"interpreted_hier_{which}.py")
 
 
 GPU_CASES = [
     {"T": 1, "H": 8, "blocks": (5,), "recent": (130,)},
+    {"T": 2, "H": 2, "B": 2, "blocks": (37, 0), "recent": (256, 3)},
+    {"T": 4, "H": 8, "blocks": (300,), "recent": (250,)},
     {"T": 7, "H": 8, "B": 2, "blocks": (40, 37), "recent": (256, 3)},
     {"T": 64, "H": 2, "B": 2, "blocks": (3, 0), "recent": (200, 0)},
     {"T": 3, "H": 8, "G": 1, "blocks": (0,), "recent": (70,)},
@@ -77,7 +80,24 @@ def test_kernels_on_a_gpu(case, split, bits, D):
         out, lse = hier_attention(q, planes, ring, lens, mask, **how)
         want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, mask, **how)
         assert distance(out, want) <= 4e-3
-        torch.testing.assert_close(lse.double(), want_lse, atol=3e-3, rtol=0)
+        few = D == 128 and q.shape[1] // planes.k_upper.shape[1] * q.shape[2] <= 16
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-3 if few else 3e-3, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_does_not_depend_on_how_many_there_are(bits):
+    q, planes, ring, lens = hier_case(
+        split=Split.FLOOR, H=8, T=4, D=128, blocks=(77,), recent=(200,), dtype=torch.bfloat16, device="cuda"
+    )
+    how = {"bits": bits, "scale": 128**-0.5}
+    for T in (1, 2, 3, 4):
+        ring.k.nan_to_num_()
+        ring.v.nan_to_num_()
+        out, lse = hier_attention(q[:, :, :T], planes, ring, lens, CAUSAL, **how)
+        if T == 1:
+            alone, alone_lse = out, lse
+        assert torch.equal(out[:, :, 0], alone[:, :, 0]) and torch.equal(lse[..., 0], alone_lse[..., 0])
 
 
 @pytest.mark.gpu
