@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longtrain.errors import ConfigError
-from longtrain.methods.quantspec.beside import check_cache
+from longtrain.methods import beside
 
 POLICIES = ("streaming_llm", "snapkv")
 
@@ -28,7 +28,7 @@ class Config:
     cache: str = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
 
     def __post_init__(self) -> None:
-        check_cache(self.cache)
+        beside.check_cache(self.cache)
         if self.policy not in POLICIES:
             raise ConfigError(f"method.policy={self.policy}; allowed: {', '.join(POLICIES)}")
         if not 0 < self.budget <= 1:

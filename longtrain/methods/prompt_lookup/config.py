@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longtrain.errors import ConfigError
-from longtrain.methods.quantspec.beside import check_cache
+from longtrain.methods import beside
 
 
 @dataclass
@@ -16,6 +16,6 @@ class Config:
     cache: str = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
 
     def __post_init__(self) -> None:
-        check_cache(self.cache)
+        beside.check_cache(self.cache)
         if not 1 <= self.ngram <= 16:
             raise ConfigError(f"method.ngram={self.ngram}; allowed: 1 to 16 tokens")
