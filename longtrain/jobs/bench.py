@@ -16,7 +16,16 @@ from longtrain.jobs import convert, device_of, plain
 if TYPE_CHECKING:
     pass
 
-SUITES = ("engine", "draft_memory", "eviction", "kernels", "quantspec", "quantspec_quality", "roofline")
+SUITES = (
+    "engine",
+    "draft_memory",
+    "eviction",
+    "kernels",
+    "linears",
+    "quantspec",
+    "quantspec_quality",
+    "roofline",
+)
 
 
 def run(cfg: DictConfig) -> None:
@@ -37,6 +46,11 @@ def run(cfg: DictConfig) -> None:
         from longtrain.jobs import bench_kernels
 
         bench_kernels.run(cfg)
+        return
+    if name == "linears":
+        from longtrain.jobs import bench_linears
+
+        bench_linears.run(cfg)
         return
     if name == "quantspec":
         from longtrain.jobs import bench_quantspec
