@@ -1,7 +1,8 @@
 """Launches the Triton kernels of `kernels.hier_attention`: tiles, splits and partial buffers.
 
-The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits both have the same splits: a
-row of a step of several, as the target verifies them, is then bit for bit what plain decoding has.
+The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits, as the target reads, a row
+of a step of several must come out bit for bit as it does in plain decoding, or greedy texts part where two
+tokens are nearly as good. So there up to 32 packed rows have one kernel and the same splits.
 Shapes: see `kernels.hier_attention`; M packed rows (new rows x query heads of a KV head).
 """
 
@@ -54,6 +55,8 @@ TILES = {
     ),
 }
 """By bits: the first that holds all packed rows, or else the last."""
+_CHAINED = 2
+"""Most query heads of a KV head with which `hier_fragments_launch` takes chains of 8 rows."""
 
 
 def hier_attention(
@@ -71,19 +74,20 @@ def hier_attention(
 
     Few rows in half precision go to `hier_fragments_launch`; this kernel is for all others.
     """
-    if not isinstance(tile, Tile) and fragments.serves(q_BHTD, planes, ring):
-        found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
-        if found is not None:
-            return found
-    tile = tile if isinstance(tile, Tile) else None
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    even = bits == 8 and tile is None
-    tile = tile or tile_for(T * group, bits)
+    few = isinstance(tile, fragments.Tile) or (tile is None and (bits == 4 or group <= _CHAINED))
+    if not isinstance(tile, Tile) and few and fragments.serves(q_BHTD, planes, ring):
+        found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
+        if found is not None:
+            return found
+    even = bits == 8 and not isinstance(tile, Tile) and T * group <= TILES[bits][-1].rows
+    if not isinstance(tile, Tile):  # the rows of smaller heads come out otherwise in tiles of 32
+        tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits)
     programs = B * G * -(-T * group // tile.rows)
-    resident = min(one.resident for one in TILES[bits]) if even else tile.resident
-    splits = splits or max(2, merging.splits_for(programs, resident, q_BHTD.device))
+    fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
+    splits = splits or max(2, merging.splits_for(*fill, q_BHTD.device))
     q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
     own_bits = mask if isinstance(mask, Tensor) else lens.len_B
     kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
