@@ -47,12 +47,16 @@ class Tile:
 
 
 TILES = (
-    Tile(rows=16, keys=64, warps=4, stages=4, resident=1, bulk=True, ahead=2),
+    Tile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=2),
     Tile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
     Tile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     Tile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
 )
-"""In half precision: the first that holds all packed rows, or else one of the last two."""
+"""In half precision: the first that holds all packed rows, or else one of the last two.
+
+The first two cut the keys into the same splits, so that a row comes out the same to the bit whether it is alone
+or one of a few: a verified token is then the one that plain decoding gives.
+"""
 FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
 BLOCK = 64
@@ -61,7 +65,7 @@ CHUNK = 1
 """Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
 CHAINED = True
 """Kernels start while the one before them ends, where the device can; they wait before they read."""
-EARLY = (True, False)
+EARLY = (False, True)
 """Whether the attention kernel, and the merging one, let the next kernel in at their start or at their end."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
