@@ -54,8 +54,8 @@ TILES = (
 )
 """In half precision: the first that holds all packed rows, or else one of the last two.
 
-The first two cut the keys into the same splits, so that a row comes out the same to the bit whether it is alone
-or one of a few: a verified token is then the one that plain decoding gives.
+The first two cut the keys into the same splits, so that a row comes out the same to the bit whether it is
+alone or one of a few: a verified token is then the one that plain decoding gives.
 """
 FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
@@ -66,7 +66,7 @@ CHUNK = 1
 CHAINED = True
 """Kernels start while the one before them ends, where the device can; they wait before they read."""
 EARLY = (False, True)
-"""Whether the attention kernel, and the merging one, let the next kernel in at their start or at their end."""
+"""Whether the attention kernel, and the merging one, let the next kernel in when they start, or later."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
