@@ -91,7 +91,7 @@ def tile_for(lines: int, groups: int, rows: int) -> Tile:
     program reads is held in registers, unless rows of input need those.
     """
     if lines >= 16384:
-        return Tile(32, 4, held=0, stages=3)
+        return Tile(32, 4, held=0, stages=3, late=False)
     if rows > 2:
         return Tile(16, 8, held=0)
     if groups >= 64 or lines > 4096:

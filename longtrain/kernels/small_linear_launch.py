@@ -62,8 +62,8 @@ def tile_for(features: int, *, gated: bool = False) -> Tile:
     if gated:
         return Tile(16, 2, stages=4)
     if features >= 16384:
-        return Tile(32, 2, stages=4)
-    return Tile(16, 4, stages=3) if features > 4096 else Tile(32, 2, step=256, stages=4, ahead=512)
+        return Tile(32, 2)
+    return Tile(16, 4, stages=3) if features > 4096 else Tile(32, 2, late=False)
 
 
 def _launch(
