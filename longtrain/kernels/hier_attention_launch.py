@@ -78,7 +78,7 @@ def hier_attention(
     G, N = planes.k_upper.shape[1:3]
     group = H // G
     few = isinstance(tile, fragments.Tile) or (tile is None and (bits == 4 or group <= _CHAINED))
-    if not isinstance(tile, Tile) and few and fragments.serves(q_BHTD, planes, ring):
+    if not isinstance(tile, Tile) and few and fragments.serves(q_BHTD, planes, ring, bits):
         found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
         if found is not None:
             return found

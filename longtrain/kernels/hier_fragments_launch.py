@@ -41,45 +41,44 @@ class Tile:
         warps: of a program; two share a block.
         stages: of the pipeline that brings blocks.
         resident: programs that run on one multiprocessor at a time.
-        rings: splits of the ring.
         recent: slots of a tile of the ring, a divisor of 128.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
-        registers: most registers of a thread; None: the compiler's choice.
         chunk: numbers of a merging program, a power of two up to 1024.
         merge_warps: its warps.
-        late: queries are made ready behind the first loads of blocks; for a tile of 8 rows.
     """
 
     tiles: int = 1
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
     resident: int = 2
-    rings: int = 1
     recent: int = 64
     ahead: int = 2
-    registers: int | None = None
     chunk: int = 32
     merge_warps: int = 4
-    late: bool = False
 
 
 TILES = {
-    4: (Tile(late=True), Tile(tiles=2)),
-    8: (Tile(warps=2, stages=3, resident=3, late=True), Tile(tiles=2, warps=2, stages=3, resident=3)),
+    4: (Tile(), Tile(tiles=2)),
+    8: (Tile(warps=2, resident=3), Tile(tiles=2, warps=2, resident=3)),
 }
 """By bits: the first that holds all packed rows."""
+MANY = 16
+"""KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
+EIGHT_BIT_GROUP = 2
+"""At 8 bits, most query heads of a KV head: a chain of 8 rows then has the same sums as one row."""
 
 _unsound: set[str] = set()
 _sound: set[str] = set()
 
 
-def serves(q_BHTD: Tensor, planes: Planes, ring: Ring) -> bool:
-    """Whether these kernels take the call; `hier_attention_launch`'s others do otherwise."""
-    rows = q_BHTD.shape[2] * (q_BHTD.shape[1] // planes.k_upper.shape[1])
+def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
+    """Whether these kernels take the call; `hier_attention_launch`'s other does otherwise."""
+    group = q_BHTD.shape[1] // planes.k_upper.shape[1]
     half = (torch.bfloat16, torch.float16)
     return (
         q_BHTD.shape[3] == HEAD_DIM
-        and rows <= MOST_ROWS
+        and group * q_BHTD.shape[2] <= MOST_ROWS
+        and (bits == 4 or group <= EIGHT_BIT_GROUP)
         and q_BHTD.dtype in half
         and ring.k.dtype in half
         and q_BHTD.device.type == "cuda"
@@ -108,8 +107,9 @@ def hier_attention(
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    tile = tile or tile_for(T * group, bits)
-    splits = splits or _splits(tile, B * G, q_BHTD.device)
+    tile = tile or tile_for(T * group, bits, B * G)
+    rings = rings_for(N)
+    splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits = mask if isinstance(mask, Tensor) else lens.len_B
     kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
@@ -127,11 +127,11 @@ def hier_attention(
             scale * _LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
             *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
-            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, RINGS=tile.rings,
-            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, LATE=tile.late, CHAINED=chained,
+            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, RINGS=rings,
+            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, CHAINED=chained,
             **texts(tile.tiles, bits, offset),
             num_warps=tile.warps,
-            **({"maxnreg": tile.registers} if tile.registers else {}), **merging.pdl(chained),
+            **merging.pdl(chained),
         )  # fmt: skip
         if not _laid_out(built, tile.warps):
             return None
@@ -143,28 +143,34 @@ def hier_attention(
     return out_BTHD.transpose(1, 2), lse_BHT
 
 
-def tile_for(rows: int, bits: int) -> Tile:
-    """The tile for so many packed rows."""
-    return next(tile for tile in TILES[bits] if rows <= 8 * tile.tiles)
-
-
-def _splits(tile: Tile, programs: int, device: torch.device) -> int:
-    """Splits that fill the device once, the ring's among them."""
-    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(tile.rings + 1, cores * tile.resident // programs)
+def tile_for(rows: int, bits: int, programs: int) -> Tile:
+    """The tile for so many packed rows of each of `programs` KV heads."""
+    tile = next(tile for tile in TILES[bits] if rows <= 8 * tile.tiles)
+    return replace(tile, warps=2, stages=4, resident=4) if programs >= MANY and tile.warps == 4 else tile
 
 
 def candidates(rows: int, bits: int) -> tuple[Tile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
-    first = tile_for(rows, bits)
+    first = tile_for(rows, bits, 1)
     return (
-        replace(first, rings=4),
-        replace(first, stages=3),
-        replace(first, stages=5, resident=1),
-        replace(first, warps=2, resident=4),
-        replace(first, late=False),
+        replace(first, stages=4, resident=2),
+        replace(first, warps=2, stages=4, resident=4),
+        replace(first, warps=2, stages=3, resident=3),
+        replace(first, ahead=0),
+        replace(first, ahead=8),
         replace(first, chunk=64),
     )
+
+
+def rings_for(blocks: int) -> int:
+    """Splits of the ring: the fewer blocks a cache has room for, the longer one alone would be waited for."""
+    return 4 if blocks <= 128 else 2 if blocks <= 512 else 1
+
+
+def _splits(tile: Tile, programs: int, rings: int, device: torch.device) -> int:
+    """Splits that fill the device once, those of the ring among them."""
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return max(rings + 1, cores * tile.resident // programs)
 
 
 @lru_cache(maxsize=16)

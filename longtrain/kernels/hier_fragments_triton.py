@@ -214,7 +214,7 @@ def attend_kernel(
     q_b, q_h, q_t, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
     MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr, TILES: tl.constexpr, LATE: tl.constexpr,
+    WARPS: tl.constexpr, TILES: tl.constexpr,
     SCORES: tl.constexpr, SCORES_OF: tl.constexpr, VALUES: tl.constexpr, VALUES_OF: tl.constexpr,
     FINISH: tl.constexpr, FINISH_OF: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -222,8 +222,7 @@ def attend_kernel(
 
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks.
 
-    `ahead`: blocks of a program that are brought to the L2 cache before the kernel in front has ended. LATE:
-    queries are made ready behind the loads of the first blocks, at the price of a branch in the loop.
+    `ahead`: blocks of a program that are brought to the L2 cache before the kernel in front has ended.
     """
     D: tl.constexpr = 128
     BLOCK: tl.constexpr = 2048
@@ -293,11 +292,8 @@ def attend_kernel(
     elif first < last:
         FIRST: tl.constexpr = 1.0 if BITS == 4 else 0.0625
         BF16: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
-        if LATE:
-            q, norm = tl.zeros((16 * THREADS,), tl.int32), tl.zeros((THREADS // 4, 1), tl.float32)
-        else:
-            q, norm = _queries(word, k, FIRST, BF16, THREADS)
-            norm *= scale2
+        q, norm = _queries(word, k, FIRST, BF16, THREADS)
+        norm *= scale2
         top = tl.full((THREADS // 4, 1), float("-inf"), tl.float32)
         total, zeros = tl.zeros((THREADS // 4, 4), tl.float32), tl.zeros((THREADS // 4, 4), tl.float32)
         out_a, out_b = tl.zeros((16 * THREADS,), tl.float32), tl.zeros((16 * THREADS,), tl.float32)
@@ -328,9 +324,6 @@ def attend_kernel(
             keep = start + token // 128 < last
             v_step = _tokens(tl.load(v_step_ptr + at * 2 + token, mask=keep, other=0.0), PAIRS)
             v_zero = _tokens(tl.load(v_zero_ptr + at * 2 + token, mask=keep, other=0.0), PAIRS)
-            if LATE and start == first:
-                q, norm = _queries(word, k, FIRST, BF16, THREADS)
-                norm *= scale2
             if TILES == 1:
                 logit = tl.inline_asm_elementwise(
                     SCORES, SCORES_OF, keys + (q,), dtype=tl.float32, is_pure=True, pack=16

@@ -16,19 +16,19 @@ from longtrain.kernels.hier_layout import Split
 T = launch.Tile
 CASES = {
     "four bits": (4, Split.FLOOR, "causal", {"G": 2, "H": 8, "T": 2, "blocks": (3,), "recent": (200,)}, T()),
-    "made ready late": (
+    "eight warps": (
         4,
         Split.RTN,
         "tree",
         {"B": 2, "G": 1, "H": 2, "T": 3, "blocks": (5, 0), "recent": (140, 3)},
-        T(late=True),
+        T(warps=8),
     ),
     "four bits, two tiles": (
         4,
         Split.RTN,
         "tree",
         {"G": 1, "H": 4, "T": 3, "blocks": (5,)},
-        T(tiles=2, rings=3),
+        T(tiles=2),
     ),
     "eight bits": (8, Split.FLOOR, "none", {"G": 1, "H": 1, "T": 1, "blocks": (2,)}, T(warps=2)),
     "eight bits, two tiles": (

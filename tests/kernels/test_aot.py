@@ -31,7 +31,8 @@ def compiled_tree(tile):
     types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "scale2": "fp32"}
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
-        "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead, "EARLY": True,
+        "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
+        "EARLY": True,
     }  # fmt: skip
     return compile_kernel(
         tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
@@ -100,12 +101,12 @@ def compiled_fragments(tile, bits):
     offset = 7.5 / 16 if bits == 4 else 0.0
     constants = {
         "G": 8, "GROUP": 4, "BITS": bits, "OFFSET": offset, "MASK": 2, "WORDS": 1, "RECENT": tile.recent,
-        "RINGS": tile.rings, "STAGES": tile.stages, "WARPS": tile.warps, "TILES": tile.tiles,
-        "LATE": tile.late, "CHAINED": True, **hier_fragments_launch.texts(tile.tiles, bits, offset),
+        "RINGS": 2, "STAGES": tile.stages, "WARPS": tile.warps, "TILES": tile.tiles, "CHAINED": True,
+        **hier_fragments_launch.texts(tile.tiles, bits, offset),
     }  # fmt: skip
     return compile_kernel(
         hier_fragments_triton.attend_kernel, hier_types("out_ptr", "lse_ptr"), constants,
-        aligned=("q_b", "q_h", "q_t"), warps=tile.warps, registers=tile.registers,
+        aligned=("q_b", "q_h", "q_t"), warps=tile.warps,
     )  # fmt: skip
 
 
