@@ -26,6 +26,10 @@ class Config:
     guard_every: int = 64  # one training micro-batch in N, on average (by its seed), checks the target's own
     # loss under offsets; 0: never
     objective: str = "kl"  # kl: to the target's whole distribution; ce: to the data's tokens (the paper's)
+    head_bits: int = (
+        16  # of the target's LM head when drafting: 16, or 4 for a copy in 4 bits, read in a third
+    )
+    # of the time; the target checks every token as before
     chunk_tokens: int = 8192  # rows whose activations exist at once (exact gradient); 0: the whole row
 
     def __post_init__(self) -> None:
@@ -40,6 +44,8 @@ class Config:
         ):
             if getattr(self, key) < low:
                 raise ConfigError(f"method.{key}={getattr(self, key)}; allowed: {low} or more")
+        if self.head_bits not in (4, 16):
+            raise ConfigError(f"method.head_bits={self.head_bits}; allowed: 4, 16")
         if self.objective not in ("kl", "ce"):
             raise ConfigError(f"method.objective={self.objective}; allowed: kl, ce")
         weights = self.shift_weights

@@ -19,6 +19,7 @@ from longtrain.decoding.tree import depths
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.beam import best_continuations
 from longtrain.kernels.greedy import argmax_rows
+from longtrain.kernels.int4_linear import GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.methods.longspec.ring import Ring
 from longtrain.target.step import TargetStep, Want
@@ -58,6 +59,9 @@ class LongSpecRuntime:
         target: shares embedding, rotary and head.
         config: hyperparameters.
 
+    Raises:
+        ConfigError: the head is wanted in 4 bits and its input features fit no group.
+
     Source: LongSpec §3.1 (constant memory), §3.3 and the authors' code (tree by dynamic beam).
     Note: a node at depth t needs the shift t + 1. Levels beyond `config.max_depth` work, but untrained.
     """
@@ -69,6 +73,8 @@ class LongSpecRuntime:
         self.draft, self.target, self.window = draft, target, config.window
         self.kv_layer = config.kv_source_layer % target.info.n_layers
         self.layer = FusedDraft(draft)
+        self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if config.head_bits == 4 else None
+        self._head = self._int4 or target.head
         self.ring: Ring | None = None
         self.cache: KVCache | None = None
         self._plans: dict[TreeShape, _Plan] = {}
@@ -166,8 +172,9 @@ class LongSpecRuntime:
         self._take(tree.tokens_BN.gather(1, path_BP), (cache.len_B - n_B)[:, None] + step_P, n_B)
 
     def bytes(self) -> int:
-        """Bytes of the ring: a function of batch, window and tree, not of the context."""
-        return 0 if self.ring is None else self.ring.bytes()
+        """Bytes of the ring, and of a copy of the head: they depend on batch, window and tree alone."""
+        ring = 0 if self.ring is None else self.ring.bytes()
+        return ring + (0 if self._int4 is None else self._int4.bytes())
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The ring's buffers."""
@@ -225,7 +232,7 @@ class LongSpecRuntime:
             return out_BHMD.transpose(1, 2).reshape(B * M, -1)
 
         hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), (cos_ND, sin_ND), read)
-        return self.target.head(hidden_NE).unflatten(0, (B, M))
+        return self._head(hidden_NE).unflatten(0, (B, M))
 
 
 def _laws(laws: list[Tensor], nodes: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -41,8 +42,9 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     """The draft for an engine, in the target's dtype and on its device (a copy where they differ)."""
     if not isinstance(module, LongSpecDraft):
         raise TargetMismatchError(f"LongSpec runs a LongSpec draft, not {type(module).__name__}")
-    if keys:
-        raise ConfigError(f"LongSpec takes no inference keys; got: {', '.join(keys)}")
+    if others := set(keys) - {"head_bits"}:
+        raise ConfigError(f"LongSpec takes the inference key head_bits; got: {', '.join(sorted(others))}")
+    config = replace(config, **keys)
     weight = module.input_layernorm.weight
     if (weight.dtype, weight.device) != (target.dtype, target.device):
         module = copy.deepcopy(module).to(target.device, target.dtype)
@@ -65,4 +67,5 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     attach=_attach,
+    inference_keys=("head_bits",),
 )

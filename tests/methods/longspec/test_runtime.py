@@ -13,11 +13,14 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.kernels.fused_layer import write_rows
+from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.ring import Ring
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
+from longtrain.target.loading import random_target
+from longtrain.target.shapes import SHAPES
 from longtrain.target.step import Rows, TargetStep
 
 WINDOW = 6
@@ -286,3 +289,36 @@ def test_weights_are_joined_once_and_only_where_nothing_trains(llama, make_draft
     size = sum(p.nbytes for p in draft.parameters())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
     assert sum(storages.values()) == size
+
+
+def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch):
+    """Its drafts follow the law of the rounded head; texts are the target's own."""
+    target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=torch.float64)
+    config = Config(window=WINDOW, head_bits=4)
+    draft = make_draft(target, config)
+    prompts = [[5, 6, 7], [9] * 20]
+    plain = Engine(target).generate(prompts, max_new_tokens=30, ignore_eos=True)
+    few = Engine(target, SPEC.attach(draft, target, config, {}))
+    drafted = few.generate(prompts, max_new_tokens=30, ignore_eos=True, shape=TreeShape((2, 3)))
+    assert drafted.tokens == plain.tokens
+    same = Engine(target, SPEC.attach(draft, target, CONFIG, {"head_bits": 4}))
+    again = same.generate(prompts, max_new_tokens=30, ignore_eos=True, shape=TreeShape((2, 3)))
+    whole = Engine(target, SPEC.attach(draft, target, CONFIG, {}))
+    exact = whole.generate(prompts, max_new_tokens=30, ignore_eos=True, shape=TreeShape((2, 3)))
+    vocab = target.info.vocab_size
+    codes, table = -(-vocab // 8) * 8 * 32, -(-vocab // 8) * 8 * 4
+    assert again.stats.draft_bytes == drafted.stats.draft_bytes == exact.stats.draft_bytes + codes + table
+
+    runtime = LongSpecRuntime(draft, target, config)
+    ids, n_B, cache, step = prefilled(target, prompts)
+    runtime.start(ids, n_B, step, cache)
+    shape, coins = TreeShape((1,), Law.IID), HashCoins(1, torch.arange(2))
+    law = runtime.propose(torch.tensor([5, 6]), shape, WARM, coins).q_BNV[:, 0]
+    assert (law[0] - trained_law(draft, target, [*prompts[0], 5], 0)).abs().max() > 1e-3
+    rounded = Int4Linear(target.model.lm_head, 128)
+    monkeypatch.setattr(target, "head", lambda hidden: rounded(hidden))
+    for row, text in enumerate(prompts):
+        near = trained_law(draft, target, [*text, 5 + row], 0)
+        torch.testing.assert_close(law[row], near, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ConfigError, match="head_bits=8"):
+        Config(head_bits=8)
