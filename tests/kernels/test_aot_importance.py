@@ -10,6 +10,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
+from longtrain.kernels import hier_fragments_launch as fragments
 from longtrain.kernels import importance_backward, importance_launch, importance_triton
 from longtrain.kernels import tree_attention_launch as merging
 from longtrain.kernels.aot import compile_kernel
@@ -110,4 +111,15 @@ def test_merging_compiles_without_spills(splits):
         {**constants, "CHAINED": True, "EARLY": False},
         warps=max(1, min(8, block // 8)),
     )
+    assert built.stack_bytes == 0 and built.count("LDG") > 0 and not built.count("LDL")
+
+
+@pytest.mark.parametrize("tile", fragments.TILES[4], ids=lambda tile: f"{tile.tiles} tiles")
+@pytest.mark.parametrize("splits", [16, 33])
+def test_merging_of_fragments_compiles_without_spills(tile, splits):
+    """`hier_fragments_triton`, whose partial rows lie as the tensor cores left them."""
+    types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+    block = 1 << (splits - 1).bit_length()
+    constants = {"G": 8, "GROUP": 4, "BLOCK": block, "CHUNK": tile.chunk, "CHAINED": True}
+    built = compile_kernel(fragments.kernels.merge_kernel, types, constants, warps=tile.merge_warps)
     assert built.stack_bytes == 0 and built.count("LDG") > 0 and not built.count("LDL")
