@@ -119,13 +119,12 @@ def best_continuations(
     B, M, V = logits_BMV.shape
     x_RV = logits_BMV.reshape(B * M, V)
     few, chunks = min(width, V), triton.cdiv(V, _COLUMNS)
-    new = {"device": x_RV.device}
-    key_RCF = torch.empty((B * M, chunks, few), dtype=torch.int64, **new)
-    top_RC, sum_RC = torch.empty((2, B * M, chunks), dtype=torch.float32, **new).unbind(0)
-    total_RF = torch.empty((B * M, few), dtype=torch.float32, **new)
-    token_RF = torch.empty((B * M, few), dtype=torch.int32, **new)
-    out_BK, parent_BK = torch.empty((2, B, width), dtype=torch.int64, **new).unbind(0)
-    best_BK = torch.empty((B, width), dtype=torch.float32, **new)
+    key_RCF = x_RV.new_empty((B * M, chunks, few), dtype=torch.int64)
+    top_RC, sum_RC = x_RV.new_empty((2, B * M, chunks), dtype=torch.float32).unbind(0)
+    total_RF = x_RV.new_empty((B * M, few), dtype=torch.float32)
+    token_RF = x_RV.new_empty((B * M, few), dtype=torch.int32)
+    out_BK, parent_BK = x_RV.new_empty((2, B, width), dtype=torch.int64).unbind(0)
+    best_BK = x_RV.new_empty((B, width), dtype=torch.float32)
     chained = chains(x_RV.device)
     nodes, level = triton.next_power_of_2(chunks * few), triton.next_power_of_2(M * few)
     with torch.cuda.device_of(x_RV):
