@@ -22,6 +22,7 @@ SUITES = (
     "eviction",
     "kernels",
     "linears",
+    "quantise",
     "quantspec",
     "quantspec_quality",
     "roofline",
@@ -51,6 +52,11 @@ def run(cfg: DictConfig) -> None:
         from longtrain.jobs import bench_linears
 
         bench_linears.run(cfg)
+        return
+    if name == "quantise":
+        from longtrain.jobs import bench_quantise
+
+        bench_quantise.run(cfg)
         return
     if name == "quantspec":
         from longtrain.jobs import bench_quantspec
