@@ -201,7 +201,7 @@ def _target(cfg: DictConfig) -> tuple[TargetInfo, bool]:
     else:
         raise ConfigError(
             f"plan cannot know the shape of target.path={where or 'null'}: no config.json there and no "
-            "target.shape; pass target=NAME or a local folder"
+            "target.shape; pass +recipe=NAME, target=NAME or target.path=FOLDER"
         )
     tied = bool(shape.pop("tied", False))
     shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}

@@ -37,6 +37,15 @@ class FusedDraft:
         self.cross = None if cross is None else (_dense(cross.q_proj), _dense(cross.o_proj))
         self.gate_up, self.down = _dense(mlp.gate_proj, mlp.up_proj), _dense(mlp.down_proj)
 
+    def holds(self) -> bool:
+        """Whether the draft's weights still lie where they were joined, or where they were copied from.
+
+        `Module.to` gives every weight a place of its own again.
+        """
+        now, joined_ = self.draft.self_attn.q_proj.weight, self.qkv.weight
+        like = (now.device, now.dtype) == (joined_.device, joined_.dtype)
+        return like and (now.requires_grad or now.data_ptr() == joined_.data_ptr())
+
     def own(self, x_NE: Tensor, rope: Rope, into: Slots) -> Tensor:
         """Queries of the self-attention, rotated, q_NHD; the rows' keys and values go to their slots."""
         qkv_NX = self.qkv(_normed(x_NE, self.draft.input_layernorm))

@@ -82,6 +82,8 @@ class LongSpecRuntime:
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Take the last W tokens of each prompt into the ring; nothing else of the prompt is looked at."""
         self.cache = cache
+        if not self.layer.holds():
+            self.layer = FusedDraft(self.draft)
         B, S = tokens_BS.shape
         info = self.target.info
         like_GD = torch.empty(
@@ -177,9 +179,9 @@ class LongSpecRuntime:
         return ring + (0 if self._int4 is None else self._int4.bytes())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The ring's buffers."""
+        """The ring's buffers, and the joined weights by one of them."""
         ring = self.ring
-        return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.since_B)
+        return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.since_B, self.layer.qkv.weight)
 
     def _state(self, shape: TreeShape) -> tuple[Ring, KVCache]:
         """The ring with room for this tree, and the cache."""

@@ -9,7 +9,7 @@ import torch
 
 from longtrain.cache.base import Tree
 from longtrain.decoding.engine import Engine
-from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
+from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.kernels.fused_layer import write_rows
@@ -289,6 +289,30 @@ def test_weights_are_joined_once_and_only_where_nothing_trains(llama, make_draft
     size = sum(p.nbytes for p in draft.parameters())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in draft.parameters()}
     assert sum(storages.values()) == size
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_draft_that_is_moved_is_joined_again(llama, make_draft, trains):
+    draft = make_draft(llama, CONFIG).requires_grad_(trains)
+    runtime = LongSpecRuntime(draft, llama, CONFIG)
+    draft.to(torch.float16)
+    draft.to(llama.dtype)
+    with torch.no_grad():
+        for param in draft.parameters():
+            param.mul_(1.5)
+    prompts, how = (
+        [[5, 6, 7, 8, 9]],
+        {"max_new_tokens": 12, "shape": TreeShape((1, 1, 1)), "ignore_eos": True},
+    )
+    assert trains or not runtime.layer.holds()
+    got = Engine(llama, Parts(draft=runtime)).generate(prompts, **how)
+    fresh = LongSpecRuntime(draft, llama, CONFIG)
+    assert runtime.layer.holds()
+    want = Engine(llama, Parts(draft=fresh)).generate(prompts, **how)
+    if not trains:  # weights that train are copied when the runtime is made
+        assert torch.equal(runtime.layer.qkv.weight, fresh.layer.qkv.weight)
+        assert got.stats.rows == want.stats.rows
+    assert got.tokens == want.tokens
 
 
 def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch):
