@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
-from longtrain import provenance
-from longtrain.bench import attention_baselines, kernels, kernels_report, report
+from longtrain.bench import attention_baselines, kernels, kernels_report
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
-from longtrain.jobs import convert, device_of, plain
+from longtrain.jobs import bench_rows, convert, device_of, plain
 
 CUDA_CELLS = [
     ("dense", 1, "32k"), ("int4", 1, "32k"), ("dense", 1, "128k"), ("int4", 1, "128k"), ("int4", 1, "256k"),
@@ -29,18 +26,9 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: a key of the suite is wrong.
     """
-    settings = settings_of(cfg)
-    folder = Path(cfg.run_dir) / "bench"
-    provenance.write(folder, plain(cfg))
-    rows: list[dict[str, Any]] = []
-    for row in kernels.measure(settings):
-        rows.append(row)
-        path = report.write(folder, "kernels", settings=plain(cfg.suite), rows=rows)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(report.table(rows, kernels.COLUMNS), markup=False)
+    path, rows = bench_rows.show(cfg, "kernels", kernels.measure(settings_of(cfg)), kernels.COLUMNS)
     if (png := kernels_report.picture(rows)) is not None:
         path.with_suffix(".png").write_bytes(png)
-    console.print(f"wrote {path} and the picture beside it", markup=False)
 
 
 def settings_of(cfg: DictConfig) -> kernels.Settings:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
-from longtrain import provenance
-from longtrain.bench import linears, report
+from longtrain.bench import linears
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, device_of, plain
+from longtrain.jobs import bench_rows, convert, device_of, plain
 
 CPU_SHAPE = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192,
@@ -27,16 +22,7 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: a key of the suite is wrong.
     """
-    settings = settings_of(cfg)
-    folder = Path(cfg.run_dir) / "bench"
-    provenance.write(folder, plain(cfg))
-    rows: list[dict[str, Any]] = []
-    for row in linears.measure(settings):
-        rows.append(row)
-        path = report.write(folder, "linears", settings=plain(cfg.suite), rows=rows)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(report.table(rows, linears.COLUMNS), markup=False)
-    console.print(f"wrote {path}", markup=False)
+    bench_rows.show(cfg, "linears", linears.measure(settings_of(cfg)), linears.COLUMNS)
 
 
 def settings_of(cfg: DictConfig) -> linears.Settings:

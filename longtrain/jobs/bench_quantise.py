@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
-from longtrain import provenance
-from longtrain.bench import quantise, report
+from longtrain.bench import quantise
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
-from longtrain.jobs import convert, device_of, plain
+from longtrain.jobs import bench_rows, convert, device_of, plain
 from longtrain.kernels.hier_layout import Split, check_shape
 
 CPU_SIZES = Sizes(2, 4, 2, 64, 256, 512, 256)
@@ -26,16 +21,7 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: a key of the suite is wrong.
     """
-    settings = settings_of(cfg)
-    folder = Path(cfg.run_dir) / "bench"
-    provenance.write(folder, plain(cfg))
-    rows: list[dict[str, Any]] = []
-    for row in quantise.measure(settings):
-        rows.append(row)
-        path = report.write(folder, "quantise", settings=plain(cfg.suite), rows=rows)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(report.table(rows, quantise.COLUMNS), markup=False)
-    console.print(f"wrote {path}", markup=False)
+    bench_rows.show(cfg, "quantise", quantise.measure(settings_of(cfg)), quantise.COLUMNS)
 
 
 def settings_of(cfg: DictConfig) -> quantise.Settings:
