@@ -17,10 +17,13 @@ from torch import Tensor
 from longtrain.errors import DataError
 from longtrain.kernels import hier_quant_reference as reference
 from longtrain.kernels.hier_layout import BLOCK, RING, Lens, Planes, Ring
+from longtrain.kernels.hier_quant_reference import LEVELS
 from longtrain.kernels.tree_attention import compiles_for
 
 LARGEST = 6e4
-"""Largest magnitude that steps and zeros can express."""
+"""Largest magnitude that is quantised: what is read back from it still fits into fp16."""
+_ROUNDED_UP = 1 + 2**-10
+"""How much wider than its range a step may make a group: fp16 has 10 bits after the first."""
 
 
 def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Tensor) -> None:
@@ -70,8 +73,10 @@ def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> 
 def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
     """Where a prompt just read holds values that no step and zero express: NaN, infinite, too large.
 
-    Such a value leaves its mark in the step or zero of its group; rows still in the ring are looked at
-    themselves. Nothing is read back to the host.
+    Such a value leaves its mark in the step or zero of its group: the zero is its lowest value and the step
+    tells its highest, as nearly as fp16 does. So up to 0.25 % above `LARGEST` may pass there, and no number
+    up to `LARGEST` is refused. Rows still in the ring are looked at themselves. Nothing is read back to the
+    host.
 
     Args:
         planes: of all layers.
@@ -85,6 +90,7 @@ def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
     slot_R = torch.arange(RING, device=first_B1.device)
     held_BR = first_B1 + (slot_R - first_B1) % RING < lens.len_B[:, None]
     filled_BN = torch.arange(planes.k_step.shape[-2], device=first_B1.device) < lens.blocks_B[:, None]
+    steps = LEVELS[planes.split] / _ROUNDED_UP
     found = []
     for rows, step, zero in (
         (ring.k, planes.k_step, planes.k_zero),
@@ -92,8 +98,8 @@ def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
     ):
         low, high = torch.aminmax(rows, dim=-1)
         recent = ~((low >= -LARGEST) & (high <= LARGEST)) & held_BR[:, None]
-        marks = step.sum(-1, dtype=torch.float32) + zero.sum(-1, dtype=torch.float32)
-        old = ~marks.isfinite() & filled_BN[:, None]
+        lowest, highest = zero.amin(-1), torch.add(zero, step, alpha=steps).amax(-1)
+        old = ~((lowest >= -LARGEST) & (highest <= LARGEST)) & filled_BN[:, None]
         found.append(recent.flatten(1).any(1) | old.flatten(1).any(1))
     return torch.stack(found, 1)
 

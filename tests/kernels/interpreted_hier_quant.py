@@ -5,7 +5,7 @@ import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
 
 from longtrain.kernels import hier_quant, hier_quant_reference
-from longtrain.kernels.hier_layout import Split
+from longtrain.kernels.hier_layout import Lens, Split
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,6 +40,19 @@ def test_values_without_a_code_mark_their_group(value):
             marked = ~(getattr(planes, step) + getattr(planes, zero)).isfinite()
             assert marked[0, 0, 0, 0, at] and not marked[0, 0, 0, 1].any()
         assert torch.equal(getattr(mine, step)[0, 0, 0, 1], getattr(want, step)[0, 0, 0, 1])
+
+
+@pytest.mark.parametrize("split", Split)
+def test_numbers_beyond_the_bound_are_found(split):
+    """Of either sign, in the kernel's steps and zeros; one at the bound is none of them."""
+    ring, lens = ring_of(1, 1, 1, 64), Lens(torch.tensor([256]), torch.tensor([1]))
+    for value, bad in ((6e4, False), (7e4, True), (1e5, True), (1e6, True)):
+        for signed in (value, -value):
+            k, v = rows(1, 1, 128, 64, seed=3), rows(1, 1, 128, 64, seed=4)
+            k[0, 0, 90, 40], v[0, 0, 17, 5] = signed, signed
+            planes = planes_of(split, batch=1, heads=1)
+            hier_quant.quantise_blocks(k, v, planes.layer(0), torch.tensor([1]))
+            assert hier_quant.unsound(planes, ring, lens).tolist() == [[bad, bad]]
 
 
 def test_flush():

@@ -115,7 +115,10 @@ def test_it_compiles_for_hopper_without_spills(split, dim):
     assert built.count("LDG.E.128") and built.count("F2I") <= 4 and not built.count("LDG.E.U16")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -7e4, 2e6])
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 6.02e4, -60001, 7e4, -7e4, 1e5, -1e5, 1e6, -1e6, 2e6])
 def test_numbers_without_a_code_are_found(value):
     """Of two layers, in a block and in the ring; what lies beyond a sequence's rows does not count."""
     lens = Lens(torch.tensor([300, 140]), torch.tensor([1, 0]))
@@ -131,6 +134,24 @@ def test_numbers_without_a_code_are_found(value):
         lens, {("k", 0, False): ((0, 1, 20, 5), value), ("v", 1, True): ((1, 0, 9, 9), value)}
     )
     assert not hier_quant.unsound(planes, ring, lens).any()
+
+
+@pytest.mark.parametrize("split", Split)
+@pytest.mark.parametrize("largest", [hier_quant.LARGEST, -hier_quant.LARGEST])
+@pytest.mark.parametrize("others", ["usual", "equal", "opposite", "zero", "tiny", "odd"])
+def test_numbers_up_to_the_bound_are_taken(split, largest, others):
+    """Wherever the rest of the group lies; what is read back from the largest is a number of fp16."""
+    planes, ring = planes_of(split), ring_of(1, 2, 2, 64)
+    lens = Lens(torch.tensor([256, 256]), torch.ones(2, dtype=torch.int64))
+    k, v = rows(2, 2, 128, 64, seed=7), rows(2, 2, 128, 64, seed=8)
+    levels = {"equal": largest, "opposite": -largest, "zero": 0.0, "tiny": 1e-6, "odd": -12345.678}
+    for x in (k, v):
+        if others != "usual":
+            x.fill_(levels[others])
+        x[:, :, 17, 5] = largest
+    hier_quant.quantise_blocks(k, v, planes.layer(0), torch.ones(2, dtype=torch.int64))
+    assert not hier_quant.unsound(planes, ring, lens).any()
+    assert all(x.half().isfinite().all() for x in twin.dequantise(planes.layer(0), 8))
 
 
 def filled(lens, spoilt):
