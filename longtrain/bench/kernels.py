@@ -232,7 +232,8 @@ def _hier(
     def tiled() -> Iterator[tuple[Any, Callable[[int], Tensor]]]:
         from longtrain.kernels import hier_attention_launch as launch
 
-        for tile in launch.candidates(cell.rows * (cell.heads // cell.kv_heads), bits):
+        group = cell.heads // cell.kv_heads
+        for tile in launch.candidates(cell.rows * group, bits, group, cell.head_dim, settings.dtype):
             yield tile, partial(with_tile, launch, tile)
 
     return (

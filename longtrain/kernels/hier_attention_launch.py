@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longtrain.errors import ConfigError
 from longtrain.kernels import hier_attention_triton as kernels
 from longtrain.kernels import hier_fragments_launch as fragments
 from longtrain.kernels import tree_attention_launch as merging
@@ -55,8 +56,6 @@ TILES = {
     ),
 }
 """By bits: the first that holds all packed rows, or else the last."""
-_CHAINED = 2
-"""Most query heads of a KV head with which `hier_fragments_launch` takes chains of 8 rows."""
 
 
 def hier_attention(
@@ -73,17 +72,27 @@ def hier_attention(
     """See `kernels.hier_attention.hier_attention`; `tile` and `splits` None: what suits the call.
 
     Few rows in half precision go to `hier_fragments_launch`; this kernel is for all others.
+
+    Raises:
+        ConfigError: a tile of `hier_fragments_launch` for a call that its kernels do not take.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    few = isinstance(tile, fragments.Tile) or (tile is None and (bits == 4 or group <= _CHAINED))
-    if not isinstance(tile, Tile) and few and fragments.serves(q_BHTD, planes, ring, bits):
-        found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
-        if found is not None:
-            return found
-    even = bits == 8 and not isinstance(tile, Tile) and T * group <= TILES[bits][-1].rows
-    if not isinstance(tile, Tile):  # the rows of smaller heads come out otherwise in tiles of 32
+    if not isinstance(tile, Tile):
+        fits = tile is None or T * group <= 8 * tile.tiles
+        if fits and fragments.serves(q_BHTD, planes, ring, bits):
+            found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
+            if found is not None:
+                return found
+        if tile is not None:
+            raise ConfigError(
+                f"{tile} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
+                f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}; allowed: "
+                f"{fragments.SERVED}, and up to 8 rows for each of its tiles; pass tile=None"
+            )
+    even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
+    if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32
         tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits)
     programs = B * G * -(-T * group // tile.rows)
     fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
@@ -116,15 +125,26 @@ def tile_for(rows: int, bits: int) -> Tile:
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
-def candidates(rows: int, bits: int) -> tuple[Tile | fragments.Tile, ...]:
-    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
+def candidates(
+    rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tile | fragments.Tile, ...]:
+    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`.
+
+    Args:
+        rows: packed rows.
+        bits: 4 or 8.
+        group: query heads of a KV head.
+        head_dim: size of a head.
+        dtype: of queries and ring.
+    """
     general = tile_for(rows, bits)
-    if rows <= fragments.MOST_ROWS:
+    if fragments.takes(rows, bits, group, head_dim, dtype):
         return (*fragments.candidates(rows, bits), general)
-    return (
+    others = (
         replace(general, warps=8, resident=1),
         replace(general, stages=2),
         replace(general, resident=3, stages=2, registers=168, recent=32),
         replace(general, resident=4),
         replace(general, rows=16, resident=3, registers=168),
     )
+    return tuple(tile for tile in others if tile != general)

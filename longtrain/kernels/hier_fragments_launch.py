@@ -67,6 +67,14 @@ MANY = 16
 EIGHT_BIT_GROUP = 2
 """At 8 bits, most query heads of a KV head: a chain of 8 rows then has the same sums as one row."""
 
+SERVED = (
+    f"head dim {HEAD_DIM}, up to {MOST_ROWS} packed rows, at 8 bits up to {EIGHT_BIT_GROUP} query heads a KV "
+    "head, bf16 or fp16, an NVIDIA GPU of compute capability 8.0 or more, and a Triton that lays tensors out "
+    "as the kernel needs them"
+)
+"""What `serves` asks for, in words."""
+_HALF = (torch.bfloat16, torch.float16)
+
 _unsound: set[str] = set()
 _sound: set[str] = set()
 
@@ -74,18 +82,19 @@ _sound: set[str] = set()
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     """Whether these kernels take the call; `hier_attention_launch`'s other does otherwise."""
     group = q_BHTD.shape[1] // planes.k_upper.shape[1]
-    half = (torch.bfloat16, torch.float16)
     return (
-        q_BHTD.shape[3] == HEAD_DIM
-        and group * q_BHTD.shape[2] <= MOST_ROWS
-        and (bits == 4 or group <= EIGHT_BIT_GROUP)
-        and q_BHTD.dtype in half
-        and ring.k.dtype in half
+        takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
+        and ring.k.dtype in _HALF
         and q_BHTD.device.type == "cuda"
         and torch.version.cuda is not None
         and torch.cuda.get_device_capability(q_BHTD.device) >= (8, 0)
-        and not _unsound
     )
+
+
+def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
+    fits = head_dim == HEAD_DIM and rows <= MOST_ROWS and (bits == 4 or group <= EIGHT_BIT_GROUP)
+    return fits and dtype in _HALF and not _unsound
 
 
 def hier_attention(

@@ -3,7 +3,7 @@ import torch
 from attention_cases import distance, hier_case, mask_named
 from interpreter import passes_interpreted
 
-from longtrain.errors import DataError
+from longtrain.errors import ConfigError, DataError
 from longtrain.kernels import hier_attention_reference as reference
 from longtrain.kernels.hier_attention import hier_attention
 from longtrain.kernels.hier_layout import Split
@@ -46,6 +46,49 @@ def test_bad_shapes_are_refused():
         hier_attention(
             q, planes, ring, lens, tree_bits(torch.ones(1, 5, 5, dtype=torch.bool)), bits=4, scale=1.0
         )
+
+
+def test_a_tile_that_cannot_be_served_is_refused():
+    """Else the general kernel would be timed under its name."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from longtrain.kernels import hier_attention_launch as launch
+    from longtrain.kernels import hier_fragments_launch as fragments
+
+    for D, H, bits in ((128, 2, 4), (64, 2, 4), (128, 8, 8)):
+        q, planes, ring, lens = hier_case(split=Split.FLOOR, D=D, H=H, T=2, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match=rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"):
+            launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, fragments.Tile(tiles=2))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_only_tiles_that_run_are_offered(bits):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from longtrain.kernels import hier_attention_launch as launch
+
+    bf16 = torch.bfloat16
+    for group, rows, D, dtype, few in (
+        (1, 1, 128, bf16, True),
+        (2, 8, 128, torch.float16, True),
+        (2, 16, 128, bf16, True),
+        (4, 4, 128, bf16, bits == 4),
+        (2, 8, 64, bf16, False),
+        (2, 8, 128, torch.float32, False),
+        (2, 18, 128, bf16, False),
+    ):
+        found = launch.candidates(rows, bits, group, D, dtype)
+        assert any(not isinstance(tile, launch.Tile) for tile in found) is few
+        assert len(set(found)) == len(found) >= 4
+        assert all(rows <= 8 * tile.tiles for tile in found if not isinstance(tile, launch.Tile))
+
+
+@pytest.mark.gpu
+def test_a_tile_for_fewer_rows_is_refused():
+    from longtrain.kernels import hier_attention_launch as launch
+    from longtrain.kernels import hier_fragments_launch as fragments
+
+    q, planes, ring, lens = hier_case(split=Split.FLOOR, D=128, H=8, T=3, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ConfigError, match="12 packed rows"):
+        launch.hier_attention(q, planes, ring, lens, CAUSAL, 4, 1.0, fragments.Tile())
 
 
 @pytest.mark.parametrize("which", ["attention", "fragments"])
