@@ -113,17 +113,22 @@ class Int4Linear(nn.Module):
             parts: of one input.
 
         Raises:
-            ConfigError: output features that are no multiple of 8.
+            ConfigError: output features that are no multiple of 8, or only some layers with a bias.
         """
         if any(part.features % _ROWS for part in parts):
             counts = [part.features for part in parts]
             raise ConfigError(
                 f"INT4 layers of {counts} output features cannot be joined; allowed: multiples of 8"
             )
+        biases = [part.bias for part in parts if part.bias is not None]
+        if biases and len(biases) < len(parts):
+            raise ConfigError(
+                f"INT4 layers of which {len(biases)} of {len(parts)} have a bias cannot be joined; allowed: "
+                "all of them or none; run without fused layers (target.fused=false)"
+            )
         whole = cls.__new__(cls)
         nn.Module.__init__(whole)
         whole.features = sum(part.features for part in parts)
-        biases = [part.bias for part in parts if part.bias is not None]
         whole.register_buffer("codes", torch.cat([part.codes for part in parts]))
         whole.register_buffer("table", torch.cat([part.table for part in parts]))
         whole.register_buffer("bias", torch.cat(biases) if biases else None)

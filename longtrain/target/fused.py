@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from longtrain.cache.base import PrefixOnly
-from longtrain.errors import TargetMismatchError
+from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotary, rotate_heads, swiglu
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
@@ -84,6 +84,7 @@ class FusedDecoder:
 
     Raises:
         TargetMismatchError: the MLP is not a SwiGLU without biases.
+        ConfigError: of a layer's q, k and v some have a bias and some have none.
     """
 
     def __init__(self, body: Any, info: TargetInfo) -> None:
@@ -199,9 +200,18 @@ def joined(linears: Sequence[nn.Linear]) -> Dense:
 
     Args:
         linears: all with a bias or all without.
+
+    Raises:
+        ConfigError: some have a bias and some have none; nothing is changed then.
     """
+    biases = [one.bias for one in linears if one.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise ConfigError(
+            f"linear layers of which {len(biases)} of {len(linears)} have a bias cannot be joined; allowed: "
+            "all of them or none; run without fused layers (target.fused=false)"
+        )
     weight = _whole([one.weight for one in linears])
-    bias = None if linears[0].bias is None else _whole([one.bias for one in linears])
+    bias = _whole(biases) if biases else None
     first = 0
     for one in linears:
         rows = slice(first, first + one.weight.shape[0])

@@ -82,6 +82,15 @@ def test_layers_joined():
         Int4Linear.joined([Int4Linear(nn.Linear(32, 12), 32)])
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_with_and_without_a_bias_are_not_joined(first):
+    parts = [Int4Linear(nn.Linear(32, 8, bias=bias), 32) for bias in (first, not first, False)]
+    with pytest.raises(
+        ConfigError, match="1 of 3 have a bias cannot be joined; allowed: all of them or none"
+    ):
+        Int4Linear.joined(parts)
+
+
 def test_the_kernel_interpreted():
     passes_interpreted("interpreted_int4_linear.py")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from longtrain.cache.arena import ArenaCache
 from longtrain.cache.hierarchical import HierarchicalCache
-from longtrain.errors import TargetMismatchError
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.target.fused import joined
 from longtrain.target.int4 import Int4Target
 from longtrain.target.loading import random_target
 from longtrain.target.shapes import SHAPES
@@ -58,9 +60,9 @@ def test_weights_are_joined_without_a_copy_and_parted_again():
     target.fuse()
     layer = target.fused.layers[1]
     attention = target.model.model.layers[1].self_attn
-    joined = layer.qkv.weight
-    assert joined.data_ptr() == attention.q_proj.weight.data_ptr()
-    assert attention.v_proj.weight.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
+    whole = layer.qkv.weight
+    assert whole.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.parameters()}
     assert sum(storages.values()) == size
     assert {name: value.shape for name, value in target.state_dict().items()} == {
@@ -70,6 +72,15 @@ def test_weights_are_joined_without_a_copy_and_parted_again():
     assert target.fused is None
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in target.parameters())
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_linears_with_and_without_a_bias_are_not_joined(first):
+    linears = [nn.Linear(8, 4, bias=first), nn.Linear(8, 4, bias=not first)]
+    with pytest.raises(
+        ConfigError, match="1 of 2 have a bias cannot be joined; allowed: all of them or none"
+    ):
+        joined(linears)
 
 
 def test_a_target_with_int4_weights_is_fused_too():
@@ -91,9 +102,9 @@ def test_a_target_with_int4_weights_is_fused_too():
 
 def test_a_cast_keeps_it_fused():
     target = random_target("llama_micro").fuse()
-    joined = target.fused
+    before = target.fused
     target.double()
-    assert target.fused is not None and target.fused is not joined
+    assert target.fused is not None and target.fused is not before
     assert target.fused.layers[0].qkv.weight.dtype == torch.float64
     assert target.model.model.layers[0].self_attn.k_proj.weight.dtype == torch.float64
     steps(target, Want("all"))
