@@ -23,6 +23,9 @@ from torch import Tensor
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.errors import ConfigError, DataError
 
+_MALFORMED = (OSError, ValueError, KeyError, TypeError)
+"""What reading a file of other contents raises."""
+
 
 @dataclass(frozen=True)
 class Law:
@@ -71,26 +74,41 @@ def recorded(file: Path, shape: TreeShape, context: int) -> Law:
         context: prompt tokens; the run's nearest length not above them counts, else its shortest.
 
     Raises:
-        DataError: no such file, or none of its runs has this shape.
+        DataError: no such file, none of its runs has this shape, or its numbers are damaged.
     """
     try:
         scores = json.loads(file.read_text(encoding="utf-8"))
         variants = {tuple(one["shape"]): one for one in scores["variants"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"suite.recorded={file} is not a scores.json of eval suite=acceptance ({error})"
-        ) from error
+    except _MALFORMED as error:
+        raise _not_scores(file, _told(error)) from error
     if shape.widths not in variants:
         known = ", ".join(str(list(widths)) for widths in variants)
         raise DataError(f"suite.recorded={file} has no drafts of shape {list(shape.widths)}; it has: {known}")
-    one = variants[shape.widths]
-    cells = sorted(one["lengths"], key=lambda cell: cell["length"])
-    cell = next((cell for cell in reversed(cells) if cell["length"] <= context), cells[0])
-    levels = sorted(cell["by_depth"], key=lambda level: level["depth"])
-    reached = [levels[0]["tried"], *(level["accepted"] for level in levels)]
-    cycles = reached[0]
-    counts = [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)]
-    source = {"file": file.name, "name": one["name"], "prompt_tokens": cell["length"], "cycles": cycles}
+    where = f"drafts of shape {list(shape.widths)}:"
+    try:
+        one = variants[shape.widths]
+        name, cells = one["name"], sorted(one["lengths"], key=lambda cell: cell["length"])
+        if not cells:
+            raise _not_scores(file, f"{where} no lengths; allowed: one or more")
+        cell = next((cell for cell in reversed(cells) if cell["length"] <= context), cells[0])
+        levels = sorted(cell["by_depth"], key=lambda level: level["depth"])
+        if not levels:
+            raise _not_scores(
+                file, f"{where} an empty by_depth at length {cell['length']}; allowed: a level or more"
+            )
+        reached = [levels[0]["tried"], *(level["accepted"] for level in levels)]
+        cycles = reached[0]
+        counts = [a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)]
+        sound = cycles > 0 and all(count >= 0 for count in counts)
+    except _MALFORMED as error:
+        raise _not_scores(file, f"{where} {_told(error)}") from error
+    if not sound:
+        raise _not_scores(
+            file,
+            f"{where} tried {cycles} and accepted {reached[1:]} by depth at length {cell['length']}; "
+            "allowed: tried above 0, and at no depth more accepted than at the one before",
+        )
+    source = {"file": file.name, "name": name, "prompt_tokens": cell["length"], "cycles": cycles}
     return Law(tuple(count / cycles for count in counts), source)
 
 
@@ -103,10 +121,20 @@ def shapes_recorded(file: Path) -> list[TreeShape]:
     try:
         scores = json.loads(file.read_text(encoding="utf-8"))
         return [TreeShape(tuple(one["shape"])) for one in scores["variants"] if one["shape"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"suite.recorded={file} is not a scores.json of eval suite=acceptance ({error})"
-        ) from error
+    except _MALFORMED as error:
+        raise _not_scores(file, _told(error)) from error
+
+
+def _told(error: Exception) -> str:
+    """What is wrong with a file, in words."""
+    return f"no entry {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _not_scores(file: Path, why: str) -> DataError:
+    return DataError(
+        f"suite.recorded={file} is not a scores.json of eval suite=acceptance ({why}); write one with "
+        "`longtrain eval suite=acceptance`, or pass suite.recorded=null"
+    )
 
 
 class Replay:

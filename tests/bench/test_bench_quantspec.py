@@ -97,6 +97,35 @@ def test_what_is_not_recorded_is_refused(tmp_path):
             read()
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lengths": None}, r"no entry 'lengths'"),
+        ({"name": None}, r"no entry 'name'"),
+        ({"lengths": []}, r"no lengths; allowed: one or more"),
+        ({"lengths": 5}, r"not iterable"),
+        ({"lengths": [{"by_depth": []}]}, r"no entry 'length'"),
+        ({"lengths": [{"length": 9}]}, r"no entry 'by_depth'"),
+        ({"lengths": [{"length": 9, "by_depth": []}]}, r"an empty by_depth at length 9"),
+        ({"levels": [(0, 0)]}, r"tried 0 and accepted \[0\] by depth at length 9; allowed: tried above 0"),
+        ({"levels": [(4, 5)]}, r"tried 4 and accepted \[5\]"),
+        ({"levels": [(4, 2), (2, 3)]}, r"tried 4 and accepted \[2, 3\]"),
+        ({"levels": [("4", 2)]}, r"unsupported operand"),
+        ({"levels": [(float("nan"), 2)]}, r"tried nan"),
+    ],
+)
+def test_damaged_scores_are_refused_in_one_line(tmp_path, changed, message):
+    levels = [
+        {"depth": i, "tried": t, "accepted": a} for i, (t, a) in enumerate(changed.get("levels", [(4, 2)]), 1)
+    ]
+    one = {"shape": [1], "name": "chain", "lengths": [{"length": 9, "by_depth": levels}], **changed}
+    file = tmp_path / "scores.json"
+    file.write_text(json.dumps({"variants": [{key: x for key, x in one.items() if x is not None}]}))
+    with pytest.raises(DataError, match=message) as caught:
+        accept.recorded(file, TreeShape((1,)), 100)
+    assert str(caught.value).startswith(f"suite.recorded={file} is not") and "\n" not in str(caught.value)
+
+
 def test_replayed_paths_lead_from_the_root_to_the_last_level():
     shape = TreeShape((2, 3, 2))
     parents_BN = torch.tensor([[-1, 0, 0, 2, 1, 2, 5, 3]] * 2)
