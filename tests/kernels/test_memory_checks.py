@@ -11,6 +11,8 @@ import pytest
 HERE = Path(__file__).parent
 FOUND = 9
 """Exit code of the tool where it found something."""
+OWN = "========="
+"""What the tool's own lines begin with."""
 
 
 def tool() -> str:
@@ -39,9 +41,38 @@ def checked(*words: str) -> subprocess.CompletedProcess:
         text=True,
         check=False,
     )
-    if "not supported" in done.stdout.partition("\n")[0] + done.stderr:
-        pytest.skip(f"compute-sanitizer does not serve this device: {done.stdout[:200]}")
+    why = not_started(done.stdout) or not_started(done.stderr)
+    if why:
+        pytest.skip(f"compute-sanitizer does not serve this device: {why}")
     return done
+
+
+def not_started(text: str) -> str | None:
+    """The tool's own line that it does not serve the device, if that is the first thing it says."""
+    own = [line.lstrip("= ") for line in text.splitlines() if line.startswith(OWN)]
+    said = [line for line in own if line and line != "COMPUTE-SANITIZER"]
+    first = said[0] if said else ""
+    return first if first.startswith("Error:") and "not supported" in first else None
+
+
+def test_only_the_tools_own_refusal_skips():
+    """Not what the script prints, nor what the tool finds once it runs."""
+    banner, refusal = f"{OWN} COMPUTE-SANITIZER\n", f"{OWN} Error: Device not supported. Please refer to"
+    assert not_started(banner + refusal) == "Error: Device not supported. Please refer to"
+    assert not_started(f"a line of the script\n{banner}{OWN}\n{refusal}\n") is not None
+    found = f"{OWN} Invalid __global__ read of size 4 bytes\n"
+    hit = (
+        f'{OWN} Program hit cudaErrorNotSupported (error 801) due to "operation not supported" on CUDA API\n'
+    )
+    for text in (
+        "",
+        banner,
+        "UserWarning: Error: bf16 is not supported",
+        f"{banner}Error: not supported\n{OWN} ERROR SUMMARY: 0 errors",
+        banner + found + refusal,
+        banner + hit,
+    ):
+        assert not_started(text) is None, text
 
 
 @pytest.mark.gpu
