@@ -102,8 +102,6 @@ def measure(target: Target, parts: Parts, cell: Cell, settings: Settings) -> dic
         known = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
         row["failed"] = known.splitlines()[0]
     row["weights_gib"] = gib(sum(param.nbytes for param in target.parameters()))
-    if target.device.type == "cuda":
-        row["peak_gib"] = gib(torch.cuda.max_memory_allocated(target.device))
     _free(target.device)
     shown = ("cycle_ms", "tokens_per_cycle", "tokens_per_s", "failed")
     about = " ".join(f"{key}={shorter(row[key])}" for key in shown if key in row)
@@ -131,6 +129,8 @@ def _measured(target: Target, parts: Parts, cell: Cell, settings: Settings) -> d
     }
     if cell.split:
         found["steps"] = steps.split(phases, how)
+    if target.device.type == "cuda":  # before `_model`, which reads a large tensor to know the bandwidth
+        found["peak_gib"] = gib(torch.cuda.max_memory_allocated(target.device))
     return found | _model(target, cell, found["cycle_ms"])
 
 

@@ -83,6 +83,11 @@ class KVCache(ABC):
     def bytes(self) -> int:
         """Bytes of storage held, everything counted."""
 
+    def free(self) -> None:
+        """Give the storage back although a draft or a graph still knows this cache; it is of no use then."""
+        for tensor in self.tensors() or ():
+            tensor.untyped_storage().resize_(0)
+
     def tensors(self) -> tuple[Tensor, ...] | None:
         """What decoding steps read and write, where they do so in place and ask the host nothing; else None.
 

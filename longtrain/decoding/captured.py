@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -50,7 +50,7 @@ class Cycles:
         self.phases, self._captured, self._pool = phases, captured, pool
         self._graph: Any = None
         self._held: list[Tensor] = []
-        self._where: list[int] = []
+        self._where: list[Hashable] = []
         self._ran = False
         self.capture_s = 0.0
         """Wall time that making the graph took, in seconds."""
@@ -72,7 +72,7 @@ class Cycles:
             started_s = time.perf_counter()
             self._graph = record(self.phases, device, self._pool())
             self._held = _held(self.phases)
-            self._where = [one.data_ptr() for one in self._held]
+            self._where = _places(self._held)
             self.capture_s = time.perf_counter() - started_s
         return self._ran
 
@@ -92,7 +92,7 @@ class Cycles:
 
     def holds(self, phases: Phases) -> bool:
         """Whether the graph is one of these phases: whether all that they work on lies where it lay."""
-        return self._graph is not None and self._where == [one.data_ptr() for one in _held(phases)]
+        return self._graph is not None and self._where == _places(_held(phases))
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -253,7 +253,8 @@ class Stage:
             like = buffer.shape[1] == batch and (buffer.device, buffer.dtype) == (target.device, target.dtype)
             if like and arena.slots >= slots:
                 return arena
-        self.arena = arena = None  # its memory goes before that of the next is taken
+            arena.free()  # before the memory of the next is taken
+        self.arena = None
         self._cycles.clear()
         self.arena = ArenaCache(target.new_cache(batch, _rounded(slots), 0))
         return self.arena
@@ -296,6 +297,11 @@ class Mail:
 def can_settle(cache: KVCache) -> bool:
     """Whether cycles over this cache, or over its rows in an arena, can be captured."""
     return cache.tensors() is not None or movable(cache) is not None
+
+
+def _places(tensors: Sequence[Tensor]) -> list[Hashable]:
+    """Where tensors lie, and how: what a graph has of them."""
+    return [(one.data_ptr(), tuple(one.shape), one.stride()) for one in tensors]
 
 
 def _held(phases: Phases) -> list[Tensor]:

@@ -233,11 +233,11 @@ def rotate_heads(
     q_weight, k_weight = norms or (cos, cos)
     batch = 1 if into is None else len(into.slot_B)
     to = into or Slots(qkv_NHD[None], qkv_NHD[None], cos)
+    slot_B, count_B = _places(to)
     chained = chains(qkv_NHD.device)
     with _on(qkv_NHD):
         _rotate_kernel[(N, triton.cdiv(H + (2 if into else 1) * G, _HEADS))](
-            qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, to.slot_B,
-            to.slot_B if to.count_B is None else to.count_B,
+            qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, slot_B, count_B,
             qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
             N // batch, to.at, H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=_HEADS,
             NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0,
@@ -262,11 +262,11 @@ def swiglu(gate_up_NX: Tensor) -> Tensor:
 def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
     """See `kernels.fused_layer.write_rows`."""
     B, G, T, D = k_BGTD.shape
+    slot_B, count_B = _places(into)
     chained = chains(k_BGTD.device)
     with _on(k_BGTD):
         _write_kernel[(B * T,)](
-            k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, into.slot_B,
-            into.slot_B if into.count_B is None else into.count_B, *k_BGTD.stride()[:3],
+            k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, slot_B, count_B, *k_BGTD.stride()[:3],
             *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
             G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
             WRAP=into.wrap or 0, COUNT=into.count_B is not None, CHAINED=chained, **pdl(chained),
@@ -298,6 +298,12 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
             F=F, WIDTH=triton.next_power_of_2(F), CHAINED=chained, num_warps=2, **pdl(chained),
         )  # fmt: skip
     return cos_ND, sin_ND
+
+
+def _places(into: Slots) -> tuple[Tensor, Tensor]:
+    """First slots and counts as the kernels read them, one after another."""
+    slot_B = into.slot_B.contiguous()
+    return slot_B, slot_B if into.count_B is None else into.count_B.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

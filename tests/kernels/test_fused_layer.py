@@ -169,11 +169,11 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, monkey
     """Exactly those slots of that layer change, in either."""
     new = made(device, dtype, 2, rows, 2 * kv_heads, dim).transpose(1, 2)
     k, v = new[:, :kv_heads], new[:, kv_heads:]
-    slots = torch.tensor([3, 0], device=device)
+    slots = torch.tensor([[3, 4], [0, 1]], device=device)[:, 0]  # a view, as a table's first column is
     buffers = []
     for way in (kernel, twin):
         held = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
-        count = None if counts is None else torch.tensor(counts, device=device)
+        count = None if counts is None else torch.tensor([counts, (9, 9)], device=device).T[:, 0]
         way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap, count))
         buffers.append(held)
     assert torch.equal(*buffers)
@@ -196,7 +196,8 @@ def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, monke
     angle = made(device, torch.float32, 2 * T, D, seed=1)
     rope = angle.cos().to(dtype), angle.sin().to(dtype)
     norms = tuple(made(device, dtype, D, seed=s) for s in (2, 3)) if normed else None
-    slot_B, counts = torch.tensor([5, 1], device=device), (2, 3) if wrap else (3, 3)
+    slot_B = torch.tensor([[5, 6], [1, 2]], device=device)[:, 0]  # a view, as a table's first column is
+    counts = (2, 3) if wrap else (3, 3)
     count_B = torch.tensor(counts, device=device) if wrap else None
     found = []
     for way in (kernel, twin):

@@ -7,9 +7,10 @@ Shapes: N rows, E hidden dim, H query heads, G KV heads, D head dim.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from longtrain.kernels.fused_layer import Norms, Slots, add_rms_norm, rotate_heads
@@ -30,21 +31,39 @@ class FusedDraft:
     def __init__(self, draft: LongSpecDraft) -> None:
         own, cross, mlp = draft.self_attn, draft.cross_attn, draft.mlp
         self.draft, self.heads, self.dim = draft, own.heads, own.head_dim
-        self.qkv = _dense(own.q_proj, own.k_proj, own.v_proj)
+        self._copies: list[tuple[Dense, Sequence[nn.Linear]]] = []
+        self.qkv = self._dense(own.q_proj, own.k_proj, own.v_proj)
         rows = self.heads[0] * self.dim
         self.kv = Dense(self.qkv.weight[rows:], None if self.qkv.bias is None else self.qkv.bias[rows:])
-        self.out = _dense(own.o_proj)
-        self.cross = None if cross is None else (_dense(cross.q_proj), _dense(cross.o_proj))
-        self.gate_up, self.down = _dense(mlp.gate_proj, mlp.up_proj), _dense(mlp.down_proj)
+        self.out = self._dense(own.o_proj)
+        self.cross = None if cross is None else (self._dense(cross.q_proj), self._dense(cross.o_proj))
+        self.gate_up, self.down = self._dense(mlp.gate_proj, mlp.up_proj), self._dense(mlp.down_proj)
+
+    def _dense(self, *linears: nn.Linear) -> Dense:
+        """One product for several linears; where they are trained, of copies."""
+        if not any(one.weight.requires_grad for one in linears):
+            return joined(linears)
+        dense = joined([copy.deepcopy(one).requires_grad_(False) for one in linears])
+        self._copies.append((dense, linears))
+        return dense
 
     def holds(self) -> bool:
-        """Whether the draft's weights still lie where they were joined, or where they were copied from.
+        """Whether the joined weights are still the draft's, or where copies of them belong.
 
         `Module.to` gives every weight a place of its own again.
         """
-        now, joined_ = self.draft.self_attn.q_proj.weight, self.qkv.weight
-        like = (now.device, now.dtype) == (joined_.device, joined_.dtype)
-        return like and (now.requires_grad or now.data_ptr() == joined_.data_ptr())
+        now, own = self.draft.self_attn.q_proj.weight, self.qkv.weight
+        if self._copies:
+            return (now.device, now.dtype) == (own.device, own.dtype)
+        return not now.requires_grad and now.data_ptr() == own.data_ptr()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Copy weights that are trained again, to where they are."""
+        for dense, linears in self._copies:
+            torch.cat([one.weight for one in linears], out=dense.weight)
+            if dense.bias is not None:
+                torch.cat([one.bias for one in linears], out=dense.bias)
 
     def own(self, x_NE: Tensor, rope: Rope, into: Slots) -> Tensor:
         """Queries of the self-attention, rotated, q_NHD; the rows' keys and values go to their slots."""
@@ -80,13 +99,6 @@ class FusedDraft:
         normed_NE = _normed(x_NE, draft.post_cross_attention_layernorm)
         x_NE = self.down(self.gate_up.swiglu(normed_NE), x_NE)
         return x_NE if draft.norm is None else _normed(x_NE, draft.norm)
-
-
-def _dense(*linears: nn.Linear) -> Dense:
-    """One product for several linears."""
-    if any(one.weight.requires_grad for one in linears):
-        linears = tuple(copy.deepcopy(one).requires_grad_(False) for one in linears)
-    return joined(linears)
 
 
 def _normed(x_NE: Tensor, norm: RMSNorm) -> Tensor:

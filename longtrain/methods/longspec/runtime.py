@@ -82,7 +82,9 @@ class LongSpecRuntime:
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Take the last W tokens of each prompt into the ring; nothing else of the prompt is looked at."""
         self.cache = cache
-        if not self.layer.holds():
+        if self.layer.holds():
+            self.layer.renew()
+        else:
             self.layer = FusedDraft(self.draft)
         B, S = tokens_BS.shape
         info = self.target.info
@@ -173,6 +175,27 @@ class LongSpecRuntime:
         step_P = torch.arange(path_BP.shape[1], device=n_B.device)
         self._take(tree.tokens_BN.gather(1, path_BP), (cache.len_B - n_B)[:, None] + step_P, n_B)
 
+    def check_shape(self, shape: TreeShape) -> None:
+        """Refuse a shape that this draft does not take (`decoding.roles.Draft`).
+
+        Raises:
+            ConfigError: another law, deeper than the window, or a level wider than all continuations.
+        """
+        if shape.law is Law.NO_REPLACE:
+            raise ConfigError("LongSpec drafts by law 'point' (beam) or 'iid' (sampled), not 'no_replace'")
+        if shape.depth >= self.window:
+            raise ConfigError(
+                f"a tree of depth {shape.depth} does not fit a window of {self.window}; "
+                f"allowed: up to {self.window - 1} levels"
+            )
+        above, vocab = 1, self.target.info.vocab_size
+        for width in shape.widths if shape.law is Law.POINT else ():
+            if above * vocab < width:
+                raise ConfigError(
+                    f"a tree level of {width} nodes; a vocabulary of {vocab} allows {above * vocab} here"
+                )
+            above = width
+
     def bytes(self) -> int:
         """Bytes of the ring, and of a copy of the head: they depend on batch, window and tree alone."""
         ring = 0 if self.ring is None else self.ring.bytes()
@@ -187,13 +210,7 @@ class LongSpecRuntime:
         """The ring with room for this tree, and the cache."""
         if self.ring is None or self.cache is None:
             raise ConflictError("a LongSpec draft was asked before start(); run it through Engine.generate")
-        if shape.law is Law.NO_REPLACE:
-            raise ConfigError("LongSpec drafts by law 'point' (beam) or 'iid' (sampled), not 'no_replace'")
-        if shape.depth >= self.window:
-            raise ConfigError(
-                f"a tree of depth {shape.depth} does not fit a window of {self.window}; "
-                f"allowed: up to {self.window - 1} levels"
-            )
+        self.check_shape(shape)
         self.ring.reserve(shape.n_nodes)
         return self.ring, self.cache
 
@@ -252,9 +269,6 @@ def _best(
 
     Under temperature the target draws from a sharper or flatter law, and so are continuations ranked.
     """
-    M, vocab = logits_BMV.shape[1:]
-    if M * min(width, vocab) < width:
-        raise ConfigError(f"a tree level of {width} nodes; a vocabulary of {vocab} allows {M * vocab} here")
     return best_continuations(logits_BMV, score_BM, width, sampling.temperature or 1.0)
 
 

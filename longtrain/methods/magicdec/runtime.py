@@ -60,7 +60,9 @@ class MagicDecRuntime:
         layout, target = Layout.of(lengths, self.config), self.target
         most = max(layout.rows)
         if self.rows is None or not self.rows.serves(target, len(lengths), most):
-            self.rows = None  # its memory goes before that of the next is taken
+            if self.rows is not None:
+                self.rows.arena.free()  # before the memory of the next is taken
+            self.rows = None
             self.rows = SparseRows(target, len(lengths), most)
         self.rows.lay_out(layout)
         choice = First(layout) if self.config.policy == "streaming_llm" else Scored(layout, self.config)

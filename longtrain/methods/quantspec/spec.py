@@ -40,7 +40,9 @@ class Caches:
         if last is not None and last.serves(batch, max_tokens, target.device, target.dtype):
             last.clear()
             return last
-        self.last = last = None  # its memory goes before that of the next is taken
+        if last is not None:
+            last.free()  # before the memory of the next is taken
+        self.last = None
         self.last = HierarchicalCache(
             n_layers=info.n_layers,
             n_heads=info.n_heads,

@@ -99,6 +99,21 @@ def test_a_step_stops_where_plain_decoding_would_quantise(target):
     assert loose.stats.rows[0][0].emitted > 2
 
 
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_cache_that_is_outgrown_gives_its_memory_back(target, capture):
+    """A draft, and cycles that are kept, know the old one still."""
+    parts = parts_of(target)
+    engine = Engine(target, parts, capture=capture)
+    how = {"max_new_tokens": 40, "shape": TreeShape((1, 1)), "ignore_eos": True}
+    before = engine.generate(prompts(200), **how).tokens
+    old = parts.cache.last
+    assert old is not None and all(tensor.untyped_storage().nbytes() for tensor in old.tensors())
+    engine.generate(prompts(2000), **how)
+    assert parts.cache.last is not old
+    assert not any(tensor.untyped_storage().nbytes() for tensor in old.tensors())
+    assert engine.generate(prompts(200), **how).tokens == before
+
+
 @pytest.mark.parametrize("law", [Law.IID, Law.POINT])
 def test_sampled_text_follows_the_law_of_plain_decoding(law):
     """Two-sample chi-square of the tokens after the first, 500 sequences each; 99.9% of the law."""
