@@ -62,6 +62,18 @@ def test_recipe_values_are_accepted_by_what_they_configure(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS)
+def test_a_recipe_without_training_asks_for_no_artifact(job: str) -> None:
+    """`cli.mount` names one for every recipe, also where the recipe's base says there is none."""
+    found = []
+    for recipe in RECIPES:
+        cfg = composed(job, f"+recipe={recipe}")
+        if methods.get(cfg.method.name).objective is None:
+            found.append(recipe)
+            assert cfg.artifact is None, recipe
+    assert len(found) >= 3
+
+
+@pytest.mark.parametrize("job", JOBS)
 def test_every_group_option_composes(job: str) -> None:
     groups = [path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "debug")]
     for group in groups:
