@@ -261,6 +261,18 @@ def convert(value: Any, kind: Any, key: str) -> Any:
         raise ConfigError(f"{key}={shown}; allowed: {_in_words(kind)}") from None
 
 
+def at_least(value: Any, least: int, key: str) -> int:
+    """A configured count.
+
+    Raises:
+        ConfigError: no whole number, or a lower one than `least`.
+    """
+    count = int(convert(value, int, key))
+    if count < least:
+        raise ConfigError(f"{key}={count}; allowed: {least} or more")
+    return count
+
+
 def _as(value: Any, kind: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):

@@ -36,6 +36,7 @@ def run(cfg: DictConfig) -> None:
         ConfigError: no such suite, or one of its keys is wrong.
     """
     from longtrain.bench import engine, report
+    from longtrain.jobs import bench_engine
 
     name = str(cfg.suite.name)
     if name not in SUITES:
@@ -76,7 +77,8 @@ def run(cfg: DictConfig) -> None:
     console.print(report.table(rows, columns), markup=False)
     if cycles := [one for row in rows for one in row.get("steps", [])]:
         console.print(report.table(cycles, engine.STEP_COLUMNS), markup=False)
-    console.print(f"wrote {path}", markup=False)
+    about = f"{bench_engine.roofline_of(cfg)}; " if name == "roofline" else ""
+    console.print(f"{about}wrote {path}", markup=False)
 
 
 def _measured(cfg: DictConfig, name: str) -> tuple[list[dict[str, Any]], dict[str, str]]:

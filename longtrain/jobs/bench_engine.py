@@ -8,8 +8,18 @@ from omegaconf import DictConfig
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.contexts import documents_from_files, parse_tokens
-from longtrain.jobs import convert, device_of, drafting_from, load_target_from, plain, sampling_from, typed
+from longtrain.evaluation.contexts import documents_from_files
+from longtrain.jobs import (
+    at_least,
+    bench_rows,
+    convert,
+    device_of,
+    drafting_from,
+    load_target_from,
+    plain,
+    sampling_from,
+    typed,
+)
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -18,15 +28,20 @@ if TYPE_CHECKING:
 
 
 def engine_rows(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Plain against speculative decoding, on held-out text or, with `suite.shape`, on random ids."""
+    """Plain against speculative decoding, on held-out text or, with `suite.shape`, on random ids.
+
+    Raises:
+        ConfigError: a key of the suite is wrong.
+    """
     from longtrain.artifact import Artifact
     from longtrain.bench import engine
 
     suite = cfg.suite
+    lengths, batches = bench_rows.lengths_of(cfg), bench_rows.batches_of(cfg)
     artifact = Artifact.load(cfg.artifact, home=cfg.home) if cfg.artifact else None
     counts = {
-        key: convert(suite[key], int, f"suite.{key}")
-        for key in ("max_new_tokens", "warmup", "repeats", "cycles")
+        key: at_least(suite[key], least, f"suite.{key}")
+        for key, least in {"max_new_tokens": 2, "warmup": 0, "repeats": 1, "cycles": 0}.items()
     }
     settings = engine.Settings(
         sampling=sampling_from(cfg),
@@ -38,8 +53,8 @@ def engine_rows(cfg: DictConfig) -> list[dict[str, Any]]:
     target = _random_target(cfg) if suite.shape else load_target_from(cfg, path=named)
     rows: list[dict[str, Any]] = []
     parts = None
-    for length in map(parse_tokens, suite.lengths):
-        for batch in suite.batches:
+    for length in lengths:
+        for batch in batches:
             if parts is None:
                 parts = _parts(cfg, target, artifact)
             prompts = (_random_ids if suite.shape else _stretches)(target, length, batch)
@@ -51,16 +66,13 @@ def roofline_rows(cfg: DictConfig) -> list[dict[str, Any]]:
     """The analytic model over lengths and batch sizes.
 
     Raises:
-        ConfigError: no such device or shape, or bits other than 16, 8 and 4.
+        ConfigError: no such device or shape, bits other than 16, 8 and 4, no length or no batch size.
     """
     from longtrain.bench import roofline
     from longtrain.bench.eviction_theory import GPUS, Sizes
-    from longtrain.target.shapes import SHAPES
 
     suite = cfg.suite
-    shape = suite.shape if isinstance(suite.shape, str) else plain(suite.shape)
-    if isinstance(shape, str) and shape not in SHAPES:
-        raise ConfigError(f"suite.shape={shape}; known: {', '.join(SHAPES)}")
+    keys = bench_rows.keys_of(plain(suite.shape))
     if suite.gpu not in GPUS:
         raise ConfigError(f"suite.gpu={suite.gpu}; known: {', '.join(GPUS)}")
     bits = [convert(suite[key], int, f"suite.{key}") for key in ("weight_bits", "kv_bits")]
@@ -68,13 +80,19 @@ def roofline_rows(cfg: DictConfig) -> list[dict[str, Any]]:
         if value not in (16, 8, 4):
             raise ConfigError(f"suite.{key}={value}; allowed: 16, 8, 4")
     return roofline.table(
-        Sizes.of_keys(SHAPES[shape] if isinstance(shape, str) else shape),
+        Sizes.of_keys(keys),
         GPUS[suite.gpu],
-        batches=convert(plain(suite.batches), list[int], "suite.batches"),
-        contexts=[parse_tokens(length) for length in suite.lengths],
-        tokens=convert(suite.generated_tokens, int, "suite.generated_tokens"),
+        batches=bench_rows.batches_of(cfg),
+        contexts=bench_rows.lengths_of(cfg),
+        tokens=at_least(suite.generated_tokens, 1, "suite.generated_tokens"),
         width=roofline.Width(*bits),
     )
+
+
+def roofline_of(cfg: DictConfig) -> str:
+    """Whose roofline it is, for people: shape and GPU."""
+    shape = cfg.suite.shape if isinstance(cfg.suite.shape, str) else "the given shape"
+    return f"{shape} on {cfg.suite.gpu}"
 
 
 def _random_target(cfg: DictConfig) -> Target:

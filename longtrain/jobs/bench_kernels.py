@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 from longtrain.bench import attention_baselines, kernels, kernels_report
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
-from longtrain.jobs import bench_rows, convert, device_of, plain
+from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
+from longtrain.kernels.hier_layout import HEAD_DIMS
 
 CUDA_CELLS = [
     ("dense", 1, "32k"), ("int4", 1, "32k"), ("dense", 1, "128k"), ("int4", 1, "128k"), ("int4", 1, "256k"),
@@ -43,11 +44,18 @@ def settings_of(cfg: DictConfig) -> kernels.Settings:
     def auto(key: str, on_cuda: Any, elsewhere: Any) -> Any:
         return (on_cuda if cuda else elsewhere) if suite[key] == "auto" else suite[key]
 
-    heads, kv_heads = convert(auto("heads", [32, 8], [4, 2]), list[int], "suite.heads")
+    both = convert(auto("heads", [32, 8], [4, 2]), list[int], "suite.heads")
+    if len(both) != 2 or min(both) < 1 or both[0] % both[1]:
+        raise ConfigError(
+            f"suite.heads={both}; allowed: [query heads, KV heads], query heads a multiple of KV heads"
+        )
+    heads, kv_heads = both
     head_dim = convert(auto("head_dim", 128, 64), int, "suite.head_dim")
+    if head_dim not in HEAD_DIMS:
+        raise ConfigError(f"suite.head_dim={head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
     cells = [_cell(one, heads, kv_heads, head_dim) for one in auto("cells", CUDA_CELLS, CPU_CELLS)]
     if (mha := auto("mha_heads", 32, None)) is not None:
-        mha = convert(mha, int, "suite.mha_heads")
+        mha = at_least(mha, 1, "suite.mha_heads")
         cells += [_cell(one, mha, mha, head_dim) for one in suite["mha_cells"]]
     if not cells:
         raise ConfigError("suite.cells is empty; say what to measure, such as [[dense, 1, 32k]]")
@@ -65,7 +73,7 @@ def settings_of(cfg: DictConfig) -> kernels.Settings:
         dtype=getattr(torch, name),
         cells=tuple(cells),
         baselines=baselines,
-        repeats=convert(suite["repeats"], int, "suite.repeats"),
+        repeats=at_least(suite["repeats"], 1, "suite.repeats"),
         candidates=convert(suite["candidates"], bool, "suite.candidates"),
         seed=convert(cfg.seed, int, "seed"),
     )

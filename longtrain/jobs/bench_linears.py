@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from longtrain.bench import linears
 from longtrain.errors import ConfigError
-from longtrain.jobs import bench_rows, convert, device_of, plain
+from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
 
 CPU_SHAPE = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192,
@@ -52,6 +52,6 @@ def settings_of(cfg: DictConfig) -> linears.Settings:
         per_step=per_step,
         weights=weights,
         rows=rows,
-        repeats=convert(suite["repeats"], int, "suite.repeats"),
+        repeats=at_least(suite["repeats"], 1, "suite.repeats"),
         seed=convert(cfg.seed, int, "seed"),
     )

@@ -9,7 +9,7 @@ from longtrain.bench import quantise
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
-from longtrain.jobs import bench_rows, convert, device_of, plain
+from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
 from longtrain.kernels.hier_layout import Split, check_shape
 
 CPU_SIZES = Sizes(2, 4, 2, 64, 256, 512, 256)
@@ -56,6 +56,6 @@ def settings_of(cfg: DictConfig) -> quantise.Settings:
         size=size,
         lengths=tokens,
         splits=tuple(map(Split, splits)),
-        repeats=convert(suite["repeats"], int, "suite.repeats"),
+        repeats=at_least(suite["repeats"], 1, "suite.repeats"),
         seed=convert(cfg.seed, int, "seed"),
     )
