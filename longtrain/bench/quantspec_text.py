@@ -19,13 +19,15 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats
-from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
 
 log = get_logger(__name__)
+
+FULL = "out of memory"
+"""Why a row has no figures: memory is a result, any other error ends the run."""
 
 Prompts = Mapping[int, Sequence[Sequence[int]]]
 """Tokens of context -> prompts of that length."""
@@ -82,6 +84,9 @@ def run(
         prompts: by length.
         settings: see `Settings`.
         keep: told the rows so far after every new one.
+
+    Raises:
+        LongtrainError: a setting is wrong, or a system does not serve the target.
     """
     rows: list[dict[str, Any]] = []
     runs: dict[tuple[str, int], _Run] = {}
@@ -110,8 +115,8 @@ def run(
             release(target.device)
         try:
             engine = Engine(target, system.attach(target))
-        except (torch.OutOfMemoryError, LongtrainError) as error:
-            add(system.name, None, min(prompts), PLAIN, failed=_said(error))
+        except torch.OutOfMemoryError:
+            add(system.name, None, min(prompts), PLAIN, failed=FULL)
             continue
         for length in prompts:
             if engine.parts.cache is not None or engine.parts.evictor is not None:
@@ -129,7 +134,7 @@ def _measured(
     shape: TreeShape,
     settings: Settings,
 ) -> tuple[dict[str, Any], _Run | None]:
-    """Figures over all prompts, after one that is not counted; or why there are none."""
+    """Figures over all prompts, after one that is not counted; or that memory ran out."""
 
     def decode(prompt: Sequence[int], index: int) -> tuple[list[int], Stats]:
         done = engine.generate(
@@ -146,7 +151,6 @@ def _measured(
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(target.device)
-    failed = None
     try:
         decode(prompts[0], 0)
         texts, stats = [], Stats()
@@ -154,11 +158,12 @@ def _measured(
             text, one = decode(prompt, index)
             texts.append(text)
             stats += one
-    except (torch.OutOfMemoryError, LongtrainError) as error:
-        failed = _said(error)
+        failed = False
+    except torch.OutOfMemoryError:
+        failed = True
     memory = {"peak_gib": gib(torch.cuda.max_memory_allocated(target.device))} if cuda else {}
-    if failed is not None:
-        return {"failed": failed, **memory}, None
+    if failed:
+        return {"failed": FULL, **memory}, None
     found: dict[str, Any] = {
         "prompts": len(prompts),
         "tokens_per_s": stats.tokens_per_s,
@@ -195,7 +200,3 @@ def _beside(done: _Run, runs: Mapping[tuple[str, int], _Run], name: str, length:
         pairs = [*zip(base.texts, done.texts, strict=True)]
         found["same_texts"] = sum(a == b for a, b in pairs) / len(pairs)
     return found
-
-
-def _said(error: Exception) -> str:
-    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]

@@ -23,11 +23,21 @@ from longtrain.bench.quantspec_model import Forward, longspec
 from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import choose_points, documents_from_files, parse_tokens, prefix_of
-from longtrain.jobs import convert, device_of, load_target_from, plain, sampling_from, shape_from, typed
+from longtrain.evaluation.contexts import choose_points, documents_from_files, prefix_of
+from longtrain.jobs import (
+    at_least,
+    bench_rows,
+    convert,
+    device_of,
+    load_target_from,
+    plain,
+    sampling_from,
+    shape_from,
+    typed,
+)
+from longtrain.kernels.tree_attention import MAX_NODES
 from longtrain.log import get_logger
 from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
 
 if TYPE_CHECKING:
     from longtrain.target.model import Target
@@ -89,11 +99,12 @@ def run(cfg: DictConfig) -> None:
         DataError: there is no text, or no recorded run, of that kind.
     """
     folder = Path(cfg.run_dir) / "bench"
-    provenance.write(folder, plain(cfg))
     device = torch.device(device_of(cfg))
     _cap(cfg, device)
 
     def keep(rows: Rows) -> None:
+        if len(rows) == 1:  # what was refused leaves the last run's files alone
+            provenance.write(folder, plain(cfg))
         report.write(folder, "quantspec", settings=plain(cfg.suite), rows=rows)
 
     console = Console(soft_wrap=True, highlight=False)
@@ -117,9 +128,8 @@ def run(cfg: DictConfig) -> None:
 def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) -> Rows:
     """Given acceptance on random weights."""
     suite, seed = cfg.suite, convert(cfg.seed, int, "seed")
-    shape = suite.shape if isinstance(suite.shape, str) else plain(suite.shape)
-    if isinstance(shape, str) and shape not in SHAPES:
-        raise ConfigError(f"suite.shape={shape}; known: {', '.join(SHAPES)}")
+    shape = plain(suite.shape)
+    keys = bench_rows.keys_of(shape)
     settings = Settings(
         cycles=convert(_auto(cfg, "cycles", 64, 8), int, "suite.cycles"),
         warmup=convert(suite.warmup, int, "suite.warmup"),
@@ -127,9 +137,8 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
         seed=seed,
         sampling=sampling_from(cfg),
     )
-    keys = dict(SHAPES[shape] if isinstance(shape, str) else shape)
     groups = _groups(cfg, device, Sizes.of_keys(keys))
-    threads = convert(suite.compile_threads, int, "suite.compile_threads")
+    threads = at_least(suite.compile_threads, 0, "suite.compile_threads")
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
 
     def made(keys: Any) -> Target:
@@ -148,8 +157,8 @@ def _shape(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) 
 def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
     """The cells of a shape: plain, LongSpec as recorded, and every system as `suite.acceptance` says."""
     suite = cfg.suite
-    lengths = sorted(map(parse_tokens, suite.lengths))
-    batches = sorted({1, *convert(plain(suite.batches), list[int], "suite.batches")})
+    lengths = sorted(bench_rows.lengths_of(cfg))
+    batches = sorted({1, *bench_rows.batches_of(cfg)})
     split = convert(suite.split, bool, "suite.split")
     places = [(length, 1) for length in lengths] + [(lengths[0], batch) for batch in batches if batch > 1]
 
@@ -185,7 +194,7 @@ def _groups(cfg: DictConfig, device: torch.device, size: Sizes) -> list[Group]:
 def _at_batches(given: Any, asked: Asked) -> int:
     """How much is drafted where batches are compared and cycles taken apart."""
     if given != "auto":
-        return int(convert(given, int, "suite.batch_drafted"))
+        return _drafts([at_least(given, 1, "suite.batch_drafted")], "suite.batch_drafted")[0]
     return MIDDLE if MIDDLE in asked.drafted else asked.drafted[-1]
 
 
@@ -222,26 +231,35 @@ def _recorded(given: Any) -> Path | None:
 
 
 def _text(cfg: DictConfig, device: torch.device, keep: Callable[[Rows], None]) -> Rows:
-    """A real target on held-out text."""
+    """A real target on held-out text.
+
+    Raises:
+        ConfigError: a key of the suite is wrong, or the target has no tokenizer or too short a context.
+        DataError: there is too little text.
+    """
+    new = at_least(_auto(cfg, "max_new_tokens", 90, 24), 2, "suite.max_new_tokens")
+    count = at_least(_auto(cfg, "prompts", 8, 1), 1, "suite.prompts")
+    lengths = sorted(bench_rows.lengths_of(cfg))
+    asked = _systems(cfg, device, [SELF, *HALVES, *SPARSE])
+    settings = quantspec_text.Settings(new, sampling_from(cfg), shape_from(cfg, [1]).law)
     target = load_target_from(cfg)
     if target.tokenizer is None:
         raise ConfigError(f"target {target.info.name} has no tokenizer; pass another, or suite.shape=NAME")
-    new = convert(_auto(cfg, "max_new_tokens", 90, 24), int, "suite.max_new_tokens")
-    lengths = sorted(map(parse_tokens, cfg.suite.lengths))
+    if lengths[-1] + new > target.info.max_positions:
+        raise ConfigError(
+            f"lengths={lengths} with suite.max_new_tokens={new} exceed the context of "
+            f"{target.info.max_positions} tokens of target {target.info.name}; lower one of them"
+        )
     where = cfg.suite.text or asset_dir("bundled") / "text" / "heldout"
     chosen = choose_points(
         documents_from_files(where, target.tokenizer),
         longest=lengths[-1],
-        count=convert(_auto(cfg, "prompts", 8, 1), int, "suite.prompts"),
+        count=count,
         seed=convert(cfg.seed, int, "seed"),
     )
     prefix = prefix_of(target.tokenizer)
     prompts = {length: [point.prompt(length, prefix) for point in chosen.points] for length in lengths}
-    settings = quantspec_text.Settings(new, sampling_from(cfg), shape_from(cfg, [1]).law)
-    systems = [
-        quantspec_text.System(one.name, one.attach, one.drafted)
-        for one in _systems(cfg, device, [SELF, *HALVES, *SPARSE])
-    ]
+    systems = [quantspec_text.System(one.name, one.attach, one.drafted) for one in asked]
     return quantspec_text.run(target, systems, prompts, settings, keep)
 
 
@@ -274,11 +292,16 @@ def _asked(entry: Any, cfg: DictConfig) -> Asked:
     config = typed(spec.config, options, f"suite.systems: {name}")
     usual = DRAFTED if name == "quantspec" else SPARSE_DRAFTED
     drafted = entry["drafted"] if "drafted" in entry else _auto(cfg, "drafted", usual, [2])
-    counts = convert(drafted, list[int], "suite.drafted")
-    if not counts or min(counts) < 1:
-        raise ConfigError(f"suite.drafted={counts}; allowed: one or more counts, each 1 or more")
+    counts = _drafts(convert(drafted, list[int], "suite.drafted"), "suite.drafted")
     rate = convert(entry.get("acceptance", cfg.suite.acceptance), float, "suite.acceptance")
     return Asked(str(entry.get("label", name)), name, config, tuple(sorted(set(counts))), rate)
+
+
+def _drafts(counts: list[int], key: str) -> list[int]:
+    """Tokens drafted a cycle: with the root they are the nodes of a step."""
+    if not counts or not all(1 <= count < MAX_NODES for count in counts):
+        raise ConfigError(f"{key}={counts}; allowed: one or more counts, each 1 to {MAX_NODES - 1}")
+    return counts
 
 
 def _auto(cfg: DictConfig, key: str, on_cuda: Any, elsewhere: Any) -> Any:
