@@ -42,16 +42,17 @@ def run(cfg: DictConfig) -> None:
     from longtrain.artifact import Artifact
     from longtrain.decoding.engine import Engine
 
-    prompt, sampling = _prompt(cfg), sampling_from(cfg)
+    prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
     count = convert(cfg.decode.max_new_tokens, int, "decode.max_new_tokens")
-    artifacts = [Artifact.load(name, home=cfg.home) for name in _names(cfg)]
+    names = _names(cfg)
+    if not names:
+        _check_method(cfg)
+    artifacts = [Artifact.load(name, home=cfg.home) for name in names]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
     ids = _encode(target, prompt, chat=bool(cfg.chat))
     parts = _parts(cfg, target, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
-    stop = [str(text) for text in cfg.stop]
-    hold = max((len(text) for text in stop), default=0)
-    writer = _Writer(target, colour=colour, hold=hold, ends=target.info.eos_ids)
+    writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
     generation = Engine(target, parts).generate(
         [ids],
         max_new_tokens=count,
@@ -101,6 +102,31 @@ def _names(cfg: DictConfig) -> list[str]:
     return names
 
 
+def _check_method(cfg: DictConfig) -> None:
+    """Refuse a method that would bring nothing because no artifact holds its weights."""
+    from longtrain import methods
+
+    if cfg.method is None:
+        return
+    spec = methods.get(str(cfg.method.name))
+    if spec.attach is None:
+        raise ConfigError(f"method={spec.name} brings nothing to decode with; leave method out")
+    if spec.objective is not None:
+        raise ConfigError(
+            f"method={spec.name} needs trained weights, and artifact=null; pass artifact=NAME, or leave "
+            "method out"
+        )
+
+
+def _stop(cfg: DictConfig) -> list[str]:
+    """The strings that end the text: `stop=TEXT` or `stop=[TEXT,TEXT]`."""
+    asked = plain(cfg.stop)
+    listed = asked if isinstance(asked, list) else [] if asked is None else [asked]
+    if any(one is None or one == "" or isinstance(one, list | dict) for one in listed):
+        raise ConfigError(f"stop={asked!r}; allowed: a string, or a list of strings, none of them empty")
+    return [str(one) for one in listed]
+
+
 def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Parts:
     """What the artifacts, a method without training and `evict` bring, as one."""
     from longtrain import methods
@@ -133,7 +159,10 @@ def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Pa
 
 def _prompt(cfg: DictConfig) -> str:
     if (cfg.prompt is None) == (cfg.prompt_file is None):
-        raise ConfigError("generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE")
+        raise ConfigError(
+            "generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE after its word: "
+            "longtrain generate ... prompt=TEXT"
+        )
     if cfg.prompt is not None:
         return str(cfg.prompt)
     try:
@@ -160,13 +189,17 @@ def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
 class _Writer:
     """Prints tokens as they come: whole characters only, accepted draft tokens in green.
 
-    The last `hold` characters wait: they may turn out to begin a stop string. Special tokens are printed, as
-    in the text of a generation; a token of `ends` is no part of either.
+    As many characters as the longest of `stop` has wait: they may turn out to begin a stop string. What one
+    begins is never printed, however much a token brings after it. Special tokens are printed, as in the text
+    of a generation; a token of `ends` is no part of either.
     """
 
-    def __init__(self, target: Target, *, colour: bool, hold: int = 0, ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self, target: Target, *, colour: bool, stop: Sequence[str] = (), ends: Sequence[int] = ()
+    ) -> None:
         self.tokenizer: Any = target.tokenizer
-        self.colour, self.hold, self.ends = colour, hold, ends
+        self.colour, self.stop, self.ends = colour, stop, ends
+        self.hold = max((len(text) for text in stop), default=0)
         self.ids: list[int] = []
         self.start = self.read = 0
         self.waiting: list[tuple[str, bool]] = []
@@ -182,7 +215,9 @@ class _Writer:
             if not text.endswith("�"):
                 self.waiting += [(char, from_draft) for char in text[len(known) :]]
                 self.start, self.read = self.read, len(self.ids)
-        self._print(len(self.waiting) - self.hold)
+        text = "".join(char for char, _ in self.waiting)
+        found = [at for stop in self.stop if (at := text.find(stop)) >= 0]
+        self._print(min([len(self.waiting) - self.hold, *found]))
 
     def close(self, text: str) -> None:
         """Print what is left of the whole text, and end the line."""

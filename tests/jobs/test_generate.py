@@ -194,11 +194,30 @@ def test_special_tokens_are_printed_as_in_the_text(capsys, target_folder):
 
 def test_what_may_be_a_stop_string_waits(capsys):
     target = type("T", (), {"tokenizer": Terminal()})
-    writer = generate._Writer(target, colour=False, hold=2)
+    writer = generate._Writer(target, colour=False, stop=["zz"])
     writer(0, [1, 2, 4, 1], [False] * 4)
     assert capsys.readouterr().out == "ab"
     writer.close("abc")
     assert capsys.readouterr().out == "c\n"
+
+
+@pytest.mark.parametrize(("stop", "printed"), [(["f"], "ab"), (["ro", "zzzz"], "abf"), (["bf", "o"], "a")])
+def test_nothing_from_a_stop_string_on_is_printed(capsys, stop, printed):
+    """Also where one token holds the stop string and more, and whatever the engine still hands over."""
+    tokenizer = type("Long", (Terminal,), {"parts": {1: "a", 2: "b", 3: "fro"}})()
+    writer = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
+    for token in (1, 2, 3, 1, 2):
+        writer(0, [token], [False])
+    assert printed.startswith(capsys.readouterr().out)
+    whole = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
+    whole(0, [1, 2, 3, 1, 2], [False] * 5)
+    whole.close(printed)
+    assert capsys.readouterr().out == f"{printed}\n"
+
+
+@pytest.mark.parametrize("stop", ["foo", "[foo]"])
+def test_one_stop_string_needs_no_list(composed, stop):
+    assert generate._stop(composed("generate", f"stop={stop}")) == ["foo"]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +226,14 @@ def test_what_may_be_a_stop_string_waits(capsys):
         ((), ConfigError, "pass either prompt=TEXT or prompt_file=FILE"),
         (("prompt=a", "prompt_file=b"), ConfigError, "pass either"),
         (("prompt_file=/no/file",), DataError, "prompt_file=/no/file cannot be read"),
+        (
+            ("prompt=a", "method=longspec"),
+            ConfigError,
+            "^method=longspec needs trained weights, and artifact=null; pass artifact=NAME, or leave",
+        ),
+        (("prompt=a", "method=lookaheadkv"), ConfigError, "method=lookaheadkv needs trained weights"),
+        (("prompt=a", "method=pretrain"), ConfigError, "method=pretrain brings nothing to decode with"),
+        (("prompt=a", "stop=['']"), ConfigError, r"stop=\[''\]; allowed: a string, or a list of strings"),
         (("prompt=a", "artifact=none"), ArtifactError, "no artifact 'none'"),
         (("prompt=a", "artifact=[x,y]"), ArtifactError, "no artifact 'x'"),
         (("prompt=a", "artifact=[x,3]"), ConfigError, "a list of names such as"),
@@ -273,7 +300,8 @@ def test_a_method_without_training_needs_no_artifact(composed, capsys):
     """QuantSpec on the bundled target: the text of plain decoding on its cache, and the draft's figures."""
     call = [*NEW, "target.path=tiny", "prompt='" + "The quick brown fox jumps over the lazy dog. " * 30 + "'"]
     found = []
-    for more in ([], ["method.weight_bits=16"], ["method.draft=false"]):
+    cache_alone = ["method.draft=false", "method.kv_bits=8", "method.weight_bits=16"]  # of a draft: unused
+    for more in ([], ["method.weight_bits=16"], cache_alone):
         generate.run(composed("generate", *call, "method=quantspec", *more))
         found.append(capsys.readouterr().out.removesuffix("\n").rpartition("\n"))
     (text, _, both), (same, _, kv_only), (plain, _, alone) = found

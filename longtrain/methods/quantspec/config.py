@@ -33,7 +33,7 @@ class Config:
                 raise ConfigError(
                     f"method.{key}={getattr(self, key)}; allowed: {', '.join(map(str, allowed))}"
                 )
-        if (self.kv_bits, self.weight_bits) == (8, 16):
+        if self.draft and (self.kv_bits, self.weight_bits) == (8, 16):
             raise ConfigError(
                 "method.kv_bits=8 method.weight_bits=16 makes the draft the target itself; lower one, or "
                 "pass method.draft=false for the cache alone"
