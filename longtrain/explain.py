@@ -69,6 +69,10 @@ def _explain_key(key: str) -> str:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
         node: Any = hydra.compose(job, overrides=groups)
+    worded = any(arg.startswith("--config-name=") for arg in args)
+    if not worded and isinstance(node.job, str) and _is_own_key(key, node.job):
+        words = " ".join([node.job, *(group for group in groups if "recipe=" in group)])
+        return f"key '{key}' needs the job's word; write longtrain {words} {key}=VALUE"
     trail = ""
     part, *rest = key.split(".")
     while rest and part in node and isinstance(node[part], DictConfig):
@@ -77,6 +81,14 @@ def _explain_key(key: str) -> str:
     known = sorted(f"{trail}{name}" for name in node)
     where = f" in {trail[:-1]}" if trail else ""
     return f"unknown key '{key}'{near(trail + part, known)}; known{where}: {', '.join(known)}"
+
+
+def _is_own_key(key: str, job: str) -> bool:
+    """Whether a key is of this job alone: the other jobs' configurations lack it."""
+    from omegaconf import OmegaConf
+
+    file = asset_dir("conf") / f"{job}.yaml"
+    return file.exists() and key.split(".")[0] in OmegaConf.load(file)
 
 
 def _is_group(key: str) -> bool:

@@ -128,6 +128,11 @@ def test_version_and_recipes(tmp_path: Path) -> None:
         (["train", "+name=x"], ["key 'name' exists already"], 1),
         (["train", "method=longspec", "method.window=wide"], ["method.window", "wide", "Integer"], 1),
         (["train", "method=longspec", "method.windw=3"], ["did you mean method.window?"], 1),
+        (
+            ["+recipe=quantspec_llama8b", "prompt=hello"],
+            ["key 'prompt' needs the job's word; write longtrain generate +recipe=quantspec_llama8b prompt="],
+            1,
+        ),
         (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
         (["train", "quiet=true"], ["no method is chosen", "pass +recipe=NAME"], 1),
