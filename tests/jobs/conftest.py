@@ -6,28 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokens import byte_tokenizer
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain import cli, methods, provenance
 from longtrain.assets import asset_dir
 from longtrain.methods.longspec.config import Config
 from longtrain.target.loading import load_target
 from longtrain.target.shapes import SHAPES
-
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
-
-
-def byte_tokenizer():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT)
 
 
 @pytest.fixture(scope="session")

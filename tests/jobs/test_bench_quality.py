@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from byte_tokens import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.bench import quantspec_quality
