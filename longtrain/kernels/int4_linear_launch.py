@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 
 from longtrain.kernels import int4_linear_triton as kernels
-from longtrain.kernels.small_linear_launch import within
 from longtrain.kernels.tree_attention_launch import chains, pdl
 
 
@@ -27,8 +26,6 @@ class Tile:
         held: groups of a slice that a program reads into registers before it may read its input.
         groups: of a slice that are read at once after those.
         stages: steps in flight then.
-        ahead: bytes of eight rows of a slice asked for before the program may read its input; 0, or 512 times
-            a power of two.
         late: the next kernel is let in after the sums, not at once.
         rows: fewest rows of input that are made room for.
         registers: most of a thread.
@@ -39,7 +36,6 @@ class Tile:
     held: int = 4
     groups: int = 1
     stages: int = 4
-    ahead: int = 0
     late: bool = True
     rows: int = 1
     registers: int | None = None
@@ -113,6 +109,5 @@ def constants(tile: Tile, groups: int, *, gated: bool) -> dict[str, int]:
         "EVEN": reach * tile.slices == groups,
         "GATED": gated,
         "STAGES": tile.stages,
-        "AHEAD": within(tile.ahead, (reach - held) * 4 * 128),
         "LATE": tile.late,
     }

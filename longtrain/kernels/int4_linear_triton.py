@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.small_linear_triton import _prefetch, _write
+from longtrain.kernels.small_linear_triton import _write
 
 _BASE = tl.constexpr(128)
 _CODES = tl.constexpr("""{
@@ -73,7 +73,7 @@ def int4_kernel(
     x_ptr, codes_ptr, table_ptr, add_ptr, out_ptr, N, F, J, x_n, add_n, out_n,
     HALF: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
     LOOP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr, PORTABLE: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr, PORTABLE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of all rows; GATED as in `linear_kernel`.
@@ -82,7 +82,6 @@ def int4_kernel(
     HELD: groups of a slice that are read into registers before the input may be.
     LOOP: whether there are more, and GROUPS of them a step.
     EVEN: J is a multiple of what all slices take in a step.
-    AHEAD: bytes of the others, of eight rows of a slice, asked for before the input may be read.
     LATE: the next kernel may start when the sums are done, not at once.
     """
     LINES: tl.constexpr = OUTPUTS * 2 if GATED else OUTPUTS
@@ -113,13 +112,6 @@ def int4_kernel(
             codes = codes + (tl.load(codes_at + j * (8 * HALF), mask=inside[:, :, None], other=0),)
             tables = tables + (tl.load(table_at + j * 8, mask=inside, other=0),)
     if CHAINED:
-        if LOOP and AHEAD > 0:
-            CHUNKS: tl.constexpr = AHEAD // 128
-            part = tl.arange(0, LINES // 8 * SLICES * CHUNKS)
-            top = part // (SLICES * CHUNKS) * 8
-            eight = tl.maximum(tl.minimum(first + top % OUTPUTS, F - 8), 0) + top // OUTPUTS * F
-            at = (eight // 8).to(tl.int64) * J + part // CHUNKS % SLICES * reach + HELD
-            _prefetch(codes_ptr + at * (8 * HALF) + part % CHUNKS * 128, 128)
         gdc_wait()
     for j in tl.static_range(HELD):
         inside = exists if EVEN else exists & (slice_ * reach + j < J)[:, :, None]

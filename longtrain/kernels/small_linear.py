@@ -5,8 +5,6 @@ Triton on a GPU of compute capability 9.0 in bf16 for up to `MAX_ROWS` rows, whe
 (interpreted under TRITON_INTERPRET=1 on any device, in fp32 and fp16); plain torch everywhere else. A row's
 result there is the same bit for bit however many rows (up to `MAX_ROWS`) come with it: a draft's tokens are
 checked by the very numbers that plain decoding would have computed.
-Weights must not be written while kernels run: a launch asks for its weights before the kernels in front of it
-are over.
 Shapes: N rows, K input features, F output features, I = F / 2.
 """
 

@@ -24,10 +24,7 @@ class Tile:
         slices: parts of a row that are read side by side.
         step: input features of a slice that are read at once.
         stages: steps in flight.
-        ahead: bytes of a slice asked for before the program may read its input; 0, or 512 times a power of
-            two.
         warps: of a program.
-        piece: bytes of one such request, 128 or more.
         late: the next kernel is let in after the sums, not at once.
     """
 
@@ -35,9 +32,7 @@ class Tile:
     slices: int
     step: int = 128
     stages: int = 5
-    ahead: int = 0
     warps: int = 4
-    piece: int = 128
     late: bool = True
 
 
@@ -79,14 +74,6 @@ def _launch(
             x_NK.stride(0), weight_FK.stride(0), add.stride(0), out_NF.stride(0),
             OUTPUTS=tile.outputs, SLICES=tile.slices, ROWS=8 if N <= 8 else 16, STEP=tile.step,
             EVEN=reach * tile.slices == K, GATED=gated, ADD=add_NF is not None,
-            AHEAD=within(tile.ahead, reach * x_NK.element_size()), PIECE=tile.piece,
             STAGES=tile.stages, LATE=tile.late, CHAINED=chained, num_warps=tile.warps, **pdl(chained),
         )  # fmt: skip
     return out_NF
-
-
-def within(ahead: int, most: int) -> int:
-    """As many bytes of `ahead` as there are: halved until they fit, none below 512."""
-    while ahead > most:
-        ahead //= 2
-    return ahead if ahead >= 512 else 0

@@ -5,8 +5,7 @@ outputs and all their weights. A row of weights is cut into slices that lie besi
 as rows of its own: so few outputs fill the 64 rows of a product, and nothing has to be added up between
 programs. Each slice meets every slice of the input; of those blocks of the product, the matching ones count.
 
-A program asks for its first weights before the kernel in front of it is over (`gdc_wait`): only the input
-depends on that one. Sums run in the same order whatever the count of rows is.
+Sums run in the same order whatever the count of rows is.
 Shapes: N rows, F output features, K input features.
 """
 
@@ -16,17 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-_BULK = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
-_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0; // $2")
-
-
-@triton.jit
-def _prefetch(at, BYTES: tl.constexpr):
-    """Ask for bytes that follow each address, for the L2 cache: a line of 128, or more by the copy engine."""
-    size = tl.full(at.shape, BYTES, tl.int32)
-    ASK: tl.constexpr = _LINE if BYTES == 128 else _BULK
-    tl.inline_asm_elementwise(ASK, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -50,13 +38,11 @@ def _write(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, 
 def linear_kernel(
     x_ptr, weight_ptr, add_ptr, out_ptr, N, F, K, x_n, weight_f, add_n, out_n,
     OUTPUTS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, PIECE: tl.constexpr,
-    STAGES: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS features of all rows.
 
     EVEN: K is a multiple of what all slices take in a step.
-    AHEAD, PIECE: bytes of a slice asked for before the input may be read, so many at once.
     LATE: the next kernel may start when the sums are done, not at once.
     GATED: weights are those of gates, F of them, and as many of what they let pass; out is silu(gate) * up.
     """
@@ -71,13 +57,6 @@ def linear_kernel(
     if CHAINED:
         if not LATE:
             gdc_launch_dependents()
-        if AHEAD > 0:
-            CHUNKS: tl.constexpr = AHEAD // PIECE
-            chunk = tl.arange(0, LINES * CHUNKS)
-            line_ = chunk // CHUNKS
-            k = line_ // OUTPUTS % SLICES * reach + chunk % CHUNKS * (PIECE // 2)
-            feature_ = tl.minimum(first + line_ % OUTPUTS, F - 1) + line_ // (OUTPUTS * SLICES) * F
-            _prefetch(weight_ptr + feature_.to(tl.int64) * weight_f + k, PIECE)
         gdc_wait()
     k = tl.arange(0, STEP)
     column = tl.arange(0, SLICES * ROWS)

@@ -19,8 +19,7 @@ def compiled(tile, *, gated, rows):
     types = {name: "*bf16" for name in ("x_ptr", "weight_ptr", "add_ptr", "out_ptr")}
     constants = {
         "OUTPUTS": tile.outputs, "SLICES": tile.slices, "ROWS": rows, "STEP": tile.step, "EVEN": True,
-        "GATED": gated, "ADD": True, "AHEAD": tile.ahead, "PIECE": tile.piece,
-        "STAGES": tile.stages, "LATE": tile.late, "CHAINED": True,
+        "GATED": gated, "ADD": True, "STAGES": tile.stages, "LATE": tile.late, "CHAINED": True,
     }  # fmt: skip
     aligned = ("x_n", "weight_f", "add_n", "out_n")
     return compile_kernel(
@@ -41,7 +40,6 @@ def test_linear(features, gated, rows):
     inner = built.loop_of(product)
     assert built.count("LDGSTS.E.BYPASS.128", inner) >= 8
     assert not any(built.count(name, inner) for name in ("LDG.", "LDL", "STL", "STS", "PRMT"))
-    assert tile.ahead == 0 or built.count("CCTL.E.PF2", (0, built.instructions.index("ACQBULK")))
 
 
 @pytest.mark.parametrize("rows", [1, 8])
