@@ -14,7 +14,7 @@ TIERS = [
     {"assets", "provenance"},
     {"kernels", "layers", "losses", "chunked", "data"},
     {"cache"},
-    {"target"},
+    {"targets"},
     {"decoding"},
     {"methods"},
     {"artifact"},
@@ -32,8 +32,8 @@ SAME_TIER = {("layers", "kernels"), ("losses", "kernels")}
 FENCES = {
     "triton": ("kernels",),
     "flash_attn": ("kernels",),
-    "liger_kernel": ("losses", "kernels", "target"),
-    "lightning": ("training", "data/module.py"),
+    "liger_kernel": ("losses", "kernels", "targets"),
+    "lightning": ("training", "data/rows/module.py"),
     "deepspeed": ("training",),
     "wandb": ("training",),
     "hydra": ("cli", "jobs", "explain"),
@@ -44,7 +44,7 @@ FENCES = {
     "datasets": ("data",),
     "huggingface_hub": (
         "artifact",
-        "target",
+        "targets",
         "data",
         "methods/lookaheadkv/press.py",
     ),
@@ -54,7 +54,7 @@ FENCES = {
 """Third-party package -> the parts of longtrain that may import it."""
 
 TRANSFORMERS = {
-    "target": None,
+    "targets": None,
     "data": {"PreTrainedTokenizerBase", "AutoTokenizer"},
     "decoding": {"PreTrainedTokenizerBase"},
     "evaluation": {"PreTrainedTokenizerBase"},
@@ -62,7 +62,7 @@ TRANSFORMERS = {
     "jobs": {"PreTrainedTokenizerBase"},
     "methods": {"PreTrainedTokenizerBase"},
 }
-"""Part -> the names of transformers it may use; None: any. Modelling stays in `target`."""
+"""Part -> the names of transformers it may use; None: any. Modelling stays in `targets`."""
 
 STANDALONE = {"methods/lookaheadkv/press.py"}
 """Files for another library's users, who copy them: they may know its models and nothing of longtrain, and no
@@ -73,7 +73,7 @@ IDS = [str(file.relative_to(PACKAGE)) for file in FILES]
 
 
 def part_of(file: Path) -> str:
-    """The tier table's name of a file: `target` of target/model.py, `cli` of cli.py."""
+    """The tier table's name of a file: `targets` of targets/model.py, `cli` of cli.py."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -137,7 +137,9 @@ def test_third_party_fences(file: Path) -> None:
         if package == "transformers":
             assert part_of(file) in TRANSFORMERS, f"{where} imports transformers"
             names = None if where in STANDALONE else TRANSFORMERS[part_of(file)]
-            assert names is None or name in names, f"{where} imports {module}.{name}: modelling is target's"
+            assert names is None or name in names, (
+                f"{where} imports {module}.{name}: models are built in targets"
+            )
 
 
 def test_standalone_files_stand_alone() -> None:
@@ -173,7 +175,7 @@ def test_files_hold_one_idea(file: Path) -> None:
 
 
 def test_the_checks_can_fail(tmp_path: Path) -> None:
-    assert "right of" in forbidden("cache", "target")
+    assert "right of" in forbidden("cache", "targets")
     assert "beside" in forbidden("training", "evaluation")
     assert not forbidden("jobs", "training")
     file = tmp_path / "x.py"

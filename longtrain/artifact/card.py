@@ -86,7 +86,7 @@ longtrain eval suite=eviction artifact={name} target.path={target} lengths=[4k,8
 ```python
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 target = load_target("{target}")
 parts = Artifact.load("{name}").attach(target, budget_tokens=128)  # rows kept of each layer and KV head
@@ -108,7 +108,7 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import TreeShape
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 target = load_target("{target}")
 parts = Artifact.load("{name}").attach(target)  # refuses another target, verifies the golden outputs

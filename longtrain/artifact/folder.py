@@ -33,12 +33,12 @@ from longtrain.artifact.hub import download, upload
 from longtrain.artifact.write import written_folder
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.provenance import without_folders
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
     from longtrain.methods.spec import MethodSpec
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 SCHEMA = 1
 MANIFEST, MODEL, GOLDEN, CARD = "longtrain.json", "model.safetensors", "golden.safetensors", "README.md"

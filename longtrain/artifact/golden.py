@@ -35,10 +35,10 @@ from longtrain.artifact.replay import (
 )
 from longtrain.decoding.roles import Draft, Parts, TokenTree
 from longtrain.errors import ArtifactError
-from longtrain.target.step import Rows, TargetStep
+from longtrain.targets.step import Rows, TargetStep
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 CYCLES = 2
 DEPTH = 4

@@ -28,11 +28,11 @@ from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 from longtrain.methods.policies.base import Scorer
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.attention import Watch
-    from longtrain.target.model import Target
+    from longtrain.targets.attention import Watch
+    from longtrain.targets.model import Target
 
 FIRST = 2
 """Layers whose keys and values are stored; the second one's scores depend on everything in the first."""

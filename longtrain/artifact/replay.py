@@ -19,10 +19,10 @@ from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
 from longtrain.decoding.roles import Draft, Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ArtifactError
-from longtrain.target.step import Rows, TargetStep
+from longtrain.targets.step import Rows, TargetStep
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 ACCEPTED = 2
 """Drafted tokens that are accepted in every cycle."""

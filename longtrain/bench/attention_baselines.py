@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from longtrain.kernels.split_attention import split_attention
+from longtrain.kernels.attention.split import split_attention
 
 NAMES = ("flash", "packed_flash", "cudnn", "packed_flash_and_masked", "flex")
 

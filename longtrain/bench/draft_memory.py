@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from longtrain import methods
 from longtrain.bench.report import gib, spread
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.log import get_logger
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
-    from longtrain.target.step import PackedStep
+    from longtrain.targets.model import Target
+    from longtrain.targets.step import PackedStep
 
 log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ class Settings:
     """What to measure.
 
     Args:
-        shape: name of a shape of `longtrain.target.shapes`.
+        shape: name of a shape of `longtrain.targets.shapes`.
         dtype: of the target; bfloat16 trains the draft under autocast, with fp32 weights.
         device: cuda or cpu; a CPU has times only.
         lengths: row lengths, tokens, ascending.

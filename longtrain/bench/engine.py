@@ -20,10 +20,10 @@ from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
-from longtrain.target.stock import decode_stock
+from longtrain.targets.stock import decode_stock
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longtrain.target.info import TargetInfo
+    from longtrain.targets.info import TargetInfo
 
 HEAD_BLOCK_BYTES = 2**31
 """Working memory of the LM-head loss: logits of one block of rows, student and teacher, and their softmax."""

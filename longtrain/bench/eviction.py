@@ -26,9 +26,9 @@ from longtrain.bench.eviction_theory import Gpu, Setup, Sizes
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods import policies
-from longtrain.target.loading import random_target
-from longtrain.target.model import Target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
+from longtrain.targets.shapes import SHAPES
 
 log = get_logger(__name__)
 
@@ -43,7 +43,7 @@ class Settings:
     """What to measure.
 
     Args:
-        shape: of the random target, a name of `longtrain.target.shapes`.
+        shape: of the random target, a name of `longtrain.targets.shapes`.
         draft_shape: of SpecKV's random draft, with the target's vocabulary.
         dtype: of both.
         device: cuda or cpu.

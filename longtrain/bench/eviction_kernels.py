@@ -17,11 +17,10 @@ from torch import Tensor
 from longtrain.bench import timing
 from longtrain.bench.eviction_theory import gpu_called
 from longtrain.kernels import importance
-from longtrain.kernels import importance_reference as reference
-from longtrain.kernels.importance import Span
+from longtrain.kernels.importance import Span, reference
 
 if TYPE_CHECKING:
-    from longtrain.target.info import TargetInfo
+    from longtrain.targets.info import TargetInfo
 
 COLUMNS = {
     "rows": "rows",

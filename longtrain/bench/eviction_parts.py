@@ -17,10 +17,10 @@ from longtrain.bench.eviction_ttft import FULL, Prompts, Settings, parts_of
 from longtrain.cache.evicted import compact
 from longtrain.decoding.evict import PromptRun
 from longtrain.log import get_logger
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from longtrain.target.info import TargetInfo
+    from longtrain.targets.info import TargetInfo
 
 FLOPS_SHARE, BYTES_SHARE = 0.7, 0.9
 """Shares of a GPU's peak arithmetic and bandwidth that kernels are taken to reach."""
@@ -80,7 +80,7 @@ class Sizes:
 
     @classmethod
     def of_keys(cls, keys: Mapping[str, Any]) -> Sizes:
-        """From the keys of a `config.json` (an entry of `longtrain.target.shapes.SHAPES`)."""
+        """From the keys of a `config.json` (an entry of `longtrain.targets.shapes.SHAPES`)."""
         heads = int(keys["num_attention_heads"])
         return cls(
             n_layers=int(keys["num_hidden_layers"]),

@@ -17,11 +17,11 @@ import torch
 from longtrain import methods
 from longtrain.bench import timing
 from longtrain.bench.report import gib
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from longtrain.log import get_logger
 from longtrain.methods import policies
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from longtrain.bench import attention_baselines as stock
 from longtrain.bench import graphs, timing
 from longtrain.bench.eviction_theory import gpu_called
-from longtrain.kernels import hier_layout as layout
-from longtrain.kernels.hier_attention import hier_attention
-from longtrain.kernels.hier_attention_reference import hier_attention as plain_hier_attention
+from longtrain.kernels.hierarchical import layout
+from longtrain.kernels.hierarchical.attention import hier_attention
+from longtrain.kernels.hierarchical.attention_reference import hier_attention as plain_hier_attention
 from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_attention, tree_bits
-from longtrain.kernels.tree_attention_reference import tree_attention as plain_tree_attention
+from longtrain.kernels.tree_attention.reference import tree_attention as plain_tree_attention
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
@@ -188,7 +188,7 @@ def _dense(
         return launch.tree_attention(q, *caches[i % copies], len_B, mask, scale, 0, None, tile)[0]
 
     def tiled() -> Iterator[tuple[Any, Callable[[int], Tensor]]]:
-        from longtrain.kernels import tree_attention_launch as launch
+        from longtrain.kernels.tree_attention import launch
 
         for tile in launch.candidates(cell.rows * (cell.heads // cell.kv_heads)):
             yield tile, partial(with_tile, launch, tile)
@@ -230,7 +230,7 @@ def _hier(
         return launch.hier_attention(q, *layers[i % copies], lens, mask, bits, scale, tile)[0]
 
     def tiled() -> Iterator[tuple[Any, Callable[[int], Tensor]]]:
-        from longtrain.kernels import hier_attention_launch as launch
+        from longtrain.kernels.hierarchical import attention_launch as launch
 
         group = cell.heads // cell.kv_heads
         for tile in launch.candidates(cell.rows * group, bits, group, cell.head_dim, settings.dtype):

@@ -19,7 +19,7 @@ from longtrain.bench.eviction_theory import Sizes
 from longtrain.bench.report import GIB, spread
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
-from longtrain.kernels.hier_layout import Split
+from longtrain.kernels.hierarchical.layout import Split
 from longtrain.log import get_logger
 
 log = get_logger(__name__)

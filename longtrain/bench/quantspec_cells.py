@@ -14,7 +14,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 FILLS = ("random", "prompt")
 FULL, INT8 = "full", "INT8"

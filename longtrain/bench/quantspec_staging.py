@@ -20,12 +20,12 @@ from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.roles import Parts, onlooker
 from longtrain.decoding.sampling import HashCoins
 from longtrain.errors import ConflictError
-from longtrain.target.step import TargetStep
+from longtrain.targets.step import TargetStep
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
-    from longtrain.target.attention import Watch
-    from longtrain.target.model import Target
+    from longtrain.targets.attention import Watch
+    from longtrain.targets.model import Target
 
 
 @torch.no_grad()

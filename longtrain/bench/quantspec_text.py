@@ -22,7 +22,7 @@ from longtrain.decoding.stats import Stats
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConflictError
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 @dataclass(frozen=True)

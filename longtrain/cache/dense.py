@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
 from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError
-from longtrain.kernels.ragged_attention import masked_rows
-from longtrain.kernels.split_attention import split_attention, split_serves
+from longtrain.kernels.attention.ragged import masked_rows
+from longtrain.kernels.attention.split import split_attention, split_serves
 
 _SLACK = 64
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""

@@ -15,9 +15,9 @@ from longtrain.cache.room import check_room, hierarchical_bytes, quantised_block
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.kernels import tree_attention as kernel
 from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
-from longtrain.kernels.hier_attention import MAX_ROWS, hier_attention
-from longtrain.kernels.hier_layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
-from longtrain.kernels.hier_quant import LARGEST, flush_blocks, quantise_blocks, unsound
+from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
+from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
+from longtrain.kernels.hierarchical.quantise import LARGEST, flush_blocks, quantise_blocks, unsound
 
 _SLACK = BLOCK
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longtrain.cache.base import Causal, KVCache, Mask
 from longtrain.errors import ConflictError
-from longtrain.kernels.packed_attention import packed_attention
+from longtrain.kernels.attention.packed import packed_attention
 
 
 class PackedCapture(KVCache):

@@ -20,8 +20,8 @@ from longtrain.cache.base import Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.errors import ConfigError
-from longtrain.kernels.hier_layout import BLOCK, Split
-from longtrain.kernels.hier_quant_reference import quantise
+from longtrain.kernels.hierarchical.layout import BLOCK, Split
+from longtrain.kernels.hierarchical.quantise_reference import quantise
 
 
 class Axis(Enum):

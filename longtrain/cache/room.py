@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from longtrain.errors import ConfigError
-from longtrain.kernels.hier_layout import BLOCK, RING
+from longtrain.kernels.hierarchical.layout import BLOCK, RING
 
 GIB = 2**30
 

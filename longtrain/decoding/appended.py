@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
-from longtrain.target.attention import Watch
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.attention import Watch
+from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 def read_after(

@@ -25,7 +25,7 @@ from longtrain.decoding.phases import Phases, Texts
 from longtrain.decoding.roles import TreeShape
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Pool: TypeAlias = Any
 """Memory of graphs (`torch.cuda.CUDAGraph.pool`)."""

@@ -30,10 +30,10 @@ from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
 from longtrain.decoding.stats import Stats, repeated
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
-from longtrain.target.step import TargetStep
+from longtrain.targets.step import TargetStep
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 GREEDY = Sampling()
 PLAIN = TreeShape(())

@@ -16,13 +16,13 @@ from torch import Tensor
 from longtrain.cache.evicted import compact
 from longtrain.decoding.sampling import HashCoins, Sampling, probs
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.target.attention import Watch
-from longtrain.target.step import Rows, Want
+from longtrain.targets.attention import Watch
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
     from longtrain.cache.dense import DenseCache
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 _TOLERANCE = 1e-6

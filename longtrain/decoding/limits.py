@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from longtrain.decoding.roles import Draft, TokenTree, TreeShape
 from longtrain.errors import ConfigError, DataError
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.decoding.tree import chain, positions, visible
 from longtrain.decoding.verify import verify
 from longtrain.kernels.greedy import emitted
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Judge: TypeAlias = Callable[[TokenTree, Verdict, Tensor | None], Verdict]
 """Replaces a verdict: called with the tree, what `verify` found, and the most nodes of each path, if any."""

@@ -18,11 +18,11 @@ from longtrain.cache.evicted import compact
 from longtrain.decoding.appended import read_after
 from longtrain.decoding.evict import Evictor, PromptRun
 from longtrain.decoding.roles import Onlooker
-from longtrain.target.attention import Watch
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.attention import Watch
+from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 @dataclass(frozen=True)

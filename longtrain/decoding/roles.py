@@ -16,8 +16,8 @@ from longtrain.cache.base import KVCache
 from longtrain.decoding.evict import Evictor
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConflictError
-from longtrain.target.attention import Watch
-from longtrain.target.step import TargetStep, Want
+from longtrain.targets.attention import Watch
+from longtrain.targets.step import TargetStep, Want
 
 
 class Law(Enum):

@@ -14,7 +14,7 @@ from longtrain.evaluation.contexts import Point
 from longtrain.evaluation.exactness import Exactness
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Advance = Callable[[str, int], None]
 """Called with (what is running, prompts done since the last call)."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from longtrain.layers import apply_rope
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 ROWS = 16
 SINKS = 4

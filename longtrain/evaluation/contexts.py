@@ -22,7 +22,7 @@ from longtrain.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.data.prepared import Prepared
+    from longtrain.data.rows.prepared import Prepared
 
 SPACING_TOKENS = 64
 """Least distance of two continuation points of one document."""

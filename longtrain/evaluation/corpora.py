@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longtrain.assets import asset_dir
-from longtrain.data.adapters import adapt
-from longtrain.data.files import BUNDLED, JSONL_SUFFIXES, TEXT_SUFFIXES, find, read_jsonl, read_text, stem
-from longtrain.data.manifest import Manifest, resolve, rows
-from longtrain.data.prepared import Prepared, read_manifest
+from longtrain.data.read.adapters import adapt
+from longtrain.data.read.files import (
+    BUNDLED,
+    JSONL_SUFFIXES,
+    TEXT_SUFFIXES,
+    find,
+    read_jsonl,
+    read_text,
+    stem,
+)
+from longtrain.data.read.manifest import Manifest, resolve, rows
+from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import documents_from_prepared
 

@@ -18,7 +18,7 @@ from longtrain.evaluation.eviction_tasks import Prompt
 from longtrain.evaluation.pieces import Pieces
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 def run(

@@ -27,7 +27,7 @@ from longtrain.methods import policies
 from longtrain.methods.policies.base import Scorer
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Entry = str | Mapping[str, Any]
 """`snapkv`, `{name: adakv, over: snapkv}`, `{artifact: NAME, adaptive: heads}`; any with a `label`."""

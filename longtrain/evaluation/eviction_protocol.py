@@ -13,7 +13,7 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation.eviction_tasks import CONTINUE, Prompt
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Json = dict[str, Any]
 Advance = Callable[[str, int], None]

@@ -24,8 +24,8 @@ from longtrain.kernels.importance import Span, importance, suffix_lse
 from longtrain.methods.policies.base import Policy, Scorer
 
 if TYPE_CHECKING:
-    from longtrain.target.attention import Watch
-    from longtrain.target.model import Target
+    from longtrain.targets.attention import Watch
+    from longtrain.targets.model import Target
 
 
 @dataclass

@@ -23,8 +23,8 @@ from longtrain.methods.policies.base import Scorer
 
 if TYPE_CHECKING:
     from longtrain.decoding.stats import Stats
-    from longtrain.target.attention import Watch
-    from longtrain.target.model import Target
+    from longtrain.targets.attention import Watch
+    from longtrain.targets.model import Target
 
 Gold = Sequence[Sequence[Sequence[int] | None]]
 """Tokens by sample and prompt; None for prompts of other tasks than `continue`."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longtrain.data.questions import QUESTION_TASKS
+from longtrain.data.retrieval.questions import QUESTION_TASKS
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import Document, Point, choose_points, prefix_of
 from longtrain.evaluation.needle import prompt_writer
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 CONTINUE = "continue"
 """The task of going on with plain text, judged against the full cache's own continuation."""

@@ -16,10 +16,10 @@ from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts
 from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

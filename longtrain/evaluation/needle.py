@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from longtrain.data.synthetic import ChatIds, RetrievalWriter, TextStream
+from longtrain.data.retrieval.synthetic import ChatIds, RetrievalWriter, TextStream
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.errors import ConfigError, DataError
@@ -28,7 +28,7 @@ from longtrain.evaluation.statistics import wilson
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 NUMBER = re.compile(r"\d+")
 SUITE = "needle"

@@ -19,10 +19,10 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import Prefilled, pad, prefill
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 ROWS = 256
 """Tokens given to the target at once; a matter of memory alone."""

@@ -21,10 +21,10 @@ from longtrain.cache.readings import Axis, RoundedCache, Rounding, UpperHalfCach
 from longtrain.decoding.roles import Parts
 from longtrain.evaluation.perplexity import foretold, perplexity, read_contexts
 from longtrain.evaluation.statistics import Interval, paired_difference, pooled_ratio
-from longtrain.kernels.hier_layout import Split
+from longtrain.kernels.hierarchical.layout import Split
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Window = tuple[Sequence[int], Sequence[int]]
 """A context, and the tokens after it that are scored."""

@@ -19,10 +19,10 @@ from longtrain.decoding.captured import Stage, can_settle
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from longtrain.evaluation.exactness import compare
 
 if TYPE_CHECKING:
     from longtrain.decoding.stats import Stats
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Json = dict[str, Any]
 

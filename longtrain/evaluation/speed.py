@@ -23,7 +23,7 @@ from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 WARMUP_TOKENS = 16
 

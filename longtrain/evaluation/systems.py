@@ -20,7 +20,7 @@ from longtrain.evaluation.suite import DRAFT, EVICTOR, Suite
 from longtrain.methods.policies import POLICIES
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Json = dict[str, Any]
 FULL, POLICY, ARTIFACT, COMBINED = "full", "policy", "artifact", "combined"

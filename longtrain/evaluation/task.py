@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.decoding.roles import Parts
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Facet = int | float | str
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from longtrain.decoding.evict import Evictor
     from longtrain.decoding.roles import Law, Parts, TreeShape
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 JOBS: dict[str, tuple[str, str]] = {
     "prepare": ("longtrain.jobs.prepare", "turn manifests or your own files into tokenised, packed data"),
@@ -66,7 +66,7 @@ def load_target_from(
     Raises:
         ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is none of its values.
     """
-    from longtrain.target.loading import load_target
+    from longtrain.targets.loading import load_target
 
     where = (cfg.target and cfg.target.path) or path
     if not where:

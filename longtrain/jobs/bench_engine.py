@@ -24,7 +24,7 @@ from longtrain.jobs import (
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
     from longtrain.decoding.roles import Parts
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 def engine_rows(cfg: DictConfig) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def roofline_of(cfg: DictConfig) -> str:
 
 def _random_target(cfg: DictConfig) -> Target:
     """A published shape with random weights, fused where it runs on CUDA."""
-    from longtrain.target.loading import random_target
+    from longtrain.targets.loading import random_target
 
     device = device_of(cfg)
     dtype = str(cfg.target.dtype) if cfg.target else "auto"

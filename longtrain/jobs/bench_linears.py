@@ -31,7 +31,7 @@ def settings_of(cfg: DictConfig) -> linears.Settings:
     Raises:
         ConfigError: an unknown shape or kind of weights, or no count of rows.
     """
-    from longtrain.target.shapes import shape_config
+    from longtrain.targets.shapes import shape_config
 
     device, suite = torch.device(device_of(cfg)), plain(cfg.suite)
     cuda = device.type == "cuda"

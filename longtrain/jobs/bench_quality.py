@@ -20,13 +20,13 @@ from longtrain.evaluation import quantised, row_invariance, same_text
 from longtrain.evaluation.contexts import Point, choose_points, documents_from_files, parse_tokens, prefix_of
 from longtrain.evaluation.exactness import enforce
 from longtrain.jobs import convert, load_target_from, plain, typed
-from longtrain.kernels.hier_layout import BLOCK, Split
+from longtrain.kernels.hierarchical.layout import BLOCK, Split
 from longtrain.log import get_logger
 from longtrain.methods import policies
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
@@ -53,7 +53,7 @@ class Settings:
         sections: of `SECTIONS`.
         lengths: of contexts, ascending.
         counts: the keys of `LEAST`.
-        splits: see `kernels.hier_layout.Split`.
+        splits: see `kernels.hierarchical.layout.Split`.
         bits: of `8` and `4`.
         shapes: chains.
         row_counts: rows of a step.

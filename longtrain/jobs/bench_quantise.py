@@ -10,7 +10,7 @@ from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
-from longtrain.kernels.hier_layout import Split, check_shape
+from longtrain.kernels.hierarchical.layout import Split, check_shape
 
 CPU_SIZES = Sizes(2, 4, 2, 64, 256, 512, 256)
 
@@ -30,7 +30,7 @@ def settings_of(cfg: DictConfig) -> quantise.Settings:
     Raises:
         ConfigError: an unknown shape or split, heads that are not served, or no length.
     """
-    from longtrain.target.shapes import shape_config
+    from longtrain.targets.shapes import shape_config
 
     device, suite = torch.device(device_of(cfg)), plain(cfg.suite)
     cuda = device.type == "cuda"

@@ -37,10 +37,10 @@ from longtrain.jobs import (
 )
 from longtrain.kernels.tree_attention import MAX_NODES
 from longtrain.log import get_logger
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

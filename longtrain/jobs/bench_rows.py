@@ -15,7 +15,7 @@ from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import convert, plain
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.shapes import SHAPES
 
 SIZE_KEYS = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size",

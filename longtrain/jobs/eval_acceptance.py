@@ -28,7 +28,7 @@ from longtrain.log import get_logger
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
     from longtrain.decoding.roles import TreeShape
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
@@ -225,8 +225,8 @@ def _lengths(cfg: DictConfig) -> tuple[int, ...]:
 def _held_out(cfg: DictConfig, target: Target) -> list[Document]:
     """Documents no draft was trained on, as `suite.text` names them."""
     from longtrain.assets import asset_dir
-    from longtrain.data.prepare import tokenizer_hash
-    from longtrain.data.prepared import Prepared, read_manifest
+    from longtrain.data.rows.prepare import tokenizer_hash
+    from longtrain.data.rows.prepared import Prepared, read_manifest
     from longtrain.evaluation.contexts import documents_from_files, documents_from_prepared
 
     if target.tokenizer is None:

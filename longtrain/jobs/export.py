@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from longtrain import methods, provenance
-from longtrain.data.prepared import read_manifest
+from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import load_target_from, plain
 from longtrain.log import get_logger
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from longtrain.decoding.evict import Keep, PromptRun
     from longtrain.decoding.roles import Draft, Parts, TokenTree
     from longtrain.methods.spec import MethodSpec
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
     from longtrain.training.checkpoint import Saved
 
 log = get_logger(__name__)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from longtrain.artifact import Artifact
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 

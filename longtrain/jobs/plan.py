@@ -21,7 +21,7 @@ from longtrain.jobs import plain, typed
 from longtrain.jobs.plan_decoding import gpu_of, told
 from longtrain.jobs.prepare import data_config
 from longtrain.methods.quantspec.config import Config as QuantSpec
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 

@@ -19,9 +19,9 @@ from longtrain.cache.room import hierarchical_bytes
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import convert, plain
-from longtrain.kernels.hier_layout import check_shape
+from longtrain.kernels.hierarchical.layout import check_shape
 from longtrain.methods.quantspec.config import Config
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 _CHAIN = 4
 """Drafted tokens of a cycle where `decode.shape` names no chain."""

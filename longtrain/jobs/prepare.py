@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from longtrain import provenance
+from longtrain.data.chat.show import LABEL, READ, samples
 from longtrain.data.config import DataConfig
-from longtrain.data.prepare import prepare
-from longtrain.data.prepared import Prepared
-from longtrain.data.show import LABEL, READ, samples
-from longtrain.data.tokenizer import read_tokenizer
+from longtrain.data.read.tokenizer import read_tokenizer
+from longtrain.data.rows.prepare import prepare
+from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
 from longtrain.jobs import load_target_from, target_overrides
 
 if TYPE_CHECKING:
-    from longtrain.data.respond import Generate
-    from longtrain.target.model import Target
+    from longtrain.data.chat.respond import Generate
+    from longtrain.targets.model import Target
 
 
 def run(cfg: DictConfig) -> None:
@@ -57,7 +57,7 @@ def ensure_prepared(
 
     Raises:
         ConfigError: no data is chosen, or the target has no tokenizer.
-        DataError: see `longtrain.data.prepare.prepare`.
+        DataError: see `longtrain.data.rows.prepare.prepare`.
     """
     config = data_config(cfg)
     if tokenizer is None:

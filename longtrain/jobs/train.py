@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longtrain.methods.spec import DataRun, MethodSpec
-    from longtrain.target.info import TargetInfo
-    from longtrain.target.model import Target
+    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.model import Target
     from longtrain.training.loop import LoopConfig
 
 log = get_logger(__name__)
@@ -33,7 +33,7 @@ def run(cfg: DictConfig) -> None:
         TrainingError: the loss is not finite, or the disk is full.
         SystemExit: with code 0, when a signal asked the run to leave and it was saved.
     """
-    from longtrain.data.module import DataModule
+    from longtrain.data.rows.module import DataModule
     from longtrain.jobs.prepare import data_config
     from longtrain.training import checkpoint
     from longtrain.training import loop as training
@@ -163,7 +163,7 @@ def _data(
 
 
 def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Any:
-    from longtrain.data.module import DataModule
+    from longtrain.data.rows.module import DataModule
     from longtrain.jobs.prepare import data_config, ensure_prepared
 
     tokenizer = target.tokenizer if target is not None else None

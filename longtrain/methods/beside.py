@@ -9,7 +9,7 @@ from longtrain.methods.quantspec.config import Config
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 CACHES = ("plain", "hierarchical")
 """Caches that such a draft may be given: the target's own, or QuantSpec's with its defaults."""

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 
 if TYPE_CHECKING:
     from longtrain.data.config import DataConfig
     from longtrain.decoding.roles import Parts
-    from longtrain.target.info import TargetInfo
-    from longtrain.target.model import Target
+    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.model import Target
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.methods.spec import Loss
 
 Number = Tensor | float

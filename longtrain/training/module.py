@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.errors import ArtifactError, DataError
 from longtrain.methods.spec import Objective
 from longtrain.training import random_state

@@ -6,7 +6,7 @@ import torch
 from longtrain import methods
 from longtrain.artifact import Artifact
 from longtrain.methods.longspec.config import Config
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 
 @pytest.fixture(scope="session")

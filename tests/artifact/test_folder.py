@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, TargetMismatchError
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 
 def edit(folder, **changes):

@@ -13,7 +13,7 @@ from longtrain.artifact import Golden
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 from longtrain.methods.longspec.runtime import LongSpecRuntime
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 CAUGHT = "golden outputs are not reproduced|which the artifact does not hold"
 

@@ -13,7 +13,7 @@ from longtrain.bench import linears
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
 from longtrain.jobs.bench_linears import settings_of
-from longtrain.target.shapes import shape_config
+from longtrain.targets.shapes import shape_config
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.jobs import bench, bench_quantspec
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
-from longtrain.target.step import Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
+from longtrain.targets.step import Want
 
 MICRO = {
     "model_type": "llama",
@@ -342,7 +342,7 @@ def test_the_suite_measures_a_shape(composed, tmp_path, capsys):
 
 def test_the_suite_measures_a_target_on_text(composed, tmp_path, monkeypatch):
     """A micro target with the bundled tokenizer: what decodes on one cache gives one text."""
-    from longtrain.target.loading import load_target
+    from longtrain.targets.loading import load_target
 
     tokenizer = load_target("tiny").tokenizer
     micro = random_target({**MICRO, "vocab_size": 4096}, seed=1, dtype=torch.float64)

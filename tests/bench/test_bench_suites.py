@@ -15,7 +15,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.methods import get
 from longtrain.methods.policies.snapkv import SnapKV
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 
 def settings(**changes: object) -> draft_memory.Settings:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longtrain.bench import estimate
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 
 @pytest.mark.parametrize("shape", ["llama_micro", "qwen3_micro"])

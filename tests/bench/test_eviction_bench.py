@@ -27,7 +27,7 @@ from longtrain.bench import (
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 METHODS = ("lookaheadkv", "snapkv", "laq", "speckv")
 

@@ -7,8 +7,8 @@ import pytest
 from longtrain.bench import estimate, eviction_theory
 from longtrain.bench.eviction_theory import GPUS, Setup, Sizes, Work
 from longtrain.errors import ConfigError
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 LLAMA8B, LLAMA1B = (Sizes.of_keys(SHAPES[name]) for name in ("llama31_8b", "llama32_1b"))
 PAPER = Setup(LLAMA8B, LLAMA1B)

@@ -4,7 +4,7 @@ import torch
 from longtrain.cache.base import Causal, PrefixOnly
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ConflictError
-from longtrain.kernels import reference
+from longtrain.kernels.attention import reference
 
 
 def rows(T=7):

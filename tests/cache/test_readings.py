@@ -8,7 +8,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.cache.readings import Axis, RoundedCache, Rounding, UpperHalfCache, rounded
 from longtrain.errors import ConfigError
-from longtrain.kernels.hier_layout import BLOCK, Split
+from longtrain.kernels.hierarchical.layout import BLOCK, Split
 
 L, G, H, D = 2, 1, 2, 64
 SIZES = {"n_layers": L, "n_kv_heads": G, "head_dim": D, "max_tokens": 1024, "max_nodes": 16, "device": "cpu"}

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from longtrain.data.prepared import Prepared, Writer, replacing
+from longtrain.data.rows.prepared import Prepared, Writer, replacing
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from longtrain.assets import asset_dir
-from longtrain.data.adapters import ADAPTERS, adapt
-from longtrain.data.manifest import Manifest
+from longtrain.data.read.adapters import ADAPTERS, adapt
+from longtrain.data.read.manifest import Manifest
 from longtrain.errors import ConfigError, DataError
 
 ROWS = {

@@ -3,7 +3,7 @@ from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
-from longtrain.data.manifest import Manifest
+from longtrain.data.read.manifest import Manifest
 from longtrain.errors import ConfigError
 
 NAMES = sorted(

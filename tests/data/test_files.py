@@ -4,7 +4,7 @@ import lzma
 
 import pytest
 
-from longtrain.data.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, read_jsonl, read_text, stem
+from longtrain.data.read.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, read_jsonl, read_text, stem
 from longtrain.errors import ConfigError, DataError
 
 

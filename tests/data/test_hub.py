@@ -35,7 +35,7 @@ kind: book
 READ = """
 import json, sys
 from longtrain.data.config import SourceConfig
-from longtrain.data.sources import documents, inputs
+from longtrain.data.read.sources import documents, inputs
 source = SourceConfig("manifest", sys.argv[1], rows=int(sys.argv[2]))
 found = inputs(source)
 docs = [(d.name, d.kind, d.text or d.messages[1]["content"]) for d in documents(source, found)]

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from longtrain.data.manifest import Manifest, Part, resolve, rows
+from longtrain.data.read.manifest import Manifest, Part, resolve, rows
 from longtrain.errors import ConfigError, DataError
 
 

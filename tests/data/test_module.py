@@ -4,9 +4,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longtrain.data.collate import PADDING, batch_seed
+from longtrain.data.rows.collate import PADDING, batch_seed
 from longtrain.data.config import DataConfig, SourceConfig, Stage
-from longtrain.data.module import DataModule
+from longtrain.data.rows.module import DataModule
 from longtrain.errors import ConfigError, DataError
 
 SOURCES = (SourceConfig("text", "x"),)

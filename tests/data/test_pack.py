@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from longtrain.data.config import Stage
-from longtrain.data.pack import best_fit, count_labels, plan_run, plan_val, stage_steps
+from longtrain.data.rows.pack import best_fit, count_labels, plan_run, plan_val, stage_steps
 from longtrain.errors import ConfigError, DataError
 
 

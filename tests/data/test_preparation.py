@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from longtrain.data.config import DataConfig
-from longtrain.data.mask import spans
-from longtrain.data.prepare import prepare, tokenizer_hash
-from longtrain.data.prepared import Prepared
+from longtrain.data.chat.mask import spans
+from longtrain.data.rows.prepare import prepare, tokenizer_hash
+from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
 
 from .conftest import TEMPLATE, UNMARKED
@@ -327,7 +327,7 @@ import resource, sys
 from pathlib import Path
 from transformers import AutoTokenizer
 from longtrain.data.config import DataConfig
-from longtrain.data.prepare import prepare
+from longtrain.data.rows.prepare import prepare
 from longtrain.errors import DataError
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -356,7 +356,7 @@ import sys
 from pathlib import Path
 from transformers import AutoTokenizer
 from longtrain.data.config import DataConfig
-from longtrain.data.prepare import prepare
+from longtrain.data.rows.prepare import prepare
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 config = DataConfig.parse({"name": "mine", "sources": [{"text": sys.argv[2]}]})
 print(prepare(config, tokenizer, home=Path(sys.argv[3])))

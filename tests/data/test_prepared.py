@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longtrain.data.prepared import Prepared, Writer, replacing
+from longtrain.data.rows.prepared import Prepared, Writer, replacing
 from longtrain.errors import DataError
 
 

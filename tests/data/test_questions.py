@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from longtrain.data.synthetic import QUESTION_TASKS, ChatIds, RetrievalWriter, TextStream
+from longtrain.data.retrieval.synthetic import QUESTION_TASKS, ChatIds, RetrievalWriter, TextStream
 from longtrain.errors import ConfigError
 
 MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}

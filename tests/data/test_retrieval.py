@@ -1,9 +1,9 @@
 import pytest
 
 from longtrain.data.config import DataConfig
-from longtrain.data.prepare import prepare
-from longtrain.data.prepared import Prepared
-from longtrain.data.retrieval import turn_marks
+from longtrain.data.rows.prepare import prepare
+from longtrain.data.rows.prepared import Prepared
+from longtrain.data.retrieval.sources import turn_marks
 from longtrain.errors import ConfigError
 
 

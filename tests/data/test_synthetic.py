@@ -6,10 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.data.config import Stage
-from longtrain.data.mixture import Mixture, MixtureRows
-from longtrain.data.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
+from longtrain.data.rows.mixture import Mixture, MixtureRows
+from longtrain.data.retrieval.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
 from longtrain.errors import ConfigError, DataError
 
 MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}

@@ -2,8 +2,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
-from longtrain.data.mask import audit, check_template, render, render_prompt, spans
-from longtrain.data.tokenizer import read_tokenizer
+from longtrain.data.chat.mask import audit, check_template, render, render_prompt, spans
+from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
 from longtrain.jobs import target_overrides
 

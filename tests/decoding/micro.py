@@ -8,8 +8,8 @@ import torch
 
 from longtrain.decoding.evict import Budget
 from longtrain.methods.policies.snapkv import SnapKV
-from longtrain.target.loading import random_target
-from longtrain.target.model import Target
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
 
 TARGETS = ("llama_micro", "qwen3_micro")
 

@@ -8,8 +8,8 @@ from longtrain.decoding.appended import read_after
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.roles import Parts, TreeShape
-from longtrain.target.loading import random_target
-from longtrain.target.step import Rows, Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Rows, Want
 
 MICRO = {
     "model_type": "llama",

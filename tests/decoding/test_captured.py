@@ -19,13 +19,13 @@ from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.tree import depths
 from longtrain.errors import ConflictError
-from longtrain.kernels.reference import masked_attention
-from longtrain.kernels.tree_attention_reference import visible_slots
+from longtrain.kernels.attention.reference import masked_attention
+from longtrain.kernels.tree_attention.reference import visible_slots
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.runtime import LongSpecRuntime
-from longtrain.target.loading import random_target
-from longtrain.target.step import Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Want
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro

@@ -9,8 +9,8 @@ from longtrain import methods
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro

@@ -19,7 +19,7 @@ from longtrain.decoding.sampling import Sampling, probs
 from longtrain.errors import ConfigError
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.quantspec.config import Config
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 from .micro import target as micro
 from .test_captured import ONE, THREE, Recall, longspec, tapes  # noqa: F401 (a fixture)

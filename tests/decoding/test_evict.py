@@ -21,10 +21,10 @@ from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.policies.snapkv import SnapKV
-from longtrain.target.loading import random_target
-from longtrain.target.model import Target
-from longtrain.target.shapes import SHAPES
-from longtrain.target.step import Rows, Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
+from longtrain.targets.shapes import SHAPES
+from longtrain.targets.step import Rows, Want
 
 from .micro import TARGETS, prompts_of, snapkv, target
 

@@ -14,7 +14,7 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling, probs
 from longtrain.errors import ConfigError
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 from .toys import OracleDraft, ToyTarget
 

@@ -16,9 +16,9 @@ from longtrain.decoding.prefill import pad
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.methods.policies.snapkv import SnapKV
-from longtrain.target.loading import random_target
-from longtrain.target.model import Target
-from longtrain.target.step import Rows, Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
+from longtrain.targets.step import Rows, Want
 
 from .micro import TARGETS, prompts_of, snapkv, target
 

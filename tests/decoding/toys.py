@@ -14,8 +14,8 @@ from longtrain.cache.base import KVCache, Mask, Tree
 from longtrain.decoding.roles import Law, TokenTree, TreeShape
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import depths, positions, visible
-from longtrain.target.info import TargetInfo
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.step import Rows, TargetStep, Want
 
 
 class ToyCache(KVCache):

@@ -18,9 +18,9 @@ from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.decoding.stats import Stats
 from longtrain.decoding.tree import depths
-from longtrain.target.loading import random_target
-from longtrain.target.model import Target
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
+from longtrain.targets.step import Rows, TargetStep, Want
 
 TARGETS = ("llama_micro", "qwen3_micro")
 CHAIN, TREE = TreeShape((1, 1, 1, 1)), TreeShape((3, 4, 4, 2))

@@ -23,7 +23,7 @@ from longtrain.evaluation.speed import measure_speed
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
 from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.methods.longspec.config import Config
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 CHAIN, TREE = TreeShape((1, 1, 1)), TreeShape((2, 3, 3))
 

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longtrain.evaluation.attention_mass import SINKS, attention_mass
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import shape_config
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import shape_config
 
 
 @pytest.mark.parametrize("shape", ["llama_micro", "qwen3_micro"])

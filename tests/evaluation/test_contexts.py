@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from longtrain.data.prepared import Prepared, Writer
+from longtrain.data.rows.prepared import Prepared, Writer
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import (
     Document,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtrain.data.questions import QUESTION_TASKS
+from longtrain.data.retrieval.questions import QUESTION_TASKS
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
@@ -25,10 +25,10 @@ from longtrain.evaluation.eviction_tasks import Judged, Prompt, agreement, judge
 from longtrain.evaluation.pieces import Pieces
 from longtrain.evaluation.report import as_json
 from longtrain.methods import policies
-from longtrain.target.bundle import LlamaShape, build_llama, save_bundle
-from longtrain.target.loading import load_target, random_target
-from longtrain.target.step import Rows, Want
-from longtrain.target.tokenizer import train_tokenizer
+from longtrain.targets.bundle import LlamaShape, build_llama, save_bundle
+from longtrain.targets.loading import load_target, random_target
+from longtrain.targets.step import Rows, Want
+from longtrain.targets.tokenizer import train_tokenizer
 
 TEXT = "The sea was calm that day. A boat came in\nand the men went home. " * 90
 SMALL = Protocol(

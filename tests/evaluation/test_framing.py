@@ -10,7 +10,7 @@ from longtrain.evaluation.framing import around_message
 from longtrain.evaluation.needle import chat_ids
 from longtrain.evaluation.ruler import Framing
 from longtrain.evaluation.suites.documents import CORPORA, _around
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 ASKS = (
     "<system>A QUESTION follows.</system>{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"

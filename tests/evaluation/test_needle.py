@@ -10,9 +10,9 @@ from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import needle
 from longtrain.evaluation.needle import Protocol, bits_per_byte, chat_ids, run
-from longtrain.target.bundle import LlamaShape, build_llama, save_bundle
-from longtrain.target.loading import load_target
-from longtrain.target.tokenizer import train_tokenizer
+from longtrain.targets.bundle import LlamaShape, build_llama, save_bundle
+from longtrain.targets.loading import load_target
+from longtrain.targets.tokenizer import train_tokenizer
 
 TEXT = "The sea was calm that day. A boat came in\nand the men went home. " * 60
 

@@ -13,8 +13,8 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.evaluation.perplexity import Span, measure, perplexity, spans
 from longtrain.methods import policies
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 TEXT = np.random.default_rng(0).integers(0, 97, 130).tolist()
 

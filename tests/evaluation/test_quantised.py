@@ -16,8 +16,8 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation import row_invariance, same_text
 from longtrain.evaluation.perplexity import measure
 from longtrain.evaluation.quantised import FULL, Reading, axis_choices, decoding_caches, figures, score
-from longtrain.kernels.hier_layout import Split
-from longtrain.target.loading import random_target
+from longtrain.kernels.hierarchical.layout import Split
+from longtrain.targets.loading import random_target
 
 MICRO = {
     "model_type": "llama",

@@ -26,8 +26,8 @@ from longtrain.decoding.prefill import prefill
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.spec import SPEC
-from longtrain.target.loading import target_from_model
-from longtrain.target.model import Target
+from longtrain.targets.loading import target_from_model
+from longtrain.targets.model import Target
 
 KVPRESS = "0.5.5"
 SMALL: dict[str, Any] = {"n_lookahead": 5, "lora_rank": 3, "lora_alpha": 12.0}

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longtrain import cli, methods, provenance
 from longtrain.assets import asset_dir
 from longtrain.methods.longspec.config import Config
-from longtrain.target.loading import load_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import load_target
+from longtrain.targets.shapes import SHAPES
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from longtrain.bench import quantspec_text
 from longtrain.cache.room import NoRoomError
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 EMPTY = r"lengths=\[\]; allowed: one or more prompt lengths"
 BATCHES = r"suite.batches=\[.*\]; allowed: one or more batch sizes, each 1 or more"

@@ -13,7 +13,7 @@ from longtrain.jobs import eval as evaluation
 from longtrain.jobs import eval_acceptance, shape_from
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
-from longtrain.target.loading import load_target, random_target
+from longtrain.targets.loading import load_target, random_target
 
 SMALL = (
     "suite=smoke",

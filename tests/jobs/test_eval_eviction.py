@@ -17,7 +17,7 @@ from longtrain.jobs import eval as evaluation
 from longtrain.jobs.eval_eviction import budgets_of, protocol_of
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.lookaheadkv.config import Config as LookaheadConfig
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 SMALL = (
     "suite=eviction_quick",

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from longtrain.artifact import Artifact
-from longtrain.data.prepared import Writer
+from longtrain.data.rows.prepared import Writer
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.jobs import export
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 
 def test_export_writes_what_was_trained(composed, trained, tmp_path, target_folder):

@@ -11,7 +11,7 @@ from longtrain.jobs import generate, train
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.lookaheadkv import config as lookaheadkv
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 NEW = ("decode.max_new_tokens=20",)
 

@@ -10,7 +10,7 @@ from longtrain.errors import ConfigError
 from longtrain.jobs import plan
 from longtrain.jobs.plan_decoding import plain_row, quantised_row
 from longtrain.methods.quantspec.config import Config
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 INFO = TargetInfo(
     name="8b", family="llama", n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_size=4096,

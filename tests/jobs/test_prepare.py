@@ -4,7 +4,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from longtrain.data.prepared import Prepared
+from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.prepare import ensure_prepared, run
 

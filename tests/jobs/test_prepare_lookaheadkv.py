@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from longtrain import cli
-from longtrain.data.mask import spans
-from longtrain.data.prepared import Prepared
+from longtrain.data.chat.mask import spans
+from longtrain.data.rows.prepared import Prepared
 
 SMALL = (
     "+recipe=lookaheadkv_tiny",
@@ -55,7 +55,11 @@ def test_gold_answers_with_the_question_in_or_out_of_the_prompt(monkeypatch, tmp
     from longtrain.assets import asset_dir
 
     tokenizer = AutoTokenizer.from_pretrained(asset_dir("bundled") / "tiny")
-    overrides = ("data.answers=source", "data.answer_tokens=64", "+data.sources.2.options.tasks=[needles]")
+    overrides = (
+        "data.answers=source",
+        "data.answer_tokens=64",
+        "+data.sources.2.options.tasks=[needles]",
+    )
     data = prepared(monkeypatch, tmp_path, *overrides, f"data.question={question}")
     at = data.names.index("questions#0")
     ids = data.ids[data.start[at] : data.start[at] + data.length[at]]

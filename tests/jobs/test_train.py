@@ -16,9 +16,9 @@ WORDS = "the quick brown fox jumps over a lazy dog while seven clever owls watch
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory):
-    from longtrain.target.loading import random_target
-    from longtrain.target.shapes import SHAPES
-    from longtrain.target.tokenizer import train_tokenizer
+    from longtrain.targets.loading import random_target
+    from longtrain.targets.shapes import SHAPES
+    from longtrain.targets.tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("target")
     model = random_target({**SHAPES["llama_micro"], "vocab_size": 300}, seed=0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from longtrain.kernels import hier_layout
+from longtrain.kernels.hierarchical import layout as hier_layout
 from longtrain.kernels.tree_attention import CAUSAL, tree_bits
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from longtrain.kernels.hier_layout import RING, Ring, Split, new_planes
+from longtrain.kernels.hierarchical.layout import RING, Ring, Split, new_planes
 
 NAMES = ("k_upper", "k_lower", "v_upper", "v_lower", "k_step", "k_zero", "v_step", "v_zero")
 

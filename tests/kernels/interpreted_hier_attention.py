@@ -6,9 +6,9 @@ import pytest
 import torch
 from attention_cases import distance, hier_case, mask_named
 
-from longtrain.kernels import hier_attention_reference as reference
-from longtrain.kernels.hier_attention import hier_attention, kernel_serves
-from longtrain.kernels.hier_layout import Split
+from longtrain.kernels.hierarchical import attention_reference as reference
+from longtrain.kernels.hierarchical.attention import hier_attention, kernel_serves
+from longtrain.kernels.hierarchical.layout import Split
 
 CASES = {
     "four bits, a full ring": (4, Split.FLOOR, "tree", {"G": 1, "blocks": (3,), "recent": (381,)}),

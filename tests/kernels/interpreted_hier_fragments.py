@@ -9,9 +9,9 @@ import warp_emulator
 from attention_cases import distance, hier_case, mask_named
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from longtrain.kernels import hier_attention_reference as reference
-from longtrain.kernels import hier_fragments_launch as launch
-from longtrain.kernels.hier_layout import Split
+from longtrain.kernels.hierarchical import attention_reference as reference
+from longtrain.kernels.hierarchical import fragments_launch as launch
+from longtrain.kernels.hierarchical.layout import Split
 
 T = launch.Tile
 CASES = {

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
 
-from longtrain.kernels import hier_quant, hier_quant_reference
-from longtrain.kernels.hier_layout import Lens, Split
+from longtrain.kernels.hierarchical import quantise as hier_quant
+from longtrain.kernels.hierarchical import quantise_reference as hier_quant_reference
+from longtrain.kernels.hierarchical.layout import Lens, Split
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

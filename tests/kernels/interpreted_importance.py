@@ -6,13 +6,13 @@ import pytest
 import torch
 from importance_cases import Case, eager, one, several
 
-from longtrain.kernels import importance_launch as launch
-from longtrain.kernels import importance_reference as reference
 from longtrain.kernels.importance import (
     Span,
     importance,
     kernels_serve,
+    launch,
     own_importance,
+    reference,
     suffix_attention,
     suffix_lse,
 )

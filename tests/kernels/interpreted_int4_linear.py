@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from longtrain.kernels.int4_linear import Int4Linear, written_out
-from longtrain.kernels.int4_linear_launch import Tile, small_linear
+from longtrain.kernels.int4_linear.launch import Tile, small_linear
 
 TILES = (Tile(32, 8), Tile(16, 2, held=1, groups=2, stages=2), Tile(64, 1, held=0, rows=8))
 

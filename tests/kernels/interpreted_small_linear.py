@@ -4,8 +4,10 @@ import pytest
 import torch
 from small_linear_cases import CLOSE, made
 
-from longtrain.kernels import small_linear, small_linear_launch, small_linear_reference
-from longtrain.kernels.small_linear_launch import Tile
+from longtrain.kernels import small_linear
+from longtrain.kernels.small_linear import launch as small_linear_launch
+from longtrain.kernels.small_linear import reference as small_linear_reference
+from longtrain.kernels.small_linear.launch import Tile
 
 TILES = (Tile(32, 2, step=32, stages=2), Tile(16, 4, step=16), Tile(64, 1, step=32), Tile(8, 8, step=16))
 

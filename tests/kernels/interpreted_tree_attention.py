@@ -6,9 +6,7 @@ import pytest
 import torch
 from attention_cases import dense_case, mask_named
 
-from longtrain.kernels import tree_attention_launch as launch
-from longtrain.kernels import tree_attention_reference as reference
-from longtrain.kernels.tree_attention import kernel_serves, tree_attention
+from longtrain.kernels.tree_attention import kernel_serves, launch, reference, tree_attention
 
 CASES = {
     "one row, no prefix": ("causal", 1, {"lens": (0,), "T": 1}),

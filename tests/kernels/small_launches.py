@@ -32,9 +32,11 @@ from longtrain import methods
 from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
-from longtrain.kernels import hier_attention, hier_quant, importance, tree_attention
-from longtrain.kernels.hier_layout import Ring, Split, new_planes
-from longtrain.target.loading import random_target
+from longtrain.kernels import importance, tree_attention
+from longtrain.kernels.hierarchical import attention as hier_attention
+from longtrain.kernels.hierarchical import quantise as hier_quant
+from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
+from longtrain.targets.loading import random_target
 
 Jobs: TypeAlias = Iterator[Callable[[], None]]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,15 +11,13 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
-from longtrain.kernels import (
-    hier_attention_launch,
-    hier_attention_triton,
-    hier_fragments_launch,
-    hier_fragments_triton,
-    tree_attention_launch,
-)
-from longtrain.kernels import tree_attention_triton as tree
 from longtrain.kernels.aot import compile_kernel
+from longtrain.kernels.hierarchical import attention_kernel as hier_attention_triton
+from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
+from longtrain.kernels.hierarchical import fragments_kernel as hier_fragments_triton
+from longtrain.kernels.hierarchical import fragments_launch as hier_fragments_launch
+from longtrain.kernels.tree_attention import kernel as tree
+from longtrain.kernels.tree_attention import launch as tree_attention_launch
 
 STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s")
 

@@ -10,11 +10,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch
 
-from longtrain.kernels import hier_fragments_launch as fragments
-from longtrain.kernels import importance_backward, importance_launch, importance_triton
-from longtrain.kernels import tree_attention_launch as merging
 from longtrain.kernels.aot import compile_kernel
+from longtrain.kernels.hierarchical import fragments_launch as fragments
 from longtrain.kernels.importance import Span
+from longtrain.kernels.importance import backward as importance_backward
+from longtrain.kernels.importance import kernel as importance_triton
+from longtrain.kernels.importance import launch as importance_launch
+from longtrain.kernels.tree_attention import launch as merging
 
 SPANS = (Span((0, 32), 0, (0, 4096)),)
 """LookaheadKV's 32 rows after a prompt."""

@@ -6,9 +6,9 @@ What the real operators give is tested by the GPU tests of `test_packed_attentio
 import pytest
 import torch
 
-from longtrain.kernels import flash, reference
-from longtrain.kernels import packed_attention as kernel
-from longtrain.kernels.packed_attention import packed_attention
+from longtrain.kernels.attention import flash, reference
+from longtrain.kernels.attention import packed as kernel
+from longtrain.kernels.attention.packed import packed_attention
 
 CALLS = []
 

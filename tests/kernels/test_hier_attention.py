@@ -4,10 +4,10 @@ from attention_cases import distance, hier_case, mask_named
 from interpreter import passes_interpreted
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.kernels import hier_attention_reference as reference
-from longtrain.kernels.hier_attention import hier_attention
-from longtrain.kernels.hier_layout import Split
-from longtrain.kernels.hier_quant_reference import dequantise
+from longtrain.kernels.hierarchical import attention_reference as reference
+from longtrain.kernels.hierarchical.attention import hier_attention
+from longtrain.kernels.hierarchical.layout import Split
+from longtrain.kernels.hierarchical.quantise_reference import dequantise
 from longtrain.kernels.tree_attention import CAUSAL, tree_bits
 
 
@@ -51,8 +51,8 @@ def test_bad_shapes_are_refused():
 def test_a_tile_that_cannot_be_served_is_refused():
     """Else the general kernel would be timed under its name."""
     pytest.importorskip("triton", reason="the kernels need triton")
-    from longtrain.kernels import hier_attention_launch as launch
-    from longtrain.kernels import hier_fragments_launch as fragments
+    from longtrain.kernels.hierarchical import attention_launch as launch
+    from longtrain.kernels.hierarchical import fragments_launch as fragments
 
     for D, H, bits in ((128, 2, 4), (64, 2, 4), (128, 8, 8)):
         q, planes, ring, lens = hier_case(split=Split.FLOOR, D=D, H=H, T=2, dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def test_a_tile_that_cannot_be_served_is_refused():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_only_tiles_that_run_are_offered(bits):
     pytest.importorskip("triton", reason="the kernels need triton")
-    from longtrain.kernels import hier_attention_launch as launch
+    from longtrain.kernels.hierarchical import attention_launch as launch
 
     bf16 = torch.bfloat16
     for group, rows, D, dtype, few in (
@@ -83,8 +83,8 @@ def test_only_tiles_that_run_are_offered(bits):
 
 @pytest.mark.gpu
 def test_a_tile_for_fewer_rows_is_refused():
-    from longtrain.kernels import hier_attention_launch as launch
-    from longtrain.kernels import hier_fragments_launch as fragments
+    from longtrain.kernels.hierarchical import attention_launch as launch
+    from longtrain.kernels.hierarchical import fragments_launch as fragments
 
     q, planes, ring, lens = hier_case(split=Split.FLOOR, D=128, H=8, T=3, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ConfigError, match="12 packed rows"):

@@ -6,9 +6,9 @@ from hier_cases import planes_of, ring_of, rows, same, strided
 from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
-from longtrain.kernels import hier_quant
-from longtrain.kernels import hier_quant_reference as twin
-from longtrain.kernels.hier_layout import BLOCK, Lens, Split, check_shape
+from longtrain.kernels.hierarchical import quantise as hier_quant
+from longtrain.kernels.hierarchical import quantise_reference as twin
+from longtrain.kernels.hierarchical.layout import BLOCK, Lens, Split, check_shape
 
 
 def test_where_each_code_lies():
@@ -100,8 +100,9 @@ def test_it_compiles_for_hopper_without_spills(split, dim):
     """Two programs fit on a multiprocessor (65536 registers), rows are read 16 bytes at a time, and only the
     divisions of the program's number convert."""
     pytest.importorskip("triton", reason="the kernels need triton")
-    from longtrain.kernels import aot, hier_quant_launch
-    from longtrain.kernels.hier_quant_triton import quantise_kernel
+    from longtrain.kernels import aot
+    from longtrain.kernels.hierarchical import quantise_launch as hier_quant_launch
+    from longtrain.kernels.hierarchical.quantise_kernel import quantise_kernel
 
     types = {name: "*fp16" for name in ("ks_ptr", "kz_ptr", "vs_ptr", "vz_ptr")}
     types |= {name: "*u8" for name in ("ku_ptr", "kl_ptr", "vu_ptr", "vl_ptr")}

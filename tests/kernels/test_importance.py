@@ -4,16 +4,16 @@ from importance_cases import Case, eager, one, several
 from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
-from longtrain.kernels import importance_reference as reference
-from longtrain.kernels import spans as tables
 from longtrain.kernels.importance import (
     Span,
     importance,
     kernels_serve,
     own_importance,
+    reference,
     suffix_attention,
     suffix_lse,
 )
+from longtrain.kernels.importance import spans as tables
 
 CASES = {
     "one row, one key": one(1, 1, 4, 1, 16),

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from longtrain.errors import DataError
-from longtrain.kernels import flash, reference
-from longtrain.kernels import packed_attention as kernel
-from longtrain.kernels.packed_attention import packed_attention
-from longtrain.kernels.segments import joined, segments, spread
+from longtrain.kernels.attention import flash, reference
+from longtrain.kernels.attention import packed as kernel
+from longtrain.kernels.attention.packed import packed_attention
+from longtrain.kernels.attention.segments import joined, segments, spread
 
 CASES = {
     "one square": ((0, 9), (0, 9), None),

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from longtrain.kernels import ragged_attention as ragged
-from longtrain.kernels import reference
-from longtrain.kernels.ragged_attention import (
+from longtrain.kernels.attention import ragged, reference
+from longtrain.kernels.attention.ragged import (
     even_attention,
     masked_rows,
     merge_pieces,

@@ -8,7 +8,8 @@ from interpreter import passes_interpreted
 from small_linear_cases import CLOSE, made
 from torch.nn.functional import linear, silu
 
-from longtrain.kernels import small_linear, small_linear_reference
+from longtrain.kernels import small_linear
+from longtrain.kernels.small_linear import reference as small_linear_reference
 
 BF16 = torch.bfloat16
 

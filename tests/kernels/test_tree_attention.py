@@ -4,8 +4,7 @@ from attention_cases import dense_case, distance, forest, mask_named
 from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
-from longtrain.kernels import tree_attention_reference as reference
-from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
+from longtrain.kernels.tree_attention import CAUSAL, reference, tree_attention, tree_bits
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "tree"])

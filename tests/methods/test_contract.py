@@ -9,11 +9,11 @@ import torch
 
 from longtrain import methods
 from longtrain.artifact import Artifact
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.methods.spec import MethodSpec, Objective
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 SPECS = [methods.get(name) for name in methods.names()]
 LEARNED = [spec for spec in SPECS if spec.objective is not None and spec.data is None]

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.methods.spec import Loss
 from longtrain.training.figures import Pool
 

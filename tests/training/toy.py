@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.errors import LongtrainError
 from longtrain.methods.spec import Loss, Objective
 from longtrain.training.callbacks import Stopped

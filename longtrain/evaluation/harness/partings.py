@@ -17,7 +17,7 @@ from longtrain.evaluation.task import Example, Task
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

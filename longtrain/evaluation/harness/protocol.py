@@ -16,7 +16,7 @@ from longtrain.evaluation.task import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Json = dict[str, Any]
 VERSION = 1
@@ -52,7 +52,7 @@ def protocol_of(suite: Suite, target: Target, sampling: Sampling) -> Protocol:
     Raises:
         ConfigError: a task's answers do not fit the target's window.
     """
-    from longtrain.data.prepare import tokenizer_hash
+    from longtrain.data.rows.prepare import tokenizer_hash
 
     template = getattr(target.tokenizer, "chat_template", None)
     tasks: Json = {}

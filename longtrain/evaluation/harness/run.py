@@ -26,7 +26,7 @@ from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Measured, Task
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 Json = dict[str, Any]
 

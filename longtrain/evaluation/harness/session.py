@@ -34,7 +34,7 @@ from longtrain.evaluation.systems import System
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 
-from longtrain.data.files import read_jsonl, read_text
+from longtrain.data.read.files import read_jsonl, read_text
 from longtrain.errors import ConfigError, DataError
 
 _TASK = (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longtrain.data.files import PACKED_SUFFIXES, local_file, read_jsonl
+from longtrain.data.read.files import PACKED_SUFFIXES, local_file, read_jsonl
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.fields import check_fields
 from longtrain.evaluation.task import Example

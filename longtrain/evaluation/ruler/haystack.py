@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from longtrain.assets import asset_dir
-from longtrain.data.files import read_text
+from longtrain.data.read.files import read_text
 from longtrain.errors import DataError
 from longtrain.evaluation.contexts import read_texts
 

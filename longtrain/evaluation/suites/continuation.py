@@ -23,7 +23,7 @@ from longtrain.evaluation.task import Example, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 NAME = "acceptance"
 TITLE = "Acceptance by context length"

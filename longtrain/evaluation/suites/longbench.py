@@ -18,7 +18,7 @@ from longtrain.evaluation.task import Example
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 COPY = "rows of a copy: tasks and counts are those published, the contents were not compared"
 """Said of rows that do not come from the authors' data set: no hash of its files is published."""

@@ -32,7 +32,7 @@ from longtrain.evaluation.task import Example, Facet, Task
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 OFFICIAL = Published("LongBench-Write", max_new_tokens=32768, temperature=0.5, max_tokens=1024, tries=5)
 ROWS = 120

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtrain.data.files import HUB, PACKED_SUFFIXES, local_file
+from longtrain.data.read.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
@@ -18,7 +18,7 @@ from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 TITLE = "LongProc html_to_tsv"
 MAX_NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtrain.data.files import PACKED_SUFFIXES, read_jsonl
+from longtrain.data.read.files import PACKED_SUFFIXES, read_jsonl
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.fields import check_fields
 from longtrain.evaluation.judge.marker import JudgeMarker, marks_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 TEMPERATURES = {
     "writing": 0.7,

@@ -23,16 +23,16 @@ from longtrain.evaluation.task import Example, Facet, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.data.synthetic import RetrievalWriter
+    from longtrain.data.retrieval.synthetic import RetrievalWriter
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 TITLE = "Needle grid"
 WORDING = (
     "Some special magic numbers are hidden within the following text. ... One of the special magic numbers "
     "for KEY is: VALUE. ... What are all the special magic numbers for KEY mentioned in the provided text?"
 )
-"""What a prompt says, for readers; `data/phrases.py` writes it."""
+"""What a prompt says, for readers; `data/retrieval/phrases.py` writes it."""
 
 KEPT = 64
 """Prompts kept in memory between encoding and scoring."""

@@ -24,7 +24,7 @@ from longtrain.evaluation.task import Example, Measured, rows_sha256
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 JOINS = {"wikitext2": "\n\n", "c4": " "}
 """Corpus -> what its texts are joined by, as in published figures; texts of others are read alone."""

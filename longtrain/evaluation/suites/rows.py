@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longtrain.data.files import HUB, local_file, read_jsonl
-from longtrain.data.manifest import Part, resolve, rows
+from longtrain.data.read.files import HUB, local_file, read_jsonl
+from longtrain.data.read.manifest import Part, resolve, rows
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.fields import check_fields
 

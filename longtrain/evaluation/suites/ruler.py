@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtrain.data.files import local_file
-from longtrain.data.manifest import Part, resolve, rows
+from longtrain.data.read.files import local_file
+from longtrain.data.read.manifest import Part, resolve, rows
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import ruler
 from longtrain.evaluation.metrics.ruler import percent
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 TITLE = "RULER"
 SAMPLES = 500

@@ -21,7 +21,7 @@ from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
 """Tasks of LongBench. Source: LongSpec Section 4.1."""

@@ -11,7 +11,7 @@ from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.task import Task
 
 if TYPE_CHECKING:
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 

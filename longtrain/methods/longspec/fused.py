@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.kernels.fused_layer import Norms, Slots, add_rms_norm, rotate_heads
-from longtrain.target.fused import Dense, joined
+from longtrain.targets.fused import Dense, joined
 
 if TYPE_CHECKING:
     from longtrain.layers import GroupedQuery, RMSNorm, Rope

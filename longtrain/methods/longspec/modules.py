@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from longtrain.kernels.packed_attention import packed_attention
+from longtrain.kernels.attention.packed import packed_attention
 from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
 
 if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.indices import Chunk
-    from longtrain.target.info import TargetInfo
+    from longtrain.targets.info import TargetInfo
 
 
 class LongSpecDraft(nn.Module):

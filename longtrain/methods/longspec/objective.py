@@ -20,11 +20,11 @@ from longtrain.methods.longspec import indices
 from longtrain.methods.spec import Loss, Objective
 
 if TYPE_CHECKING:
-    from longtrain.data.batch import Batch
+    from longtrain.data.rows.batch import Batch
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
-    from longtrain.target.model import Target
-    from longtrain.target.step import PackedStep
+    from longtrain.targets.model import Target
+    from longtrain.targets.step import PackedStep
 
 
 @dataclass(frozen=True)

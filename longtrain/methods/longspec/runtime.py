@@ -22,13 +22,13 @@ from longtrain.kernels.greedy import argmax_rows
 from longtrain.kernels.int4_linear import GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.methods.longspec.ring import Ring
-from longtrain.target.step import TargetStep, Want
+from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
     from longtrain.layers import Rope
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 @dataclass(frozen=True)

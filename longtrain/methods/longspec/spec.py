@@ -16,8 +16,8 @@ from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
-from longtrain.target.info import TargetInfo
-from longtrain.target.model import Target
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 CROSS_SHARE = 0.3
 """Size of what the cross-attention adds at the start, relative to the residual stream it joins (rms): it

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
-from longtrain.target.suffix import GROUPS, LAST, LayerLora, Lora
+from longtrain.targets.suffix import GROUPS, LAST, LayerLora, Lora
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
-    from longtrain.target.info import TargetInfo
+    from longtrain.targets.info import TargetInfo
 
 STD = 0.02
 """Of fresh soft tokens until the target's own embeddings are known."""

@@ -16,13 +16,13 @@ from longtrain.methods.lookaheadkv.rows import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import Sample, Truth, moved, positions, prompt_ids, samples
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.spec import Loss, Objective
-from longtrain.target.suffix import SuffixRun
+from longtrain.targets.suffix import SuffixRun
 
 if TYPE_CHECKING:
-    from longtrain.data.batch import Batch
+    from longtrain.data.rows.batch import Batch
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.methods.lookaheadkv.modules import LookaheadKV
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 _TOGETHER = 2**24

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import sizes
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 FOLDER = "peft"
 PREFIX = "base_model.model.model."

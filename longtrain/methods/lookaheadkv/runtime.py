@@ -20,13 +20,13 @@ from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
 from longtrain.methods.lookaheadkv.rows import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import moved
-from longtrain.target.suffix import SuffixRun
+from longtrain.targets.suffix import SuffixRun
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.methods.lookaheadkv.modules import LookaheadKV
-    from longtrain.target.attention import Watch
-    from longtrain.target.model import Target
+    from longtrain.targets.attention import Watch
+    from longtrain.targets.model import Target
 
 ADAPTIVE = (False, "heads", "layers")
 """Whether budgets are the same for all heads, or shared among the heads of a layer or of all layers."""

@@ -18,7 +18,7 @@ from longtrain.errors import DataError
 from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
 
 if TYPE_CHECKING:
-    from longtrain.data.batch import Batch
+    from longtrain.data.rows.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
 from longtrain.methods.lookaheadkv.runtime import ADAPTIVE, LookaheadEvictor
 from longtrain.methods.spec import MethodSpec
-from longtrain.target.info import TargetInfo
-from longtrain.target.model import Target
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive")
 

@@ -18,7 +18,7 @@ from longtrain.decoding.evict import Budget
 
 if TYPE_CHECKING:
     from longtrain.methods.magicdec.config import Config
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 ROOM = 32
 """Rows that a draft may have behind those of the text."""

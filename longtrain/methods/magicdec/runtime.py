@@ -18,12 +18,12 @@ from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.magicdec.choice import Choice, First, Scored
 from longtrain.methods.magicdec.rows import ROOM, Layout, SparseRows
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
     from longtrain.methods.magicdec.config import Config
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 class MagicDecRuntime:

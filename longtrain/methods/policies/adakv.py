@@ -17,7 +17,7 @@ from longtrain.decoding.select import max_pool, top_adaptive
 from longtrain.errors import ConfigError
 from longtrain.methods.policies import POLICIES, make, policy_class
 from longtrain.methods.policies.base import BasePolicy, Scorer
-from longtrain.target.attention import Watch
+from longtrain.targets.attention import Watch
 
 
 class ScoringEvictor(Scorer, Evictor, Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top
 from longtrain.errors import ConfigError
-from longtrain.target.attention import Watch
+from longtrain.targets.attention import Watch
 
 
 @runtime_checkable

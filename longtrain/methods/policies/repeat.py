@@ -11,7 +11,7 @@ from longtrain.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 FIRST = "Repeat the previous context exactly."
 LATER = "Repeat the part of the previous context exactly, starting with"

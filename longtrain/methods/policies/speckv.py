@@ -18,8 +18,8 @@ from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.policies.base import Policy
-from longtrain.target.loading import load_target
-from longtrain.target.model import Target
+from longtrain.targets.loading import load_target
+from longtrain.targets.model import Target
 
 
 @dataclass

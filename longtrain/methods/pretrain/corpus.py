@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from longtrain.data.files import TEXT_SUFFIXES, find, read_jsonl, read_text, stem
-from longtrain.data.mixture import Mixture
-from longtrain.data.prepared import replacing, sha256_file
-from longtrain.data.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
-from longtrain.data.wordlist import ADJECTIVES, NOUNS
+from longtrain.data.read.files import TEXT_SUFFIXES, find, read_jsonl, read_text, stem
+from longtrain.data.retrieval.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
+from longtrain.data.retrieval.wordlist import ADJECTIVES, NOUNS
+from longtrain.data.rows.mixture import Mixture
+from longtrain.data.rows.prepared import replacing, sha256_file
 from longtrain.errors import DataError
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
-from longtrain.target.tokenizer import train_tokenizer
+from longtrain.targets.tokenizer import train_tokenizer
 
 log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.methods.pretrain.config import Config
-from longtrain.target.bundle import LlamaShape, build_llama, packed_hidden
+from longtrain.targets.bundle import LlamaShape, build_llama, packed_hidden
 
 
 class Pretrained(nn.Module):

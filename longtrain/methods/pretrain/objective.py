@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.pretrain.modules import Pretrained
 from longtrain.methods.spec import Loss, Objective

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from longtrain.data.config import Stage
-from longtrain.data.module import MixtureModule, check_context
+from longtrain.data.rows.module import MixtureModule, check_context
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
@@ -18,9 +18,9 @@ from longtrain.methods.pretrain.corpus import build_corpus, load_mixture
 from longtrain.methods.pretrain.modules import Pretrained
 from longtrain.methods.pretrain.objective import PretrainObjective
 from longtrain.methods.spec import DataRun, MethodSpec
-from longtrain.target.bundle import save_bundle
-from longtrain.target.info import TargetInfo
-from longtrain.target.model import Target
+from longtrain.targets.bundle import save_bundle
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target
 
 KEYS = (
     "name",

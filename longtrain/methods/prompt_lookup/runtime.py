@@ -16,11 +16,11 @@ from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.decoding.tree import chain
 from longtrain.errors import ConflictError
 from longtrain.methods.prompt_lookup.history import History
-from longtrain.target.step import TargetStep, Want
+from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 class PromptLookupRuntime:

@@ -12,8 +12,8 @@ from longtrain.methods import beside
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.target.info import TargetInfo
-from longtrain.target.model import Target
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:

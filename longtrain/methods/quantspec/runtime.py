@@ -14,12 +14,12 @@ from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.rollout import check_chain, rollout
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConflictError
-from longtrain.target.int4 import Int4Target
-from longtrain.target.step import Rows, TargetStep, Want
+from longtrain.targets.int4 import Int4Target
+from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
-    from longtrain.target.model import Target
+    from longtrain.targets.model import Target
 
 
 class QuantSpecRuntime:

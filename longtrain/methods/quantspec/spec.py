@@ -9,13 +9,13 @@ from torch import nn
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
-from longtrain.kernels.hier_layout import Split, check_shape
+from longtrain.kernels.hierarchical.layout import Split, check_shape
 from longtrain.methods.quantspec.config import Config
 from longtrain.methods.quantspec.runtime import QuantSpecRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.target.info import TargetInfo
-from longtrain.target.int4 import Int4Target
-from longtrain.target.model import Target
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.int4 import Int4Target
+from longtrain.targets.model import Target
 
 _ROUND = 1024
 """Tokens that a cache's room is a multiple of, so that prompts of about one length share it."""

@@ -13,8 +13,8 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.systems import Builder
-from longtrain.target.loading import load_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import load_target
+from longtrain.targets.shapes import SHAPES
 
 from .toys import suite
 

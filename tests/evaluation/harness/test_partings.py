@@ -20,8 +20,8 @@ from longtrain.evaluation.systems import ARTIFACT, COMBINED, FULL_CACHE, System
 from longtrain.jobs.eval_harness import exactness_of
 from longtrain.methods import policies
 from longtrain.methods.longspec.config import Config
-from longtrain.target.loading import load_target, random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import load_target, random_target
+from longtrain.targets.shapes import SHAPES
 
 from .toys import suite, task
 

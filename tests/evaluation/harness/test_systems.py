@@ -16,8 +16,8 @@ from longtrain.evaluation.suite import EVICTOR
 from longtrain.evaluation.systems import FULL_CACHE, Builder
 from longtrain.methods.longspec.config import Config as DraftConfig
 from longtrain.methods.lookaheadkv.config import Config as LookConfig
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 from .toys import suite, task
 

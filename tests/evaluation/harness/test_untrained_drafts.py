@@ -8,8 +8,8 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ConfigError
 from longtrain.evaluation.systems import FULL_CACHE, Builder
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 from .toys import suite
 

@@ -6,8 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"

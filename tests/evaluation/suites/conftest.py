@@ -15,7 +15,7 @@ from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import FULL, System
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 from byte_target import byte_target, byte_tokenizer
 from torch.nn.functional import cross_entropy
 
-from longtrain.data.tokenizer import read_tokenizer
+from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from longtrain.assets import asset_dir
-from longtrain.data.files import local_file
+from longtrain.data.read.files import local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.suites import SUITES, rows
 from longtrain.evaluation.suites.rows import existing_file, read_rows

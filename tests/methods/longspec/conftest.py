@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 
 @pytest.fixture(params=["llama_micro", "qwen3_micro", "qwen2_micro"])

@@ -14,8 +14,8 @@ from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
-from longtrain.target.loading import random_target
-from longtrain.target.step import Rows, TargetStep
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Rows, TargetStep
 
 pytestmark = pytest.mark.gpu
 CONFIG = Config(window=12, chunk_tokens=32)

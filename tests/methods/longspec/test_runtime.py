@@ -19,9 +19,9 @@ from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.ring import Ring
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
-from longtrain.target.step import Rows, TargetStep
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
+from longtrain.targets.step import Rows, TargetStep
 
 WINDOW = 6
 CONFIG = Config(window=WINDOW)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
-from longtrain.target.loading import random_target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from longtrain.decoding.evict import PromptRun
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
-from longtrain.target.loading import random_target
-from longtrain.target.step import Rows, Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Rows, Want
 
 CONFIG = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
 

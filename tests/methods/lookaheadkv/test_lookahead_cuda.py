@@ -14,7 +14,7 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.evict import PromptRun
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 pytestmark = pytest.mark.gpu
 CONFIG = Config(n_lookahead=8, lora_rank=4)

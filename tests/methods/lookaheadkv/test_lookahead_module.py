@@ -11,7 +11,7 @@ from longtrain import methods
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
-from longtrain.target.info import TargetInfo
+from longtrain.targets.info import TargetInfo
 
 PUBLISHED = {  # layers, query heads, KV heads, head dim, hidden, intermediate -> M parameters, % of the model
     "llama32_1b": ((16, 32, 8, 64, 2048, 8192), 5.42, 0.44, 1.236),

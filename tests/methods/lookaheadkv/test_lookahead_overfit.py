@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from longtrain import methods
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.methods.lookaheadkv.config import Config
 
 

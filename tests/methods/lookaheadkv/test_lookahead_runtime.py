@@ -16,7 +16,7 @@ from longtrain.methods import policies
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.runtime import LookaheadRows
 from longtrain.methods.policies.base import Scorer
-from longtrain.target.step import Rows, Want
+from longtrain.targets.step import Rows, Want
 
 CONFIG = Config(n_lookahead=5, lora_rank=3, lora_alpha=6.0)
 LENGTHS = [31, 12, 50]

@@ -18,8 +18,8 @@ from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.magicdec.config import Config
 from longtrain.methods.magicdec.rows import Layout
 from longtrain.methods.policies.snapkv import SnapKV
-from longtrain.target.loading import random_target
-from longtrain.target.step import Rows, Want
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Rows, Want
 
 SPEC = methods.get("magicdec")
 CHAIN = TreeShape((1,) * 4)

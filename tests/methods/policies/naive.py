@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from longtrain.target.loading import random_target
-from longtrain.target.model import Target
-from longtrain.target.shapes import SHAPES
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
+from longtrain.targets.shapes import SHAPES
 
 
 def micro(shape: str = "llama_micro", *, seed: int = 0, **changes: Any) -> Target:

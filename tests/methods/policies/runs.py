@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from longtrain.decoding.evict import Evictor, Keep, PromptRun
-from longtrain.target.model import Target
-from longtrain.target.step import Rows
+from longtrain.targets.model import Target
+from longtrain.targets.step import Rows
 
 
 @torch.no_grad()

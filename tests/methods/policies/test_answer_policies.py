@@ -14,7 +14,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods import policies
 from longtrain.methods.policies import speckv
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 from .naive import Eager, Evicted, group_mean, micro, pooled, top_with_window
 from .runs import kept, prefilled, prompts_of

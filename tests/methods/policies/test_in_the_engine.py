@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.tokenizer import read_tokenizer
+from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from longtrain.data.batch import Batch
+from longtrain.data.rows.batch import Batch
 from longtrain.errors import ConfigError, DataError
 from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.pretrain.corpus import build_corpus
 from longtrain.methods.pretrain.spec import SPEC
 from longtrain.methods.spec import DataRun
-from longtrain.target.loading import load_target
+from longtrain.targets.loading import load_target
 
 SMALL = dict(
     vocab_size=600, hidden_size=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=48,

@@ -14,7 +14,7 @@ from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.history import History
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
-from longtrain.target.loading import random_target
+from longtrain.targets.loading import random_target
 
 SPEC = methods.get("prompt_lookup")
 CHAIN = TreeShape((1,) * 4)

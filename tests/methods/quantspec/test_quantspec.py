@@ -17,9 +17,9 @@ from longtrain.evaluation.exactness import compare
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods import policies
 from longtrain.methods.quantspec.config import Config
-from longtrain.target.int4 import Int4Target
-from longtrain.target.loading import random_target
-from longtrain.target.step import Rows, Want
+from longtrain.targets.int4 import Int4Target
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Rows, Want
 
 SPEC = methods.get("quantspec")
 MICRO = {

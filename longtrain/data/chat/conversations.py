@@ -1,0 +1,187 @@
+"""Conversations as tokens and labels: every answer, or a prompt and its last answer.
+
+Shapes: T tokens of one conversation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longtrain.data.chat import mask as masks
+from longtrain.data.read.adapters import Document, Message
+from longtrain.data.config import DataConfig
+from longtrain.data.chat.prompts import Prompt
+from longtrain.errors import DataError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+AUDIT_FIRST, AUDIT_EVERY = 200, 50
+
+
+@dataclass
+class Conversations:
+    """Renders conversations, keeps them within the limit, and checks their labels.
+
+    Args:
+        config: the mixture.
+        tokenizer: the target's.
+        limit: most tokens of a conversation; None: no limit.
+        counts: of what is met.
+    """
+
+    config: DataConfig
+    tokenizer: Any
+    limit: int | None
+    counts: Counter[str]
+    seen: int = 0
+
+    def labelled(self, document: Document) -> tuple[np.ndarray, np.ndarray] | None:
+        """Ids and mask of a whole conversation, every answer a label; None: left out.
+
+        Raises:
+            DataError: the chat template cannot say what the labels are, or says it wrongly.
+        """
+        masks.check_template(self.tokenizer, self.config.mask)
+        messages = list(document.messages or ())
+        if not messages or messages[-1]["role"] != "assistant":
+            self.counts["unanswered"] += 1
+            return None
+        rendered = self._render(messages, document.name)
+        over = 0 if self.limit is None else len(rendered.ids_T) - self.limit
+        if over > 0 and self.config.long_documents == "truncate" and self.config.mask != "all":
+            messages = shorten(self.tokenizer, messages, over)
+            rendered = self._render(messages, document.name)
+            self.counts["truncated"] += 1
+        self._check(rendered, messages, document.name)
+        self.count(len(rendered.ids_T), int(rendered.mask_T.sum()))
+        return rendered.ids_T, rendered.mask_T
+
+    def prompt(self, document: Document, *, recorded: bool) -> Prompt | None:
+        """A conversation without its last answer, its longest turn shortened where that is asked for.
+
+        Args:
+            document: with messages.
+            recorded: keep the last answer, up to `answer_tokens`, as the response.
+
+        Returns:
+            None where the conversation is left out (and counted).
+
+        Raises:
+            DataError: it is too long and `long_documents` is `error`, or the template refuses it.
+        """
+        messages = list(document.messages or ())
+        last = messages[-1:]
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages or (recorded and last[0]["role"] != "assistant"):
+            self.counts["unanswered"] += 1
+            return None
+        if recorded:
+            masks.check_template(self.tokenizer, self.config.mask)
+        asked = self._fitted(messages, document.name)
+        if asked is None:
+            return None
+        messages, ids_T = asked
+        answer_T = None
+        if recorded:
+            whole = self._render([*messages, *last], document.name)
+            self._check(whole, [*messages, *last], document.name)
+            if not whole.mask_T.any():
+                self.counts["unlabelled"] += 1
+                return None
+            begin, end = masks.spans(whole.mask_T)[-1]
+            ids_T, answer_T = (
+                whole.ids_T[:begin],
+                whole.ids_T[begin : min(end, begin + self.config.answer_tokens)],
+            )
+        return Prompt(document, ids_T, self._begin(messages, ids_T, document.name), answer_T)
+
+    def count(self, tokens: int, labels: int) -> None:
+        """Note a conversation, and look at the share of labels after the first ones."""
+        self.counts["conversations"] += 1
+        self.counts["chat tokens"] += tokens
+        self.counts["chat labels"] += labels
+        if self.counts["conversations"] == AUDIT_FIRST:
+            self.check_share()
+
+    def check_share(self) -> None:
+        """Refuse conversations of which nothing, or everything, is a label.
+
+        Raises:
+            DataError: a share of 0% or 100%.
+        """
+        if self.config.mask != "all":
+            labels, tokens = self.counts["chat labels"], self.counts["chat tokens"]
+            masks.check_share(labels, tokens, self.counts["conversations"], "conversations")
+
+    def _render(self, messages: list[Message], name: str) -> masks.Rendered:
+        return masks.render(self.tokenizer, messages, how=self.config.mask, name=name)
+
+    def _check(self, rendered: masks.Rendered, messages: list[Message], name: str) -> None:
+        """Audit the first conversations and a sample of the rest; all or nothing is left to the share."""
+        self.seen += 1
+        if self.config.mask == "all" or (self.seen > AUDIT_FIRST and self.seen % AUDIT_EVERY):
+            return
+        if self.seen > AUDIT_FIRST or (rendered.mask_T.any() and not rendered.mask_T.all()):
+            marker = masks.audit(self.tokenizer, rendered, messages, name=name)
+            if not marker and not self.counts["endless"]:
+                log.warning(
+                    "answers end without an end marker among the labels, so when to stop is not learned; "
+                    "put it inside the chat template's generation marks"
+                )
+            self.counts["endless"] += not marker
+
+    def _fitted(self, messages: list[Message], name: str) -> tuple[list[Message], np.ndarray] | None:
+        """The prompt's turns and tokens, within the limit; None: left out."""
+        ids_T = masks.render_prompt(self.tokenizer, messages, name=name)
+        room = len(ids_T) if self.limit is None else self.limit - self.config.answer_tokens
+        if len(ids_T) > room and self.config.long_documents == "truncate":
+            self.counts["truncated"] += 1
+            messages = shorten(self.tokenizer, messages, len(ids_T) - room)
+            ids_T = masks.render_prompt(self.tokenizer, messages, name=name)
+        if len(ids_T) > room and self.config.long_documents == "error":
+            raise DataError(
+                f"the prompt of {name} has {len(ids_T)} tokens, the limit is {room} "
+                f"(data.max_doc_tokens or the target's context, less data.answer_tokens); shorten it, or "
+                f"pass data.long_documents=truncate"
+            )
+        if len(ids_T) > room:
+            self.counts["long"] += 1
+            return None
+        return messages, ids_T
+
+    def _begin(self, messages: list[Message], ids_T: np.ndarray, name: str) -> int:
+        """Where the labels begin: at the answer, or at the last question where that is asked for."""
+        if self.config.question == "prompt":
+            return len(ids_T)
+        *context, asked = messages
+        question = asked.get("question", "")
+        if question and asked["content"].endswith(question) and asked["content"] != question:
+            before = {**asked, "content": asked["content"].removesuffix(question).rstrip()}
+            without_T = masks.render_prompt(self.tokenizer, [*context, before], name=name)
+        elif any(message["role"] != "system" for message in context):
+            without_T = masks.render(self.tokenizer, context, how="all", name=name).ids_T
+        else:
+            self.counts["inseparable"] += 1
+            return len(ids_T)
+        n = min(len(without_T), len(ids_T))
+        differ = np.flatnonzero(without_T[:n] != ids_T[:n])
+        return max(1, int(differ[0]) if len(differ) else n)
+
+
+def shorten(tokenizer: Any, messages: list[Message], over: int) -> list[Message]:
+    """Cut `over` tokens (and a few more) out of the middle of the longest turn not the assistant's."""
+    asked = [i for i, message in enumerate(messages) if message["role"] != "assistant"]
+    if not asked:
+        return messages
+    longest = max(asked, key=lambda i: len(messages[i]["content"]))
+    ids = tokenizer(messages[longest]["content"], add_special_tokens=False, verbose=False)["input_ids"]
+    keep = max(0, len(ids) - over - 16)
+    head, tail = ids[: keep // 2], ids[len(ids) - (keep - keep // 2) :]
+    content = f"{tokenizer.decode(head)} ... {tokenizer.decode(tail)}" if keep else "..."
+    return [{**m, "content": content} if i == longest else m for i, m in enumerate(messages)]

@@ -1,0 +1,218 @@
+"""Label masks of conversations: which tokens the assistant wrote, and checks that the answer is right.
+
+`mask_T[t]` says that token t itself is a label, predicted from the tokens before it. Objectives pair the
+hidden state at t - 1 with it; a mask shifted against the tokens decodes to something else than the
+assistant's words, which is what `audit` looks at.
+
+Shapes: T tokens of one document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longtrain.data.read.adapters import Message
+from longtrain.errors import DataError
+
+MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as tokens: `ids_T` int64, `mask_T` bool."""
+
+    ids_T: np.ndarray
+    mask_T: np.ndarray
+
+
+def check_template(tokenizer: Any, how: str) -> None:
+    """Refuse a tokenizer whose chat template cannot say which tokens are the assistant's.
+
+    Args:
+        tokenizer: of the target.
+        how: `template` or `prefix`.
+
+    Raises:
+        DataError: no chat template, or `template` is wanted and it has no generation marks.
+    """
+    template = _template(tokenizer)
+    if not template:
+        raise DataError(
+            f"tokenizer {_name(tokenizer)} has no chat template, but the data holds conversations; "
+            f"use a chat model's tokenizer, or prepare plain text (data=text data.text=PATH)"
+        )
+    if how == "template" and not MARKS.search(template):
+        raise DataError(
+            f"the chat template of {_name(tokenizer)} has no {{% generation %}} marks, so the assistant's "
+            f"tokens cannot be told from the rest; put {{% generation %}} ... {{% endgeneration %}} around "
+            f"the assistant's content and end marker in its chat_template.jinja, or pass data.mask=prefix"
+        )
+
+
+def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) -> Rendered:
+    """A conversation as token ids and label mask.
+
+    Args:
+        tokenizer: of the target.
+        messages: turns with `role` and `content`.
+        how: `template`: the template's generation marks say what the assistant wrote. `prefix`: every turn is
+            rendered on its own prefix, and must be a token-exact prefix of the whole. `all`: every token is a
+            label.
+        name: for error messages.
+
+    Raises:
+        DataError: the template refuses the conversation, or (`prefix`) rewrites earlier turns.
+    """
+    if how == "prefix":
+        return _render_by_prefix(tokenizer, messages, name)
+    if how == "all":
+        whole = _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=False)["input_ids"]
+        return Rendered(np.asarray(whole, np.int64), np.ones(len(whole), bool))
+    encoded = _apply(
+        tokenizer,
+        messages,
+        name,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=False,
+    )
+    return Rendered(np.asarray(encoded["input_ids"], np.int64), np.asarray(encoded["assistant_masks"], bool))
+
+
+def render_prompt(tokenizer: Any, messages: Sequence[Message], *, name: str) -> np.ndarray:
+    """The ids of a conversation up to where the assistant begins to write, int64."""
+    encoded = _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=True)
+    return np.asarray(encoded["input_ids"], np.int64)
+
+
+def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
+    """Stretches of labels as (begin, end)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask_T.astype(np.int8), [0]])))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, name: str) -> str:
+    """Check that the labels decode to exactly the assistant's words, each followed by its end marker alone.
+
+    Args:
+        tokenizer: of the target.
+        rendered: the conversation's tokens and mask.
+        messages: what they were made from.
+        name: for error messages.
+
+    Returns:
+        The end marker behind the last answer, among the labels; empty if there is none.
+
+    Raises:
+        DataError: a span is missing, cut, or shifted against the assistant's words.
+    """
+    wanted = [
+        message["content"]
+        for message in messages
+        if message["role"] == "assistant" and message["content"].strip()
+    ]
+    found = spans(rendered.mask_T)
+    if len(found) != len(wanted):
+        raise DataError(
+            f"conversation {name}: {len(found)} stretches of labels for {len(wanted)} answers; the chat "
+            f"template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
+        )
+    marker = ""
+    for (begin, end), content in zip(found, wanted, strict=True):
+        text = tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
+        rest = _after(text, content)
+        if rest is None or _without_marks(tokenizer, rest):
+            raise DataError(
+                f"conversation {name}: labels do not line up with the answer: they read {_cut(text)}, the "
+                f"answer is {_cut(content)}; each label must be the assistant's own token (mask[t] is about "
+                f"token t), then its end marker; check the template's generation marks"
+            )
+        marker = rest.strip()
+    return marker
+
+
+def check_share(labels: int, tokens: int, documents: int, what: str) -> None:
+    """Refuse a corpus of conversations where nothing, or everything, is a label.
+
+    Raises:
+        DataError: a share of 0% or 100%.
+    """
+    if documents and labels == 0:
+        raise DataError(
+            f"0% of the {tokens} tokens in {documents} {what} are labels: nothing would be learned; check "
+            f"the chat template's generation marks and the roles in the data"
+        )
+    if documents and labels == tokens:
+        raise DataError(
+            f"100% of the {tokens} tokens in {documents} {what} are labels, prompts too; check where the "
+            f"chat template's generation marks begin, or say that this is meant with data.mask=all"
+        )
+
+
+def _render_by_prefix(tokenizer: Any, messages: Sequence[Message], name: str) -> Rendered:
+    whole = np.asarray(
+        _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=False)["input_ids"],
+        np.int64,
+    )
+    mask_T = np.zeros(len(whole), bool)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render_prompt(tokenizer, messages[:turn], name=name)
+        through = np.asarray(
+            _apply(tokenizer, messages[: turn + 1], name, return_dict=True)["input_ids"], np.int64
+        )
+        for part in (before, through):
+            if len(part) > len(whole) or not np.array_equal(part, whole[: len(part)]):
+                raise DataError(
+                    f"conversation {name}: data.mask=prefix does not work with this chat template: up to "
+                    f"turn {turn + 1} it is rendered otherwise than within the whole; add generation marks"
+                )
+        mask_T[len(before) : len(through)] = True
+    return Rendered(whole, mask_T)
+
+
+def _apply(tokenizer: Any, messages: Sequence[Message], name: str, **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
+    except Exception as error:
+        raise DataError(
+            f"conversation {name}: the chat template refuses it ({str(error).strip().splitlines()[0]}); "
+            f"roles are {', '.join(message['role'] for message in messages)}"
+        ) from error
+
+
+def _after(text: str, content: str) -> str | None:
+    """What follows the answer in the labelled text, or None if the text does not begin with the answer."""
+    for start in (text, text.removeprefix(" ")):
+        for answer in (content, content.strip()):
+            if start.startswith(answer):
+                return start[len(answer) :]
+    return None
+
+
+def _without_marks(tokenizer: Any, text: str) -> str:
+    """The text less special and added tokens, and outer whitespace."""
+    for token in sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True):
+        text = text.replace(token, "")
+    return text.strip()
+
+
+def _template(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template or ""
+
+
+def _name(tokenizer: Any) -> str:
+    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")

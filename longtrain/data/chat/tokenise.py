@@ -1,0 +1,290 @@
+"""Documents to tokens: render, tokenise, mask, limit and check, batch by batch.
+
+Shapes: T tokens of one document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from longtrain.data.read.adapters import Document
+from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.chat.conversations import Conversations
+from longtrain.data.rows.prepared import Writer
+from longtrain.data.chat.prompts import Prompt, check_room, cut_text
+from longtrain.data.chat.respond import Answers, Generate, respond
+from longtrain.data.read.sources import Inputs, documents
+from longtrain.errors import ConfigError, DataError
+
+BATCH_CHARS = 4_000_000
+BATCH_DOCUMENTS = 512
+ANSWERS = "answers"
+Bar = Callable[..., Iterator[Any]]
+"""Stream, what it is, and its length if known -> the same stream, watched."""
+DROPS = {
+    "short": "shorter than data.min_doc_tokens",
+    "long": "longer than the limit and not to be shortened",
+    "unanswered": "conversations that do not end with an answer",
+    "unlabelled": "without any label",
+    "empty": "with an empty answer",
+}
+NOTES = {
+    "truncated": "shortened",
+    "inseparable": "with a question that could not be told from the context",
+}
+Tokens = tuple[np.ndarray, np.ndarray]
+"""ids_T int64 and mask_T bool."""
+Made = tuple[Document, np.ndarray, np.ndarray]
+"""A document with its ids_T and mask_T."""
+
+
+@dataclass
+class Tokenise:
+    """Turns sources into documents of a `Writer`, and counts what it meets.
+
+    Args:
+        config: the mixture.
+        tokenizer: the target's.
+        limit: longest document, tokens; None: none.
+        generate: writes answers, for `answers: target`.
+        answers: those already written.
+    """
+
+    config: DataConfig
+    tokenizer: Any
+    limit: int | None
+    generate: Generate | None
+    answers: Answers
+    counts: Counter[str] = field(default_factory=Counter)
+    nearest_val: tuple[int, int] | None = None
+    texts: dict[str, list[np.ndarray]] | None = None
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
+
+    def write(self, writer: Writer, sources: list[tuple[SourceConfig, Inputs]], bar: Bar) -> None:
+        """All sources' documents, tokenised and checked.
+
+        Raises:
+            DataError: nothing is left to train on.
+        """
+        synthetic = [(i, source) for i, (source, _) in enumerate(sources) if source.reader == "synthetic"]
+        self.texts = {} if synthetic else None
+        if any(self._prompted(source) for source, _ in sources):
+            check_room(self.config, self.limit)
+        for index, (source, found) in enumerate(sources):
+            if source.reader == "synthetic":
+                continue
+            before = self.counts["kept"] + self.counts["text only"]
+            stream = bar(documents(source, found), f"{source.reader} {source.where}", source.rows)
+            for batch in _batches(stream):
+                self._add(writer, index, self._tokens(batch, index, source, bar))
+            self.conversations.check_share()
+            if self.counts["kept"] + self.counts["text only"] == before:
+                raise DataError(
+                    f"data source {source.reader} {source.where} gave no document; {self.summary()}"
+                )
+        for index, source in synthetic:
+            stream = bar(self._written(source), f"synthetic {source.where}", source.rows)
+            for items in _groups(stream, BATCH_DOCUMENTS):
+                self._add(writer, index, self._answered(items, source, bar))
+        if self.nearest_val is not None and not any(writer.val) and len(writer.val) > 1:
+            writer.val[self.nearest_val[1]] = True
+        if all(writer.val):
+            raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
+
+    def summary(self) -> str:
+        """What was read and left out, in words."""
+        told = {**DROPS, **NOTES}
+        words = ", ".join(f"{self.counts[key]} {text}" for key, text in told.items() if self.counts[key])
+        return f"read {self.counts['documents']} documents: {words or 'all kept'}"
+
+    def _prompted(self, source: SourceConfig) -> bool:
+        """Whether this source's documents become a prompt and a response each."""
+        last_only = self.config.labels == "last_answer" or self.config.prompt_tokens is not None
+        return last_only or self.config.written_by_target(source)
+
+    def _add(self, writer: Writer, source: int, items: Iterable[Made]) -> None:
+        for document, ids_T, mask_T in items:
+            if len(ids_T) < self.config.min_doc_tokens:
+                self.counts["short"] += 1
+                continue
+            if not mask_T[1:].any():
+                self.counts["unlabelled"] += 1
+                continue
+            val = document.val
+            if val is None and self.config.val_fraction:
+                place = self._place(document, source)
+                val = place < self.config.val_fraction * 2**64
+                if self.nearest_val is None or place < self.nearest_val[0]:
+                    self.nearest_val = (place, len(writer.starts))
+            self.counts["kept"] += 1
+            writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=bool(val))
+
+    def _place(self, document: Document, source: int) -> int:
+        """Where a document falls in the draw of the held-out ones: below 2**64, the lowest are held out."""
+        name = document.group or document.name
+        draw = hashlib.sha256(f"{self.config.seed}:{source}:{name}".encode()).digest()
+        return int.from_bytes(draw[:8], "big")
+
+    def _tokens(self, batch: list[Document], index: int, source: SourceConfig, bar: Bar) -> Iterator[Made]:
+        """Ids and mask of each document that is kept."""
+        self.counts["documents"] += len(batch)
+        texts = iter(self._encode([document.text for document in batch if document.text is not None]))
+        items: list[Made | Prompt] = []
+        for document in batch:
+            if document.text is not None:
+                ids_T = next(texts)
+                self._keep_text(document, ids_T, index)
+                items += self._cut(document, ids_T, source)
+            elif document.messages is not None:
+                items += self._conversation(document, source)
+            else:
+                item = (_some(document.ids_T), _some(document.mask_T))
+                if item[1][1:].all():
+                    self._keep_text(document, item[0], index)
+                items.append((document, *item))
+        for made in self._answered(items, source, bar):
+            document, ids_T, mask_T = made
+            kept = self._limited(document, ids_T, mask_T)
+            if kept is not None:
+                yield document, *kept
+
+    def _keep_text(self, document: Document, ids_T: np.ndarray, source: int) -> None:
+        """Remember text that is trained on, for synthetic sources to write into."""
+        held_out = document.val
+        if held_out is None:
+            held_out = self._place(document, source) < self.config.val_fraction * 2**64
+        if self.texts is None or held_out:
+            return
+        marks = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
+        self.texts.setdefault(document.kind, []).append(ids_T[~np.isin(ids_T, marks)].astype(np.int32))
+
+    def _cut(self, document: Document, ids_T: np.ndarray, source: SourceConfig) -> list[Made | Prompt]:
+        """Running text: all of it labels, or prompts with what follows them."""
+        if not source.prompts:
+            self.counts["text only"] += 1
+            return []
+        if self.config.prompt_tokens is None:
+            return [(document, ids_T, np.ones(len(ids_T), bool))]
+        made = list(
+            cut_text(
+                document,
+                ids_T,
+                self.config,
+                count=source.prompts,
+                limit=self.limit,
+                bos=self.tokenizer.bos_token_id,
+            )
+        )
+        self.counts["short"] += not made
+        return [*made]
+
+    def _conversation(self, document: Document, source: SourceConfig) -> list[Made | Prompt]:
+        written = self.config.written_by_target(source)
+        if written or self.config.labels == "last_answer":
+            prompt = self.conversations.prompt(document, recorded=not written)
+            return [] if prompt is None else [prompt]
+        tokens = self.conversations.labelled(document)
+        return [] if tokens is None else [(document, *tokens)]
+
+    def _answered(self, items: Sequence[Made | Prompt], source: SourceConfig, bar: Bar) -> Iterator[Made]:
+        """Prompts with their responses, recorded or written now; the rest as it is."""
+        prompts = [item for item in items if isinstance(item, Prompt)]
+        written: Iterator[list[int]] = iter(())
+        if prompts and self.config.written_by_target(source):
+            if self.generate is None:
+                raise DataError(
+                    "data.answers=target needs the target to write answers; run: longtrain prepare"
+                )
+            written = respond(
+                [prompt.ids_T.tolist() for prompt in prompts],
+                self.generate,
+                self.answers,
+                batch=self.config.answer_batch,
+                batch_tokens=self.config.answer_batch_tokens,
+                answer_tokens=self.config.answer_tokens,
+                watch=lambda groups, n: bar(groups, ANSWERS, n),
+            )
+        for item in items:
+            if not isinstance(item, Prompt):
+                yield item
+                continue
+            answer_T = np.asarray(next(written, item.answer_T), np.int64)
+            if not self.tokenizer.decode(answer_T.tolist(), skip_special_tokens=True).strip():
+                self.counts["empty"] += 1
+                continue
+            made = item.answered(answer_T)
+            if item.document.messages is not None:
+                self.conversations.count(len(made[1]), int(made[2].sum()))
+            yield made
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )["input_ids"]
+        end = [self.tokenizer.eos_token_id] if self.config.append_eos else []
+        if end == [None]:
+            raise ConfigError(
+                "data.append_eos=true, but the tokenizer has no end-of-sequence token; set it to false"
+            )
+        return [np.asarray([*ids, *end], np.int64) for ids in encoded]
+
+    def _limited(self, document: Document, ids_T: np.ndarray, mask_T: np.ndarray) -> Tokens | None:
+        """Apply the limit to a document's tokens; None: left out."""
+        if self.limit is None or len(ids_T) <= self.limit or self.config.long_documents == "split":
+            return ids_T, mask_T
+        if self.config.long_documents == "error":
+            raise DataError(
+                f"document {document.name} has {len(ids_T)} tokens, the limit is {self.limit} "
+                f"(data.max_doc_tokens, or the target's context); shorten it, or pass "
+                f"data.long_documents=split or truncate"
+            )
+        if document.messages is not None and self.config.mask != "all":
+            self.counts["long"] += 1
+            return None
+        self.counts["truncated"] += 1
+        return ids_T[: self.limit], mask_T[: self.limit]
+
+    def _written(self, source: SourceConfig) -> Iterator[Made | Prompt]:
+        """A synthetic source's documents."""
+        from longtrain.data.retrieval.sources import synthetic
+
+        for item in synthetic(source, self.texts or {}, self.tokenizer, self.config, limit=self.limit):
+            self.counts["documents"] += 1
+            yield item
+
+
+def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in stream:
+        batch.append(document)
+        size += len(document.text or "") + sum(len(message["content"]) for message in document.messages or ())
+        if size >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _groups(stream: Iterable[Made | Prompt], n: int) -> Iterator[list[Made | Prompt]]:
+    """The stream in lists of at most `n`."""
+    left = iter(stream)
+    while group := list(islice(left, n)):
+        yield group
+
+
+def _some(value: Any) -> Any:
+    if value is None:
+        raise DataError("a document holds neither text, messages nor ids; give it one of them")
+    return value

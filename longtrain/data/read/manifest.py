@@ -1,0 +1,237 @@
+"""Corpora on the Hugging Face Hub, described by `data_prep/*.yaml`: id, revision, licence, split, adapter."""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from longtrain.assets import asset_dir
+from longtrain.data.read.adapters import ADAPTERS
+from longtrain.data.read.files import read_jsonl
+from longtrain.data.read.mds import read_shard
+from longtrain.errors import ConfigError, DataError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+FORMATS = ("datasets", "jsonl", "mds")
+Row = tuple[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A corpus, or a part of one that is read alike.
+
+    Args:
+        hub: dataset id on the Hub.
+        licence: as its card states, and what else is known.
+        adapter: a key of `adapters.ADAPTERS`.
+        revision: commit, or `main`.
+        format: `datasets` (streamed by that library), or `jsonl` / `mds` files of the repository.
+        config: configuration of the dataset.
+        split: of the dataset.
+        files: for `jsonl` and `mds`: patterns of paths in the repository.
+        columns: the corpus's column for each of the adapter's, where they differ.
+        kind: text kind; empty: the adapter's.
+        share: of the manifest's rows, when there are several parts.
+        shuffle_buffer: rows held to draw the next one from, so that a few rows of a large corpus are not its
+            first ones; 0: the order of the corpus. Of `datasets` the order of its files is drawn too.
+        shuffle_seed: of those draws.
+        source_tokenizer: tokenizer of already tokenised corpora, a Hub id; they are decoded to text with it.
+    """
+
+    hub: str
+    licence: str
+    adapter: str
+    revision: str = "main"
+    format: str = "datasets"
+    config: str | None = None
+    split: str = "train"
+    files: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
+    kind: str = ""
+    share: float = 1.0
+    shuffle_buffer: int = 0
+    shuffle_seed: int = 0
+    source_tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A file of `data_prep/`: a name and one part or several."""
+
+    name: str
+    parts: tuple[Part, ...]
+    note: str = ""
+
+    @classmethod
+    def load(cls, name: str) -> Manifest:
+        """By name (a file of `data_prep/`) or by path.
+
+        Raises:
+            ConfigError: no such manifest, an unknown key, adapter or format.
+        """
+        import yaml
+
+        folder = asset_dir("data_prep")
+        path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+        if not path.is_file():
+            known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+            raise ConfigError(f"no data manifest '{name}'; known: {known}, or a path to a .yaml file")
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        shared = {key: value for key, value in values.items() if key not in ("name", "note", "parts")}
+        items = values.get("parts") or [{}]
+        parts = tuple(_part({**shared, **item}, path) for item in items)
+        return cls(name=values.get("name", path.stem), parts=parts, note=values.get("note", ""))
+
+
+def resolve(part: Part, known: str | None = None) -> str:
+    """The commit that a part's revision stands for now.
+
+    Args:
+        part: of a manifest.
+        known: the commit resolved last time, used when the Hub cannot be reached.
+
+    Raises:
+        DataError: the Hub cannot be reached and nothing is known.
+    """
+    if len(part.revision) == 40 and set(part.revision) <= set("0123456789abcdef"):
+        return part.revision
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(part.hub, revision=part.revision).sha
+    except Exception as error:
+        if known:
+            return known
+        raise DataError(
+            f"cannot reach dataset {part.hub} on the Hugging Face Hub ({_first_line(error)}); go online for "
+            f"'longtrain prepare', or use local files: data=text data.text=PATH"
+        ) from error
+    log.warning(
+        "dataset=%s revision=%s is not a fixed commit; recorded commit=%s", part.hub, part.revision, commit
+    )
+    return str(commit)
+
+
+def rows(part: Part, commit: str, limit: int | None) -> Iterator[Row]:
+    """Named rows of a part, streamed: in the order of the corpus, or drawn from `shuffle_buffer` of them.
+
+    Raises:
+        DataError: the Hub cannot be reached or has no such file, split or configuration.
+    """
+    read = {"datasets": _stream, "jsonl": _jsonl, "mds": _mds}[part.format]
+    try:
+        yield from islice(read(part, commit), limit)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"reading dataset {part.hub} failed: {_first_line(error)}; check network and manifest"
+        ) from error
+
+
+def _stream(part: Part, commit: str) -> Iterator[Row]:
+    from datasets import load_dataset
+
+    files = list(part.files) or None
+    stream = load_dataset(
+        part.hub, part.config, split=part.split, revision=commit, data_files=files, streaming=True
+    )
+    if part.shuffle_buffer:
+        stream = stream.shuffle(seed=part.shuffle_seed, buffer_size=part.shuffle_buffer)
+    for number, row in enumerate(stream):
+        yield f"{part.hub}#{number}", row
+
+
+def _jsonl(part: Part, commit: str) -> Iterator[Row]:
+    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path)))
+
+
+def _drawn(part: Part, named: Iterator[Row]) -> Iterator[Row]:
+    """The rows, each drawn from the next `shuffle_buffer` of them."""
+    rng = random.Random(part.shuffle_seed)
+    held = list(islice(named, part.shuffle_buffer))
+    for row in named:
+        if not held:
+            yield row
+            continue
+        at = rng.randrange(len(held))
+        row, held[at] = held[at], row
+        yield row
+    rng.shuffle(held)
+    yield from held
+
+
+def _mds(part: Part, commit: str) -> Iterator[Row]:
+    yield from _drawn(part, _samples(part, commit))
+
+
+def _samples(part: Part, commit: str) -> Iterator[Row]:
+    decode = _decoder(part.source_tokenizer) if part.source_tokenizer else None
+    for path in _download(part, commit):
+        for number, sample in enumerate(read_shard(path)):
+            name = f"{path.parent.parent.name}/{path.parent.name}/{path.stem}#{number}"
+            if decode is None:
+                yield name, sample
+                continue
+            spans = sample.get("indices")
+            for i, (begin, end) in enumerate([] if spans is None else spans.reshape(-1, 2).tolist()):
+                yield (
+                    f"{name}/{i}",
+                    {"text": decode(sample["input_ids"][begin:end].tolist()), **_scalars(sample)},
+                )
+
+
+def _download(part: Part, commit: str) -> Iterator[Path]:
+    """The part's files, downloaded one by one as they are wanted."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    listed = HfApi().list_repo_files(part.hub, repo_type="dataset", revision=commit)
+    chosen = sorted(name for name in listed if any(fnmatch.fnmatch(name, pattern) for pattern in part.files))
+    if not chosen:
+        raise DataError(f"dataset {part.hub} at {commit} has no file like {', '.join(part.files)}")
+    for name in chosen:
+        yield Path(hf_hub_download(part.hub, name, repo_type="dataset", revision=commit))
+
+
+def _decoder(tokenizer: str) -> Any:
+    from tokenizers import Tokenizer
+
+    inner = Tokenizer.from_pretrained(tokenizer)
+    return lambda ids: inner.decode(ids, skip_special_tokens=True)
+
+
+def _scalars(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in sample.items() if isinstance(value, str | int)}
+
+
+def _part(values: dict[str, Any], path: Path) -> Part:
+    known = {f.name for f in fields(Part)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"unknown key '{unknown[0]}' in {path}; known: {', '.join(sorted(known))}")
+    missing = sorted({"hub", "licence", "adapter"} - set(values))
+    if missing:
+        raise ConfigError(f"{path} lacks '{missing[0]}'; every part needs hub, licence and adapter")
+    files = values.pop("files", None) or ()
+    part = Part(**values, files=(files,) if isinstance(files, str) else tuple(files))
+    if part.adapter not in ADAPTERS:
+        raise ConfigError(f"{path}: unknown adapter '{part.adapter}'; known: {', '.join(sorted(ADAPTERS))}")
+    if part.format not in FORMATS or (part.format != "datasets" and not part.files):
+        raise ConfigError(
+            f"{path}: format={part.format} files={part.files}; "
+            f"allowed: {', '.join(FORMATS)}, the last two with files"
+        )
+    for key in ("shuffle_buffer", "shuffle_seed"):
+        value = getattr(part, key)
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{path}: {key}={value}; allowed: a whole number, 0 or more")
+    return part
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,107 @@
+"""From a data config's sources to documents, and to what decides whether prepared data is still current."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from longtrain.data.read.adapters import Document, adapt
+from longtrain.data.config import SourceConfig
+from longtrain.data.read.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, need, read_jsonl, read_text, stem
+from longtrain.data.read.manifest import Manifest, resolve, rows
+from longtrain.data.rows.prepared import sha256_file
+from longtrain.errors import DataError
+
+DEFAULT_ADAPTER = {"jsonl": "text", "conversations": "conversation", "tokenised": "tokenised"}
+Inputs = dict[str, Any]
+
+
+def inputs(source: SourceConfig, known: Inputs | None = None) -> Inputs:
+    """What a source's documents depend on: files with their sha256, or Hub datasets with their commit.
+
+    Args:
+        source: one of the config's.
+        known: this function's result the last time; a file of the same path, size and time is not hashed
+            again, and its commits are used while the Hub cannot be reached.
+
+    Raises:
+        DataError: a path that does not exist, or a dataset that cannot be reached.
+    """
+    if source.reader == "synthetic":
+        return {"synthetic": source.where, "options": dict(source.options)}
+    if source.reader == "manifest":
+        manifest = Manifest.load(need(source.where, "manifest"))
+        before = {(p["hub"], p["revision"]): p["commit"] for p in (known or {}).get("parts", ())}
+        parts = [{**asdict(p), "commit": resolve(p, before.get((p.hub, p.revision)))} for p in manifest.parts]
+        return {"manifest": manifest.name, "parts": parts}
+    seen = {item["path"]: item for item in (known or {}).get("files", ())}
+    return {"files": [_file(path, seen.get(str(path))) for path in _find(source)]}
+
+
+def digest(values: Inputs) -> str:
+    """A hash of `inputs` that does not depend on where files are or when they were written."""
+    import json
+
+    files = [{"name": Path(f["path"]).name, "sha256": f["sha256"]} for f in values.get("files", ())]
+    text = json.dumps({**values, "files": files}, sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def documents(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+    """The documents of a source, in a fixed order.
+
+    Args:
+        source: one of the config's; not `synthetic`, which is written from other sources' tokens.
+        found: what `inputs` gave for it.
+
+    Raises:
+        DataError: a row that cannot be read.
+    """
+    read = {"text": _texts, "manifest": _manifest}.get(source.reader, _rows)
+    val = {"auto": None, "train": False, "val": True}[source.split]
+    for document in read(source, found):
+        yield replace(document, kind=source.kind or document.kind, val=val)
+
+
+def _find(source: SourceConfig) -> list[Path]:
+    suffixes = TEXT_SUFFIXES if source.reader == "text" else JSONL_SUFFIXES
+    found = find(need(source.where, source.reader), suffixes)
+    kept = [path for path in found if not path.name.startswith(source.held_out)]
+    if not kept:
+        raise DataError(
+            f"all {len(found)} files at {source.where} are held out; give others, or held_out: []"
+        )
+    return kept
+
+
+def _file(path: Path, seen: Inputs | None) -> Inputs:
+    stat = path.stat()
+    size, time_ns = stat.st_size, stat.st_mtime_ns
+    if seen and (seen["bytes"], seen["time_ns"]) == (size, time_ns):
+        return seen
+    return {"path": str(path), "bytes": size, "time_ns": time_ns, "sha256": sha256_file(path)}
+
+
+def _texts(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+    for path in islice((Path(item["path"]) for item in found["files"]), source.rows):
+        yield Document(stem(path), "text", text=read_text(path))
+
+
+def _rows(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+    adapter = source.adapter or DEFAULT_ADAPTER[source.reader]
+    named = (item for file in found["files"] for item in read_jsonl(Path(file["path"])))
+    for name, row in islice(named, source.rows):
+        yield from adapt(adapter, row, source.columns, name=name, kind="")
+
+
+def _manifest(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+    parts = Manifest.load(need(source.where, "manifest")).parts
+    total = sum(part.share for part in parts)
+    for part, item in zip(parts, found["parts"], strict=True):
+        limit = None if source.rows is None else max(1, round(source.rows * part.share / total))
+        for name, row in rows(part, item["commit"], limit):
+            yield from adapt(part.adapter, row, {**part.columns, **source.columns}, name=name, kind=part.kind)

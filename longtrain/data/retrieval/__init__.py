@@ -1,0 +1,1 @@
+"""Questions about facts that are hidden in real text: needles, chains, tables and quotations."""

@@ -1,0 +1,255 @@
+"""One retrieval question at the end of one prompt: what eviction is trained on and measured with.
+
+Shapes: T tokens of one part of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from longtrain.data.retrieval.phrases import (
+    CHAIN_INTRO,
+    MARGIN,
+    NEEDLE_INTRO,
+    QUOTE_INTRO,
+    TABLE_INTRO,
+    Phrases,
+)
+from longtrain.data.retrieval.written import Draft, Ids, Role
+from longtrain.errors import ConfigError
+
+QUESTION_TASKS = ("needles", "chains", "table", "quote")
+MOST_KEYS, MOST_VALUES, MOST_CHAINS, MOST_LINES = 16, 4, 6, 96
+LEAST_NAMES, MOST_NAMES = 2, 4
+NEEDLE_DIGITS, TABLE_DIGITS, CHAIN_DIGITS = 7, 7, 5
+CUE = 12
+"""Tokens that a passage to be quoted is asked for with, and the fewest that it has."""
+QUOTE_ASK = "\nQuote the passage that continues after:"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt in two parts, and its answer.
+
+    Args:
+        task: one of `QUESTION_TASKS`.
+        context_T: the chat's opening and the text, up to where the question begins.
+        question_T: the question, the mark after which the assistant writes, and the words that every right
+            answer begins with (RULER's answer prefix): targets would word them in ways of their own.
+        answer_T: the expected rest of the answer with its end mark.
+        answer: that rest as text, without the mark.
+        values: what a right answer must hold: the numbers or names asked for, in the order of the text, or
+            the quoted passage. How long a quotation goes on is not said in its question.
+    """
+
+    task: str
+    context_T: Ids
+    question_T: Ids
+    answer_T: Ids
+    answer: str
+    values: tuple[str, ...]
+
+
+class QuestionWriter(Phrases):
+    """Writes prompts that end with one question about a fact hidden in their text; arguments: `Phrases`."""
+
+    def question(self, task: str, n_tokens: int, rng: np.random.Generator) -> Question:
+        """One question whose prompt (`context_T` and `question_T`) has exactly `n_tokens` tokens.
+
+        Args:
+            task: `needles` (1 to 16 keys of 1 to 4 values each, as many as fit), `chains`, `table`, `quote`.
+            n_tokens: at least `least_tokens(task)`, turn marks included.
+            rng: all randomness.
+
+        Raises:
+            ConfigError: an unknown task, or too few tokens for it.
+        """
+        if task not in QUESTION_TASKS:
+            raise ConfigError(f"unknown question task '{task}'; known: {', '.join(QUESTION_TASKS)}")
+        if n_tokens < self.least_tokens(task):
+            raise ConfigError(
+                f"a prompt of {n_tokens} tokens is too short for a question of the task '{task}'; allowed "
+                f"with this target's tokenizer: {self.least_tokens(task)} or more"
+            )
+        return getattr(self, f"_one_of_{task}")(n_tokens, rng)
+
+    def least_tokens(self, task: str) -> int:
+        """The shortest prompt that every question of a task of `QUESTION_TASKS` fits in, tokens."""
+        return int(getattr(self, f"_least_of_{task}")())
+
+    def _least_of_needles(self) -> int:
+        pools = (self.keys_listed, self.keys_made_up)
+        key = max((np.concatenate([max(part, key=len) for part in pool]) for pool in pools), key=len)
+        value = np.zeros(self._most_digits(NEEDLE_DIGITS), dtype=np.int32)
+        ask, prefix = self._needle_asked(key, single=False)
+        fixed = self._fixed(NEEDLE_INTRO, ask) + len(prefix) + MARGIN
+        return fixed + _size(self._needle_runs([key], [[value]]))
+
+    def _least_of_chains(self) -> int:
+        value = np.zeros(self._most_digits(CHAIN_DIGITS), dtype=np.int32)
+        name = np.zeros(len("NAMES") + 2, dtype=np.int32)  # a letter each, the space, and a tokenizer's own
+        ask, prefix = self._chain_asked(value)
+        fixed = self._fixed(CHAIN_INTRO, ask) + len(prefix) + MARGIN
+        return fixed + _size(self._chain_runs([name] * LEAST_NAMES, value))
+
+    def _least_of_table(self) -> int:
+        number = np.zeros(self._most_digits(TABLE_DIGITS), dtype=np.int32)
+        line = 2 * len(number) + len(self.phrase(": ")) + len(self.phrase("\n"))
+        opening = len(self.start) + len(self.user) + len(self.phrase(TABLE_INTRO))
+        return opening + line + len(self._table_asked(number))
+
+    def _least_of_quote(self) -> int:
+        cue_twice_and_passage = 3 * CUE  # the cue stands before the passage, and in the question
+        return self._fixed(QUOTE_INTRO, self.phrase(QUOTE_ASK)) + cue_twice_and_passage
+
+    def _most_digits(self, width: int) -> int:
+        """Tokens of a number: its digits, and one more where a tokenizer may begin words with its own."""
+        return width if self.digits is not None else width + 1
+
+    def _needle_asked(self, key: Ids, *, single: bool) -> tuple[Ids, Ids]:
+        """The question about a key, and what its answers begin with."""
+        number, verb = ("number", "is") if single else ("numbers", "are")
+        said = [self.phrase(f"The special magic {number} for"), key]
+        prefix = np.concatenate([*said, self.phrase(f" mentioned in the provided text {verb}")])
+        return self._question(key, single=single, opening=True), prefix
+
+    def _chain_asked(self, value: Ids) -> tuple[Ids, Ids]:
+        ask = [
+            self.phrase("\nFind all variables that are assigned the value "),
+            value,
+            self.phrase(" in the text above."),
+        ]
+        return np.concatenate(ask), self.phrase("The variables are:")
+
+    def _chain_runs(self, ids: list[Ids], value: Ids) -> list[tuple[Ids, Ids]]:
+        """The sentences of a chain in their two forms: the value to the first name, each name to the next."""
+        lines = [self._hidden("VAR", [ids[0], self.phrase(" = "), value, self.phrase(".")])]
+        for a, b in pairwise(ids):
+            lines.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
+        return lines
+
+    def _table_asked(self, key: Ids) -> Ids:
+        parts = [self.phrase("Look up "), key, self.phrase("."), self.assistant, key, self.phrase(":")]
+        return np.concatenate(parts)
+
+    def _one_of_needles(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        n_keys = int(rng.integers(1, MOST_KEYS + 1))
+        several = rng.random() < 0.5
+        counts = rng.integers(1, MOST_VALUES + 1, n_keys) if several else np.ones(n_keys, dtype=int)
+        made_up = rng.random() < 0.3
+        first, second = self.words_made_up if made_up else self.words_listed
+        picked = rng.choice(len(first) * len(second), n_keys, replace=False).tolist()
+        keys = [
+            np.concatenate(
+                [self.phrase(f" {first[p // len(second)]}"), self.phrase(f"-{second[p % len(second)]}")]
+            )
+            for p in picked
+        ]
+        owner = rng.permutation(np.repeat(np.arange(n_keys), counts))
+        numbers = self._draw(NEEDLE_DIGITS, len(owner), rng)
+        spelt = self._spell(numbers, NEEDLE_DIGITS)
+        runs = [self._needle_runs([keys[o]], [[v]])[0] for o, v in zip(owner, spelt, strict=True)]
+        asked = int(owner[0])  # the first needle stays whatever the room
+        single = int(counts[asked]) == 1 and rng.random() < 0.3
+        ask, prefix = self._needle_asked(keys[asked], single=single)
+        room = n_tokens - self._fixed(NEEDLE_INTRO, ask) - len(prefix) - MARGIN
+        sizes = np.cumsum([max(len(spaced), len(line)) for spaced, line in runs])
+        kept = rng.permutation(max(1, int(np.searchsorted(sizes, room, side="right"))))
+        found = [int(i) for i in kept if owner[i] == asked]
+        hidden = [runs[i] for i in kept.tolist()]
+        parts = self._asked(NEEDLE_INTRO, hidden, ask, prefix, n_tokens, rng)
+        return self._answered("needles", parts, tuple(str(numbers[i]) for i in found))
+
+    def _one_of_chains(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        numbers = self._draw(CHAIN_DIGITS, int(rng.integers(1, MOST_CHAINS + 1)), rng)
+        spelt = self._spell(numbers, CHAIN_DIGITS)
+        ask, prefix = self._chain_asked(spelt[0])
+        room = n_tokens - self._fixed(CHAIN_INTRO, ask) - len(prefix) - MARGIN
+        chains: list[tuple[list[str], list[tuple[Ids, Ids]]]] = []
+        for value in spelt:
+            names = [self._letters(rng) for _ in range(int(rng.integers(LEAST_NAMES, MOST_NAMES + 1)))]
+            lines = self._chain_runs([self._word(name) for name in names], value)
+            while not chains and _size(lines) > room and len(lines) > LEAST_NAMES:
+                lines.pop()  # the chain asked for stays, cut to what fits
+            if chains and _size(lines) > room:
+                break
+            room -= _size(lines)
+            chains.append((names[: len(lines)], lines))
+        order = rng.permutation(np.repeat(np.arange(len(chains)), [len(lines) for _, lines in chains]))
+        left = [iter(lines) for _, lines in chains]
+        hidden = [next(left[i]) for i in order.tolist()]
+        parts = self._asked(CHAIN_INTRO, hidden, ask, prefix, n_tokens, rng)
+        return self._answered("chains", parts, tuple(chains[0][0]))
+
+    def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        width = TABLE_DIGITS
+        sep, newline = self.phrase(": "), self.phrase("\n")
+        intro = self.phrase(TABLE_INTRO)
+        digits = max(len(number) for number in self._numbers(width, 1, rng))
+        line = 2 * digits + len(sep) + len(newline)
+        fixed = self._fixed(TABLE_INTRO, self.phrase("Look up ")) + 2 * digits + len(self.phrase(".")) + 1
+        share = int((n_tokens - fixed) * rng.uniform(0.2, 0.7))
+        n_lines = max(1, min(share // line, MOST_LINES))
+        keys, numbers = self._draw(width, n_lines, rng), self._draw(width, n_lines, rng)
+        values = self._spell(numbers, width)
+        body = Draft()
+        body.add(Role.PROMPT, intro)
+        spelt = self._spell(keys, width)
+        for key, value in zip(spelt, values, strict=True):
+            body.add(Role.PROMPT, key, sep, value, newline)
+        at = int(rng.integers(n_lines))
+        question_T = self._table_asked(spelt[at])
+        n_context = n_tokens - len(question_T) - len(self.start)
+        context = self._filled(body, n_context, rng)
+        context_T = np.concatenate([self.start, *context.runs])
+        return self._answered("table", (context_T, question_T), (str(numbers[at]),))
+
+    def _one_of_quote(self, n_tokens: int, rng: np.random.Generator) -> Question:
+        length = int(rng.integers(24, 65))
+        ask = self.phrase(QUOTE_ASK)
+        room = n_tokens - self._fixed(QUOTE_INTRO, ask) - CUE
+        length = min(length, room // 2)
+        stream = self._stream(rng)
+        text, breaks = self._text(stream, room, rng)
+        last = room - CUE - length
+        starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
+        at = int(rng.choice(starts))
+        passage = text[at + CUE : at + CUE + length]
+        context_T = np.concatenate([self.start, self.user, self.phrase(QUOTE_INTRO), text])
+        question_T = np.concatenate([ask, text[at : at + CUE], self.assistant])
+        said = stream.text(passage)
+        return Question("quote", context_T, question_T, np.concatenate([passage, self.end]), said, (said,))
+
+    def _fixed(self, intro: str, ask: Ids) -> int:
+        """Tokens of a prompt that are not its text."""
+        return len(self.start) + len(self.user) + len(self.phrase(intro)) + len(ask) + len(self.assistant)
+
+    def _answered(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> Question:
+        """The values one after the other are the rest of the answer."""
+        text = f" {', '.join(values)}."
+        answer_T = np.concatenate([np.array(self.encode(text), dtype=np.int32), self.end])
+        return Question(task, *parts, answer_T, text, values)
+
+    def _asked(
+        self,
+        intro: str,
+        hidden: list[tuple[Ids, Ids]],
+        ask: Ids,
+        prefix: Ids,
+        n_tokens: int,
+        rng: np.random.Generator,
+    ) -> tuple[Ids, Ids]:
+        """Context with sentences hidden in it in their order, and the question, `n_tokens` together."""
+        question_T = np.concatenate([ask, self.assistant, prefix])
+        doc = Draft()
+        n_context = n_tokens - len(question_T) - len(self.start)
+        self._context(doc, intro, hidden, n_context, rng, in_order=True)
+        return np.concatenate([self.start, *doc.runs]), question_T
+
+
+def _size(runs: list[tuple[Ids, Ids]]) -> int:
+    """Tokens of sentences at most: those of the longer of their two forms."""
+    return sum(max(len(spaced), len(line)) for spaced, line in runs)

@@ -1,0 +1,199 @@
+"""Retrieval tasks written into real text: needles, variable chains, tables, quoting and copying.
+
+Every document is a chat over one context with many questions, so that one forward supervises many
+retrievals. All work is on token ids (text and phrases are tokenised once); a document is a pure function of
+its generator.
+
+Shapes: T tokens of one document.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from longtrain.data.retrieval.phrases import (
+    CHAIN_INTRO,
+    COPY_INTRO,
+    MARGIN,
+    NEEDLE_INTRO,
+    QUOTE_INTRO,
+    TABLE_INTRO,
+    Encode,
+)
+from longtrain.data.retrieval.questions import QUESTION_TASKS, Question, QuestionWriter
+from longtrain.data.retrieval.written import ChatIds, Document, Draft, Ids, Role, TextStream
+from longtrain.errors import ConfigError
+
+__all__ = [
+    "QUESTION_TASKS",
+    "ChatIds",
+    "Document",
+    "Encode",
+    "Question",
+    "RetrievalWriter",
+    "Role",
+    "TextStream",
+]
+
+
+class RetrievalWriter(QuestionWriter):
+    """Writes retrieval documents of an exact length into the text of its streams; arguments: `Phrases`."""
+
+    tasks = ("needles", "chains", "table", "quote", "copy")
+
+    def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> Document:
+        """One document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
+
+        Raises:
+            ConfigError: unknown task, or too few tokens for it.
+        """
+        if task not in self.tasks:
+            raise ConfigError(f"unknown retrieval task '{task}'; known: {', '.join(self.tasks)}")
+        if n_tokens < 192:
+            raise ConfigError(f"a retrieval document of {n_tokens} tokens is too short; allowed: 192 or more")
+        return getattr(self, f"_{task}")(n_tokens, rng)
+
+    def needle_prompt(
+        self,
+        n_tokens: int,
+        n_keys: int,
+        rng: np.random.Generator,
+        *,
+        single: bool = False,
+        depth: float | None = None,
+    ) -> tuple[list[int], str]:
+        """A prompt of exactly `n_tokens` tokens, one value a key and one key asked, and the value expected.
+
+        Args:
+            n_tokens: prompt length, chat marks included.
+            n_keys: needles hidden, each with another key; where they are is uniform over the text's breaks.
+            rng: all randomness.
+            single: ask for "the special magic number" instead of "all the special magic numbers".
+            depth: share of the text before the needle that is asked for, 0 to 1; None: anywhere.
+        """
+        keys = self._keys(n_keys, rng, self.keys_listed)
+        numbers = self._draw(7, n_keys, rng)
+        values = self._spell(numbers, 7)
+        asked = int(rng.integers(n_keys))
+        tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
+        doc = Draft()
+        needles = self._needle_runs(keys, [[value] for value in values])
+        at = None if depth is None else (asked, depth)
+        self._context(doc, NEEDLE_INTRO, needles, n_tokens - len(tail), rng, at=at)
+        doc.add(Role.PROMPT, tail)
+        return np.concatenate(doc.runs).tolist(), str(numbers[asked])
+
+    # Needles: keys with one to four seven-digit values.
+
+    def _needles(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        most = max(1, min(48, n_tokens // 110))
+        n_keys = int(rng.integers(1, (min(8, most) if rng.random() < 0.4 else most) + 1))
+        keys = self._keys(n_keys, rng, self.keys_made_up if rng.random() < 0.3 else self.keys_listed)
+        n_values = rng.integers(1, 5, n_keys) if rng.random() < 0.2 else np.ones(n_keys, dtype=int)
+        numbers = iter(self._numbers(7, int(n_values.sum()), rng))
+        values = [[next(numbers) for _ in range(n)] for n in n_values]
+        singular = rng.random() < 0.3
+        turns = Draft()
+        for at in rng.permutation(n_keys):
+            single, opening = singular and len(values[at]) == 1, turns.n == 0
+            turn = Draft()
+            self._ask(turn, self._question(keys[at], single=single, opening=opening), opening=opening)
+            self._answer(turn, keys[at], values[at], single=single)
+            if not opening and turns.n + turn.n > 0.45 * n_tokens:
+                break
+            turns.extend(turn)
+        needles = self._needle_runs(keys, values)
+        fixed = len(self.user) + len(self.phrase(NEEDLE_INTRO)) + turns.n
+        if fixed + sum(max(len(spaced), len(line)) for spaced, line in needles) + MARGIN > n_tokens:
+            return self._needles(n_tokens, rng) if len(needles) > 1 else self._copy(n_tokens, rng)
+        doc = Draft()
+        self._context(doc, NEEDLE_INTRO, needles, n_tokens - turns.n, rng)
+        doc.extend(turns)
+        return doc.document("needles")
+
+    # Variable chains, tables, quoting, copying.
+
+    def _chains(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        lines: list[tuple[Ids, Ids]] = []
+        turns = Draft()
+        for value in self._numbers(5, int(rng.integers(1, max(2, min(7, n_tokens // 200)))), rng):
+            names = [self._name(rng) for _ in range(int(rng.integers(2, 5)))]
+            chain = [self._hidden("VAR", [names[0], self.phrase(" = "), value, self.phrase(".")])]
+            for a, b in pairwise(names):
+                chain.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
+            opening = turns.n == 0
+            turn = Draft()
+            ask = self.phrase(("\n" if opening else "") + "Find all variables that are assigned the value ")
+            self._ask(turn, np.concatenate([ask, value, self.phrase(" in the text above.")]), opening=opening)
+            turn.add(Role.ANSWER, self.phrase("The variables are:"))
+            for i, name in enumerate(names):
+                turn.add(Role.VALUE, *([self.phrase(",")] if i else []), name)
+            turn.add(Role.ANSWER, self.phrase("."), self.end)
+            hidden = sum(len(line) for _, line in lines + chain)
+            if not opening and turns.n + turn.n + hidden > 0.7 * n_tokens:
+                break
+            lines += chain
+            turns.extend(turn)
+        fixed = len(self.user) + len(self.phrase(CHAIN_INTRO)) + turns.n
+        if fixed + sum(max(len(spaced), len(line)) for spaced, line in lines) + MARGIN > n_tokens:
+            return self._table(n_tokens, rng)
+        doc = Draft()
+        self._context(doc, CHAIN_INTRO, lines, n_tokens - turns.n, rng, in_order=True)
+        doc.extend(turns)
+        return doc.document("chains")
+
+    def _table(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        width = int(rng.integers(3, 8))
+        sep, newline, look, dot = (self.phrase(text) for text in (": ", "\n", "Look up ", "."))
+        intro = self.phrase(TABLE_INTRO)
+        digits = max(len(number) for number in self._numbers(width, 1, rng))
+        line = 2 * digits + len(sep) + len(newline)
+        turn = len(look) + 2 * digits + 2 * len(dot) + len(self.user) + len(self.assistant) + len(self.end)
+        room = n_tokens - len(intro) - turn
+        n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
+        keys, values = self._numbers(width, n_lines, rng), self._numbers(width, n_lines, rng)
+        body = Draft()
+        body.add(Role.PROMPT, intro)
+        for key, value in zip(keys, values, strict=True):
+            body.add(Role.PROMPT, key, sep, value, newline)
+        n_turns = max(1, min((n_tokens - body.n - len(self.user)) // turn, 2 * n_lines))
+        for i, at in enumerate(rng.integers(n_lines, size=n_turns)):
+            self._ask(body, np.concatenate([look, keys[at], dot]), opening=i == 0)
+            body.add(Role.VALUE, values[at])
+            body.add(Role.ANSWER, dot, self.end)
+        return self._filled(body, n_tokens, rng).document("table")
+
+    def _quote(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        cue, length = 12, int(rng.integers(24, 65))
+        intro, newline, ask = (
+            self.phrase(t) for t in (QUOTE_INTRO, "\n", "Quote the passage that continues after:")
+        )
+        turn = len(ask) + cue + length + len(self.user) + len(self.assistant) + len(self.end)
+        n_turns = min(int(rng.integers(1, 9)), (n_tokens - 2 * cue - len(intro)) // (2 * turn))
+        if n_turns < 1:
+            return self._copy(n_tokens, rng)
+        n_text = n_tokens - len(intro) - len(newline) - n_turns * turn
+        text, breaks = self._text(self._stream(rng), n_text, rng)
+        last = n_text - cue - length
+        starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
+        doc = Draft()
+        doc.add(Role.PROMPT, self.user, intro)
+        doc.add(Role.TEXT, text)
+        for i, at in enumerate(rng.choice(starts, n_turns)):
+            question = np.concatenate([newline[: len(newline) * (i == 0)], ask, text[at : at + cue]])
+            self._ask(doc, question, opening=i == 0)
+            doc.add(Role.ANSWER, text[at + cue : at + cue + length], self.end)
+        return doc.document("quote")
+
+    def _copy(self, n_tokens: int, rng: np.random.Generator) -> Document:
+        intro = self.phrase(COPY_INTRO)
+        n = (n_tokens - len(intro) - len(self.user) - len(self.assistant) - len(self.end)) // 2
+        text, _ = self._text(self._stream(rng), n, rng)
+        if rng.random() < 0.5:
+            text = rng.permutation(text)
+        body = Draft()
+        body.add(Role.PROMPT, intro, text, self.assistant)
+        body.add(Role.ANSWER, text, self.end)
+        return self._filled(body, n_tokens, rng).document("copy")

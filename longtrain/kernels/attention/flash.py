@@ -1,0 +1,215 @@
+"""Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
+
+K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes
+dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Over
+blocks of keys, with the global lse, it gives the same dQ and keeps only one block's dK and dV at a time.
+Shapes: T queries, S keys, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels.attention.segments import Segment, joined, spread
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+BLOCK = 8192
+"""Keys of one block of the frozen-memory backward."""
+_FLASH_ATTN = find_spec("flash_attn") is not None
+_NEEDED = {
+    "_flash_attention_forward": {"cum_seq_q", "cum_seq_k", "is_causal", "scale", "window_size_left"},
+    "_flash_attention_backward": {"out", "logsumexp", "is_causal", "scale", "window_size_left"},
+}
+
+
+def _operators_fit() -> bool:
+    """Whether this torch's private flash operators still take what is passed here."""
+    for name, needed in _NEEDED.items():
+        op = getattr(torch.ops.aten, name, None)
+        missing = needed if op is None else needed - {arg.name for arg in op.default._schema.arguments}
+        if missing:
+            log.warning("flash_attention=off torch=%s op=%s lacks=%s", torch.__version__, name, missing)
+            return False
+    return True
+
+
+_FITS = _operators_fit()
+
+
+@lru_cache(maxsize=16)
+def flash_device(device: torch.device) -> bool:
+    """Whether the device runs flash attention: CUDA of compute capability 8.0 or more."""
+    return _FITS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
+    """Whether the flash kernel takes these tensors: half precision and head size 8, 16 .. 256 there."""
+    D = q_THD.shape[2]
+    half = q_THD.dtype in (torch.bfloat16, torch.float16) and k_SGD.dtype == q_THD.dtype
+    return half and flash_device(q_THD.device) and D % 8 == 0 and D <= 256
+
+
+def flash_segments(
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, parts: list[Segment], *, scale: float, window: int | None
+) -> Tensor:
+    """`packed_attention` over checked segments; see there."""
+    frozen = (
+        torch.is_grad_enabled() and q_THD.requires_grad and not (k_SGD.requires_grad or v_SGD.requires_grad)
+    )
+    outs: list[Tensor] = []
+    run: list[Segment] = []
+    for part in parts:
+        far = part.k_stop - part.k_start - (part.q_stop - part.q_start) >= BLOCK
+        if frozen and far and window is None:
+            outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
+            run = []
+            q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
+            outs.append(_FrozenMemory.apply(q, k, v_SGD[part.k_start : part.k_stop], scale))
+        else:
+            run.append(part)
+    outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return spread(out, [(p.q_start, p.q_stop) for p in parts], len(q_THD))
+
+
+def _run(
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, run: list[Segment], *, scale: float, window: int | None
+) -> list[Tensor]:
+    """One call of the kernel for a run of segments (none for an empty run)."""
+    if not run:
+        return []
+    q = joined(q_THD, [(p.q_start, p.q_stop) for p in run])
+    k_spans = [(p.k_start, p.k_stop) for p in run]
+    k, v = joined(k_SGD, k_spans), joined(v_SGD, k_spans)
+    n_q = tuple(p.q_stop - p.q_start for p in run)
+    n_k = tuple(p.k_stop - p.k_start for p in run)
+    cu_q, cu_k = _cumulative(n_q, q.device), _cumulative(n_k, q.device)
+    if _FLASH_ATTN:
+        return [_flash_attn(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)]
+    return [_Varlen.apply(q, k, v, cu_q, cu_k, _longest(n_q), max(n_k), scale, window)]
+
+
+@lru_cache(maxsize=64)
+def _cumulative(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    total, bounds = 0, [0]
+    for size in sizes:
+        total += size
+        bounds.append(total)
+    return torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)  # no wait for the device
+
+
+def _flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    left = -1 if window is None else window
+    return flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True, window_size=(left, 0)
+    )
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, lse, and the two values that the backward wants back untouched."""
+    return torch.ops.aten._flash_attention_forward(
+        *(_rows(x) for x in (q, k, v)), cu_q, cu_k, max_q, max_k, 0.0, window is None, False, scale=scale,
+        **_sides(window),
+    )[:4]  # fmt: skip
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window, "window_size_right": 0}
+
+
+def _longest(sizes: tuple[int, ...]) -> int:
+    """At least 2: told that no segment has two queries, the kernel folds heads into rows, its lse too."""
+    return max(2, *sizes)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernel wants the head dim contiguous and nothing else."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Varlen(torch.autograd.Function):
+    """Torch's variable-length flash attention with its backward; causal, bottom-right aligned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+        scale: float, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        out, lse, seed, offset = _forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, seed, offset)
+        ctx.settings = (max_q, max_k, scale, window)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, cu_q, cu_k, seed, offset = ctx.saved_tensors
+        max_q, max_k, scale, window = ctx.settings
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), *(_rows(x) for x in (q, k, v)), out, lse, cu_q, cu_k, max_q, max_k, 0.0,
+            window is None, seed, offset, scale=scale, **_sides(window),
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None, None, None, None
+
+
+class _FrozenMemory(torch.autograd.Function):
+    """One segment over many more keys than queries, where K and V want no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        cu_q, cu_k = _cumulative((len(q),), q.device), _cumulative((len(k),), q.device)
+        out, lse, seed, offset = _forward(q, k, v, cu_q, cu_k, _longest((len(q),)), len(k), scale, None)
+        ctx.save_for_backward(q, k, v, out, lse, seed, offset)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, seed, offset = ctx.saved_tensors
+        grad, n_q = grads[0].contiguous(), len(q)
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        for low, high, causal in key_blocks(n_q, len(k), BLOCK):
+            cu_q, cu_k = _cumulative((n_q,), q.device), _cumulative((high - low,), q.device)
+            part, _, _ = torch.ops.aten._flash_attention_backward(
+                grad, *(_rows(x) for x in (q, k[low:high], v[low:high])), out, lse, cu_q, cu_k,
+                _longest((n_q,)), high - low, 0.0, causal, seed, offset, scale=ctx.scale,
+            )  # fmt: skip
+            dq += part
+        return dq.to(q.dtype), None, None, None
+
+
+def key_blocks(n_q: int, n_k: int, block: int) -> list[tuple[int, int, bool]]:
+    """Blocks (low, high, causal) of a segment's keys: every row sees all of each but the last, causal one.
+
+    The last one holds the n_q keys around the diagonal and so stays bottom-right aligned by itself.
+    """
+    diagonal = (n_k - n_q) // block * block
+    return [(low, low + block, False) for low in range(0, diagonal, block)] + [(diagonal, n_k, True)]

@@ -1,0 +1,51 @@
+"""Attention of a few rows over a long prefix that all of them see and a short rest under a mask.
+
+Formula: merge(flash(q, K[:prefix]), softmax(q·K[prefix:] + mask)) by their lse. Flash splits the prefix over
+the whole GPU because it has no mask; a masked kernel would not.
+Shapes: B batch, G KV heads, R packed rows (T new tokens x H/G query heads), S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels.attention.flash import flash_device
+from longtrain.kernels.attention.lse_merge import lse_merge
+
+
+def split_serves(q_BGRD: Tensor) -> bool:
+    """Whether `split_attention` pays: half precision on a GPU that has flash attention."""
+    half = q_BGRD.dtype in (torch.bfloat16, torch.float16)
+    return half and flash_device(q_BGRD.device) and q_BGRD.shape[-1] % 8 == 0 and q_BGRD.shape[-1] <= 256
+
+
+def split_attention(
+    q_BGRD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, prefix: int, visible_B1RC: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over `k[:prefix]` without a mask and `k[prefix:]` under one.
+
+    Args:
+        q_BGRD: queries, the query heads of a KV head packed as rows.
+        k_BGSD: keys.
+        v_BGSD: values.
+        prefix: keys that every row sees, 1 or more.
+        visible_B1RC: bool, which of the C = S - prefix last keys each row sees; R may be 1 (for all).
+        scale: softmax scale.
+
+    Returns:
+        out_BGRD in q's dtype, and the natural-log lse_BGR in fp32 (fp64 for fp64).
+
+    Source: LongSpec §3.3 (hybrid tree attention).
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    if q_BGRD.device.type == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    near, near_lse = op(q_BGRD, k_BGSD[:, :, :prefix], v_BGSD[:, :, :prefix], scale=scale)[:2]
+    wide = torch.promote_types(q_BGRD.dtype, torch.float32)
+    score_BGRC = (q_BGRD.to(wide) * scale) @ k_BGSD[:, :, prefix:].to(wide).transpose(2, 3)
+    score_BGRC = score_BGRC.masked_fill(~visible_B1RC, -torch.inf)
+    rest_lse = torch.logsumexp(score_BGRC, -1)
+    weight = torch.exp(score_BGRC - rest_lse.masked_fill(rest_lse == -torch.inf, 0)[..., None])
+    out, lse = lse_merge(near, near_lse, weight @ v_BGSD[:, :, prefix:].to(wide), rest_lse)
+    return out.to(q_BGRD.dtype), lse

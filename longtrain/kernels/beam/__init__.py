@@ -1,0 +1,44 @@
+"""The best continuations of all nodes of a tree level together, by cumulative log-probability.
+
+Triton where `kernels.fused_layer` uses it; plain torch, written here, everywhere else. Among equal ones the
+kernels take the lowest token of the first node; torch does not say which it takes.
+Shapes: B batch, M nodes of a level, V vocabulary, K continuations wanted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels.fused_layer import kernels_serve
+
+_MOST = 64
+"""Most continuations of the kernels, which look for one after the other."""
+
+
+def best_continuations(
+    logits_BMV: Tensor, score_BM: Tensor, width: int, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `width` most likely continuations of all nodes together, best first.
+
+    Args:
+        logits_BMV: of each node.
+        score_BM: log-probability of each node.
+        width: K, at most M V (and M times K of one node's).
+        temperature: that logits are divided by.
+
+    Returns: tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
+    """
+    M, V = logits_BMV.shape[1:]
+    few = min(width, V)
+    if kernels_serve(logits_BMV) and width <= _MOST and M * few <= 2**14:
+        from longtrain.kernels.beam import kernel as beam_triton
+
+        return beam_triton.best_continuations(logits_BMV, score_BM, width, temperature)
+    wide = torch.promote_types(logits_BMV.dtype, torch.float32)
+    logp_BMV = (logits_BMV.to(wide) / temperature).log_softmax(-1)
+    # Only a node's own best `width` can be among the best of all.
+    few_BMK, token_BMK = logp_BMV.topk(few, dim=-1)
+    total_BX = (score_BM[..., None].to(wide) + few_BMK).flatten(1)
+    best_BK, at_BK = total_BX.topk(width, dim=-1)
+    return token_BMK.flatten(1).gather(1, at_BK), at_BK // few, best_BK

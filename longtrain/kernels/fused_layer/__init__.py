@@ -1,0 +1,221 @@
+"""The small operators between a decoder layer's matrix products, one launch each instead of three to ten.
+
+`add_rms_norm`: s = x + d, n = s / rms(s) * w.  `rotate_heads`: RMSNorm of each query and key head where the
+model has it, then RoPE, in place, and new keys and values to their slots of a cache.  `swiglu`: silu(g) * u.
+`write_rows`: new keys and values to their slots alone.  `rotary`: cos and sin of positions.
+Triton on a GPU of compute capability 8.0 or more in fp32, bf16 and fp16, where no gradient is asked for
+(interpreted under TRITON_INTERPRET=1 on any device); plain torch everywhere else, written here. Both compute
+in fp32 or wider inside.
+Shapes: B batch, T new rows, N = B * T rows, S slots, E hidden dim, I intermediate dim, H query heads, G KV
+heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+Norms = tuple[Tensor, Tensor]
+"""Weights [D] of the RMSNorm of query heads and of key heads."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the new rows of a step go in a layer's buffers: row t to slot `slot_B[b] + at + t`.
+
+    Args:
+        k_BGSD: buffer of keys, any strides but 1 in the last dim.
+        v_BGSD: buffer of values, likewise.
+        slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
+        at: slots after it.
+        wrap: slots of a ring, which a slot's number is taken modulo; None: it is no ring.
+        count_B: rows of each sequence that are stored, int64, on the device; None: all.
+    """
+
+    k_BGSD: Tensor
+    v_BGSD: Tensor
+    slot_B: Tensor
+    at: int = 0
+    wrap: int | None = None
+    count_B: Tensor | None = None
+
+    def rows(self, count: int) -> Tensor:
+        """slot_BT of so many rows."""
+        slot_BT = self.slot_B[:, None] + torch.arange(self.at, self.at + count, device=self.slot_B.device)
+        return slot_BT if self.wrap is None else slot_BT % self.wrap
+
+
+def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after an addition, and its RMSNorm.
+
+    Args:
+        x_NE: residual stream.
+        add_NE: what a layer's half adds to it; None: nothing, and the first result is `x_NE` itself.
+        weight_E: of the norm.
+        eps: of the norm.
+
+    Returns: sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
+    """
+    if kernels_serve(x_NE):
+        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+
+        return fused_layer_triton.add_rms_norm(x_NE, add_NE, weight_E, eps)
+    sum_NE = x_NE if add_NE is None else x_NE + add_NE
+    return sum_NE, _normed(sum_NE, weight_E, eps)
+
+
+def rotate_heads(
+    qkv_NX: Tensor,
+    rope: tuple[Tensor, Tensor],
+    heads: tuple[int, int],
+    *,
+    norms: Norms | None = None,
+    eps: float = 1e-6,
+    into: Slots | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one product: normed and rotated in place where that is possible.
+
+    Args:
+        qkv_NX: query, key and value heads side by side, X = (H + 2 G) D; not to be used afterwards.
+        rope: cos and sin, each [N, D], halves paired as Hugging Face's Llama does.
+        heads: H and G.
+        norms: RMSNorm weights of heads (Qwen3).
+        eps: of those norms.
+        into: where keys and values go too; row n is row n % T of sequence n // T. None: nowhere.
+
+    Returns: q_NHD, k_NGD and v_NGD, views of one buffer.
+    """
+    H, G = heads
+    qkv_NHD = qkv_NX.unflatten(-1, (H + 2 * G, -1))
+    if kernels_serve(qkv_NX) and (into is None or into.k_BGSD.dtype == qkv_NX.dtype):
+        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+
+        fused_layer_triton.rotate_heads(qkv_NHD, rope, heads, norms, eps, into)
+        return qkv_NHD[:, :H], qkv_NHD[:, H : H + G], qkv_NHD[:, H + G :]
+    q_NHD, k_NGD, v_NGD = qkv_NHD.split((H, G, G), dim=1)
+    if norms is not None:
+        q_NHD, k_NGD = _normed(q_NHD, norms[0], eps), _normed(k_NGD, norms[1], eps)
+    q_NHD, k_NGD = _rotated(q_NHD, rope), _rotated(k_NGD, rope)
+    if into is not None:
+        k_BGTD, v_BGTD = (
+            part.unflatten(0, (len(into.slot_B), -1)).transpose(1, 2) for part in (k_NGD, v_NGD)
+        )
+        write_rows(k_BGTD, v_BGTD, into)
+    return q_NHD, k_NGD, v_NGD
+
+
+def swiglu(gate_up_NX: Tensor) -> Tensor:
+    """`silu(gate) * up` [N, I] of both side by side, [N, 2 I]."""
+    if kernels_serve(gate_up_NX):
+        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+
+        return fused_layer_triton.swiglu(gate_up_NX)
+    gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
+    return silu(gate_NI) * up_NI
+
+
+def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
+    """Copy new keys and values to their slots.
+
+    Args:
+        k_BGTD: new keys, any strides but 1 in the last dim.
+        v_BGTD: new values, likewise.
+        into: where they go.
+    """
+    if kernels_serve(k_BGTD) and k_BGTD.dtype == into.k_BGSD.dtype:
+        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+
+        fused_layer_triton.write_rows(k_BGTD, v_BGTD, into)
+        return
+    slot_BT = into.rows(k_BGTD.shape[2])
+    row_B1 = torch.arange(len(slot_BT), device=slot_BT.device)[:, None]
+    for buffer, new in ((into.k_BGSD, k_BGTD), (into.v_BGSD, v_BGTD)):
+        rows_BTGD = new.transpose(1, 2).to(buffer.dtype)
+        if into.count_B is not None:  # the others are given what they hold
+            stored_BT = torch.arange(new.shape[2], device=slot_BT.device) < into.count_B[:, None]
+            rows_BTGD = torch.where(stored_BT[..., None, None], rows_BTGD, buffer[row_B1, :, slot_BT])
+        buffer[row_B1, :, slot_BT] = rows_BTGD
+
+
+def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None) -> None:
+    """Move rows of a step to the step's begin: `path_BP[b, p]` to p, in place and in all layers.
+
+    Args:
+        k_LBGSD: buffer of keys, any strides but 1 in the last dim.
+        v_LBGSD: buffer of values, of the same strides.
+        first_B: slot of each sequence's first row, int64, on the device.
+        path_BP: rows, increasing as far as they matter, so that none is below p there; int64.
+        wrap: as in `Slots`.
+    """
+    if kernels_serve(k_LBGSD):
+        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+
+        fused_layer_triton.move_rows(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
+        return
+    row_B1 = torch.arange(len(path_BP), device=path_BP.device)[:, None]
+    source_BP = first_B[:, None] + path_BP
+    goal_BP = first_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+    if wrap is not None:
+        source_BP, goal_BP = source_BP % wrap, goal_BP % wrap
+    for buffer in (k_LBGSD, v_LBGSD):
+        buffer[:, row_B1, :, goal_BP] = buffer[:, row_B1, :, source_BP]
+
+
+def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cos and sin of positions, each [N, 2 F] in `dtype`, both halves alike; fp32 inside.
+
+    Args:
+        pos_N: positions, int64.
+        frequency_F: radians a position, fp32.
+        scaling: of cos and sin.
+        dtype: of the result.
+    """
+    if dtype != torch.float64 and kernels_serve(frequency_F):
+        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+
+        return fused_layer_triton.rotary(pos_N, frequency_F, scaling, dtype)
+    angle_NF = pos_N[:, None].float() * frequency_F.float()
+    angle_ND = torch.cat((angle_NF, angle_NF), -1)
+    return (angle_ND.cos() * scaling).to(dtype), (angle_ND.sin() * scaling).to(dtype)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Whether the Triton kernels take this tensor; plain torch does otherwise."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.stride(-1) != 1:
+        return False
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    return runs_on(x.device)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on this device, compiled or interpreted."""
+    return os.environ.get("TRITON_INTERPRET") == "1" or _compiles_for(device)
+
+
+@lru_cache(maxsize=16)
+def _compiles_for(device: torch.device) -> bool:
+    """Whether Triton is there and the device is one it serves well."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim, in fp32 or wider inside."""
+    return rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def _rotated(x_NHD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE in fp32 or wider."""
+    wide = torch.promote_types(x_NHD.dtype, torch.float32)
+    cos, sin = (part[:, None].to(wide) for part in rope)
+    low, high = x_NHD.to(wide).chunk(2, dim=-1)
+    turned = torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
+    return turned.to(x_NHD.dtype)

@@ -1,0 +1,316 @@
+"""Triton kernels of `kernels.fused_layer`, and their launches.
+
+Where the device can, a kernel is launched before the one in front of it ends, and lets the next one in at
+once (CHAINED): it waits before it reads or writes what others do, and has by then read its own weights. So
+the next product may fetch its weights while these small kernels run.
+Shapes: as there.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longtrain.kernels.fused_layer import Slots
+from longtrain.kernels.tree_attention.launch import chains, pdl
+
+_HEADS = 4
+"""Heads that one program rotates."""
+_COLUMNS = 1024
+"""Columns of one SwiGLU program."""
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, add_ptr, weight_ptr, sum_ptr, normed_ptr, x_n, add_n, eps, E: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One row: sum (rounded as it is stored) and norm."""
+    if CHAINED:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    keep = at < E
+    weight = tl.load(weight_ptr + at, mask=keep, other=0.0)
+    if CHAINED:
+        gdc_wait()
+    x = tl.load(x_ptr + row * x_n + at, mask=keep, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if ADD:
+        x += tl.load(add_ptr + row * add_n + at, mask=keep, other=0.0).to(tl.float32)
+        x = x.to(dtype)
+        tl.store(sum_ptr + row * E + at, x, mask=keep)
+        x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    tl.store(normed_ptr + row * E + at, (x * scale * weight.to(tl.float32)).to(dtype), mask=keep)
+
+
+@triton.jit
+def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr):
+    """Slot of row t of sequence b."""
+    slot = tl.load(slot_ptr + b).to(tl.int64) + at + t
+    return slot % WRAP if WRAP else slot
+
+
+@triton.jit(do_not_specialize=["T", "at"])
+def _rotate_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr,
+    qkv_n, rope_n, eps, ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one row: queries and keys in place; WRITE: keys and values to their slots too."""
+    if CHAINED:
+        gdc_launch_dependents()
+    half: tl.constexpr = D // 2
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, HALF)
+    inside = (dim < half)[None, :]
+    turns = (head < H + G)[:, None] & inside
+    keep = (head < H + 2 * G)[:, None] & inside if WRITE else turns
+    if NORM:
+        of_q, of_k = turns & (head < H)[:, None], turns & (head >= H)[:, None]
+        weight_at = dim[None, :] + tl.zeros((HEADS, 1), tl.int32)
+        low_weight = tl.load(q_weight_ptr + weight_at, mask=of_q, other=0.0).to(tl.float32)
+        low_weight += tl.load(k_weight_ptr + weight_at, mask=of_k, other=0.0).to(tl.float32)
+        high_weight = tl.load(q_weight_ptr + half + weight_at, mask=of_q, other=0.0).to(tl.float32)
+        high_weight += tl.load(k_weight_ptr + half + weight_at, mask=of_k, other=0.0).to(tl.float32)
+    if CHAINED:
+        gdc_wait()
+    place = qkv_ptr + row * qkv_n + head[:, None] * D + dim[None, :]
+    low, high = tl.load(place, mask=keep, other=0.0), tl.load(place + half, mask=keep, other=0.0)
+    angle = row * rope_n + dim[None, :]
+    cos_low = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos_ptr + angle + half, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin_ptr + angle + half, mask=inside, other=0.0).to(tl.float32)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        a, b = a * scale * low_weight, b * scale * high_weight
+    turned_low = (a * cos_low - b * sin_low).to(low.dtype)
+    turned_high = (b * cos_high + a * sin_high).to(low.dtype)
+    tl.store(place, turned_low, mask=turns)
+    tl.store(place + half, turned_high, mask=turns)
+    if WRITE:
+        batch = row // T
+        slot = _slot(slot_ptr, batch, row % T, at, WRAP)
+        key = (head - H).to(tl.int64)[:, None]
+        k_at = k_out_ptr + batch * ko_b + key * ko_g + slot * ko_s + dim[None, :]
+        is_key, is_value = turns & (key >= 0), keep & (key >= G)
+        if COUNT:
+            stored = row % T + tl.zeros_like(key) < tl.load(count_ptr + batch)
+            is_key, is_value = is_key & stored, is_value & stored
+        tl.store(k_at, turned_low, mask=is_key)
+        tl.store(k_at + half, turned_high, mask=is_key)
+        v_at = v_out_ptr + batch * vo_b + (key - G) * vo_g + slot * vo_s + dim[None, :]
+        tl.store(v_at, low, mask=is_value)
+        tl.store(v_at + half, high, mask=is_value)
+
+
+@triton.jit
+def _swiglu_kernel(x_ptr, out_ptr, x_n, size: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr):
+    """Some columns of one row."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    keep = at < size
+    gate = tl.load(x_ptr + row * x_n + at, mask=keep, other=0.0)
+    up = tl.load(x_ptr + row * x_n + size + at, mask=keep, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    tl.store(out_ptr + row * size + at, (wide / (1.0 + tl.exp(-wide)) * up).to(gate.dtype), mask=keep)
+
+
+@triton.jit(do_not_specialize=["T", "at"])
+def _write_kernel(
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr, k_b, k_g, k_t, v_b, v_g, v_t,
+    ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
+    G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    WRAP: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All KV heads of one new row."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    b = (tl.program_id(0) // T).to(tl.int64)
+    t = (tl.program_id(0) % T).to(tl.int64)
+    slot = _slot(slot_ptr, b, t, at, WRAP)
+    head, dim = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
+    keep = (head < G) & (dim < D)
+    if COUNT:
+        keep = keep & (t + tl.zeros_like(head) < tl.load(count_ptr + b))
+    k = tl.load(k_ptr + b * k_b + head * k_g + t * k_t + dim, mask=keep)
+    v = tl.load(v_ptr + b * v_b + head * v_g + t * v_t + dim, mask=keep)
+    tl.store(k_out_ptr + b * ko_b + head * ko_g + slot * ko_s + dim, k, mask=keep)
+    tl.store(v_out_ptr + b * vo_b + head * vo_g + slot * vo_s + dim, v, mask=keep)
+
+
+@triton.jit
+def _move_kernel(
+    k_ptr, v_ptr, first_ptr, path_ptr, x_l, x_b, x_g, x_s, path_b, B,
+    P: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WRAP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All rows of a path in one head of one layer."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    b, layer = (tl.program_id(0) % B).to(tl.int64), (tl.program_id(0) // B).to(tl.int64)
+    p, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    first = tl.load(first_ptr + b)
+    source, goal = first + tl.load(path_ptr + b * path_b + p, mask=p < P, other=0), first + p
+    if WRAP:
+        source, goal = source % WRAP, goal % WRAP
+    at = layer * x_l + b * x_b + tl.program_id(1).to(tl.int64) * x_g
+    keep = (p < P)[:, None] & (dim < D)
+    k = tl.load(k_ptr + at + source[:, None] * x_s + dim, mask=keep)
+    v = tl.load(v_ptr + at + source[:, None] * x_s + dim, mask=keep)
+    tl.debug_barrier()  # a row may be one's source and another's goal
+    tl.store(k_ptr + at + goal[:, None] * x_s + dim, k, mask=keep)
+    tl.store(v_ptr + at + goal[:, None] * x_s + dim, v, mask=keep)
+
+
+@triton.jit
+def _rotary_kernel(
+    pos_ptr, frequency_ptr, cos_ptr, sin_ptr, scaling, F: tl.constexpr, WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All angles of one row."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    keep = at < F
+    angle = tl.load(pos_ptr + row).to(tl.float32) * tl.load(frequency_ptr + at, mask=keep, other=0.0)
+    cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
+    out = row * (2 * F) + at
+    tl.store(cos_ptr + out, cos, mask=keep)
+    tl.store(cos_ptr + out + F, cos, mask=keep)
+    tl.store(sin_ptr + out, sin, mask=keep)
+    tl.store(sin_ptr + out + F, sin, mask=keep)
+
+
+def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `kernels.fused_layer.add_rms_norm`."""
+    N, E = x_NE.shape
+    normed_NE = x_NE.new_empty(N, E)
+    sum_NE = x_NE if add_NE is None else x_NE.new_empty(N, E)
+    add = x_NE if add_NE is None else _rows(add_NE)
+    chained = chains(x_NE.device)
+    with _on(x_NE):
+        _add_rms_norm_kernel[(N,)](
+            x_NE, add, weight_E, sum_NE, normed_NE, x_NE.stride(0), add.stride(0), eps,
+            E=E, WIDTH=triton.next_power_of_2(E), ADD=add_NE is not None, CHAINED=chained,
+            num_warps=8, **pdl(chained),
+        )  # fmt: skip
+    return sum_NE, normed_NE
+
+
+def rotate_heads(
+    qkv_NHD: Tensor,
+    rope: tuple[Tensor, Tensor],
+    heads: tuple[int, int],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    into: Slots | None,
+) -> None:
+    """Queries and keys of `qkv_NHD`, in place; see `kernels.fused_layer.rotate_heads`."""
+    cos, sin = (_rows(part) for part in rope)
+    N, _, D = qkv_NHD.shape
+    H, G = heads
+    q_weight, k_weight = norms or (cos, cos)
+    batch = 1 if into is None else len(into.slot_B)
+    to = into or Slots(qkv_NHD[None], qkv_NHD[None], cos)
+    slot_B, count_B = _places(to)
+    chained = chains(qkv_NHD.device)
+    with _on(qkv_NHD):
+        _rotate_kernel[(N, triton.cdiv(H + (2 if into else 1) * G, _HEADS))](
+            qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, slot_B, count_B,
+            qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
+            N // batch, to.at, H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=_HEADS,
+            NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0,
+            COUNT=to.count_B is not None, CHAINED=chained,
+            num_warps=1, **pdl(chained),
+        )  # fmt: skip
+
+
+def swiglu(gate_up_NX: Tensor) -> Tensor:
+    """See `kernels.fused_layer.swiglu`."""
+    N, size = gate_up_NX.shape[0], gate_up_NX.shape[1] // 2
+    out_NI = gate_up_NX.new_empty(N, size)
+    chained = chains(gate_up_NX.device)
+    with _on(gate_up_NX):
+        _swiglu_kernel[(N, triton.cdiv(size, _COLUMNS))](
+            gate_up_NX, out_NI, gate_up_NX.stride(0),
+            size=size, COLUMNS=_COLUMNS, CHAINED=chained, **pdl(chained),
+        )  # fmt: skip
+    return out_NI
+
+
+def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
+    """See `kernels.fused_layer.write_rows`."""
+    B, G, T, D = k_BGTD.shape
+    slot_B, count_B = _places(into)
+    chained = chains(k_BGTD.device)
+    with _on(k_BGTD):
+        _write_kernel[(B * T,)](
+            k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, slot_B, count_B, *k_BGTD.stride()[:3],
+            *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
+            G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
+            WRAP=into.wrap or 0, COUNT=into.count_B is not None, CHAINED=chained, **pdl(chained),
+        )  # fmt: skip
+
+
+def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor, wrap: int | None) -> None:
+    """See `kernels.fused_layer.move_rows`."""
+    L, B, G, _, D = k_LBGSD.shape
+    P = path_BP.shape[1]
+    chained = chains(k_LBGSD.device)
+    with _on(k_LBGSD):
+        _move_kernel[(L * B, G)](
+            k_LBGSD, v_LBGSD, first_B, _rows(path_BP), *k_LBGSD.stride()[:4], path_BP.stride(0), B,
+            P=P, D=D, ROWS=triton.next_power_of_2(P), WIDTH=triton.next_power_of_2(D), WRAP=wrap or 0,
+            CHAINED=chained, num_warps=1, **pdl(chained),
+        )  # fmt: skip
+
+
+def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `kernels.fused_layer.rotary`."""
+    N, F = len(pos_N), len(frequency_F)
+    cos_ND = torch.empty((N, 2 * F), dtype=dtype, device=pos_N.device)
+    sin_ND = torch.empty_like(cos_ND)
+    chained = chains(pos_N.device)
+    with _on(pos_N):
+        _rotary_kernel[(N,)](
+            pos_N.contiguous(), frequency_F, cos_ND, sin_ND, scaling,
+            F=F, WIDTH=triton.next_power_of_2(F), CHAINED=chained, num_warps=2, **pdl(chained),
+        )  # fmt: skip
+    return cos_ND, sin_ND
+
+
+def _places(into: Slots) -> tuple[Tensor, Tensor]:
+    """First slots and counts as the kernels read them, one after another."""
+    slot_B = into.slot_B.contiguous()
+    return slot_B, slot_B if into.count_B is None else into.count_B.contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels want the last dim contiguous and nothing else."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _on(x: Tensor) -> AbstractContextManager[None]:
+    """Launches go to the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # type: ignore[return-value]

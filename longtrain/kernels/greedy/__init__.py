@@ -1,0 +1,107 @@
+"""Greedy choices of a few rows: the largest of a row of logits, the path of a tree they accept, its tokens.
+
+Triton where `kernels.fused_layer` uses it; plain torch, written here, everywhere else. The results are the
+same numbers either way.
+Shapes: M rows of V logits, B batch, N tree nodes, P = 1 + levels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels.fused_layer import kernels_serve, runs_on
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    """Index of the largest of each row, int64 [...], of logits [..., V]; the lowest of equal ones.
+
+    NaN counts as the largest, as torch has it; the kernel takes it for an infinity.
+    """
+    if not kernels_serve(logits) or logits.shape[-1] >= 2**31:
+        return logits.argmax(-1)
+    from longtrain.kernels.greedy import kernel as greedy_triton
+
+    return greedy_triton.argmax_rows(logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
+
+
+def follow(
+    best_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, levels: int, most_B: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the root, go to the first child that carries the token chosen at a node, until none does.
+
+    Args:
+        best_BN: token chosen at each node, int64.
+        tokens_BN: token of each node, int64.
+        parents_BN: parent of each node, below the node's own index; -1 for the root.
+        levels: levels of the tree below its root.
+        most_B: most nodes of each path, root included, 1 or more: the next node's token then follows them.
+            None: no limit.
+
+    Returns:
+        path_BP of nodes, 0 beyond the last (but not cut at `most_B`); n_B nodes of it that count; next_B, the
+        token that follows them.
+    """
+    if runs_on(best_BN.device):
+        from longtrain.kernels.greedy import kernel as greedy_triton
+
+        return greedy_triton.follow(best_BN, tokens_BN, parents_BN, levels, most_B)
+    node_B = torch.zeros_like(best_BN[:, 0])
+    n_B = torch.ones_like(node_B)
+    walking_B = n_B > 0
+    path, next_B = [node_B], best_BN[:, 0]
+    for _ in range(levels):
+        match_BN = (parents_BN == node_B[:, None]) & (tokens_BN == next_B[:, None])
+        walking_B = walking_B & match_BN.any(1)
+        node_B = torch.where(walking_B, match_BN.int().argmax(1), node_B)
+        n_B = n_B + walking_B
+        path.append(node_B * walking_B)
+        next_B = torch.where(walking_B, best_BN.gather(1, node_B[:, None])[:, 0], next_B)
+    path_BP = torch.stack(path, 1)
+    if most_B is None:
+        return path_BP, n_B, next_B
+    after_B1 = path_BP.gather(1, most_B.clamp(max=levels)[:, None])
+    cut_B = torch.where(n_B > most_B, tokens_BN.gather(1, after_B1)[:, 0], next_B)
+    return path_BP, n_B.minimum(most_B), cut_B
+
+
+def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
+    """What an accepted path adds to the text: how many tokens, the nodes' below the root, the one after them.
+
+    Args:
+        tokens_BN: token of each node, int64.
+        path_BP: accepted nodes, root first.
+        n_B: how many of them count, 1 or more.
+        next_B: token after them.
+        out_BX: written: n_B, then P tokens; those beyond n_B repeat the last. Contiguous int64.
+    """
+    if runs_on(tokens_BN.device):
+        from longtrain.kernels.greedy import kernel as greedy_triton
+
+        greedy_triton.emitted(tokens_BN, path_BP, n_B, next_B, out_BX)
+        return
+    drafted_BP = tokens_BN.gather(1, path_BP).roll(-1, dims=1)
+    slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
+    out_BX[:, 0] = n_B
+    out_BX[:, 1:] = torch.where(slot_P < n_B[:, None] - 1, drafted_BP, next_B[:, None])
+
+
+def ancestors(parents_BN: Tensor) -> Tensor:
+    """Which nodes each node sees: its ancestors and itself.
+
+    Args:
+        parents_BN: parent node, smaller than the child's own index; -1 for the root. int64.
+
+    Returns:
+        bool_BNN; entry (b, i, j) is True where j is i or an ancestor of i.
+    """
+    if runs_on(parents_BN.device):
+        from longtrain.kernels.greedy import kernel as greedy_triton
+
+        return greedy_triton.ancestors(parents_BN)
+    n = parents_BN.shape[1]
+    node_N = torch.arange(n, device=parents_BN.device)
+    reach_BNN = ((parents_BN[..., None] == node_N) | (node_N[:, None] == node_N)).float()
+    for _ in range(max(n - 1, 1).bit_length()):  # each product doubles how far up a node sees
+        reach_BNN = (reach_BNN @ reach_BNN).clamp_(max=1)
+    return reach_BNN > 0

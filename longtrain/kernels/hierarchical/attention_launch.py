@@ -1,0 +1,150 @@
+"""Launches the Triton kernels of `kernels.hierarchical.attention`: tiles, splits and partial buffers.
+
+The tiles below were chosen on compute capability 9.0 at head dim 128. At 8 bits, as the target reads, a row
+of a step of several must come out bit for bit as it does in plain decoding, or greedy texts part where two
+tokens are nearly as good. So there up to 32 packed rows have one kernel and the same splits.
+Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query heads of a KV head).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import ConfigError
+from longtrain.kernels.hierarchical import attention_kernel as kernels
+from longtrain.kernels.hierarchical import fragments_launch as fragments
+from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
+from longtrain.kernels.tree_attention import launch as merging
+from longtrain.kernels.tree_attention.reference import Causal
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the attention kernel's tile and of its launch; a tile of keys is one block of the planes.
+
+    Args:
+        rows: packed rows, a power of two from 16 on.
+        warps: warps of a program.
+        stages: blocks in flight.
+        resident: programs that run on one multiprocessor at a time.
+        recent: slots of a tile of the ring, a divisor of 128.
+        registers: most registers of a thread; None: the compiler's choice.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    resident: int
+    recent: int = 64
+    registers: int | None = None
+
+
+TILES = {
+    4: (
+        Tile(rows=16, warps=4, stages=3, resident=3, registers=168),
+        Tile(rows=32, warps=4, stages=3, resident=2),
+    ),
+    8: (
+        Tile(rows=16, warps=4, stages=3, resident=3, registers=168),
+        Tile(rows=32, warps=4, stages=3, resident=2),
+    ),
+}
+"""By bits: the first that holds all packed rows, or else the last."""
+
+
+def hier_attention(
+    q_BHTD: Tensor,
+    planes: Planes,
+    ring: Ring,
+    lens: Lens,
+    mask: Tensor | Causal | None,
+    bits: int,
+    scale: float,
+    tile: Tile | fragments.Tile | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the call.
+
+    Few rows in half precision go to `hier_fragments_launch`; this kernel is for all others.
+
+    Raises:
+        ConfigError: a tile of `hier_fragments_launch` for a call that its kernels do not take.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, N = planes.k_upper.shape[1:3]
+    group = H // G
+    if not isinstance(tile, Tile):
+        fits = tile is None or T * group <= 8 * tile.tiles
+        if fits and fragments.serves(q_BHTD, planes, ring, bits):
+            found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
+            if found is not None:
+                return found
+        if tile is not None:
+            raise ConfigError(
+                f"{tile} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
+                f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}; allowed: "
+                f"{fragments.SERVED}, and up to 8 rows for each of its tiles; pass tile=None"
+            )
+    even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
+    if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32
+        tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits)
+    programs = B * G * -(-T * group // tile.rows)
+    fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
+    splits = splits or max(2, merging.splits_for(*fill, q_BHTD.device))
+    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
+    own_bits = mask if isinstance(mask, Tensor) else lens.len_B
+    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    slots = programs * splits * tile.rows
+    part = q_BHTD.new_empty(slots * (D + 1) + programs * N * tile.rows, dtype=torch.float32)
+    part_lse, part_out, beta = part.split([slots, slots * D, programs * N * tile.rows])
+    chained = merging.chains(q_BHTD.device)
+    with torch.cuda.device_of(q_BHTD):
+        kernels.attend_kernel[(programs, splits)](
+            q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
+            planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
+            ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, beta, part_out, part_lse,
+            scale * _LOG2E, splits, T, N, *q_BHTD.stride()[:3],
+            *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
+            G=G, GROUP=group, D=D, ROWS=tile.rows, BITS=bits,
+            OFFSET=planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16,
+            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, STAGES=tile.stages,
+            PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.warps,
+            **({"maxnreg": tile.registers} if tile.registers else {}), **merging.pdl(chained),
+        )  # fmt: skip
+        return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
+
+
+def tile_for(rows: int, bits: int) -> Tile:
+    """The tile for so many packed rows."""
+    return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
+
+
+def candidates(
+    rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tile | fragments.Tile, ...]:
+    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`.
+
+    Args:
+        rows: packed rows.
+        bits: 4 or 8.
+        group: query heads of a KV head.
+        head_dim: size of a head.
+        dtype: of queries and ring.
+    """
+    general = tile_for(rows, bits)
+    if fragments.takes(rows, bits, group, head_dim, dtype):
+        return (*fragments.candidates(rows, bits), general)
+    others = (
+        replace(general, warps=8, resident=1),
+        replace(general, stages=2),
+        replace(general, resident=3, stages=2, registers=168, recent=32),
+        replace(general, resident=4),
+        replace(general, rows=16, resident=3, registers=168),
+    )
+    return tuple(tile for tile in others if tile != general)

@@ -1,0 +1,399 @@
+"""Triton kernel of hierarchical attention for up to 16 packed rows and heads of 128: warps on their own.
+
+The formulas are those of `hier_attention_triton`. There a program's warps share every product; here a warp
+takes half a block (64 tokens) from loading it to its weighted values, and warps meet once, at the end. For
+that tensors are laid out by hand. A tensor of 16 registers a thread is flat, [4 k, W warps, 8 g, 4 t, 4 c]:
+register r = 4 k + c of the thread with lane 4 g + t; warp 2 p + h has half h of the p-th of the program's
+blocks of a round. Those of a thread are
+
+    keys      bytes 16 t .. 16 t + 15 of the tokens 64 h + 16 (g / 2) + 2 i + g mod 2, i = k, and k + 4
+    steps     of key channels 64 (k / 2) + 16 t + 8 (k mod 2) + 2 c and the next, as are zeros and q
+    scores    of row g with the tokens 64 h + 16 t + r
+    values    tokens 64 h + 16 t + 4 c .. of the dimensions 8 k + g (and + 64), and those + 32
+    sums      of the dimensions 64 (k mod 2) + 16 (k / 2) + g + 8 (c / 2), and those + 32, row 2 t + c mod 2
+
+so that a thread's loads are of 16 bytes, scores come out where the weights go in, and nothing moves between
+threads but a row's maximum (four threads) and how much its sums shrink (`hier_fragments_ptx`). Packed rows
+are numbered as in `tree_attention_triton`; two TILES of 8 share what is loaded. Nothing of a row's result
+depends on other rows, nor on TILES.
+"""
+
+# mypy: disable-error-code="no-untyped-def, assignment"
+# ruff: noqa: RUF005 (triton knows no starred tuples)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longtrain.kernels.tree_attention.kernel import _visible
+
+_BLOCK = tl.constexpr(128)
+_RING = tl.constexpr(384)
+_LIFT = tl.constexpr(14.0)
+_LN2 = tl.constexpr(0.6931471805599453)
+_PREFETCH = tl.constexpr("""{
+    .reg .pred p;
+    setp.ne.s32 p, $2, 0;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
+
+@triton.jit
+def _spread(x, THREADS: tl.constexpr):
+    """A thread's number, or a row's of a warp's, in all registers it belongs to."""
+    wide = tl.broadcast_to(x[None, :, :, None], (4, THREADS // 4, 4, 4))
+    return tl.reshape(wide, (16 * THREADS,))
+
+
+@triton.jit
+def _sum(x, THREADS: tl.constexpr):
+    return tl.sum(tl.sum(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
+
+
+@triton.jit
+def _max(x, THREADS: tl.constexpr):
+    return tl.max(tl.max(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
+
+
+@triton.jit
+def _even_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of rows in one order, whatever threads hold them: neighbours first."""
+    size: tl.constexpr = COLUMNS // 2
+    x = tl.sum(tl.reshape(x, (ROWS, size, 2)), 2)
+    if size == 1:
+        return tl.reshape(x, (ROWS,))
+    else:
+        return _even_sum(x, ROWS, size)
+
+
+@triton.jit
+def _quads(at, offset, keep):
+    """Words, four of a thread at consecutive addresses."""
+    return tl.load(tl.max_contiguous(tl.multiple_of(at + offset, 16), 4), mask=keep, other=0)
+
+
+@triton.jit
+def _channels(words, PAIRS: tl.constexpr):
+    """Words of two channels in the threads that need them: [pair, half, t, k, c] to registers."""
+    x = tl.permute(tl.reshape(words, (PAIRS, 2, 4, 2, 4)), (1, 3, 0, 2, 4))
+    x = tl.broadcast_to(tl.reshape(x, (4, PAIRS, 1, 4, 4)), (4, PAIRS, 16, 4, 4))
+    return tl.reshape(x, (1024 * PAIRS,))
+
+
+@triton.jit
+def _tokens(numbers, PAIRS: tl.constexpr):
+    """Numbers of tokens likewise: [pair, h, t, k, c]."""
+    x = tl.permute(tl.reshape(numbers, (2 * PAIRS, 4, 4, 4)), (2, 0, 1, 3))
+    x = tl.broadcast_to(tl.reshape(x, (4, 2 * PAIRS, 1, 4, 4)), (4, 2 * PAIRS, 8, 4, 4))
+    return tl.reshape(x, (1024 * PAIRS,)).to(tl.float32)
+
+
+@triton.jit
+def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.constexpr):
+    """A thread's queries as words of two fp16 numbers, and the power of two of their row they are divided by.
+
+    Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
+    """
+    if BF16:
+        even = (word << 16).to(tl.float32, bitcast=True)
+        odd = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        even = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        odd = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    norm = tl.max(_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
+    norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
+    by = tl.where(k < 2, FIRST, 0.0625) / _spread(norm, THREADS)
+    low = (even * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = (odd * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (low | (high << 16)).to(tl.int32, bitcast=True), norm
+
+
+@triton.jit
+def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constexpr, THREADS: tl.constexpr):
+    """A step of the softmax of a tile: weights of the values' codes, and how much older sums shrink.
+
+    A row's weights are kept below 2^14 by what their tokens' steps are, which is all that fp16 needs.
+    """
+    most = _max(logit, THREADS) * norm + tl.log2(_max(v_step, THREADS)) - _LIFT
+    here = tl.max(most, 1)[:, None]
+    new = tl.maximum(top, here)
+    base = tl.where(here == float("-inf"), float("inf"), new)
+    weight = tl.exp2(logit * _spread(norm, THREADS) - _spread(base, THREADS))
+    fade = tl.where(top == new, 1.0, tl.exp2(top - new))
+    total = total * fade + _sum(weight, THREADS)
+    zeros = zeros * fade + _sum(weight * (v_zero + OFFSET * v_step), THREADS)
+    return weight * v_step, _spread(fade, THREADS), new, total, zeros
+
+
+@triton.jit
+def _ring(
+    q_at, exists, k_ptr, v_ptr, row, n, begin, end, first, query, low_bits, high_bits, T, scale2,
+    D: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr,
+    RINGS: tl.constexpr,
+):  # fmt: skip
+    """Attention over the ring's tiles first, first + RINGS, ... of RECENT positions."""
+    dim = tl.arange(0, D)
+    kind: tl.constexpr = k_ptr.dtype.element_ty
+    q = tl.load(q_at[:, None] + dim[None, :], mask=exists[:, None], other=0.0).to(kind)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, D), tl.float32)
+    for start in tl.range(begin + first * RECENT, end, RINGS * RECENT, num_stages=1):
+        p = start + tl.arange(0, RECENT)
+        at = (row + p % _RING)[:, None] * D + dim[None, :]
+        keep = (p < end)[:, None]
+        k = tl.load(k_ptr + at, mask=keep, other=0.0)
+        v = tl.load(v_ptr + at, mask=keep, other=0.0)
+        logit = tl.dot(q, tl.trans(k), input_precision="ieee")
+        seen = _visible(p, n, query, low_bits, high_bits, T, MASK, WORDS) & (p < end)[None, :]
+        logit = tl.where(seen, logit, float("-inf"))
+        new = tl.maximum(top, tl.max(logit, 1) * scale2)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight = tl.exp2(logit * scale2 - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + _even_sum(weight, ROWS, RECENT)
+        out = tl.dot(weight.to(kind), v, out * fade[:, None], input_precision="ieee")
+        top = new
+    return top, total, out
+
+
+@triton.jit
+def _place(row, dim):
+    """Where a slot has a number: as the threads hold it, [8 rows, dimensions A | B, k, g, t, c]."""
+    k, c = 2 * ((dim >> 4) & 1) + (dim >> 6), 2 * ((dim >> 3) & 1) + (row & 1)
+    return (row >> 3) * 1024 + ((dim >> 5) & 1) * 512 + k * 128 + (dim & 7) * 16 + ((row >> 1) & 3) * 4 + c
+
+
+@triton.jit
+def _to_warps(x, WARPS: tl.constexpr):
+    """A row's number [8] for each warp, [8 WARPS, 1]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (WARPS, 8)), (8 * WARPS, 1))
+
+
+@triton.jit
+def _added(x, WARPS: tl.constexpr):
+    """Numbers of the warps' threads [4, WARPS, 128], flat, summed over warps: [4, 128]."""
+    HALF: tl.constexpr = WARPS // 2
+    one, two = tl.split(tl.permute(tl.reshape(x, (4, 2, HALF * 128)), (0, 2, 1)))
+    if HALF == 1:
+        return one + two
+    else:
+        return _added(one + two, HALF)
+
+
+@triton.jit
+def _finish(
+    out_at, lse_at, top, total, zeros, out_a, out_b, rows,
+    FINISH: tl.constexpr, FINISH_OF: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Bring the warps' parts of a tile together and store them."""
+    THREADS: tl.constexpr = 32 * WARPS
+    total, zeros = tl.sum(total, 1)[:, None], tl.sum(zeros, 1)[:, None]
+    most = tl.max(tl.reshape(top, (WARPS, 8)), 0)
+    share = tl.exp2(top - _to_warps(most, WARPS))
+    sums = tl.sum(tl.reshape(total * share, (WARPS, 8)), 0)
+    share /= _to_warps(sums, WARPS)
+    out_a, out_b = tl.inline_asm_elementwise(
+        FINISH, FINISH_OF, (_spread(share, THREADS), _spread(zeros * share, THREADS), out_a, out_b),
+        dtype=(tl.float32, tl.float32), is_pure=True, pack=16,
+    )  # fmt: skip
+    m = tl.arange(0, 8)
+    tl.store(lse_at + m, most + tl.log2(sums), mask=m < rows)
+    k, i = tl.arange(0, 4)[:, None], tl.arange(0, 128)[None, :]
+    keep = tl.max_constancy(2 * ((i >> 2) & 3) < rows, [1, 4])
+    tl.store(out_at + k * 128 + i, _added(out_a, WARPS), mask=keep)
+    tl.store(out_at + 512 + k * 128 + i, _added(out_b, WARPS), mask=keep)
+
+
+@triton.jit(do_not_specialize=["splits", "T", "N", "ahead"])
+def attend_kernel(
+    q_ptr, k_upper_ptr, k_lower_ptr, v_upper_ptr, v_lower_ptr, k_step_ptr, k_zero_ptr, v_step_ptr, v_zero_ptr,
+    ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N, ahead,
+    q_b, q_h, q_t, bits_b, bits_t,
+    G: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
+    WARPS: tl.constexpr, TILES: tl.constexpr,
+    SCORES: tl.constexpr, SCORES_OF: tl.constexpr, VALUES: tl.constexpr, VALUES_OF: tl.constexpr,
+    FINISH: tl.constexpr, FINISH_OF: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Partial out [16, 128], base-2 lse [16] of all packed rows over a split of the ring or the blocks.
+
+    The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks.
+
+    `ahead`: blocks of a program that are brought to the L2 cache before the kernel in front has ended.
+    """
+    D: tl.constexpr = 128
+    BLOCK: tl.constexpr = 2048
+    THREADS: tl.constexpr = 32 * WARPS
+    PAIRS: tl.constexpr = WARPS // 2
+    pid, split = tl.program_id(0), tl.program_id(1)
+    b, kv, head = pid // G, pid % G, pid.to(tl.int64)
+    row = head * N
+    k_words, v_words = k_upper_ptr.to(tl.pointer_type(tl.int32)), v_upper_ptr.to(tl.pointer_type(tl.int32))
+    if CHAINED:
+        if split >= RINGS and ahead > 0:
+            count = tl.load(blocks_ptr + b).to(tl.int32)
+            ours = tl.cdiv(count, splits - RINGS)
+            start = (split - RINGS) * ours
+            size = tl.maximum(tl.minimum(tl.minimum(ours, ahead), count - start), 0) * (4 * BLOCK)
+            into = (row + start).to(tl.int64) * (4 * BLOCK)
+            plane = tl.arange(0, THREADS)
+            at = tl.where(plane == 0, k_upper_ptr.to(tl.int64), v_upper_ptr.to(tl.int64))
+            if BITS == 8:
+                lower = tl.where(plane == 2, k_lower_ptr.to(tl.int64), v_lower_ptr.to(tl.int64))
+                at = tl.where(plane < 2, at, lower)
+            tl.inline_asm_elementwise(
+                _PREFETCH, "=r,l,r", [at + into, tl.where(plane < BITS // 2, size, 0)], dtype=tl.int32,
+                is_pure=False, pack=1,
+            )  # fmt: skip
+        gdc_wait()
+    blocks = tl.load(blocks_ptr + b, cache_modifier=".cg").to(tl.int32)
+    share = tl.cdiv(blocks, splits - RINGS)
+    first = (split - RINGS) * share
+    last = tl.minimum(first + share, blocks)
+    slot = (pid * splits + split).to(tl.int64)
+    out_ptr += slot * (16 * D)
+    lse_ptr += slot * 16
+    q_head = q_ptr + b.to(tl.int64) * q_b + (kv * GROUP).to(tl.int64) * q_h
+    e = tl.arange(0, 16 * THREADS)
+    c, t, g, k = e & 3, (e >> 2) & 3, (e >> 4) & 7, e // (4 * THREADS)
+    q_in = 32 * (k >> 1) + 8 * t + 4 * (k & 1) + c
+    q_words = q_head.to(tl.pointer_type(tl.uint32))
+    q_at = q_in + (g % GROUP).to(tl.int64) * (q_h // 2) + (g // GROUP).to(tl.int64) * (q_t // 2)
+    word = _quads(q_words, q_at, tl.max_constancy(g < T * GROUP, 4))
+    if TILES == 2:
+        g += 8
+        q_at = q_in + (g % GROUP).to(tl.int64) * (q_h // 2) + (g // GROUP).to(tl.int64) * (q_t // 2)
+        word_2 = _quads(q_words, q_at, tl.max_constancy(g < T * GROUP, 4))
+    if split < RINGS:
+        dim = tl.arange(0, D)
+        n, begin = tl.load(len_ptr + b).to(tl.int32), blocks * _BLOCK
+        end = n + T if MASK else n
+        m = tl.arange(0, 16)
+        query, member, exists = m // GROUP, m % GROUP, m < T * GROUP
+        low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
+        if MASK == 2:
+            bits_at = bits_ptr + b.to(tl.int64) * bits_b + query.to(tl.int64) * bits_t
+            low_bits = tl.load(bits_at, mask=exists, other=0)
+            if WORDS == 2:
+                high_bits = tl.load(bits_at + 1, mask=exists, other=0)
+        top, total, out = _ring(
+            q_head + member.to(tl.int64) * q_h + query.to(tl.int64) * q_t, exists, ring_k_ptr, ring_v_ptr,
+            head * _RING, n, begin, end, split, query, low_bits, high_bits, T, scale2,
+            D, 16, MASK, WORDS, RECENT, RINGS,
+        )  # fmt: skip
+        if CHAINED:
+            gdc_launch_dependents()
+        out = out / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(lse_ptr + m, top + tl.log2(total), mask=exists)
+        tl.store(out_ptr + _place(m[:, None], dim[None, :]), out, mask=exists[:, None])
+    elif first < last:
+        FIRST: tl.constexpr = 1.0 if BITS == 4 else 0.0625
+        BF16: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
+        q, norm = _queries(word, k, FIRST, BF16, THREADS)
+        norm *= scale2
+        top = tl.full((THREADS // 4, 1), float("-inf"), tl.float32)
+        total, zeros = tl.zeros((THREADS // 4, 4), tl.float32), tl.zeros((THREADS // 4, 4), tl.float32)
+        out_a, out_b = tl.zeros((16 * THREADS,), tl.float32), tl.zeros((16 * THREADS,), tl.float32)
+        if TILES == 2:
+            q_2, norm_2 = _queries(word_2, k, FIRST, BF16, THREADS)
+            norm_2 *= scale2
+            top_2, total_2, zeros_2, out_a_2, out_b_2 = top, total, zeros, out_a, out_b
+        h, pair = (e >> 7) & 1, (e >> 8) & (PAIRS - 1)
+        near, eighth = e & 15, (e >> 4) & 7
+        k_in = pair * BLOCK + (64 * h + 16 * (eighth >> 1) + 2 * k + (eighth & 1)) * 16 + near
+        v_in = pair * BLOCK + (8 * k + eighth) * 32 + 16 * h + near
+        channel, token = tl.arange(0, 64 * PAIRS), tl.arange(0, 128 * PAIRS)
+        for start in tl.range(first, last, PAIRS, num_stages=STAGES):
+            keep = tl.max_constancy(start + pair < last, 4)
+            at = (row + start).to(tl.int64) * BLOCK
+            keys = _quads(k_words + at, k_in, keep), _quads(k_words + at, k_in + 128, keep)
+            values = _quads(v_words + at, v_in, keep), _quads(v_words + at, v_in + 1024, keep)
+            if BITS == 8:
+                lower = k_lower_ptr.to(tl.pointer_type(tl.int32)) + at
+                keys += (_quads(lower, k_in, keep), _quads(lower, k_in + 128, keep))
+                lower = v_lower_ptr.to(tl.pointer_type(tl.int32)) + at
+                values += (_quads(lower, v_in, keep), _quads(lower, v_in + 1024, keep))
+            at = (row + start).to(tl.int64) * 64
+            keep = start + channel // 64 < last
+            step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
+            zero = tl.load(k_zero_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
+            keys += (_channels(step, PAIRS), _channels(zero, PAIRS))
+            keep = start + token // 128 < last
+            v_step = _tokens(tl.load(v_step_ptr + at * 2 + token, mask=keep, other=0.0), PAIRS)
+            v_zero = _tokens(tl.load(v_zero_ptr + at * 2 + token, mask=keep, other=0.0), PAIRS)
+            if TILES == 1:
+                logit = tl.inline_asm_elementwise(
+                    SCORES, SCORES_OF, keys + (q,), dtype=tl.float32, is_pure=True, pack=16
+                )
+            else:
+                logit, logit_2 = tl.inline_asm_elementwise(
+                    SCORES, SCORES_OF, keys + (q, q_2), dtype=(tl.float32, tl.float32), is_pure=True, pack=16
+                )
+            weight, fade, top, total, zeros = _softened(
+                logit, norm, v_step, v_zero, top, total, zeros, OFFSET, THREADS
+            )
+            if TILES == 1:
+                out_a, out_b = tl.inline_asm_elementwise(
+                    VALUES, VALUES_OF, values + (weight, fade, out_a, out_b),
+                    dtype=(tl.float32, tl.float32), is_pure=True, pack=16,
+                )  # fmt: skip
+            else:
+                weight_2, fade_2, top_2, total_2, zeros_2 = _softened(
+                    logit_2, norm_2, v_step, v_zero, top_2, total_2, zeros_2, OFFSET, THREADS
+                )
+                out_a, out_b, out_a_2, out_b_2 = tl.inline_asm_elementwise(
+                    VALUES, VALUES_OF,
+                    values + (weight, fade, weight_2, fade_2, out_a, out_b, out_a_2, out_b_2),
+                    dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=16,
+                )  # fmt: skip
+        if CHAINED:
+            gdc_launch_dependents()
+        _finish(out_ptr, lse_ptr, top, total, zeros, out_a, out_b, T * GROUP, FINISH, FINISH_OF, WARPS)
+        if TILES == 2:
+            _finish(
+                out_ptr + 1024, lse_ptr + 8, top_2, total_2, zeros_2, out_a_2, out_b_2, T * GROUP - 8,
+                FINISH, FINISH_OF, WARPS,
+            )  # fmt: skip
+    else:
+        none = tl.arange(0, 16)
+        tl.store(lse_ptr + none, tl.full((16,), float("-inf"), tl.float32))
+
+
+@triton.jit(do_not_specialize=["slots", "T"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, slots, T,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out_BTHD and natural lse_BHT: CHUNK numbers of 8 rows of a KV head, as they lie in a slot."""
+    if CHAINED:
+        gdc_wait()
+    pid, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, row, i = tl.arange(0, BLOCK), 8 * tile + tl.arange(0, 8), chunk * CHUNK + tl.arange(0, CHUNK)
+    inside, rows = (slot < slots)[:, None], T * GROUP
+    at = (pid * slots + slot).to(tl.int64)[:, None] * 16
+    lse = tl.load(part_lse_ptr + at + row[None, :], mask=inside & (row < rows)[None, :], other=float("-inf"))
+    m = 8 * tile + 2 * ((i >> 2) & 3)
+    keep = inside & tl.max_constancy(m < rows, 4)[None, :]
+    # what an empty slot leaves unwritten is read with the rest, so as not to wait for lse, and dropped
+    out = tl.load(part_ptr + at * 128 + (tile * 1024 + i)[None, :], mask=keep, other=0.0)
+    if CHAINED:
+        gdc_launch_dependents()
+    top = tl.max(lse, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(lse - base[None, :])
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total > 0, total, 1.0)[None, :]
+    wide = tl.reshape(weight, (BLOCK, 1, 4, 1, 2))
+    out = tl.reshape(out, (BLOCK, CHUNK // 16, 4, 2, 2))
+    out = tl.reshape(tl.sum(tl.where(wide > 0, out * wide, 0.0), 0), (CHUNK,))
+    b, kv = pid // G, pid % G
+    m += i & 1
+    dim = 64 * ((i >> 7) & 1) + 16 * ((i >> 8) & 1) + ((i >> 4) & 7) + 8 * ((i >> 1) & 1) + 32 * (i >> 9)
+    out_at = (b.to(tl.int64) * T + m // GROUP) * (G * GROUP) + kv * GROUP + m % GROUP
+    tl.store(out_ptr + out_at * 128 + dim, out.to(out_ptr.dtype.element_ty), mask=m < rows)
+    if chunk == 0:
+        index = (b.to(tl.int64) * (G * GROUP) + kv * GROUP + row % GROUP) * T + row // GROUP
+        tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=row < rows)

@@ -1,0 +1,226 @@
+"""Launches the Triton kernels of `hier_fragments_triton`: tiles, splits and partial buffers.
+
+The tiles below were chosen on compute capability 9.0. Splits and the blocks of a warp are the same for every
+number of rows, so that a row's result does not depend on how many rows there are.
+Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query heads of a KV head).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from longtrain.kernels.hierarchical import fragments_kernel as kernels
+from longtrain.kernels.hierarchical import fragments_ptx as ptx
+from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
+from longtrain.kernels.tree_attention import launch as merging
+from longtrain.kernels.tree_attention.reference import Causal
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+_LOG2E = 1.4426950408889634
+HEAD_DIM = 128
+"""The head size whose rows fill the registers of a warp."""
+MOST_ROWS = 16
+"""Most packed rows."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the attention kernel and of its launch.
+
+    Args:
+        tiles: of 8 packed rows: 1 or 2.
+        warps: of a program; two share a block.
+        stages: of the pipeline that brings blocks.
+        resident: programs that run on one multiprocessor at a time.
+        recent: slots of a tile of the ring, a divisor of 128.
+        ahead: blocks of a program that are asked for before the kernel in front has ended.
+        chunk: numbers of a merging program, a power of two up to 1024.
+        merge_warps: its warps.
+    """
+
+    tiles: int = 1
+    warps: int = 4
+    stages: int = 3
+    resident: int = 2
+    recent: int = 64
+    ahead: int = 2
+    chunk: int = 32
+    merge_warps: int = 4
+
+
+TILES = {
+    4: (Tile(), Tile(tiles=2)),
+    8: (Tile(warps=2, resident=3), Tile(tiles=2, warps=2, resident=3)),
+}
+"""By bits: the first that holds all packed rows."""
+MANY = 16
+"""KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
+EIGHT_BIT_GROUP = 2
+"""At 8 bits, most query heads of a KV head: a chain of 8 rows then has the same sums as one row."""
+
+SERVED = (
+    f"head dim {HEAD_DIM}, up to {MOST_ROWS} packed rows, at 8 bits up to {EIGHT_BIT_GROUP} query heads a KV "
+    "head, bf16 or fp16, an NVIDIA GPU of compute capability 8.0 or more, and a Triton that lays tensors out "
+    "as the kernel needs them"
+)
+"""What `serves` asks for, in words."""
+_HALF = (torch.bfloat16, torch.float16)
+
+_unsound: set[str] = set()
+_sound: set[str] = set()
+
+
+def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
+    """Whether these kernels take the call; `hier_attention_launch`'s other does otherwise."""
+    group = q_BHTD.shape[1] // planes.k_upper.shape[1]
+    return (
+        takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
+        and ring.k.dtype in _HALF
+        and q_BHTD.device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(q_BHTD.device) >= (8, 0)
+    )
+
+
+def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
+    fits = head_dim == HEAD_DIM and rows <= MOST_ROWS and (bits == 4 or group <= EIGHT_BIT_GROUP)
+    return fits and dtype in _HALF and not _unsound
+
+
+def hier_attention(
+    q_BHTD: Tensor,
+    planes: Planes,
+    ring: Ring,
+    lens: Lens,
+    mask: Tensor | Causal | None,
+    bits: int,
+    scale: float,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the device.
+
+    Returns:
+        None where this compiler does not lay tensors out as the kernel's machine text takes them.
+    """
+    B, H, T, D = q_BHTD.shape
+    G, N = planes.k_upper.shape[1:3]
+    group = H // G
+    tile = tile or tile_for(T * group, bits, B * G)
+    rings = rings_for(N)
+    splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
+    q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
+    own_bits = mask if isinstance(mask, Tensor) else lens.len_B
+    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    rows = B * G * splits * MOST_ROWS
+    part_out, part_lse = q_BHTD.new_empty(rows * (D + 1), dtype=torch.float32).split([rows * D, rows])
+    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    chained = merging.chains(q_BHTD.device)
+    offset = planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16
+    with torch.cuda.device_of(q_BHTD):
+        built = kernels.attend_kernel[(B * G, splits)](
+            q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
+            planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
+            ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
+            scale * _LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
+            *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
+            G=G, GROUP=group, BITS=bits, OFFSET=offset,
+            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, RINGS=rings,
+            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, CHAINED=chained,
+            **texts(tile.tiles, bits, offset),
+            num_warps=tile.warps,
+            **merging.pdl(chained),
+        )  # fmt: skip
+        if not _laid_out(built, tile.warps):
+            return None
+        kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
+            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group,
+            BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk, CHAINED=chained,
+            num_warps=tile.merge_warps, **merging.pdl(chained),
+        )  # fmt: skip
+    return out_BTHD.transpose(1, 2), lse_BHT
+
+
+def tile_for(rows: int, bits: int, programs: int) -> Tile:
+    """The tile for so many packed rows of each of `programs` KV heads."""
+    tile = next(tile for tile in TILES[bits] if rows <= 8 * tile.tiles)
+    return replace(tile, warps=2, stages=4, resident=4) if programs >= MANY and tile.warps == 4 else tile
+
+
+def candidates(rows: int, bits: int) -> tuple[Tile, ...]:
+    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
+    first = tile_for(rows, bits, 1)
+    return (
+        replace(first, stages=4, resident=2),
+        replace(first, warps=2, stages=4, resident=4),
+        replace(first, warps=2, stages=3, resident=3),
+        replace(first, ahead=0),
+        replace(first, ahead=8),
+        replace(first, chunk=64),
+    )
+
+
+def rings_for(blocks: int) -> int:
+    """Splits of the ring: the fewer blocks a cache has room for, the longer one alone would be waited for."""
+    return 4 if blocks <= 128 else 2 if blocks <= 512 else 1
+
+
+def _splits(tile: Tile, programs: int, rings: int, device: torch.device) -> int:
+    """Splits that fill the device once, those of the ring among them."""
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return max(rings + 1, cores * tile.resident // programs)
+
+
+@lru_cache(maxsize=16)
+def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
+    """The kernel's machine text and its operands."""
+    planes = bits // 4
+    return {
+        "SCORES": ptx.scores_text(tiles, bits, offset),
+        "SCORES_OF": ptx.operands(tiles, "r" * (2 * planes + 2 + tiles)),
+        "VALUES": ptx.values_text(tiles, bits),
+        "VALUES_OF": ptx.operands(2 * tiles, "r" * (2 * planes) + "f" * (4 * tiles)),
+        "FINISH": ptx.finish_text(bits),
+        "FINISH_OF": ptx.operands(2, "ffff"),
+    }
+
+
+def lays_out(ttgir: str, warps: int) -> bool:
+    """Whether every tensor of the machine text has four neighbours in a thread, and threads in order."""
+    blocked = rf"sizePerThread = \[4\], threadsPerWarp = \[32\], warpsPerCTA = \[{warps}\],"
+    meant = re.findall(rf"^(#\w+) = #ttg\.blocked<{{{blocked}", ttgir, re.MULTILINE)
+    lines = [line for line in ttgir.splitlines() if f"packed_element = {ptx.PER_THREAD} " in line]
+    found = {name for line in lines for name in re.findall(r"x[if]32, (#\w+)>", line.partition("packed_")[2])}
+    return len(lines) >= 3 and bool(found) and found <= set(meant)
+
+
+def _laid_out(built: Any, warps: int) -> bool:
+    """`lays_out` of a compiled kernel; an interpreted one has no layout."""
+    if built is None or not hasattr(built, "asm"):
+        return True
+    if built.hash not in _sound and built.hash not in _unsound:
+        good = lays_out(built.asm["ttgir"], warps)
+        (_sound if good else _unsound).add(built.hash)
+        if not good:
+            log.warning(
+                "triton %s lays tensors out in a way that the fast kernel of the hierarchical cache is not "
+                "written for; the general one is used, which is slower",
+                triton.__version__,
+            )
+    return built.hash in _sound
+
+
+def _even(x: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])

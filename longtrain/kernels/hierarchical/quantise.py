@@ -1,0 +1,136 @@
+"""Quantises blocks of 128 tokens of K and V into the planes of a hierarchical cache.
+
+Formula: a step and a zero for each key channel of a block and for each value token; 8-bit codes whose halves
+go to planes of their own (`kernels.hierarchical.layout`). Triton on a GPU of compute capability 8.0 or more
+(interpreted under TRITON_INTERPRET=1 on any device), `hier_quant_reference` everywhere else; both give the
+same bytes.
+Shapes: L layers, B batch, G KV heads, N source rows, D head dim.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import DataError
+from longtrain.kernels.hierarchical import quantise_reference as reference
+from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Planes, Ring
+from longtrain.kernels.hierarchical.quantise_reference import LEVELS
+from longtrain.kernels.tree_attention import compiles_for
+
+LARGEST = 6e4
+"""Largest magnitude that is quantised: what is read back from it still fits into fp16."""
+_ROUNDED_UP = 1 + 2**-10
+"""How much wider than its range a step may make a group: fp16 has 10 bits after the first."""
+
+
+def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Tensor) -> None:
+    """Rows 128 i .. 128 i + 127 become block i of a layer's planes, for i below the sequence's count.
+
+    Args:
+        k_BGND: keys, after RoPE; any strides but 1 in the last dim; N at least 128 times the largest count.
+        v_BGND: values, likewise.
+        planes: of one layer; written in place.
+        count_B: blocks of each sequence, int64 on the device.
+
+    Raises:
+        DataError: shapes that do not fit the planes.
+    """
+    blocks = min(k_BGND.shape[2] // BLOCK, planes.k_step.shape[2])
+    _check(k_BGND, v_BGND, planes)
+    if blocks == 0:
+        return
+    k, v = k_BGND[:, :, : blocks * BLOCK], v_BGND[:, :, : blocks * BLOCK]
+    first_B = torch.zeros_like(count_B)
+    if kernel_serves(k_BGND):
+        _launch(k[None], v[None], planes, first_B, count_B, blocks=blocks, ring=0)
+    else:
+        reference.quantise_blocks(k, v, planes, first_B, count_B)
+
+
+def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> None:
+    """The ring's block of number `block_B[b]` joins the planes of all layers where `due_B[b]`; moves no row.
+
+    Args:
+        ring: of all layers.
+        planes: of all layers; written in place.
+        block_B: number of the oldest block in the ring, int64 on the device.
+        due_B: bool, whether it is to be quantised now.
+    """
+    count_B = due_B.to(torch.int64)
+    if kernel_serves(ring.k):
+        _launch(ring.k, ring.v, planes, block_B, count_B, blocks=1, ring=RING)
+        return
+    slot_BC = (block_B[:, None] * BLOCK + torch.arange(BLOCK, device=block_B.device)) % RING
+    row_B1 = torch.arange(len(block_B), device=block_B.device)[:, None]
+    for layer in range(len(ring.k)):
+        k, v = (x[layer][row_B1, :, slot_BC].transpose(1, 2) for x in (ring.k, ring.v))
+        reference.quantise_blocks(k, v, planes.layer(layer), block_B, count_B)
+
+
+def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
+    """Where a prompt just read holds values that no step and zero express: NaN, infinite, too large.
+
+    Such a value leaves its mark in the step or zero of its group: the zero is its lowest value and the step
+    tells its highest, as nearly as fp16 does. So up to 0.25 % above `LARGEST` may pass there, and no number
+    up to `LARGEST` is refused. Rows still in the ring are looked at themselves. Nothing is read back to the
+    host.
+
+    Args:
+        planes: of all layers.
+        ring: of all layers.
+        lens: how far each sequence has come.
+
+    Returns:
+        bool [L, 2]: of each layer, its keys and its values.
+    """
+    first_B1 = (lens.blocks_B * BLOCK)[:, None]
+    slot_R = torch.arange(RING, device=first_B1.device)
+    held_BR = first_B1 + (slot_R - first_B1) % RING < lens.len_B[:, None]
+    filled_BN = torch.arange(planes.k_step.shape[-2], device=first_B1.device) < lens.blocks_B[:, None]
+    steps = LEVELS[planes.split] / _ROUNDED_UP
+    found = []
+    for rows, step, zero in (
+        (ring.k, planes.k_step, planes.k_zero),
+        (ring.v, planes.v_step, planes.v_zero),
+    ):
+        low, high = torch.aminmax(rows, dim=-1)
+        recent = ~((low >= -LARGEST) & (high <= LARGEST)) & held_BR[:, None]
+        lowest, highest = zero.amin(-1), torch.add(zero, step, alpha=steps).amax(-1)
+        old = ~((lowest >= -LARGEST) & (highest <= LARGEST)) & filled_BN[:, None]
+        found.append(recent.flatten(1).any(1) | old.flatten(1).any(1))
+    return torch.stack(found, 1)
+
+
+def kernel_serves(x: Tensor) -> bool:
+    """Whether the Triton kernel takes these rows; the reference does otherwise."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.stride(-1) != 1:
+        return False
+    return os.environ.get("TRITON_INTERPRET") == "1" or compiles_for(x.device)
+
+
+def _launch(
+    k_LBGND: Tensor,
+    v_LBGND: Tensor,
+    planes: Planes,
+    first_B: Tensor,
+    count_B: Tensor,
+    *,
+    blocks: int,
+    ring: int,
+) -> None:
+    from longtrain.kernels.hierarchical import quantise_launch as hier_quant_launch
+
+    hier_quant_launch.quantise(k_LBGND, v_LBGND, planes, first_B, count_B, blocks=blocks, ring=ring)
+
+
+def _check(k_BGND: Tensor, v_BGND: Tensor, planes: Planes) -> None:
+    B, G, _, D = k_BGND.shape
+    held = tuple(planes.k_step.shape)
+    if v_BGND.shape != k_BGND.shape or held[:2] != (B, G) or held[-1] != D:
+        raise DataError(
+            f"keys {tuple(k_BGND.shape)} and values {tuple(v_BGND.shape)} for planes of [sequences, KV "
+            f"heads, blocks, head dim] = {list(held)}; allowed: the same sequences, heads and head dim"
+        )

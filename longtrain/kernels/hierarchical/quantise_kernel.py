@@ -1,0 +1,152 @@
+"""Triton kernel that quantises: a program turns 128 rows of K and V of one head into a block.
+
+Formula: see `quantise_reference.quantise`; the operations are the same, one by one, so that codes,
+steps and zeros are equal bit for bit (products and sums must not be fused).
+Shapes: C = 128 tokens of a block, D head dim, X = D / 2.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LEAST_STEP = tl.constexpr(2.0**-14)
+
+
+@triton.jit
+def _down(x):
+    """The largest fp16 number that is not above x."""
+    near = x.to(tl.float16)
+    bits = near.to(tl.int16, bitcast=True)
+    below = (bits + tl.where(bits < 0, 1, -1).to(tl.int16)).to(tl.float16, bitcast=True)
+    return tl.where(near.to(tl.float32) > x, below, near)
+
+
+@triton.jit
+def _up(x):
+    """The smallest fp16 number that is not below x, x >= 0."""
+    near = x.to(tl.float16)
+    above = (near.to(tl.int16, bitcast=True) + 1).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(near.to(tl.float32) < x, above, near)
+
+
+@triton.jit
+def _scale(low, high, sound, FLOOR: tl.constexpr):
+    """Step and zero in fp16; no numbers where the tile is not sound."""
+    zero = _down(tl.where(sound, low, float("nan")))
+    span = high - zero.to(tl.float32)
+    if FLOOR:
+        span *= 1.0 / 15.9375
+    else:
+        span *= 1.0 / 15.0
+    step = _up(span)
+    return tl.where(step < _LEAST_STEP, _LEAST_STEP, step).to(tl.float16), zero
+
+
+@triton.jit
+def _sound(near, far):
+    """Whether a tile is free of NaN, which its bounds would pass over, and of infinite numbers."""
+    return tl.abs(tl.sum(tl.sum(near + far, 0), 0)) < float("inf")
+
+
+@triton.jit
+def _codes(x, step, zero, FLOOR: tl.constexpr):
+    """Upper and lower nibbles of values, as integers; steps and zeros are given in fp32.
+
+    The sum of 2^23 and y has y rounded to an integer in its last bits. No code needs a bound but RTN's lower
+    nibble: a zero is not above its group, and a step covers it.
+    """
+    per_step = tl.math.div_rn(1.0, step)
+    if FLOOR:
+        code = ((x - zero) * (per_step * 16.0) + 8388608.0).to(tl.int32, bitcast=True)
+        return (code >> 4) & 15, code & 15
+    upper = (x - zero) * per_step + 8388608.0
+    lower = (x - (zero + step * (upper - 8388608.0))) * (per_step * 16.0)
+    lower = tl.minimum(lower, 7.0) + 8388616.0
+    return upper.to(tl.int32, bitcast=True) & 15, lower.to(tl.int32, bitcast=True) & 15
+
+
+@triton.jit
+def _bytes(near, far, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two nibbles a byte, the bytes in the order in which they are stored (`BYTE_ORDER`)."""
+    byte = (near | (far << 4)).to(tl.uint8).reshape(ROWS, COLUMNS // 4, 2, 2)
+    return byte.permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def _keys(
+    at, n_stride, block, part, u_ptr, l_ptr, step_ptr, zero_ptr,
+    D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a block of keys: rows along tokens, a step and a zero for each channel."""
+    X: tl.constexpr = D // 2
+    WIDTH: tl.constexpr = X // PARTS
+    half, token = part * WIDTH + tl.arange(0, WIDTH), tl.arange(0, C)
+    at += token[:, None] * n_stride + half[None, :]
+    near, far = tl.load(at).to(tl.float32), tl.load(at + X).to(tl.float32)
+    sound = _sound(near, far)
+    near_step, near_zero = _scale(tl.min(near, 0), tl.max(near, 0), sound, FLOOR)
+    far_step, far_zero = _scale(tl.min(far, 0), tl.max(far, 0), sound, FLOOR)
+    meta = block * D + half
+    tl.store(step_ptr + meta, near_step)
+    tl.store(zero_ptr + meta, near_zero)
+    tl.store(step_ptr + meta + X, far_step)
+    tl.store(zero_ptr + meta + X, far_zero)
+    near_u, near_l = _codes(near, near_step.to(tl.float32)[None, :], near_zero.to(tl.float32)[None, :], FLOOR)
+    far_u, far_l = _codes(far, far_step.to(tl.float32)[None, :], far_zero.to(tl.float32)[None, :], FLOOR)
+    byte = block * (C * X) + token[:, None] * X + half[None, :]
+    tl.store(u_ptr + byte, _bytes(near_u, far_u, C, WIDTH))
+    tl.store(l_ptr + byte, _bytes(near_l, far_l, C, WIDTH))
+
+
+@triton.jit
+def _values(
+    at, n_stride, block, part, u_ptr, l_ptr, step_ptr, zero_ptr,
+    D: tl.constexpr, C: tl.constexpr, FLOOR: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of a block of values: rows along half a head, a step and a zero for each token."""
+    X: tl.constexpr = D // 2
+    WIDTH: tl.constexpr = C // PARTS
+    half, token = tl.arange(0, X), part * WIDTH + tl.arange(0, WIDTH)
+    at += token[None, :] * n_stride + half[:, None]
+    near, far = tl.load(at).to(tl.float32), tl.load(at + X).to(tl.float32)
+    low, high = tl.min(tl.minimum(near, far), 0), tl.max(tl.maximum(near, far), 0)
+    step, zero = _scale(low, high, _sound(near, far), FLOOR)
+    meta = block * C + token
+    tl.store(step_ptr + meta, step)
+    tl.store(zero_ptr + meta, zero)
+    wide_step, wide_zero = step.to(tl.float32)[None, :], zero.to(tl.float32)[None, :]
+    near_u, near_l = _codes(near, wide_step, wide_zero, FLOOR)
+    far_u, far_l = _codes(far, wide_step, wide_zero, FLOOR)
+    byte = block * (C * X) + half[:, None] * C + token[None, :]
+    tl.store(u_ptr + byte, _bytes(near_u, far_u, X, WIDTH))
+    tl.store(l_ptr + byte, _bytes(near_l, far_l, X, WIDTH))
+
+
+@triton.jit
+def quantise_kernel(
+    k_ptr, v_ptr, ku_ptr, kl_ptr, vu_ptr, vl_ptr, ks_ptr, kz_ptr, vs_ptr, vz_ptr, first_ptr, count_ptr,
+    k_l, k_b, k_g, k_n, v_l, v_b, v_g, v_n, B, G, N,
+    D: tl.constexpr, C: tl.constexpr, RING: tl.constexpr, FLOOR: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (i, x, z): a part of the keys (z even) or values (z odd) of block `first[b] + i` of head
+    x = (layer, sequence, KV head).
+
+    Its rows lie at 128 i of the source, or, with RING slots, where the ring holds the block. Where i is not
+    below count[b] there is nothing to do.
+    """
+    i, x = tl.program_id(0), tl.program_id(1)
+    layer, b, g = (x // (B * G)).to(tl.int64), (x // G % B).to(tl.int64), (x % G).to(tl.int64)
+    if i >= tl.load(count_ptr + b):
+        return
+    n = tl.load(first_ptr + b) + i
+    row = ((n % (RING // C)) if RING > 0 else i).to(tl.int64) * C
+    block = x.to(tl.int64) * N + n
+    part = tl.program_id(2) // 2
+    if tl.program_id(2) % 2 == 0:
+        at = k_ptr + layer * k_l + b * k_b + g * k_g + row * k_n
+        _keys(at, k_n, block, part, ku_ptr, kl_ptr, ks_ptr, kz_ptr, D, C, FLOOR, PARTS)
+    else:
+        at = v_ptr + layer * v_l + b * v_b + g * v_g + row * v_n
+        _values(at, v_n, block, part, vu_ptr, vl_ptr, vs_ptr, vz_ptr, D, C, FLOOR, PARTS)

@@ -1,0 +1,140 @@
+"""What quantising blocks computes, written plainly in torch: the specification and the CPU path.
+
+Steps and zeros are rounded to the type they are stored in before any code is computed, so that their rounding
+is part of what the codes make up for; all arithmetic is in fp32.
+Shapes: L layers, B batch, G KV heads, N blocks, C = 128 tokens of a block, D head dim, X = D / 2 bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longtrain.kernels.hierarchical.layout import BLOCK, BYTE_ORDER, Planes, Split
+
+LEAST_STEP = 2.0**-14
+"""Smallest step: the least fp16 number with all its bits. A constant channel has it."""
+LEVELS = {Split.FLOOR: 255 / 16, Split.RTN: 15.0}
+"""Steps that cover the range of a group."""
+
+
+def quantise(x: Tensor, dim: int, split: Split) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of groups that run along `dim`.
+
+    Args:
+        x: values, any float dtype.
+        dim: negative; the dimension that shares a step and a zero.
+        split: how a code falls into two nibbles.
+
+    Returns:
+        upper and lower nibbles (uint8, the shape of `x`), steps and zeros (fp16, `dim` kept as 1).
+
+    Source: QuantSpec §4.2 for `Split.RTN`.
+    Note: `Split.FLOOR` is one 8-bit code cut in two. For the same bytes its INT8 error is at most half a code
+        (the paper's residual cannot express +1/2 step and errs by a whole code there).
+    """
+    x = x.float()
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    zero = _down(low)
+    step = _up((high - zero.float()) * (1.0 / LEVELS[split])).clamp(min=LEAST_STEP)
+    z, s = zero.float(), step.float()
+    per_step = 1.0 / s
+    if split is Split.FLOOR:
+        code = torch.round((x - z) * (per_step * 16)).clamp(0, 255)
+        upper = torch.floor(code * 0.0625)
+        lower = code - 16 * upper
+    else:
+        upper = torch.round((x - z) * per_step).clamp(0, 15)
+        lower = torch.round((x - (z + s * upper)) * (per_step * 16)).clamp(-8, 7) + 8
+    return upper.to(torch.uint8), lower.to(torch.uint8), step, zero
+
+
+def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, first_B: Tensor, count_B: Tensor) -> None:
+    """Blocks of 128 rows of K and V into the planes of a layer, in place; twin of `hier_quant`'s.
+
+    Args:
+        k_BGND: rows, N a multiple of 128.
+        v_BGND: as `k_BGND`.
+        planes: of one layer.
+        first_B: the plane's block that the first 128 rows become.
+        count_B: how many blocks of each sequence are written; its other rows are left alone.
+    """
+    B, G, rows, D = k_BGND.shape
+    k, v = (x.reshape(B, G, rows // BLOCK, BLOCK, D) for x in (k_BGND, v_BGND))
+    k_upper, k_lower, k_step, k_zero = quantise(k, -2, planes.split)
+    v_upper, v_lower, v_step, v_zero = quantise(v, -1, planes.split)
+    found = {
+        "k_upper": pack_rows(k_upper),
+        "k_lower": pack_rows(k_lower),
+        "v_upper": pack_columns(v_upper),
+        "v_lower": pack_columns(v_lower),
+        "k_step": k_step[..., 0, :],
+        "k_zero": k_zero[..., 0, :],
+        "v_step": v_step[..., 0],
+        "v_zero": v_zero[..., 0],
+    }
+    for b, (first, count) in enumerate(zip(first_B.tolist(), count_B.tolist(), strict=True)):
+        for name, value in found.items():
+            getattr(planes, name)[b, :, first : first + count] = value[b, :, :count]
+
+
+def dequantise(planes: Planes, bits: int) -> tuple[Tensor, Tensor]:
+    """K and V as [..., N * 128, D] in fp32, read at 4 bits (the upper plane alone) or 8 (both)."""
+    upper_offset, lower_offset = planes.split.upper_offset, planes.split.lower_offset
+
+    def read(upper: Tensor, lower: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+        if bits == 4:
+            return (zero.float() + step.float() * (upper.float() + upper_offset)).flatten(-3, -2)
+        code = 16 * upper.float() + (lower.float() - lower_offset)
+        return (zero.float() + step.float() / 16 * code).flatten(-3, -2)
+
+    k_upper, k_lower = unpack_rows(planes.k_upper), unpack_rows(planes.k_lower)
+    v_upper, v_lower = unpack_columns(planes.v_upper), unpack_columns(planes.v_lower)
+    k = read(k_upper, k_lower, planes.k_step.unsqueeze(-2), planes.k_zero.unsqueeze(-2))
+    v = read(v_upper, v_lower, planes.v_step.unsqueeze(-1), planes.v_zero.unsqueeze(-1))
+    return k, v
+
+
+def pack_rows(code_CD: Tensor) -> Tensor:
+    """Nibbles [..., C, D] as bytes [..., C, X] along dimensions."""
+    low, high = code_CD.chunk(2, -1)
+    return _swapped(low | (high << 4))
+
+
+def unpack_rows(byte_CX: Tensor) -> Tensor:
+    """The inverse of `pack_rows`."""
+    byte_CX = _swapped(byte_CX)
+    return torch.cat((byte_CX & 15, byte_CX >> 4), -1)
+
+
+def pack_columns(code_CD: Tensor) -> Tensor:
+    """Nibbles [..., C, D] as bytes [..., X, C] along tokens."""
+    low, high = code_CD.chunk(2, -1)
+    return _swapped((low | (high << 4)).transpose(-1, -2))
+
+
+def unpack_columns(byte_XC: Tensor) -> Tensor:
+    """The inverse of `pack_columns`."""
+    byte_CX = _swapped(byte_XC).transpose(-1, -2)
+    return torch.cat((byte_CX & 15, byte_CX >> 4), -1)
+
+
+def _swapped(byte: Tensor) -> Tensor:
+    """The middle two of each aligned four along the last dimension change places."""
+    four = byte.unflatten(-1, (-1, 4))
+    return four[..., list(BYTE_ORDER)].flatten(-2)
+
+
+def _down(x: Tensor) -> Tensor:
+    """The largest fp16 number that is not above x."""
+    near = x.half()
+    bits = near.view(torch.int16)
+    below = (bits + torch.where(bits < 0, 1, -1).to(torch.int16)).view(torch.float16)
+    return torch.where(near.float() > x, below, near)
+
+
+def _up(x: Tensor) -> Tensor:
+    """The smallest fp16 number that is not below x, x >= 0."""
+    near = x.half()
+    above = (near.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(near.float() < x, above, near)

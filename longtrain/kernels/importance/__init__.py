@@ -1,0 +1,201 @@
+"""Importance of prompt tokens: the attention that a few observing rows give them; no rows x keys matrix.
+
+Formulas, for an observing row i of a span whose prefix keys are j and whose own keys are the rows c <= i:
+lse_i = log(sum_j exp(scale q_i·k_j) + sum_c exp(scale q_i·own_k_c)), p_ij = exp(scale q_i·k_j - lse_i),
+s_j = mean_i p_ij.
+Triton on a GPU of compute capability 8.0 or more for head dims up to 256 in fp32, bf16 and fp16 (interpreted
+under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply);
+`importance_reference`, whole matrices in plain torch, everywhere else.
+Products run in the dtype of the prefix keys with fp32 sums, exponentials in fp32.
+Shapes: N observing rows of all spans, H query heads, G KV heads (H a multiple of G), D head dim, B sequences,
+T key slots of a sequence. The spans' rows follow one another from 0 to N; their prefixes share no key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import DataError
+from longtrain.kernels.importance import reference
+from longtrain.kernels.importance.spans import Span, check_spans
+
+__all__ = ["Span", "importance", "own_importance", "suffix_attention", "suffix_lse"]
+
+_MAX_DIM = 256
+"""Largest head dim of the Triton kernels."""
+
+
+def suffix_lse(
+    q_NHD: Tensor, own_k_NGD: Tensor, k_BTGD: Tensor, spans: Sequence[Span], *, scale: float
+) -> Tensor:
+    """Natural-log sum of exponentials of each row over prefix and own causal keys.
+
+    Args:
+        q_NHD: queries of the rows, rotated.
+        own_k_NGD: the rows' own keys, rotated.
+        k_BTGD: prefix keys, any strides but 1 in the last dim; slots outside of the spans are not read.
+        spans: rows and prefixes.
+        scale: softmax scale.
+
+    Returns: lse_NH in fp32 (fp64 for fp64).
+
+    Raises:
+        DataError: shapes or spans that do not fit.
+    """
+    spans = _checked(q_NHD, own_k_NGD, k_BTGD, spans)
+    if not kernels_serve(q_NHD, k_BTGD):
+        return reference.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+    from longtrain.kernels.importance import launch as importance_launch
+
+    return importance_launch.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale)
+
+
+def importance(
+    q_NHD: Tensor,
+    lse_NH: Tensor,
+    k_BTGD: Tensor,
+    spans: Sequence[Span],
+    *,
+    scale: float,
+    reduce: Literal["mean", "max"] = "mean",
+) -> Tensor:
+    """Column mean (or maximum) of the rows' attention on the prefix keys.
+
+    Args:
+        q_NHD: queries of the rows, rotated.
+        lse_NH: of `suffix_lse`, or whatever the attention kernel returned.
+        k_BTGD: prefix keys, see `suffix_lse`.
+        spans: rows and prefixes.
+        scale: softmax scale.
+        reduce: mean or max over a span's rows.
+
+    Returns: s_BHT in fp32 (fp64 for fp64), 0 outside of the spans.
+
+    Raises:
+        DataError: shapes or spans that do not fit, another `reduce`.
+    """
+    spans = _checked(q_NHD, None, k_BTGD, spans)
+    if reduce not in ("mean", "max"):
+        raise DataError(f"reduce={reduce!r}; allowed: 'mean', 'max'")
+    if not kernels_serve(q_NHD, k_BTGD):
+        return reference.importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)
+    from longtrain.kernels.importance import launch as importance_launch
+
+    return importance_launch.importance(q_NHD, lse_NH, k_BTGD, spans, scale, reduce == "max")
+
+
+def own_importance(
+    q_NHD: Tensor, own_k_NGD: Tensor, lse_NH: Tensor, spans: Sequence[Span], *, scale: float
+) -> Tensor:
+    """Column mean of the rows' attention on the rows' own keys, which only the rows from there on see.
+
+    With `importance` it gives the column sums of a whole causal softmax, chunk of rows by chunk (H2O).
+
+    Args:
+        q_NHD: queries of the rows, rotated.
+        own_k_NGD: the rows' own keys, rotated.
+        lse_NH: of `suffix_lse`.
+        spans: only their rows count.
+        scale: softmax scale.
+
+    Returns: s_NH in fp32 (fp64 for fp64): sum over the span's rows i >= c of p_ic, divided by its rows.
+
+    Raises:
+        DataError: shapes or spans that do not fit.
+    """
+    spans = _checked(q_NHD, own_k_NGD, own_k_NGD[None], _without_prefix(tuple(spans)))
+    if not kernels_serve(q_NHD, own_k_NGD):
+        return reference.own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale=scale)
+    from longtrain.kernels.importance import launch as importance_launch
+
+    return importance_launch.own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale)
+
+
+def suffix_attention(
+    q_NHD: Tensor,
+    own_k_NGD: Tensor,
+    own_v_NGD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    spans: Sequence[Span],
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the rows over prefix and own causal keys, and the importance they give the prefix.
+
+    Differentiable in q, own_k and own_v, through both results; the prefix is constant.
+
+    Args:
+        q_NHD: queries of the rows, rotated.
+        own_k_NGD: the rows' own keys, rotated.
+        own_v_NGD: the rows' own values.
+        k_BTGD: prefix keys, see `suffix_lse`.
+        v_BTGD: prefix values, likewise.
+        spans: rows and prefixes.
+        scale: softmax scale.
+
+    Returns: out_NHD in q's dtype and s_BHT, fp32 or fp64 (the mean of `importance`).
+
+    Raises:
+        DataError: shapes or spans that do not fit.
+    """
+    spans = _checked(q_NHD, own_k_NGD, k_BTGD, spans)
+    k_BTGD, v_BTGD = k_BTGD.detach(), v_BTGD.detach()
+    if own_v_NGD.shape != own_k_NGD.shape or v_BTGD.shape != k_BTGD.shape:
+        raise DataError(
+            f"values {tuple(own_v_NGD.shape)} and {tuple(v_BTGD.shape)} beside keys {tuple(own_k_NGD.shape)} "
+            f"and {tuple(k_BTGD.shape)}; allowed: the keys' shapes"
+        )
+    if not kernels_serve(q_NHD, k_BTGD) or v_BTGD.stride(-1) != 1:
+        return reference.suffix_attention(q_NHD, own_k_NGD, own_v_NGD, k_BTGD, v_BTGD, spans, scale=scale)
+    from longtrain.kernels.importance import launch as importance_launch
+
+    return importance_launch.suffix_attention(q_NHD, own_k_NGD, own_v_NGD, k_BTGD, v_BTGD, spans, scale)
+
+
+def kernels_serve(q: Tensor, k: Tensor) -> bool:
+    """Whether the Triton kernels take these queries and prefix keys; the reference does otherwise."""
+    fits = k.dtype in (torch.float32, torch.bfloat16, torch.float16) and q.dtype != torch.float64
+    if not fits or k.shape[-1] > _MAX_DIM or k.stride(-1) != 1:
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return k.dtype != torch.bfloat16
+    return _compiles_for(k.device)
+
+
+@lru_cache(maxsize=16)
+def _compiles_for(device: torch.device) -> bool:
+    """Whether Triton is there and the device is one it serves well."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _checked(
+    q_NHD: Tensor, own_NGD: Tensor | None, k_BTGD: Tensor, spans: Sequence[Span]
+) -> tuple[Span, ...]:
+    """The spans as a tuple, after a look at all shapes."""
+    N, H, D = q_NHD.shape
+    B, T, G, width = k_BTGD.shape
+    if width != D or H % G:
+        raise DataError(
+            f"{H} query heads of {D} over {G} KV heads of {width}; allowed: a multiple of one size"
+        )
+    if own_NGD is not None and own_NGD.shape != (N, G, D):
+        raise DataError(f"own keys {tuple(own_NGD.shape)}; allowed: {(N, G, D)}, one row for each query")
+    spans = tuple(spans)
+    check_spans(spans, N, B, T)
+    return spans
+
+
+@lru_cache(maxsize=128)
+def _without_prefix(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The spans' rows over no keys."""
+    return tuple(Span(span.rows, 0, (0, 0)) for span in spans)

@@ -1,0 +1,226 @@
+"""Launches the Triton kernels of `kernels.tree_attention`: tiles, splits and partial buffers.
+
+The tiles below were chosen on compute capability 9.0 at head dim 128 in half precision.
+Shapes: see `kernels.tree_attention`; M packed rows (new rows x query heads of a KV head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from longtrain.kernels.tree_attention import kernel as kernels
+from longtrain.kernels.tree_attention.reference import Causal
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of the attention kernel's tile and of its launch.
+
+    Args:
+        rows: packed rows, a power of two from 16 on.
+        keys: slots of a tile, a power of two from 16 on.
+        warps: warps of a program.
+        stages: tiles in flight.
+        resident: programs that run on one multiprocessor at a time.
+        bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
+        registers: most registers of a thread; None: the compiler's choice.
+        ahead: tiles asked for before the kernel in front is over, a power of two or 0.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+    bulk: bool = False
+    registers: int | None = None
+    ahead: int = 0
+
+
+TILES = (
+    Tile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=2),
+    Tile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
+    Tile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
+    Tile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
+)
+"""In half precision: the first that holds all packed rows, or else one of the last two.
+
+The first two cut the keys into the same splits, so that a row comes out the same to the bit whether it is
+alone or one of a few: a verified token is then the one that plain decoding gives.
+"""
+FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
+"""In fp32, whose products are plain multiply-adds."""
+BLOCK = 64
+"""Most partial results that a merging program reads at once."""
+CHUNK = 1
+"""Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
+CHAINED = True
+"""Kernels start while the one before them ends, where the device can; they wait before they read."""
+EARLY = (False, True)
+"""Whether the attention kernel, and the merging one, let the next kernel in when they start, or later."""
+_INTERPRETED = 4
+"""Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
+
+
+def tree_attention(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    len_B: Tensor,
+    mask: Tensor | Causal | None,
+    scale: float,
+    base: int,
+    splits: int | None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
+    B, H, T, D = q_BHTD.shape
+    G = k_BGSD.shape[1]
+    group = H // G
+    tile = tile or tile_for(T * group, k_BGSD.dtype)
+    tiles = -(-T * group // tile.rows)
+    splits = splits or splits_for(B * G * tiles, tile.resident, q_BHTD.device)
+    width = _width(D)
+    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
+    bits = mask if isinstance(mask, Tensor) else len_B
+    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    programs = B * G * tiles
+    part = q_BHTD.new_empty(programs * splits * tile.rows * (width + 1), dtype=torch.float32)
+    part_lse, part_out = part[: programs * splits * tile.rows], part[programs * splits * tile.rows :]
+    const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
+    hopper = _hopper(q_BHTD.device)
+    bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu") and _even(k_BGSD, v_BGSD)
+    chained = chains(q_BHTD.device)
+    registers = {"maxnreg": tile.registers} if tile.registers else {}
+    k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
+    with torch.cuda.device_of(q_BHTD):
+        kernels.attend_kernel[(programs, splits)](
+            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
+            scale * _LOG2E, splits, T, base,
+            *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
+            *(bits.stride()[:2] if kind == 2 else (0, 0)),
+            **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
+            STAGES=_stages(tile, width, k_BGSD), CHAINED=chained, AHEAD=tile.ahead if bulk else 0,
+            EARLY=EARLY[0],
+            num_warps=tile.warps, **registers, **pdl(chained),
+        )  # fmt: skip
+        return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
+
+
+def merge(
+    q_BHTD: Tensor, part_out: Tensor, part_lse: Tensor, *, G: int, rows: int, splits: int
+) -> tuple[Tensor, Tensor]:
+    """out_BHTD and lse_BHT from the partial results of `splits` programs a tile of `rows` packed rows.
+
+    A query's heads lie side by side in memory, as the product after them wants it.
+    """
+    B, H, T, D = q_BHTD.shape
+    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    chained = chains(q_BHTD.device)
+    block = min(BLOCK, triton.next_power_of_2(splits))
+    chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
+    kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
+        part_out, part_lse, out_BTHD, lse_BHT, splits, T,
+        G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows,
+        BLOCK=block, CHUNK=chunk, CHAINED=chained, EARLY=EARLY[1],
+        num_warps=max(1, min(8, block // 8)), **pdl(chained),
+    )  # fmt: skip
+    return out_BTHD.transpose(1, 2), lse_BHT
+
+
+def chains(device: torch.device) -> bool:
+    """Whether kernels are launched before the one in front of them ends."""
+    return CHAINED and _hopper(device)
+
+
+def pdl(chained: bool) -> dict[str, bool]:
+    """The launch option of that (programmatic dependent launch)."""
+    return {"launch_pdl": True} if chained else {}
+
+
+def _width(D: int) -> int:
+    return max(16, triton.next_power_of_2(D))
+
+
+@lru_cache(maxsize=16)
+def _hopper(device: torch.device) -> bool:
+    """Compute capability 9.0 or more: bulk copies, and launches that overlap their predecessor's end."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def tile_for(rows: int, dtype: torch.dtype) -> Tile:
+    """The tile for so many packed rows."""
+    if dtype == torch.float32:
+        return FLOAT
+    some = [tile for tile in TILES if rows <= tile.rows] or TILES[-2:]
+    return min(some, key=lambda tile: (-(-rows // tile.rows) * tile.rows, -tile.rows))
+
+
+def candidates(rows: int) -> tuple[Tile, ...]:
+    """Tiles in half precision that may beat the chosen one on another device, for `bench suite=kernels`."""
+    first = tile_for(rows, torch.bfloat16)
+    if first.rows == 16:
+        return (
+            replace(first, stages=6),
+            replace(first, ahead=0),
+            replace(first, keys=128, stages=3),
+            replace(first, resident=2, stages=3),
+            replace(first, bulk=False, stages=3),
+        )
+    if first.rows == 32:
+        return (
+            replace(first, stages=6, resident=1),
+            replace(first, keys=128, stages=3, resident=1),
+            replace(first, bulk=False),
+        )
+    return tuple(tile for tile in TILES[2:] if tile != first)
+
+
+def splits_for(programs: int, resident: int, device: torch.device) -> int:
+    """Splits that make `programs` fill the device once, in sixteens if many; the same for every length."""
+    cores = _INTERPRETED
+    if device.type == "cuda":
+        cores = torch.cuda.get_device_properties(device).multi_processor_count
+    fit = max(1, cores * resident // programs)
+    return fit if fit < 16 else fit // 16 * 16
+
+
+def _stages(tile: Tile, width: int, k_BGSD: Tensor) -> int:
+    """Tiles in flight, fewer where the device's shared memory does not hold them."""
+    if k_BGSD.device.type != "cuda":
+        return tile.stages
+    limit = _shared_bytes(k_BGSD.device)
+    row = width * k_BGSD.element_size()
+    return max(1, min(tile.stages, (limit - 2048 - tile.rows * row) // (2 * tile.keys * row)))
+
+
+@lru_cache(maxsize=16)
+def _shared_bytes(device: torch.device) -> int:
+    """Most shared memory of a program."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def _even(*tensors: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes, as bulk copies ask for."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+def _descriptor(x_BGSD: Tensor, tile: Tile) -> Any:
+    """How the tensor memory accelerator finds a tile of slots."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x_BGSD, [*x_BGSD.shape], [*x_BGSD.stride()], [1, 1, tile.keys, x_BGSD.shape[3]])

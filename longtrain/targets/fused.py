@@ -1,0 +1,247 @@
+"""A target's decoder with one product for q, k, v, one for gate and up, and fused operators between them.
+
+Built for one model, at run time: no class is patched, and the model's own modules stay. Their weights become
+views of the joined ones, so there is no second copy, and whatever reads them (LoRA on suffix rows, warm
+starts) goes on as before.
+Shapes: B batch, T new rows, N = B * T rows, E hidden dim, X = (H + 2 G) D, I intermediate dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longtrain.cache.base import PrefixOnly
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotary, rotate_heads, swiglu
+from longtrain.kernels.int4_linear import Int4Linear
+from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
+from longtrain.targets.attention import Pass, attend
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
+
+MLP_ROWS = 16384
+"""Rows that go through an MLP at once: its wide activations of a whole 128K prompt would take 11 GB."""
+_CONSTANT_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose frequencies do not depend on how long a text is."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer as its tensors; of few rows by the kernel made for them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x_NE: Tensor, residual_NF: Tensor | None = None) -> Tensor:
+        """Its product with some rows, plus a residual stream."""
+        if serves(x_NE, self.weight) and (self.bias is None or residual_NF is None):
+            return small_linear(x_NE, self.weight, residual=residual_NF if self.bias is None else self.bias)
+        out_NF = linear(x_NE, self.weight, self.bias)
+        return out_NF if residual_NF is None else out_NF + residual_NF
+
+    def swiglu(self, x_NE: Tensor) -> Tensor:
+        """`silu(gate) * up` of gate and up side by side."""
+        if self.bias is None and serves(x_NE, self.weight):
+            return small_swiglu(x_NE, self.weight)
+        return swiglu(self(x_NE))
+
+    def sum(self, x_NE: Tensor, residual_NF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is still to be added to it: nothing where the product does that."""
+        if self.bias is None and serves(x_NE, self.weight):
+            return self(x_NE, residual_NF), None
+        return residual_NF, self(x_NE)
+
+
+Product: TypeAlias = Dense | Int4Linear
+"""Several linears of one input as one."""
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The joined weights of one decoder layer, and the modules they came from."""
+
+    module: Any
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    norms: Norms | None
+
+
+class FusedDecoder:
+    """The decoder without its LM head, as `Target` runs it.
+
+    Args:
+        body: the model below the LM head (`LlamaModel` and its like).
+        info: the target's shapes.
+
+    Raises:
+        TargetMismatchError: the MLP is not a SwiGLU without biases.
+        ConfigError: of a layer's q, k and v some have a bias and some have none.
+    """
+
+    def __init__(self, body: Any, info: TargetInfo) -> None:
+        mlp = body.layers[0].mlp
+        biased = any(one.bias is not None for one in (mlp.gate_proj, mlp.up_proj))
+        if info.hidden_act != "silu" or biased:
+            raise TargetMismatchError(
+                f"target {info.name} has an MLP of activation '{info.hidden_act}'"
+                f"{' with biases' if biased else ''}; fused layers serve silu without biases; "
+                "pass target.fused=false"
+            )
+        self.body, self.info = body, info
+        with torch.no_grad():
+            self.layers = [_fused(layer) for layer in body.layers]
+
+    def __call__(
+        self,
+        embeds_BTE: Tensor,
+        pos_BT: Tensor,
+        one_pass: Pass,
+        wanted: Sequence[int],
+        hidden: dict[int, Tensor],
+    ) -> Tensor:
+        """Final normed hidden state [B, T, E]; the output of each wanted layer goes into `hidden`."""
+        B, T, E = embeds_BTE.shape
+        heads, eps = (self.info.n_heads, self.info.n_kv_heads), self.info.rms_norm_eps
+        cos_BTD, sin_BTD = self.rope(pos_BT.expand(B, -1), embeds_BTE.dtype)
+        rope = cos_BTD.reshape(B * T, -1), sin_BTD.reshape(B * T, -1)
+        writes = not isinstance(one_pass.mask, PrefixOnly)
+        x_NE = embeds_BTE.reshape(B * T, E)
+        add_NE: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            module, attention = layer.module, layer.module.self_attn
+            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.input_layernorm.weight, eps)
+            into = one_pass.cache.tail_slots(index, T) if writes else None
+            rotated = rotate_heads(layer.qkv(normed_NE), rope, heads, norms=layer.norms, eps=eps, into=into)
+            q, k, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in rotated)
+            mixed_BTHD, _ = attend(
+                attention,
+                q,
+                k,
+                v,
+                None,
+                scaling=attention.scaling,
+                longtrain_pass=one_pass,
+                written=into is not None,
+            )
+            x_NE, add_NE = _sum(layer.out, mixed_BTHD.reshape(B * T, -1), x_NE)
+            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.post_attention_layernorm.weight, eps)
+            parts = normed_NE.split(MLP_ROWS)
+            if len(parts) == 1:
+                x_NE, add_NE = _sum(layer.down, layer.gate_up.swiglu(normed_NE), x_NE)
+            else:
+                add_NE = torch.cat([layer.down(layer.gate_up.swiglu(rows)) for rows in parts])
+            if index in wanted:
+                hidden[index] = (x_NE if add_NE is None else x_NE + add_NE).view(B, T, E)
+        _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
+        return normed_NE.view(B, T, E)
+
+    def rope(self, pos_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The model's own rotary cos and sin [B, T, D], in one launch where its frequencies are constants."""
+        module = self.body.rotary_emb
+        if getattr(module, "rope_type", None) not in _CONSTANT_ROPES:
+            return module(pos_BT.new_empty(0, dtype=dtype), position_ids=pos_BT)
+        cos_ND, sin_ND = rotary(pos_BT.reshape(-1), module.inv_freq, module.attention_scaling, dtype)
+        return cos_ND.view(*pos_BT.shape, -1), sin_ND.view(*pos_BT.shape, -1)
+
+    def tensors(self) -> list[Tensor]:
+        """The first layer's joined weights: they tell this decoder from one that was joined anew."""
+        first = self.layers[0].qkv
+        return [first.codes if isinstance(first, Int4Linear) else first.weight]
+
+    def undo(self) -> None:
+        """Give every module weights of its own again."""
+        for layer in self.layers:
+            for linears in _sharing(layer.module):
+                _part(linears)
+        self.layers = []
+
+
+def _sum(product: Product, x_NX: Tensor, residual_NE: Tensor) -> tuple[Tensor, Tensor | None]:
+    """See `Dense.sum`; what reads 4-bit weights always does it all."""
+    if isinstance(product, Dense):
+        return product.sum(x_NX, residual_NE)
+    return product(x_NX, residual_NE), None
+
+
+def _fused(module: Any) -> FusedLayer:
+    """Join a layer's weights, one group after the other."""
+    attention = module.self_attn
+    qkv, gate_up = (_joined(linears) for linears in _sharing(module))
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    out, down = (
+        one if isinstance(one, Int4Linear) else Dense(one.weight, one.bias)
+        for one in (attention.o_proj, module.mlp.down_proj)
+    )
+    return FusedLayer(module, qkv, out, gate_up, down, norms)
+
+
+def _sharing(module: Any) -> list[list[Any]]:
+    """The linears that read one input."""
+    attention, mlp = module.self_attn, module.mlp
+    return [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+
+
+def _joined(linears: Sequence[Any]) -> Product:
+    """Several linears as one; they keep views of its weights."""
+    return Int4Linear.joined(linears) if isinstance(linears[0], Int4Linear) else joined(linears)
+
+
+def joined(linears: Sequence[nn.Linear]) -> Dense:
+    """Several linears of one input as one; they keep views of its weights, and no gradients.
+
+    Args:
+        linears: all with a bias or all without.
+
+    Raises:
+        ConfigError: some have a bias and some have none; nothing is changed then.
+    """
+    biases = [one.bias for one in linears if one.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise ConfigError(
+            f"linear layers of which {len(biases)} of {len(linears)} have a bias cannot be joined; allowed: "
+            "all of them or none; run without fused layers (target.fused=false)"
+        )
+    weight = _whole([one.weight for one in linears])
+    bias = _whole(biases) if biases else None
+    first = 0
+    for one in linears:
+        rows = slice(first, first + one.weight.shape[0])
+        _assign(one, weight[rows], None if bias is None else bias[rows])
+        first = rows.stop
+    return Dense(weight, bias)
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one after another as one: that of which they are views already, or a new one."""
+    first, at, lies = parts[0], parts[0].data_ptr(), True
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        lies = lies and same and part.is_contiguous() and part.data_ptr() == at
+        at += part.nbytes
+    if not lies:
+        return torch.cat([part.detach() for part in parts])
+    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def _part(linears: Sequence[Any]) -> None:
+    """Undo `_joined`."""
+    for one in linears:
+        if isinstance(one, Int4Linear):
+            one.part()
+        else:
+            _assign(one, one.weight.clone(), None if one.bias is None else one.bias.clone())
+
+
+def _assign(one: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    one.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        one.bias = nn.Parameter(bias, requires_grad=False)

@@ -1,0 +1,274 @@
+"""Targets from a folder, the Hub, a model in memory, or a shape with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from longtrain.assets import asset_dir
+from longtrain.data.read.tokenizer import legacy_hint, set_chat_template
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.targets.attention import NAME
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target, rebuild_rotary
+from longtrain.targets.shapes import shape_config
+from longtrain.targets.support import check_supported
+from longtrain.targets.weights import assign_weights, fingerprint, weight_files
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin"]
+_PROBE = "The quick brown fox, 1234567 jumps:\n\tif x != y { return größe; } 龙 🙂"
+
+
+def load_target(
+    where: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    max_positions: int | None = None,
+    chat_template: str | None = None,
+) -> Target:
+    """Load a frozen target.
+
+    Args:
+        where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, or a Hub id.
+        dtype: of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
+        device: where to put it.
+        max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
+        chat_template: over the tokenizer's own: the name of a bundled one, or a file.
+
+    Raises:
+        ConfigError: no such folder, Hub id or chat template, or an unknown dtype or device.
+        ArtifactError: a file of the folder is missing or damaged.
+        TargetMismatchError: the attention is not supported, or weights do not fit the config.
+    """
+    device = _device(device)
+    dtype = _dtype(dtype, device)
+    folder = _folder(where)
+    config = _config(folder)
+    check_supported(config, str(where))
+    weight_files(folder)  # missing weights are told before anything is built
+    tokenizer = _tokenizer(folder)
+    set_chat_template(tokenizer, chat_template)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    assign_weights(model, folder, dtype=dtype, device=device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    rebuild_rotary(model, device)
+    eos_ids = _eos_ids(config, folder)
+    info = describe(model, tokenizer=tokenizer, name=str(where), eos_ids=eos_ids)
+    if max_positions is not None:
+        info = replace(info, max_positions=max_positions)
+    return Target(model, info, tokenizer)
+
+
+def target_from_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""
+) -> Target:
+    """Freeze a CausalLM in memory and route its attention through the hook. The model itself is changed.
+
+    Args:
+        model: a Llama, Qwen2, Qwen3 or Mistral CausalLM.
+        tokenizer: its tokenizer, if any.
+        name: what to call it.
+
+    Raises:
+        TargetMismatchError: the attention is not supported.
+    """
+    name = name or f"in-memory {model.config.model_type}"
+    check_supported(model.config, name)
+    model.set_attn_implementation(NAME)
+    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=_eos_ids(model.config, None))
+    return Target(model, info, tokenizer)
+
+
+def random_target(
+    shape: str | dict[str, Any],
+    *,
+    seed: int = 0,
+    dtype: str | torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Target:
+    """A target with random weights and no tokenizer, built where it will run (for tests and benchmarks).
+
+    Args:
+        shape: a name of `longtrain.targets.shapes.SHAPES`, or config keys with `model_type`.
+        seed: of the weights; the same on one kind of device only.
+        dtype: of weights and activations.
+        device: where to build it.
+
+    Raises:
+        ConfigError: unknown shape, dtype or device.
+        TargetMismatchError: the attention is not supported.
+    """
+    device = _device(device)
+    dtype = _dtype(dtype, device)
+    config = shape_config(shape)
+    name = shape if isinstance(shape, str) else f"random {config.model_type}"
+    check_supported(config, name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    model.to_empty(device=device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    rebuild_rotary(model, device)
+    coins = torch.Generator(device=device).manual_seed(seed)
+    with torch.no_grad():
+        for leaf, param in model.named_parameters():
+            if param.dim() == 1 and leaf.endswith("norm.weight"):
+                param.fill_(1.0)
+            else:  # a matrix keeps the size of what it multiplies
+                param.normal_(0.0, param.shape[-1] ** -0.5 if param.dim() == 2 else 0.02, generator=coins)
+    return Target(model, describe(model, tokenizer=None, name=name, eos_ids=_eos_ids(config, None)))
+
+
+def describe(
+    model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None, name: str, eos_ids: tuple[int, ...]
+) -> TargetInfo:
+    """The facts of a model: shapes from its config, the rest from its modules and weights."""
+    config = model.config
+    attention = model.model.layers[0].self_attn
+    rope = {key: value for key, value in sorted((config.rope_parameters or {}).items()) if value is not None}
+    facts = {
+        "family": config.model_type,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim": attention.head_dim,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": rope,
+        "qk_norm": hasattr(attention, "q_norm"),
+        "attention_bias": attention.q_proj.bias is not None,
+        "hidden_act": config.hidden_act,
+    }
+    return TargetInfo(
+        name=name,
+        max_positions=config.max_position_embeddings,
+        eos_ids=eos_ids,
+        tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
+        weights_hash=fingerprint(model, facts),
+        **facts,
+    )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over the vocabulary and how a probe text is split: tokenizers of one hash give equal ids."""
+    what = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def _folder(where: str | Path) -> Path:
+    """The local folder of a target; Hub ids are fetched."""
+    if str(where) == "tiny":
+        folder = asset_dir("bundled") / "tiny"
+        if not folder.is_dir():
+            raise ConfigError(
+                f"the bundled target is missing ({folder}); train it with: longtrain +recipe=target_tiny"
+            )
+        return folder
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        return folder
+    text = str(where)
+    if folder.exists() or text.count("/") != 1 or text[0] in "./~":
+        raise ConfigError(
+            f"target.path={text} is not a folder; allowed: a target folder, a Hub id (org/name), or tiny"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(text, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"target.path={text}: no such folder here ({folder.absolute()}), and the model hub gave no such "
+            f"model ({reason}); pass a local folder, or fetch it first with: hf download {text}"
+        ) from error
+
+
+def _config(folder: Path) -> Any:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ArtifactError(
+            f"{folder} has no config.json; pass a target folder (config.json, weights, tokenizer)"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"{file} is not a config that transformers can read ({reason})") from error
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ArtifactError(
+            f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        hint = legacy_hint(error)
+        raise ArtifactError(
+            f"the tokenizer of {folder} cannot be read ({reason})" + (f"; {hint}" if hint else "")
+        ) from error
+
+
+def _eos_ids(config: Any, folder: Path | None) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's, which chat models extend, else the config's."""
+    eos = config.eos_token_id
+    file = folder / "generation_config.json" if folder else None
+    if file is not None and file.is_file():
+        try:
+            eos = json.loads(file.read_text()).get("eos_token_id", eos)
+        except ValueError as error:
+            raise ArtifactError(f"{file} is not JSON ({error})") from error
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    value = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if value is None or value not in DTYPES.values():
+        raise ConfigError(f"target.dtype={dtype}; allowed: auto, {', '.join(DTYPES)}")
+    return value
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"target.device={device} is not a device; allowed: cpu, cuda, cuda:0, ..."
+        ) from error
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"target.device={device}, but torch sees no CUDA device here; pass target.device=cpu"
+        )
+    return wanted

@@ -1,0 +1,288 @@
+"""The frozen target: embeddings, rotary, forward over a cache, and forward over a packed row.
+
+Shapes: B batch, T new tokens, E hidden dim, G KV heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longtrain.cache.base import Causal, KVCache
+from longtrain.cache.dense import DenseCache
+from longtrain.cache.packed import PackedCapture
+from longtrain.errors import ConfigError, DataError
+from longtrain.kernels.small_linear import serves, small_linear
+from longtrain.targets.attention import LeaveEarly, Pass, Watch
+from longtrain.targets.fused import FusedDecoder
+from longtrain.targets.step import PackedStep, Rows, TargetStep, Want
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from longtrain.targets.info import TargetInfo
+
+
+class Target(nn.Module):
+    """A frozen Hugging Face decoder whose attention goes through `longtrain.targets.attention`.
+
+    Always in eval mode and without gradients of its own; the caller decides about `torch.no_grad`.
+    Build one with `load_target`, `target_from_model` or `random_target`.
+
+    Args:
+        model: a CausalLM built with `attn_implementation="longtrain"`.
+        info: facts about it.
+        tokenizer: its tokenizer, if any.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, info: TargetInfo, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        super().__init__()
+        self.model: Any = model.requires_grad_(False)
+        self.info = info
+        self.tokenizer = tokenizer
+        self.fused: FusedDecoder | None = None
+        """The decoder that runs instead of the model's own (`fuse`)."""
+        self.eval()
+
+    def train(self, mode: bool = True) -> Target:
+        """Stays in eval mode, whatever a trainer asks of its submodules."""
+        return super().train(False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Target:
+        """Moves and casts, but never rounds the rotary frequencies: they are then made anew."""
+        fused = self.fused is not None
+        self.unfuse()  # joined weights would be copied once a part
+        super()._apply(fn, recurse)
+        if self.model.model.rotary_emb.inv_freq.dtype in (torch.bfloat16, torch.float16):
+            rebuild_rotary(self.model, self.device)
+        return self.fuse() if fused else self
+
+    def fuse(self) -> Target:
+        """Run the decoder with joined q/k/v and gate/up products and fused operators from now on.
+
+        The same function up to rounding, faster where a forward has few rows. The weights are joined in
+        place, a layer at a time; do so before anything keeps a reference to them.
+
+        Raises:
+            TargetMismatchError: the MLP is not a SwiGLU without biases.
+        """
+        if self.fused is None:
+            self.fused = FusedDecoder(self.model.model, self.info)
+        return self
+
+    def unfuse(self) -> Target:
+        """Run the model's own decoder again, each of its modules with weights of its own."""
+        if self.fused is not None:
+            self.fused.undo()
+            self.fused = None
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and activations."""
+        return self.head_weight.dtype
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The LM head's weight [V, E]; it has no bias."""
+        return self.model.lm_head.weight
+
+    @property
+    def final_norm_weight(self) -> Tensor:
+        """Weight [E] of the RMSNorm before the LM head."""
+        return self.model.model.norm.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., E] of token ids [...]."""
+        return self.model.model.embed_tokens(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final normed hidden states [..., E]."""
+        rows_NE = hidden.reshape(-1, hidden.shape[-1])
+        if not serves(rows_NE, self.head_weight):
+            return linear(hidden, self.head_weight)
+        return small_linear(rows_NE, self.head_weight).view(*hidden.shape[:-1], -1)
+
+    def rope(self, pos_BT: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """The target's own rotary cos and sin [B, T, D] (its scaling included), in its dtype or `dtype`."""
+        if self.fused is not None and pos_BT.dtype == torch.int64:
+            return self.fused.rope(pos_BT, dtype or self.dtype)
+        like = self.final_norm_weight.new_empty(0, dtype=dtype or self.dtype)
+        return self.model.model.rotary_emb(like, position_ids=pos_BT)
+
+    def layer_state(self, layer: int) -> dict[str, Tensor]:
+        """Weights of a decoder layer under their Hugging Face names (`self_attn.q_proj.weight`, ...)."""
+        return self.model.model.layers[layer].state_dict()
+
+    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
+        """An empty cache of this target's shape.
+
+        Args:
+            batch: sequences.
+            max_tokens: most committed positions of each.
+            max_nodes: most rows of a decoding step.
+        """
+        info = self.info
+        return DenseCache(
+            n_layers=info.n_layers,
+            n_kv_heads=info.n_kv_heads,
+            head_dim=info.head_dim,
+            batch=batch,
+            max_tokens=max_tokens,
+            max_nodes=max_nodes,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def forward(
+        self,
+        rows: Rows,
+        cache: KVCache,
+        *,
+        want: Want = Want(),  # noqa: B008 (frozen)
+        watch: Watch | None = None,
+    ) -> TargetStep:
+        """One step: the rows' K and V become the cache's tail, and what `want` names comes back.
+
+        Nothing is committed here. The LM head runs over the wanted rows only. `watch` sees every layer's
+        queries, keys and values.
+
+        Raises:
+            ConfigError: logits or late hidden states are wanted of a forward that stops early; no such layer.
+            DataError: neither or both of ids and embeddings are given.
+        """
+        self._check(want)
+        embeds_BTE = self._inputs(rows)
+        one_pass = Pass(cache, rows.mask, want.stop_at_layer, watch)
+        cache.expect(rows.n_B)
+        hidden: dict[int, Tensor] = {}
+        last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass, want.hidden, hidden)
+        if last_BTE is not None and -1 in want.hidden:
+            hidden[-1] = last_BTE
+        if last_BTE is None or want.logits == "none":
+            return TargetStep(None, hidden)
+        if want.logits == "last":
+            if rows.n_B is None:
+                last_BTE = last_BTE[:, -1:]
+            else:
+                row_B = torch.arange(len(last_BTE), device=last_BTE.device)
+                last_BTE = last_BTE[row_B, rows.n_B - 1][:, None]
+        return TargetStep(self.head(last_BTE), hidden)
+
+    def packed(
+        self,
+        ids_T: Tensor,
+        pos_T: Tensor,
+        bounds: tuple[int, ...],
+        *,
+        kv_layer: int | None = None,
+        hidden: bool = True,
+        stop: bool = False,
+        watch: Watch | None = None,
+    ) -> PackedStep:
+        """One packed row of documents, each seeing only itself, causally. The LM head is not run.
+
+        Args:
+            ids_T: token ids, int64.
+            pos_T: rotary positions, int64 (they restart with each document, or carry anchor offsets).
+            bounds: document bounds from 0 to T, on the host.
+            kv_layer: layer whose K (after RoPE and k_norm) and V are wanted.
+            hidden: whether the final normed hidden state is wanted.
+            stop: leave once `kv_layer`'s K and V are there; `hidden_TE` is then None.
+            watch: sees every layer's queries, keys and values (that of the layer stopped at too); batch 1.
+
+        Raises:
+            ConfigError: `stop` without `kv_layer`, or no such layer.
+            DataError: bounds that do not run from 0 to T.
+        """
+        if stop and kv_layer is None:
+            raise ConfigError("packed(stop=True) needs kv_layer: the layer to stop at")
+        self._check(Want("none", (), kv_layer))
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(ids_T):
+            raise DataError(
+                f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
+            )
+        capture = PackedCapture(tuple(bounds), kv_layer=kv_layer, device=ids_T.device)
+        one_pass = Pass(capture, Causal(), kv_layer if stop else None, watch)
+        last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass, (), {})
+        hidden_TE = last_BTE[0] if hidden and last_BTE is not None else None
+        return PackedStep(hidden_TE, capture.k_TGD, capture.v_TGD)
+
+    def _inputs(self, rows: Rows) -> Tensor:
+        if rows.ids_BT is not None and rows.embeds_BTE is None:
+            return self.embed(rows.ids_BT)
+        if rows.embeds_BTE is not None and rows.ids_BT is None:
+            return rows.embeds_BTE
+        raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
+
+    def _run(
+        self,
+        embeds_BTE: Tensor,
+        pos_BT: Tensor,
+        one_pass: Pass,
+        wanted: tuple[int, ...],
+        hidden: dict[int, Tensor],
+    ) -> Tensor | None:
+        """The decoder without its LM head; None if the hook left early. Fills `hidden` as far as it gets."""
+        try:
+            if self.fused is not None:
+                return self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
+            with self._recorded(wanted, hidden):
+                return self.model.model(
+                    inputs_embeds=embeds_BTE, position_ids=pos_BT, use_cache=False, longtrain_pass=one_pass
+                ).last_hidden_state
+        except LeaveEarly:
+            return None
+
+    def _check(self, want: Want) -> None:
+        n, stop = self.info.n_layers, want.stop_at_layer
+        asked = [layer for layer in want.hidden if layer != -1] + ([] if stop is None else [stop])
+        for layer in asked:
+            if not 0 <= layer < n:
+                raise ConfigError(
+                    f"layer {layer} of a target with {n} layers; allowed: 0..{n - 1} (hidden: -1 too)"
+                )
+        if stop is not None and (want.logits != "none" or any(h == -1 or h >= stop for h in want.hidden)):
+            raise ConfigError(
+                f"Want(stop_at_layer={stop}) with logits={want.logits!r}, hidden={want.hidden}; "
+                f"allowed: logits='none' and hidden states of layers below {stop}"
+            )
+
+    @contextmanager
+    def _recorded(self, layers: tuple[int, ...], hidden: dict[int, Tensor]) -> Iterator[None]:
+        """The outputs of these layers are put into `hidden` while the block runs."""
+
+        def keep(layer: int) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                hidden[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [
+            self.model.model.layers[layer].register_forward_hook(keep(layer))
+            for layer in layers
+            if layer != -1
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def rebuild_rotary(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the rotary frequencies from the config, in fp32: they are not among the weights on disk."""
+    body: Any = model.model
+    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(device)

@@ -1,0 +1,71 @@
+"""Hugging Face's own decoding loop over a target's weights: the baseline that speed is measured against.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from longtrain.errors import ConfigError
+from longtrain.targets.attention import NAME
+
+if TYPE_CHECKING:
+    from longtrain.targets.model import Target
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What the loop gave.
+
+    Args:
+        tokens: new tokens of each prompt.
+        prefill_s: wall time up to the first of them.
+        decode_s: wall time of the others.
+    """
+
+    tokens: list[list[int]]
+    prefill_s: float
+    decode_s: float
+
+
+@torch.no_grad()
+def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> Stock:
+    """Decode greedily with the model's own forward, SDPA attention and growing cache, as `generate` does.
+
+    The host reads each token before it launches the next step, since it must know whether the text is over.
+
+    Args:
+        target: its model is used, for as long as this takes; fused or not, the weights are the same.
+        prompts: token ids of equal length.
+        max_new_tokens: of each; no token id ends a text.
+
+    Raises:
+        ConfigError: prompts of different lengths.
+    """
+    if len(set(map(len, prompts))) != 1:
+        raise ConfigError(f"prompts of {sorted(set(map(len, prompts)))} tokens; allowed: one length")
+    model = target.model
+    model.set_attn_implementation("sdpa")
+    try:
+        started_s = time.perf_counter()
+        ids_BT = torch.tensor([list(prompt) for prompt in prompts], device=target.device)
+        out = model(ids_BT, use_cache=True, logits_to_keep=1)
+        columns = [out.logits[:, -1].argmax(-1)]
+        texts = [columns[-1].tolist()]
+        prefilled_s = time.perf_counter()
+        for _ in range(max_new_tokens - 1):
+            out = model(columns[-1][:, None], past_key_values=out.past_key_values, use_cache=True)
+            columns.append(out.logits[:, -1].argmax(-1))
+            texts.append(columns[-1].tolist())
+        done_s = time.perf_counter()
+    finally:
+        model.set_attn_implementation(NAME)
+    return Stock(
+        [list(row) for row in zip(*texts, strict=True)], prefilled_s - started_s, done_s - prefilled_s
+    )

@@ -1,0 +1,166 @@
+"""Rows after a prompt: what they compute, and that the prompt does not notice them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain.cache.dense import DenseCache
+from longtrain.kernels.importance import Span
+from longtrain.targets.loading import random_target
+from longtrain.targets.step import Rows, Want
+from longtrain.targets.suffix import GROUPS, LAST, Lora, SuffixRun
+
+FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
+LENGTHS = [23, 9, 17]
+M = 4
+
+
+def prompts(target, lengths=LENGTHS, seed=0):
+    """Right-padded prompts in a committed cache, and the step that put them there."""
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.randint(target.info.vocab_size, (len(lengths), max(lengths)), generator=gen)
+    cache, n = target.new_cache(len(lengths), max(lengths) + M, 0), torch.tensor(lengths)
+    pos = torch.arange(max(lengths)).expand(len(lengths), -1)
+    step = target.forward(Rows(pos, ids, n_B=n), cache, want=Want("all"))
+    cache.commit(None, n)
+    return ids, cache, step
+
+
+def lora(target, seed=1, rank=2):
+    """LoRA on all linears of all layers."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def one(layer, names):
+        weights = [layer.get_submodule(name).weight for name in names]
+        draw = lambda *shape: 0.2 * torch.randn(shape, generator=gen, dtype=target.dtype)  # noqa: E731
+        b = {name: draw(len(w), rank) for name, w in zip(names, weights, strict=True)}
+        return Lora(draw(len(names) * rank, weights[0].shape[1]), b, 0.5)
+
+    return [{key: one(layer, names) for key, names in GROUPS.items()} for layer in target.model.model.layers]
+
+
+def merged(target, adapters):
+    """The target with the LoRA in its weights, for every row."""
+    for layer, groups in zip(target.model.model.layers, adapters, strict=True):
+        for one in groups.values():
+            for a, (name, b) in zip(one.a_XE.chunk(len(one.b)), one.b.items(), strict=True):
+                layer.get_submodule(name).weight.data += one.scale * b @ a
+    return target
+
+
+def run(target, cache, embeds, adapters, lengths=LENGTHS):
+    scores = []
+    rows = range(0, len(lengths) * M, M)
+    spans = [
+        Span((first, first + M), b, (0, n)) for b, (first, n) in enumerate(zip(rows, lengths, strict=True))
+    ]
+    pos = torch.cat([torch.arange(n, n + M) for n in lengths])
+    run = SuffixRun(target, embeds, pos, spans, adapters)
+    scores += [run.step(*cache.prefix(layer)) for layer in range(target.info.n_layers)]
+    return scores
+
+
+def attention(target, embeds, cache):
+    """Scores of every layer for one prompt, from the target's own forward over rows after it."""
+    seen = []
+    length = int(cache.len_B[0])
+
+    def watch(layer, q, k, v):
+        seen.append((q[0].double(), k[0].double()))
+
+    pos = length + torch.arange(M)[None]
+    target.forward(Rows(pos, embeds_BTE=embeds[None]), cache, want=Want("none"), watch=watch)
+    found, group = [], target.info.n_heads // target.info.n_kv_heads
+    for layer, (q, own) in enumerate(seen):
+        keys = torch.cat((cache.k_LBGSD[layer, 0, :, :length].double(), own), 1).repeat_interleave(group, 0)
+        logits = q @ keys.transpose(1, 2) * target.info.head_dim**-0.5
+        logits[:, :, length:] += torch.full((M, M), -torch.inf).triu(1)
+        found.append(logits.softmax(-1)[:, :, :length].mean(1))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_compute_what_the_target_with_merged_weights_computes(family):
+    target = random_target(family, seed=3, dtype=torch.float64)
+    adapters = lora(target)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
+    with torch.no_grad():
+        got = run(target, cache, embeds, adapters)
+    other = merged(random_target(family, seed=3, dtype=torch.float64), adapters)
+    for b, length in enumerate(LENGTHS):
+        alone = DenseCache(
+            n_layers=target.info.n_layers,
+            n_kv_heads=target.info.n_kv_heads,
+            head_dim=target.info.head_dim,
+            batch=1,
+            max_tokens=length,
+            max_nodes=M,
+            device="cpu",
+            dtype=torch.float64,
+        )
+        for layer in range(target.info.n_layers):
+            alone.write(layer, *(x[layer, b : b + 1, :, :length] for x in (cache.k_LBGSD, cache.v_LBGSD)))
+        alone.commit(None, torch.tensor([length]))
+        want = attention(other, embeds[b * M : (b + 1) * M], alone)
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine[b, :, :length], theirs, rtol=1e-6, atol=1e-7)  # HF norms: fp32
+            assert not mine[b, :, length:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
+def test_prompt_logits_and_cache_are_the_same_with_and_without(family, dtype):
+    target = random_target(family, seed=3, dtype=dtype)
+    _, cache, step = prompts(target)
+    k, v, logits = cache.k_LBGSD.clone(), cache.v_LBGSD.clone(), step.logits_BTV.clone()
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size).to(dtype)
+    run(target, cache, embeds.requires_grad_(), lora(target))
+    _, again, step_again = prompts(target)
+    assert torch.equal(cache.k_LBGSD, k) and torch.equal(cache.v_LBGSD, v)
+    assert torch.equal(again.k_LBGSD, k) and torch.equal(again.v_LBGSD, v)
+    assert torch.equal(step_again.logits_BTV, logits)
+    assert cache.len_B.tolist() == LENGTHS
+
+
+def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
+    target = random_target("llama_micro", seed=3)
+    _, cache, _ = prompts(target)
+    adapters = lora(target)
+    for groups in adapters:
+        for one in groups.values():
+            for tensor in (one.a_XE, *one.b.values()):
+                tensor.requires_grad_()
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, requires_grad=True)
+    act = target.model.model.layers[-1].mlp.act_fn
+    act.register_forward_pre_hook(lambda *_: pytest.fail("the last layer's MLP ran"))
+    scores = run(target, cache, embeds, adapters)
+    sum((s.square().sum() for s in scores), torch.zeros(())).backward()
+    assert embeds.grad.norm() > 0 and not any(p.requires_grad for p in target.parameters())
+    last = adapters[-1]
+    assert {name for name, b in last["qkv"].b.items() if b.grad is not None} == set(LAST)
+    assert all(one.a_XE.grad is None for key, one in last.items() if key != "qkv")
+    assert all(b.grad.norm() > 0 for one in adapters[0].values() for b in one.b.values())
+
+
+def test_rows_in_another_dtype_than_the_weights():
+    """Weights are cast as they are used: fp32 rows over a half-precision target."""
+    half = random_target("qwen3_micro", seed=3, dtype=torch.bfloat16)
+    wide = random_target("qwen3_micro", seed=3)
+    wide.load_state_dict(half.state_dict())
+    _, cache, _ = prompts(wide)
+    embeds = torch.randn(len(LENGTHS) * M, wide.info.hidden_size)
+    none = [{} for _ in range(wide.info.n_layers)]
+    for mine, theirs in zip(run(half, cache, embeds, none), run(wide, cache, embeds, none), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_autocast_changes_nothing():
+    target = random_target("llama_micro", seed=3)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size)
+    plain = run(target, cache, embeds, lora(target))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = run(target, cache, embeds, lora(target))
+    assert all(torch.equal(a, b) for a, b in zip(plain, mixed, strict=True))

@@ -1,0 +1,52 @@
+"""The tokenizer trained from scratch: lossless, digits apart, special tokens, marks over the answers."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.targets.tokenizer import SPECIALS, train_tokenizer
+
+TEXTS = ["the old man and the sea and the boat, 1234567 times over; the theory of it\n"] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TEXTS, folder, size=280, max_positions=512)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_special_tokens_come_first(tokenizer) -> None:
+    assert tokenizer.convert_tokens_to_ids(list(SPECIALS)) == [0, 1, 2, 3]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 3, 280)
+
+
+def test_any_text_comes_back_and_nothing_is_added(tokenizer) -> None:
+    for text in ("the boat", " größe 龙 🙂\n\n\tif x != y:", "  two  spaces "):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_digits_are_tokens_of_their_own(tokenizer) -> None:
+    ids = tokenizer.encode("1234567")
+    assert len(ids) == 7 and len(set(ids)) == 7
+
+
+def test_the_template_marks_answers_and_their_end(tokenizer) -> None:
+    chat = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "old"}] * 2
+    out = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    labelled = [i for i, on in zip(out["input_ids"], out["assistant_masks"], strict=True) if on]
+    assert labelled == [*tokenizer.encode("old"), 3] * 2
+    prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|user|>the sea<|assistant|>"
+
+
+def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="more than 260"):
+        train_tokenizer(TEXTS, tmp_path, size=100)
+    with pytest.raises(DataError, match="give more text"):
+        train_tokenizer(["a b"], tmp_path, size=4096)
+    assert not list(tmp_path.iterdir())
