@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from longtrain.errors import LongtrainError
+from longtrain.files import write_text
 
 PACKAGES = (
     "longtrain",
@@ -53,9 +53,9 @@ def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:
 
     folder = Path(folder)
     text = yaml.safe_dump(redact(dict(config)), sort_keys=False, allow_unicode=True, width=120)
-    replace_text(folder / "config.yaml", text)
+    write_text(folder / "config.yaml", text)
     facts = {**gather(), **redact(extra)}
-    replace_text(folder / "provenance.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / "provenance.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def gather() -> dict[str, Any]:
@@ -91,34 +91,6 @@ def without_folders(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_folders(item) for item in value]
     return _FOLDERS.sub("", str(value)) if isinstance(value, str | Path) else value
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part.
-
-    Args:
-        path: its folder is created where it is missing.
-        text: the whole content.
-
-    Raises:
-        LongtrainError: the folder cannot be written, or the disk is full; an old file is as it was.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise LongtrainError(
-            f"cannot write {path}: {error.strerror or error}; make room there, or set home=FOLDER to one "
-            f"that can be written"
-        ) from error
 
 
 def _redact_argument(argument: str) -> str:

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "longtrain"
 
 TIERS = [
     {"errors", "log"},
-    {"assets", "provenance"},
+    {"settings", "files", "tables", "progress"},
+    {"plots", "assets", "provenance"},
     {"kernels", "layers", "losses", "chunked", "data"},
     {"cache"},
     {"targets"},
@@ -38,8 +39,9 @@ FENCES = {
     "wandb": ("training",),
     "hydra": ("cli", "jobs", "explain"),
     "omegaconf": ("cli", "jobs", "explain"),
-    "rich": ("cli", "jobs", "training", "data"),
-    "matplotlib": ("evaluation", "training", "artifact", "bench"),
+    "rich": ("cli", "jobs", "training", "data", "tables", "progress"),
+    "matplotlib": ("plots", "evaluation", "training", "bench"),
+    "pydantic": ("settings",),
     "plotly": ("evaluation/reporting/page.py",),
     "datasets": ("data",),
     "huggingface_hub": (

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
-from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import JOBS, shape_from
+from longtrain.settings import parse_tokens
 
 RECIPES = tuple(cli.recipes())
 CONF = asset_dir("conf")

@@ -8,6 +8,7 @@ import yaml
 
 from longtrain import provenance
 from longtrain.errors import LongtrainError
+from longtrain.files import write_text
 
 
 def test_writes_config_and_facts_and_hides_secrets(tmp_path, monkeypatch):
@@ -49,7 +50,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        provenance.replace_text(path, "\ud800 cannot be encoded")
+        write_text(path, "\ud800 cannot be encoded")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -69,5 +70,5 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkey
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: No space left.*make room"):
-        provenance.replace_text(path, "new")
+        write_text(path, "new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

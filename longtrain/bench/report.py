@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from longtrain import provenance
+from longtrain import files, provenance
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def write(folder: Path, name: str, *, settings: Mapping[str, Any], rows: Sequenc
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     content = {"suite": name, "settings": dict(settings), **provenance.gather(), "rows": [*rows]}
-    provenance.replace_text(path, json.dumps(content, indent=2) + "\n")
+    files.write_text(path, json.dumps(content, indent=2) + "\n")
     return path
 
 

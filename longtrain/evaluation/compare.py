@@ -13,7 +13,6 @@ from typing import Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.ledger import first_difference
-from longtrain.evaluation.report import interval, markdown
 from longtrain.evaluation.reporting.tables import cell, difference
 from longtrain.evaluation.results import reading_of, verdict
 from longtrain.evaluation.statistics import (
@@ -22,6 +21,7 @@ from longtrain.evaluation.statistics import (
     mean_of_ratios,
     paired_mean_difference,
 )
+from longtrain.tables import interval, markdown
 
 Json = dict[str, Any]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,23 +68,6 @@ class Selection:
 
     points: list[Point]
     dropped: dict[str, int] = field(default_factory=dict)
-
-
-def parse_tokens(value: int | str) -> int:
-    """A token count: 512, "512", "1k" (1024), "1.5k", "1m".
-
-    Raises:
-        ConfigError: not a positive count.
-    """
-    text = str(value).strip().lower()
-    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:], 1)
-    try:
-        count = float(text.rstrip("km")) * factor
-    except ValueError:
-        count = 0.0
-    if count < 1 or count != int(count):
-        raise ConfigError(f"length '{value}' is no token count; allowed: 512, 1k (1024), 1.5k, 128k")
-    return int(count)
 
 
 def documents_from_files(

@@ -9,7 +9,8 @@ from typing import Any
 from longtrain.decoding.ranking import RECALLS
 from longtrain.evaluation.eviction_protocol import ARTIFACT, FULL, ORACLE, Json
 from longtrain.evaluation.eviction_tasks import CONTINUE, QUOTED
-from longtrain.evaluation.report import arms, interval, markdown, tokens
+from longtrain.plots import arms
+from longtrain.tables import interval, markdown, tokens
 
 BOUNDS = (FULL, ORACLE)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.report import as_json, write_files
+from longtrain.files import as_json, write_files
 
 Json = dict[str, Any]
 

@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from longtrain.errors import ConfigError
+from longtrain.plots import arms
+from longtrain.plots import label as label_axes
+from longtrain.tables import interval, markdown, tokens
 
 Json = dict[str, Any]
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Write files into a folder so that a reader sees each old or new, never a part of one.
-
-    All are written under temporary names before the first is put in place.
-
-    Raises:
-        ConfigError: the disk is full or not writable; the old files are still there.
-    """
-    pending = {folder / f".{name}.{os.getpid()}.tmp": folder / name for name in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for temporary, content in zip(pending, files.values(), strict=True):
-            with temporary.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-        for temporary, final in pending.items():
-            temporary.replace(final)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {folder}: {error.strerror}; free space or pass home=FOLDER"
-        ) from None
-    finally:
-        for temporary in pending:
-            temporary.unlink(missing_ok=True)
-
-
-def as_json(values: Any) -> bytes:
-    """Indented JSON; NaN is refused, so that every reader can parse it."""
-    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
 
 
 def acceptance_table(scores: Json, timings: Json | None = None) -> str:
@@ -109,36 +75,6 @@ def summary(variant: Json, cell: Json, figures: Json | None) -> list[str]:
         _exactness(cell["exactness"]),
         speed,
     ]
-
-
-def tokens(count: int) -> str:
-    """1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
-    return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
-
-
-def interval(value: Json, digits: int = 2) -> str:
-    """`2.51 [2.40, 2.63]`, `2.51` where too few prompts are behind it for an interval, or a dash."""
-    if value["value"] is None:
-        return "-"
-    if value["low"] is None:
-        return f"{value['value']:.{digits}f}"
-    return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
-
-
-def arms(figures: Sequence[Json]) -> tuple[list[float], list[float]]:
-    """How far intervals reach below and above their figures, for a picture; 0 where there is none."""
-    below, above = [], []
-    for one in figures:
-        told = one["low"] is not None
-        below.append(max(0.0, one["value"] - one["low"]) if told else 0.0)
-        above.append(max(0.0, one["high"] - one["value"]) if told else 0.0)
-    return below, above
 
 
 def _headline(scores: Json) -> str:
@@ -255,12 +191,3 @@ def _exactness(found: Json | None) -> str:
         return f"{found['different']}/{found['compared']} differ (sampled)"
     gap = "" if found["largest_gap"] is None else f", gap ≤ {found['largest_gap']:.1g}"
     return f"{found['different']}/{found['compared']} differ{gap}, {found['violations']} beyond rounding"
-
-
-def label_axes(axes: Any, x: str, y: str) -> None:
-    """Names and a grid for a plot, and a legend where something has a name."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from longtrain.errors import ConfigError
+from longtrain.settings import AUTO, convert
+from longtrain.settings import read as typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +36,6 @@ JOBS: dict[str, tuple[str, str]] = {
     "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),
 }
 """Job name -> (module with `run(cfg)`, one line of help)."""
-
-
-AUTO = "auto"
-"""A setting that is found out rather than typed."""
 
 
 def device_of(cfg: DictConfig) -> str:
@@ -214,7 +210,7 @@ def method_parts(cfg: DictConfig, target: Target) -> Parts | None:
     if spec.objective is not None or spec.attach is None:
         return None
     values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
-    config = typed(spec.config, values, "method")
+    config: Any = typed(spec.config, values, "method")
     return spec.attach(spec.build(config, target.info), target, config, {})
 
 
@@ -233,34 +229,6 @@ def budget_keys(cfg: DictConfig) -> dict[str, Any]:
     return {**keys, "adaptive": adaptive}
 
 
-def typed(kind: type, values: Mapping[str, Any], group: str, ignore: Iterable[str] = ()) -> Any:
-    """A settings dataclass from a group's values, each as its field's annotation says.
-
-    Raises:
-        ConfigError: a key that the dataclass does not have, or a value of another type.
-    """
-    hints = get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind)]
-    given = {key: value for key, value in values.items() if key in known or key not in ignore}
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
-    return kind(**{key: convert(value, hints[key], f"{group}.{key}") for key, value in given.items()})
-
-
-def convert(value: Any, kind: Any, key: str) -> Any:
-    """A configured value as the annotation `kind` says: `3` where a float belongs becomes `3.0`.
-
-    Raises:
-        ConfigError: it is nothing of that kind.
-    """
-    try:
-        return _as(value, kind)
-    except (TypeError, ValueError):
-        shown = "null" if value is None else value
-        raise ConfigError(f"{key}={shown}; allowed: {_in_words(kind)}") from None
-
-
 def at_least(value: Any, least: int, key: str) -> int:
     """A configured count.
 
@@ -273,49 +241,10 @@ def at_least(value: Any, least: int, key: str) -> int:
     return count
 
 
-def _as(value: Any, kind: Any) -> Any:
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        (rest,) = (arg for arg in args if arg is not types.NoneType)
-        return None if value is None else _as(value, rest)
-    if origin in (list, tuple):
-        if not isinstance(value, list | tuple) or (origin is tuple and len(value) != len(args)):
-            raise TypeError
-        kinds = args if origin is tuple else args * len(value)
-        return origin(_as(item, one) for item, one in zip(value, kinds, strict=True))
-    if origin is Mapping:
-        return {str(name): _as(item, args[1]) for name, item in _mapping(value).items()}
-    if kind not in (bool, int, float, str):
-        return value
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, bool | int | float | str):
-        raise TypeError
-    if kind is int and isinstance(value, float) and not value.is_integer():
-        raise ValueError
-    return kind(value)
-
-
 def _plain_kind(kind: Any) -> bool:
     """Whether `convert` knows what to do with a value of this kind."""
     rest = [arg for arg in get_args(kind) if arg is not types.NoneType] or [kind]
     return len(rest) == 1 and rest[0] in (bool, int, float, str)
-
-
-def _mapping(value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return value
-
-
-def _in_words(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join("null" if arg is types.NoneType else _in_words(arg) for arg in args)
-    if origin is tuple:
-        return f"a list of {len(args)}: " + ", ".join(_in_words(arg) for arg in args)
-    if origin is list:
-        return f"a list, each {_in_words(args[0])}"
-    return "a mapping" if origin is Mapping else names.get(kind, "anything")
 
 
 def plain(cfg: Any) -> Any:

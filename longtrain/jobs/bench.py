@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 from rich.console import Console
 
-from longtrain import provenance
+from longtrain import files, provenance
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import convert, device_of, plain
+from longtrain.settings import parse_tokens
 
 if TYPE_CHECKING:
     pass
@@ -133,7 +133,7 @@ def _eviction(cfg: DictConfig) -> None:
         eviction.measure(settings, rows, keep)
     finally:  # what was measured before a fault is shown too
         text = eviction_report.markdown(rows, shape=settings.shape, device=_device_name(settings.device))
-        provenance.replace_text(folder / "eviction.md", text)
+        files.write_text(folder / "eviction.md", text)
         written = ["eviction.json", "eviction.md"]
         if (png := eviction_report.picture(rows)) is not None:
             (folder / "eviction.png").write_bytes(png)

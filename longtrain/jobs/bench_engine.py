@@ -128,7 +128,7 @@ def _parts(cfg: DictConfig, target: Target, artifact: Artifact | None) -> Parts 
             "to measure random weights"
         )
     values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
-    config = typed(spec.config, values, "method")
+    config: Any = typed(spec.config, values, "method")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(cfg.seed))
         module = spec.build(config, target.info)

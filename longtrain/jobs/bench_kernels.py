@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 
 from longtrain.bench import attention_baselines, kernels, kernels_report
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
 from longtrain.kernels.hierarchical.layout import HEAD_DIMS
+from longtrain.settings import parse_tokens
 
 CUDA_CELLS = [
     ("dense", 1, "32k"), ("int4", 1, "32k"), ("dense", 1, "128k"), ("int4", 1, "128k"), ("int4", 1, "256k"),

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 from rich.console import Console
 
-from longtrain import methods, provenance
+from longtrain import files, methods, provenance
 from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_quality, report
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.evaluation import quantised, row_invariance, same_text
-from longtrain.evaluation.contexts import Point, choose_points, documents_from_files, parse_tokens, prefix_of
+from longtrain.evaluation.contexts import Point, choose_points, documents_from_files, prefix_of
 from longtrain.evaluation.exactness import enforce
 from longtrain.jobs import convert, load_target_from, plain, typed
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
 from longtrain.log import get_logger
 from longtrain.methods import policies
+from longtrain.settings import parse_tokens
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -98,7 +99,7 @@ def run(cfg: DictConfig) -> None:
     finally:  # what was measured before a fault is shown too
         console = Console(soft_wrap=True, highlight=False)
         text = quantspec_quality.markdown(rows)
-        provenance.replace_text(folder / "quantspec_quality.md", text)
+        files.write_text(folder / "quantspec_quality.md", text)
         console.print(text, markup=False)
         if (png := quantspec_quality.picture(rows)) is not None:
             (folder / "quantspec_quality.png").write_bytes(png)
@@ -213,7 +214,7 @@ def _systems(cfg: DictConfig, asked: Settings, target: Target, artifact: Artifac
             f"method={cfg.method.name} for suite=quantspec_quality; allowed: quantspec, or none; pass a "
             "draft as artifact=NAME"
         )
-    config = replace(typed(spec.config, values, "method"), draft=True)
+    config: Any = replace(typed(spec.config, values, "method"), draft=True)
     assert spec.attach is not None
     found = []
     for split in asked.splits:

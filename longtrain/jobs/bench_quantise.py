@@ -8,9 +8,9 @@ from omegaconf import DictConfig
 from longtrain.bench import quantise
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
 from longtrain.kernels.hierarchical.layout import Split, check_shape
+from longtrain.settings import parse_tokens
 
 CPU_SIZES = Sizes(2, 4, 2, 64, 256, 512, 256)
 

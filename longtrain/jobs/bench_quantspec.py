@@ -289,7 +289,7 @@ def _asked(entry: Any, cfg: DictConfig) -> Asked:
     spec = methods.get(name)
     if spec.attach is None or spec.objective is not None:
         raise ConfigError(f"suite.systems has the method {name}, which is trained; allowed: those without")
-    config = typed(spec.config, options, f"suite.systems: {name}")
+    config: Any = typed(spec.config, options, f"suite.systems: {name}")
     usual = DRAFTED if name == "quantspec" else SPARSE_DRAFTED
     drafted = entry["drafted"] if "drafted" in entry else _auto(cfg, "drafted", usual, [2])
     counts = _drafts(convert(drafted, list[int], "suite.drafted"), "suite.drafted")

@@ -13,8 +13,8 @@ from longtrain import provenance
 from longtrain.bench import report
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import convert, plain
+from longtrain.settings import parse_tokens
 from longtrain.targets.shapes import SHAPES
 
 SIZE_KEYS = (

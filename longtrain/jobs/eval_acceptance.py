@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
 from longtrain.evaluation import report
 from longtrain.evaluation.acceptance import Protocol, Variant, check
-from longtrain.evaluation.contexts import Document, choose_points, parse_tokens, prefix_of
+from longtrain.evaluation.contexts import Document, choose_points, prefix_of
 from longtrain.evaluation.exactness import enforce
 from longtrain.evaluation.harness.protocol import json_hash
 from longtrain.evaluation.harness.run import ledger_settings, times_of
@@ -24,6 +25,7 @@ from longtrain.evaluation.suites.drafting import told
 from longtrain.evaluation.systems import Builder
 from longtrain.jobs import convert, load_target_from, plain, sampling_from, shape_from
 from longtrain.log import get_logger
+from longtrain.settings import parse_tokens
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -123,14 +125,14 @@ def finish(cfg: DictConfig, session: AcceptanceSession) -> None:
     folder = Path(cfg.run_dir) / "eval"
     table = report.acceptance_table(found, timings)
     files = {
-        "scores.json": report.as_json(found),
-        "timings.json": report.as_json(timings),
+        "scores.json": files_.as_json(found),
+        "timings.json": files_.as_json(timings),
         "table.md": table.encode(),
         "acceptance.png": report.acceptance_picture(found),
     }
-    report.write_files(folder, files)
-    more = {"results.json": report.as_json(outcome.results), "examples.jsonl": jsonl(outcome.examples)}
-    report.write_files(folder / str(cfg.suite.name), {**more, **reports(cfg, outcome, outcome.timings)})
+    files_.write_files(folder, files)
+    more = {"results.json": files_.as_json(outcome.results), "examples.jsonl": jsonl(outcome.examples)}
+    files_.write_files(folder / str(cfg.suite.name), {**more, **reports(cfg, outcome, outcome.timings)})
     places = {name: str(one.folder) for name, one in session.artifacts.items()}
     provenance.write(folder, plain(cfg), artifacts=places)
     _show(found, timings, folder / "table.md")
@@ -158,7 +160,7 @@ def _scores(session: AcceptanceSession, variants: Sequence[Variant]) -> dict[str
 
 def _speed(cfg: DictConfig, session: AcceptanceSession, variants: Sequence[Variant]) -> dict[str, Any]:
     from longtrain.evaluation.speed import measure_speed
-    from longtrain.jobs.eval_progress import Progress
+    from longtrain.progress import Progress
 
     prompts, batch = int(cfg.suite.speed_prompts), int(cfg.suite.speed_batch)
     if not prompts:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import convert, plain
@@ -24,7 +25,7 @@ def run(cfg: DictConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from longtrain.evaluation import compare, report
+    from longtrain.evaluation import compare
     from longtrain.evaluation.reporting.page import compare_page
 
     folders = folders_of(cfg)
@@ -33,11 +34,11 @@ def run(cfg: DictConfig) -> None:
         raise ConfigError(f"suite.bootstrap={resamples}; allowed: 1 or more")
     first, second = compare.load(folders)
     found = compare.compare(first, second, seed=convert(cfg.seed, int, "seed"), resamples=resamples)
-    files = {"compare.json": report.as_json(found), "compare.md": compare.table(found).encode()}
+    files = {"compare.json": files_.as_json(found), "compare.md": compare.table(found).encode()}
     if cfg.report == "html":
         files["compare.html"] = compare_page(found)
     folder = Path(cfg.run_dir) / "compare" / folder_name(first.label, second.label)
-    report.write_files(folder, files)
+    files_.write_files(folder, files)
     provenance.write(folder, plain(cfg), protocol=found["protocol"]["hash"])
     header, rows = compare.rows(found, plain=True)
     shown = Table(box=None, header_style="bold")

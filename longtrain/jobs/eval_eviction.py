@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig
 
+from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import convert, load_target_from, plain, sampling_from
@@ -38,7 +39,7 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: a setting is wrong, or the folder holds pieces of other settings.
     """
-    from longtrain.evaluation import eviction, eviction_policies, eviction_report, report
+    from longtrain.evaluation import eviction, eviction_policies, eviction_report
     from longtrain.evaluation.eviction_scores import Figures
     from longtrain.evaluation.eviction_tasks import make_prompts
     from longtrain.evaluation.pieces import Pieces
@@ -72,14 +73,14 @@ def run(cfg: DictConfig) -> None:
     scores = {"target": target.info.name, **figures.scores()}
     timings = {"device": str(target.device), **figures.timings()}
     files = {
-        "scores.json": report.as_json(scores),
-        "timings.json": report.as_json(timings),
+        "scores.json": files_.as_json(scores),
+        "timings.json": files_.as_json(timings),
         "table.md": eviction_report.table(scores, timings).encode(),
         "accuracy.png": eviction_report.accuracy_picture(scores),
     }
     if timings["rows"]:
         files["overhead.png"] = eviction_report.overhead_picture(scores, timings)
-    report.write_files(folder, files)
+    files_.write_files(folder, files)
     provenance.write(folder, plain(cfg), artifacts={name: str(one.folder) for name, one in artifacts.items()})
     _show(scores, folder / "table.md")
 
@@ -90,8 +91,8 @@ def protocol_of(cfg: DictConfig) -> Protocol:
     Raises:
         ConfigError: a value of another kind, or out of its range.
     """
-    from longtrain.evaluation.contexts import parse_tokens
     from longtrain.evaluation.eviction_protocol import Protocol
+    from longtrain.settings import parse_tokens
 
     suite = plain(cfg.suite)
     if suite["question"] not in QUESTIONS:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig
 
+from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import convert, eval_parts, load_target_from, plain, sampling_from, shape_from
 from longtrain.jobs.eval_eviction import budgets_of
-from longtrain.jobs.eval_progress import Progress
 from longtrain.log import get_logger
+from longtrain.progress import Progress
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -204,7 +205,6 @@ def finish(cfg: DictConfig, session: Session) -> None:
         ConfigError: something is not done yet.
         LongtrainError: a draft's texts are not those of plain decoding, or a judge judged no answer at all.
     """
-    from longtrain.evaluation import report
     from longtrain.evaluation.exactness import enforce
     from longtrain.evaluation.harness.session import jsonl
     from longtrain.evaluation.judge.naming import check_judged
@@ -221,12 +221,12 @@ def finish(cfg: DictConfig, session: Session) -> None:
         outcome = session.finish(bar.advance)
     timings = {**outcome.timings, **speed_of(cfg, session)}
     files = {
-        "results.json": report.as_json(outcome.results),
+        "results.json": files_.as_json(outcome.results),
         "examples.jsonl": jsonl(outcome.examples),
-        "timings.json": report.as_json(timings),
+        "timings.json": files_.as_json(timings),
         **reports(cfg, outcome, timings),
     }
-    report.write_files(session.folder, files)
+    files_.write_files(session.folder, files)
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
     show(outcome, session.folder, [name for name in files if name in ("table.md", "speed.md", "report.html")])
     enforce(exactness_of(outcome.results))

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from longtrain.errors import LongtrainError
 from longtrain.jobs import device_of, plain
-from longtrain.jobs.eval_progress import Progress
 from longtrain.log import get_logger
+from longtrain.progress import Progress
 
 log = get_logger(__name__)
 

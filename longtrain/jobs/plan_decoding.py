@@ -17,10 +17,10 @@ from longtrain.bench.report import GIB, table
 from longtrain.bench.roofline import Width
 from longtrain.cache.room import hierarchical_bytes
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import parse_tokens
 from longtrain.jobs import convert, plain
 from longtrain.kernels.hierarchical.layout import check_shape
 from longtrain.methods.quantspec.config import Config
+from longtrain.settings import parse_tokens
 from longtrain.targets.info import TargetInfo
 
 _CHAIN = 4

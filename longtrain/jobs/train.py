@@ -46,7 +46,7 @@ def run(cfg: DictConfig) -> None:
             f"method={spec.name} has nothing to train; use it: longtrain generate method={spec.name} "
             "prompt=TEXT"
         )
-    config = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
     if spec.check_data is not None:
         spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
-from longtrain import provenance
+from longtrain import files
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
@@ -278,7 +278,7 @@ def fit(
         module, metrics, first=first, step=trainer.global_step, seconds=time.perf_counter() - began
     )
     if trainer.is_global_zero:
-        provenance.replace_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        files.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         if draw_curves:
             curves.draw(folder / "metrics.csv", folder / "curves.png")
     return summary

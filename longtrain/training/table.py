@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from longtrain import provenance
+from longtrain import files
 from longtrain.errors import LongtrainError, TrainingError
 
 
@@ -62,7 +62,7 @@ class Table:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             header = dict(zip(self.columns, self.columns, strict=True))
-            provenance.replace_text(self.path, _lines(self.columns, [header, *rows]))
+            files.write_text(self.path, _lines(self.columns, [header, *rows]))
         except OSError as error:
             raise self._failed(error) from error
         except LongtrainError as error:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from longtrain import methods
+from longtrain import files, methods, tables
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Cycle, Stats
@@ -122,7 +122,7 @@ def test_scores_are_the_same_on_a_rerun(target, variants, protocol, found):
     again = scores(
         variants, protocol, runs=run_acceptance(target, variants, protocol), dropped={"x": 2}, resamples=200
     )
-    assert report.as_json(again) == report.as_json(found)
+    assert files.as_json(again) == files.as_json(found)
 
 
 def test_batching_changes_no_text(target, variants, protocol, runs):
@@ -283,19 +283,19 @@ def test_report_holds_the_figures(found, target, variants, protocol, tmp_path):
     picture = report.acceptance_picture(found)
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     assert report.acceptance_picture(found) == picture
-    report.write_files(tmp_path, {"scores.json": report.as_json(found), "a.png": picture})
+    files.write_files(tmp_path, {"scores.json": files.as_json(found), "a.png": picture})
     assert json.loads((tmp_path / "scores.json").read_text())["prompts"] == 6
 
 
 def test_a_failed_write_leaves_the_old_files(tmp_path):
-    report.write_files(tmp_path / "eval", {"scores.json": b"old"})
+    files.write_files(tmp_path / "eval", {"scores.json": b"old"})
     (tmp_path / "eval" / "table.md").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
-        report.write_files(tmp_path / "eval", {"table.md": b"y", "scores.json": b"new"})
+        files.write_files(tmp_path / "eval", {"table.md": b"y", "scores.json": b"new"})
     assert (tmp_path / "eval" / "scores.json").read_bytes() == b"old"
     assert {path.name for path in (tmp_path / "eval").iterdir()} == {"scores.json", "table.md"}
 
 
 @pytest.mark.parametrize(("count", "text"), [(512, "512"), (1024, "1k"), (1536, "1.5k"), (1025, "1025")])
 def test_token_counts_print_short(count, text):
-    assert report.tokens(count) == text
+    assert tables.tokens(count) == text

@@ -12,9 +12,9 @@ from longtrain.evaluation.contexts import (
     choose_points,
     documents_from_files,
     documents_from_prepared,
-    parse_tokens,
     prefix_of,
 )
+from longtrain.settings import parse_tokens
 
 
 class Bytes:

@@ -23,7 +23,7 @@ from longtrain.evaluation.eviction_runs import measure
 from longtrain.evaluation.eviction_scores import Figures
 from longtrain.evaluation.eviction_tasks import Judged, Prompt, agreement, judge, make_prompts
 from longtrain.evaluation.pieces import Pieces
-from longtrain.evaluation.report import as_json
+from longtrain.files import as_json
 from longtrain.methods import policies
 from longtrain.targets.bundle import LlamaShape, build_llama, save_bundle
 from longtrain.targets.loading import load_target, random_target

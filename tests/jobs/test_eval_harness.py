@@ -20,7 +20,7 @@ from longtrain.evaluation.ruler import DATASETS
 from longtrain.evaluation.suites import SUITES
 from longtrain.jobs import eval as evaluation
 from longtrain.jobs import eval_harness, eval_parts
-from longtrain.jobs.eval_progress import Progress
+from longtrain.progress import Progress
 
 TASKS = ("hotpotqa", "trec", "lcc")
 ROWS = 4

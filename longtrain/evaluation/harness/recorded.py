@@ -17,11 +17,11 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
-from longtrain.evaluation.report import as_json, write_files
 from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import Scale, Suite
 from longtrain.evaluation.systems import FULL_CACHE
 from longtrain.evaluation.task import Task
+from longtrain.files import as_json, write_files
 from longtrain.log import get_logger
 
 log = get_logger(__name__)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from longtrain.evaluation.report import arms, label_axes, tokens
+from longtrain.plots import arms
+from longtrain.plots import label as label_axes
+from longtrain.tables import tokens
 
 Json = dict[str, Any]
 Points = list[tuple[Any, Json]]

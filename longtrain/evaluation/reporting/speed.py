@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from longtrain.evaluation.report import markdown, tokens
 from longtrain.evaluation.reporting.tables import cell
+from longtrain.tables import markdown, tokens
 
 Json = dict[str, Any]
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from longtrain.evaluation.report import interval, markdown
 from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.strata import LEAST
+from longtrain.tables import interval, markdown
 
 Json = dict[str, Any]
 

@@ -14,11 +14,11 @@ from longtrain.evaluation.acceptance import Cell, Protocol, Runs
 from longtrain.evaluation.exactness import compare
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record, ids_sha256
-from longtrain.evaluation.report import tokens
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
 from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.evaluation.task import Example, Task
+from longtrain.tables import tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import parse_tokens
+from longtrain.settings import parse_tokens
 
 
 class Settings:

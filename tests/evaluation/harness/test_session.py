@@ -14,8 +14,8 @@ from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness import run as running
 from longtrain.evaluation.harness.run import StoppedError, sequence_id
-from longtrain.evaluation.report import as_json
 from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.files import as_json
 
 from .toys import suite, task
 

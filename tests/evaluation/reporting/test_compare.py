@@ -7,8 +7,8 @@ import pytest
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import compare
 from longtrain.evaluation.harness.session import jsonl
-from longtrain.evaluation.report import as_json
 from longtrain.evaluation.reporting.page import compare_page
+from longtrain.files import as_json
 
 
 @pytest.fixture

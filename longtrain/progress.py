@@ -1,4 +1,4 @@
-"""Progress of an evaluation: one bar with the time left on a terminal, else a log line now and then."""
+"""Progress of long work: one bar with the time left on a terminal, else a log line now and then."""
 
 from __future__ import annotations
 

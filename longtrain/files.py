@@ -1,0 +1,190 @@
+"""Files that appear whole or not at all, lines that survive a kill, and locks between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from longtrain.errors import ConfigError, LongtrainError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder so that a reader sees each old or new, never a part of one.
+
+    All are written under temporary names and flushed to the disk before the first is put in place.
+
+    Args:
+        folder: created where it is missing.
+        files: name, or path within the folder -> content.
+
+    Raises:
+        LongtrainError: the disk is full or not writable; the old files are still there.
+    """
+    places = [(folder / name, content) for name, content in files.items()]
+    pending = [(path.with_name(f".{path.name}.{os.getpid()}.tmp"), path, content) for path, content in places]
+    try:
+        for temporary, _, content in pending:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+        for temporary, path, _ in pending:
+            temporary.replace(path)
+    except OSError as error:
+        raise cannot_write(folder if len(places) > 1 else places[0][0], error) from None
+    finally:
+        for temporary, _, _ in pending:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write one text file whole or not at all; see `write_files`."""
+    write_files(path.parent, {path.name: text.encode()})
+
+
+def as_json(values: Any) -> bytes:
+    """Indented JSON; NaN is refused, so that every reader can parse it."""
+    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+
+
+def jsonl(values: list[dict[str, Any]]) -> bytes:
+    """One line of JSON for each value."""
+    return "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` when the block ends without an error.
+
+    Args:
+        folder: the result; replaced where it exists.
+
+    Yields:
+        An empty folder beside it.
+
+    Raises:
+        LongtrainError: writing failed (disk full, no permission); `folder` is as it was before.
+    """
+    fresh = folder.with_name(f".{folder.name}.new-{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        yield fresh
+        if folder.exists():
+            folder.replace(old)
+        try:
+            fresh.replace(folder)
+        except OSError:
+            if old.exists():
+                old.replace(folder)
+            raise
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class Journal:
+    """A file of lines that is only ever appended to, by one process at a time.
+
+    A line is on the disk before `append` returns. The part of a line that a kill left at the end is dropped
+    when the file is opened again.
+
+    Args:
+        path: of the file; its folder is created where it is missing.
+
+    Raises:
+        ConfigError: another process writes the file.
+        LongtrainError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: FileIO = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise cannot_write(path, error) from None
+        if not _locked(self._stream, path):
+            self.close()
+            raise ConfigError(f"{path} is being written by another run; wait for it, or pass name=OTHER")
+        self._stream.seek(0)
+        content = self._stream.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            log.info("torn line dropped path=%s bytes=%d", path, len(content) - whole)
+            self._stream.truncate(whole)
+        self.empty = whole == 0
+        """Whether the file held no line when it was opened."""
+
+    def append(self, line: bytes) -> None:
+        """Add a line (without its end), whole or not at all.
+
+        Raises:
+            LongtrainError: the disk is full or not writable; what was there before is still there.
+        """
+        end = self._stream.seek(0, os.SEEK_END)
+        try:
+            rest = line + b"\n"
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+            os.fsync(self._stream.fileno())
+        except OSError as error:
+            self._stream.truncate(end)
+            raise cannot_write(self.path, error) from None
+
+    def close(self) -> None:
+        """Let other processes write the file."""
+        self._stream.close()
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a journal; the part of one that a kill left at the end is not among them."""
+    with path.open("rb") as stream:
+        for line in stream:
+            if line.endswith(b"\n"):
+                yield line
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Whether this process holds a lock inside the block; False while another one does.
+
+    Args:
+        path: a file that stands for the lock; created where it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        yield _locked(stream, path)
+
+
+def cannot_write(path: Path, error: OSError) -> LongtrainError:
+    """The error of a path that cannot be written."""
+    return LongtrainError(
+        f"cannot write {path}: {error.strerror or error}; what was there is unchanged; free space, or pass "
+        "home=FOLDER"
+    )
+
+
+def _locked(stream: Any, path: Path) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks
+        log.warning("lock=none path=%s error=%s; let no second run write it", path, error.strerror)
+    return True

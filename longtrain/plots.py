@@ -1,0 +1,91 @@
+"""Pictures without a display: panels, labels, and a PNG whose bytes are the same for the same figures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longtrain.tables import tokens
+
+DPI = 110
+
+
+def panels(count: int, *, columns: int = 4, size: tuple[float, float] = (4.6, 3.6)) -> tuple[Any, list[Any]]:
+    """A figure and its axes, from left to right and from top to bottom.
+
+    Args:
+        count: of axes.
+        columns: most axes beside each other.
+        size: inches of each, width and height.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    wide = min(columns, count)
+    high = -(-count // wide)
+    figure = Figure(figsize=(size[0] * wide, size[1] * high), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(high, wide, squeeze=False).ravel())
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    return figure, axes[:count]
+
+
+def png(figure: Any, *, legend: bool = False) -> bytes:
+    """The picture.
+
+    Args:
+        figure: of `panels`.
+        legend: put one legend for all axes beside them.
+    """
+    if legend:
+        known: dict[str, Any] = {}
+        for axes in figure.axes:
+            known |= {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(known.values(), known, fontsize=8, frameon=False, loc="outside right upper")
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
+    return content.getvalue()
+
+
+def label(axes: Any, x: str = "", y: str = "", *, title: str = "", legend: bool = True) -> None:
+    """Names and a grid for axes, and a legend where something has a name."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if title:
+        axes.set_title(plain(title), fontsize=10)
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7)
+
+
+def points(
+    axes: Any, x: Sequence[Any], figures: Sequence[Mapping[str, Any]], name: str, **style: Any
+) -> None:
+    """A line of figures with their intervals."""
+    if len(x):
+        how = {"marker": "o", "markersize": 4, "capsize": 2, **style}
+        axes.errorbar(x, [one["value"] for one in figures], yerr=arms(figures), label=plain(name), **how)
+
+
+def arms(figures: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """How far intervals reach below and above their figures; 0 where there is none."""
+    below, above = [], []
+    for one in figures:
+        known = one["low"] is not None
+        below.append(max(0.0, one["value"] - one["low"]) if known else 0.0)
+        above.append(max(0.0, one["high"] - one["value"]) if known else 0.0)
+    return below, above
+
+
+def lengths_axis(axes: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic axis of context lengths, each with its name."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [tokens(length) for length in lengths])
+    axes.minorticks_off()
+
+
+def plain(name: str) -> str:
+    """A name that matplotlib does not take for mathematics."""
+    return name.replace("$", r"\$")

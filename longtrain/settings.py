@@ -1,0 +1,228 @@
+"""Reads typed settings: a dataclass says which keys there are and what each may be, and pydantic checks.
+
+It is pydantic rather than OmegaConf's structured configs, because an annotation can then say the whole rule:
+ranges, choices, unions, tuples and token counts such as `4k`. Every error is one line that names the key, the
+value and what is allowed; it is put together here from the annotation alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from longtrain.errors import ConfigError
+
+T = TypeVar("T")
+AUTO = "auto"
+"""A setting that is found out rather than typed."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Says in an annotation what is allowed, where the types alone do not."""
+
+    text: str
+
+
+def parse_tokens(value: int | str) -> int:
+    """A token count: 512, "512", "1k" (1024), "1.5k", "1m".
+
+    Raises:
+        ConfigError: not a positive count.
+    """
+    text = str(value).strip().lower()
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:], 1)
+    try:
+        count = float(text.rstrip("km")) * factor
+    except ValueError:
+        count = 0.0
+    if count < 1 or count != int(count):
+        raise ConfigError(f"length '{value}' is no token count; allowed: 512, 1k (1024), 1.5k, 128k")
+    return int(count)
+
+
+def _token_count(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError("a flag is no token count")
+    try:
+        return parse_tokens(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def _different(values: Sequence[Any]) -> Sequence[Any]:
+    if len(set(map(str, values))) < len(values):
+        raise ValueError("a value is repeated")
+    return values
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[int, BeforeValidator(_token_count), Words("a token count such as 512, 4k (4096) or 1.5k")]
+Lengths = Annotated[
+    tuple[Tokens, ...],
+    Field(min_length=1),
+    AfterValidator(_different),
+    AfterValidator(lambda lengths: tuple(sorted(lengths))),
+    Words("one or more different token counts, such as [512, 4k]"),
+]
+"""Different token counts, in growing order."""
+Counts = Annotated[
+    tuple[Count, ...],
+    Field(min_length=1),
+    AfterValidator(_different),
+    Words("one or more different whole numbers from 1"),
+]
+
+
+def one_of(names: Iterable[str]) -> Any:
+    """The annotation of a text that is one of some names."""
+    return Literal[tuple(names)]  # type: ignore[return-value]
+
+
+def some_of(names: Iterable[str], *, all_if_empty: bool = True) -> Any:
+    """The annotation of different names, given back in the order of `names`.
+
+    Args:
+        names: what is allowed.
+        all_if_empty: whether an empty list, or null, stands for all of them; else it is refused.
+    """
+    known = tuple(names)
+
+    def chosen(values: Any) -> tuple[str, ...]:
+        if all_if_empty and values in (None, [], ()):
+            return known
+        if not isinstance(values, list | tuple) or not values:
+            raise ValueError("no list of names")
+        _different(values)
+        if any(value not in known for value in values):
+            raise ValueError("an unknown name")
+        return tuple(name for name in known if name in values)
+
+    return Annotated[tuple[str, ...], BeforeValidator(chosen), Words(f"each once of {', '.join(known)}")]
+
+
+def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterable[str] = ()) -> T:
+    """A settings dataclass from the values of a group of keys.
+
+    Args:
+        kind: a dataclass whose annotations say what is allowed; `__post_init__` may compare keys.
+        values: key -> value as typed.
+        group: what stands before the keys in messages, such as `suite`.
+        ignore: keys that are passed over where the dataclass does not have them.
+
+    Raises:
+        ConfigError: an unknown or a missing key, or a value that is not allowed.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [field for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in fields]
+    given = {key: value for key, value in values.items() if key in known or key not in ignore}
+    if unknown := [key for key in given if key not in known]:
+        raise ConfigError(f"unknown key '{group}.{unknown[0]}'; known: {', '.join(known)}")
+    for field in fields:
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and field.name not in given:
+            raise ConfigError(f"{group}.{field.name} is missing; allowed: {in_words(hints[field.name])}")
+    return kind(**{key: convert(value, hints[key], f"{group}.{key}") for key, value in given.items()})
+
+
+def convert(value: Any, kind: Any, key: str) -> Any:
+    """A value as the annotation `kind` says: `3` where a float belongs becomes `3.0`, `4k` among tokens 4096.
+
+    Args:
+        value: as typed.
+        kind: a type or an annotation such as `Count`, `Lengths` or `Literal["a", "b"] | None`.
+        key: the whole key, for the message.
+
+    Raises:
+        ConfigError: the value is not allowed.
+    """
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError:
+        raise wrong(key, value, in_words(kind)) from None
+    except PydanticSchemaGenerationError:  # a class that pydantic does not know: nothing to check
+        return value
+
+
+def wrong(key: str, value: Any, allowed: str) -> ConfigError:
+    """The error of a value that a key cannot have."""
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return ConfigError(f"{key}={shown}; allowed: {allowed}")
+
+
+def in_words(kind: Any) -> str:
+    """What an annotation allows, for people."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        said = [note.text for note in args[1:] if isinstance(note, Words)]
+        return said[0] if said else in_words(args[0]) + _bounds(args[1:])
+    if origin in (Union, types.UnionType):
+        return " or ".join(in_words(arg) for arg in args)
+    if origin is Literal:
+        return ", ".join(_shown(arg) for arg in args)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ", ".join(str(one.value) for one in kind)
+    if origin in (list, Sequence) or (origin is tuple and args[-1] is Ellipsis):
+        return f"a list, each {in_words(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}: " + ", ".join(in_words(arg) for arg in args)
+    if origin in (dict, Mapping) or kind in (dict, Mapping):
+        return "a mapping"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(kind, "anything")
+
+
+def _bounds(notes: Iterable[Any]) -> str:
+    """`, 1 or more` from pydantic's constraints."""
+    found: dict[str, Any] = {}
+    for note in notes:
+        for part in getattr(note, "metadata", None) or [note]:
+            found |= {name: getattr(part, name) for name in ("ge", "gt", "le", "lt") if hasattr(part, name)}
+    if {"ge", "le"} <= set(found):
+        return f" from {found['ge']} to {found['le']}"
+    words = {"ge": "{} or more", "gt": "above {}", "le": "up to {}", "lt": "below {}"}
+    return "".join(f", {words[name].format(bound)}" for name, bound in found.items())
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}[value] if value in (True, False, None) else str(value)
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Pydantic's checker of an annotation; numbers are taken for text, but flags never for numbers."""
+    plain = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    config = None if plain else ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+    return TypeAdapter(_no_flags(kind), config=config)
+
+
+def _no_flags(kind: Any) -> Any:
+    """The annotation with every whole number and number refusing `true` and `false`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind in (int, float):
+        return Annotated[kind, BeforeValidator(_number)]
+    if origin is Annotated:
+        return Annotated[(_no_flags(args[0]), *args[1:])]  # type: ignore[return-value]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_no_flags(arg) for arg in args)]  # noqa: UP007 (a union made at run time)
+    if origin in (list, tuple, dict, Mapping, Sequence):
+        inner = tuple(arg if arg is Ellipsis else _no_flags(arg) for arg in args)
+        return {Mapping: dict, Sequence: list}.get(origin, origin)[inner if len(inner) > 1 else inner[0]]
+    return kind
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a flag is no number")
+    return value

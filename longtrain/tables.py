@@ -1,0 +1,96 @@
+"""Tables for people, in Markdown and on the terminal, and how figures are written in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DASH = "-"
+"""What stands where there is no figure."""
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A Markdown table of measurements.
+
+    Args:
+        rows: one mapping a line.
+        columns: heading -> key; a dotted key reaches into a mapping. Columns without any value are left out.
+    """
+    found = {head: [_find(row, key) for row in rows] for head, key in columns.items()}
+    used = [head for head, values in found.items() if any(value is not None for value in values)]
+    return markdown(used, [[number(found[head][i]) for head in used] for i in range(len(rows))])
+
+
+def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
+    """Print a table on the terminal; the first column is never wrapped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for place, column in enumerate(header):
+        table.add_column(column, no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+
+
+def say(*lines: str) -> None:
+    """Print lines on the terminal as they are, wrapped by the terminal alone."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for line in lines:
+        console.print(line)
+
+
+def escaped(text: Any) -> str:
+    """Text that cannot end a cell of a Markdown table or become markup."""
+    shown = " ".join(str(text).split())
+    return re.sub(r"[\\`*\[\]<>|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", shown)  # a_b is no emphasis
+
+
+def number(value: Any) -> str:
+    """A value for people: numbers to three digits, thousands whole, a dash for nothing."""
+    if value is None:
+        return DASH
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def fixed(value: float | None, digits: int = 2) -> str:
+    """A number with so many digits after the point."""
+    return DASH if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """`12.3%`."""
+    return DASH if share is None else f"{100 * share:.1f}%"
+
+
+def tokens(count: int) -> str:
+    """1024 -> 1k, 1536 -> 1.5k, 300 -> 300."""
+    return f"{count / 1024:g}k" if count >= 1024 and count % 128 == 0 else str(count)
+
+
+def interval(value: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """`2.51 [2.40, 2.63]`, `2.51` where too few examples are behind it for an interval, or a dash."""
+    if value is None or value["value"] is None:
+        return DASH
+    if value["low"] is None:
+        return f"{value['value']:.{digits}f}"
+    return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+
+def _find(row: Mapping[str, Any], key: str) -> Any:
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
