@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         raise cannot_write(folder if len(places) > 1 else places[0][0], error) from None
     finally:
         for temporary, _, _ in pending:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

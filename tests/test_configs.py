@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
-from longtrain.jobs import JOBS, shape_from
+from longtrain.jobs import JOBS
+from longtrain.jobs.setup import shape_from
 from longtrain.settings import parse_tokens
 
 RECIPES = tuple(cli.recipes())

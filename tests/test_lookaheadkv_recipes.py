@@ -14,7 +14,8 @@ from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
 from longtrain.errors import ConfigError
-from longtrain.jobs import plain, train
+from longtrain.jobs import train
+from longtrain.jobs.setup import plain
 
 TARGETS = ("llama1b", "llama3b", "llama8b", "qwen3_1b7", "qwen3_4b", "qwen3_8b")
 

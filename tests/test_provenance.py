@@ -56,7 +56,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_a_folder_under_a_file_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: .*set home=FOLDER") as error:
+    with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: .*pass home=FOLDER") as error:
         provenance.write(tmp_path / "file" / "out", {})
     assert "\n" not in str(error.value)
 
@@ -69,6 +69,6 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_old_file(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: No space left.*make room"):
+    with pytest.raises(LongtrainError, match=r"cannot write .*config.yaml: No space left.*free space"):
         write_text(path, "new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

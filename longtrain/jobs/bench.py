@@ -10,7 +10,7 @@ from rich.console import Console
 
 from longtrain import files, provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, device_of, plain
+from longtrain.jobs.setup import convert, device_of, plain
 from longtrain.settings import parse_tokens
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import documents_from_files
-from longtrain.jobs import (
+from longtrain.jobs import bench_rows
+from longtrain.jobs.setup import (
     at_least,
-    bench_rows,
     convert,
     device_of,
     drafting_from,

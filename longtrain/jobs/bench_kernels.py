@@ -9,7 +9,8 @@ from omegaconf import DictConfig
 
 from longtrain.bench import attention_baselines, kernels, kernels_report
 from longtrain.errors import ConfigError
-from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
+from longtrain.jobs import bench_rows
+from longtrain.jobs.setup import at_least, convert, device_of, plain
 from longtrain.kernels.hierarchical.layout import HEAD_DIMS
 from longtrain.settings import parse_tokens
 

@@ -7,7 +7,8 @@ from omegaconf import DictConfig
 
 from longtrain.bench import linears
 from longtrain.errors import ConfigError
-from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
+from longtrain.jobs import bench_rows
+from longtrain.jobs.setup import at_least, convert, device_of, plain
 
 CPU_SHAPE = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192,

@@ -19,7 +19,7 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation import quantised, row_invariance, same_text
 from longtrain.evaluation.contexts import Point, choose_points, documents_from_files, prefix_of
 from longtrain.evaluation.exactness import enforce
-from longtrain.jobs import convert, load_target_from, plain, typed
+from longtrain.jobs.setup import convert, load_target_from, plain, typed
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
 from longtrain.log import get_logger
 from longtrain.methods import policies

@@ -8,7 +8,8 @@ from omegaconf import DictConfig
 from longtrain.bench import quantise
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
-from longtrain.jobs import at_least, bench_rows, convert, device_of, plain
+from longtrain.jobs import bench_rows
+from longtrain.jobs.setup import at_least, convert, device_of, plain
 from longtrain.kernels.hierarchical.layout import Split, check_shape
 from longtrain.settings import parse_tokens
 

@@ -24,9 +24,9 @@ from longtrain.bench.roofline import Width
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import choose_points, documents_from_files, prefix_of
-from longtrain.jobs import (
+from longtrain.jobs import bench_rows
+from longtrain.jobs.setup import (
     at_least,
-    bench_rows,
     convert,
     device_of,
     load_target_from,

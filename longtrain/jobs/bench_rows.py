@@ -13,7 +13,7 @@ from longtrain import provenance
 from longtrain.bench import report
 from longtrain.bench.eviction_theory import Sizes
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, plain
+from longtrain.jobs.setup import convert, plain
 from longtrain.settings import parse_tokens
 from longtrain.targets.shapes import SHAPES
 

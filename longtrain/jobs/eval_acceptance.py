@@ -23,7 +23,7 @@ from longtrain.evaluation.scores import scores
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
 from longtrain.evaluation.suites.drafting import told
 from longtrain.evaluation.systems import Builder
-from longtrain.jobs import convert, load_target_from, plain, sampling_from, shape_from
+from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from
 from longtrain.log import get_logger
 from longtrain.settings import parse_tokens
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, plain
+from longtrain.jobs.setup import convert, plain
 
 
 def run(cfg: DictConfig) -> None:

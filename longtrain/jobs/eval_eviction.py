@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, load_target_from, plain, sampling_from
+from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from omegaconf import DictConfig, ListConfig
 from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, eval_parts, load_target_from, plain, sampling_from, shape_from
+from longtrain.jobs import eval_parts
 from longtrain.jobs.eval_eviction import budgets_of
+from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from
 from longtrain.log import get_logger
 from longtrain.progress import Progress
 

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from longtrain.errors import LongtrainError
-from longtrain.jobs import device_of, plain
+from longtrain.jobs.setup import device_of, plain
 from longtrain.log import get_logger
 from longtrain.progress import Progress
 

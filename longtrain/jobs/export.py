@@ -13,7 +13,7 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import load_target_from, plain
+from longtrain.jobs.setup import load_target_from, plain
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:

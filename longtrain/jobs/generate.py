@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs import (
+from longtrain.jobs.setup import (
     budget_keys,
     convert,
     drafting_from,

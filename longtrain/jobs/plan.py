@@ -17,9 +17,9 @@ from longtrain.bench import estimate, roofline
 from longtrain.bench.eviction_theory import Gpu, Sizes
 from longtrain.bench.report import GIB, table
 from longtrain.errors import ConfigError
-from longtrain.jobs import plain, typed
 from longtrain.jobs.plan_decoding import gpu_of, told
 from longtrain.jobs.prepare import data_config
+from longtrain.jobs.setup import plain, typed
 from longtrain.methods.quantspec.config import Config as QuantSpec
 from longtrain.targets.info import TargetInfo
 

@@ -17,7 +17,7 @@ from longtrain.bench.report import GIB, table
 from longtrain.bench.roofline import Width
 from longtrain.cache.room import hierarchical_bytes
 from longtrain.errors import ConfigError
-from longtrain.jobs import convert, plain
+from longtrain.jobs.setup import convert, plain
 from longtrain.kernels.hierarchical.layout import check_shape
 from longtrain.methods.quantspec.config import Config
 from longtrain.settings import parse_tokens

@@ -16,7 +16,7 @@ from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.data.rows.prepare import prepare
 from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
-from longtrain.jobs import load_target_from, target_overrides
+from longtrain.jobs.setup import load_target_from, target_overrides
 
 if TYPE_CHECKING:
     from longtrain.data.chat.respond import Generate

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from longtrain import methods, provenance
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import convert, load_target_from, plain, typed
+from longtrain.jobs.setup import convert, load_target_from, plain, typed
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:

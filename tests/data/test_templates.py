@@ -5,7 +5,7 @@ from longtrain.assets import asset_dir
 from longtrain.data.chat.mask import audit, check_template, render, render_prompt, spans
 from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
-from longtrain.jobs import target_overrides
+from longtrain.jobs.setup import target_overrides
 
 CHAT = [
     {"role": "user", "content": "Who wrote it?"},

@@ -10,7 +10,8 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.roles import Law
 from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs import eval_acceptance, shape_from
+from longtrain.jobs import eval_acceptance
+from longtrain.jobs.setup import shape_from
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.targets.loading import load_target, random_target

@@ -157,7 +157,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(compose, tmp_path):
 
 def test_training_may_start_from_an_artifact(compose, tmp_path):
     from longtrain.artifact import Artifact
-    from longtrain.jobs import load_target_from
+    from longtrain.jobs.setup import load_target_from
     from longtrain.methods.longspec.config import Config
 
     cfg = compose()

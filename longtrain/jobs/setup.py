@@ -1,0 +1,240 @@
+"""What jobs share: the target, the drafts and the sampling that a configuration names."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from longtrain.errors import ConfigError
+from longtrain.settings import AUTO, convert
+from longtrain.settings import read as typed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from omegaconf import DictConfig
+
+    from longtrain.decoding.control import Menu
+    from longtrain.decoding.evict import Evictor
+    from longtrain.decoding.roles import Law, Parts, TreeShape
+    from longtrain.decoding.sampling import Sampling
+    from longtrain.targets.model import Target
+
+
+def device_of(cfg: DictConfig) -> str:
+    """`target.device`, with `auto` settled: CUDA where there is one, else the CPU."""
+    import torch
+
+    device = str(cfg.target.device) if cfg.target else "auto"
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_target_from(
+    cfg: DictConfig, *, device: str | None = None, path: str | None = None, fuse: bool = True
+) -> Target:
+    """The frozen target that `cfg.target` names.
+
+    Args:
+        cfg: the resolved configuration.
+        device: where to put it, over `target.device`.
+        path: what to load when `target.path` is not set (the target an artifact was trained for, say).
+        fuse: do as `target.fused` says; False keeps the model's own decoder.
+
+    Raises:
+        ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is none of its values.
+    """
+    from longtrain.targets.loading import load_target
+
+    where = (cfg.target and cfg.target.path) or path
+    if not where:
+        raise ConfigError(
+            "no target model is chosen (target.path=null); pass target=NAME or target.path=FOLDER; "
+            "longtrain train --help lists the names"
+        )
+    dtype = str(cfg.target.dtype) if cfg.target else "auto"
+    target = load_target(str(where), dtype=dtype, device=device or device_of(cfg), **target_overrides(cfg))
+    wanted = cfg.target.get("fused", "auto") if cfg.target else "auto"
+    if wanted not in ("auto", True, False):
+        raise ConfigError(f"target.fused={wanted}; allowed: auto, true, false")
+    fused = target.device.type == "cuda" if wanted == "auto" else wanted
+    return target.fuse() if fuse and fused else target
+
+
+def target_overrides(cfg: DictConfig) -> dict[str, Any]:
+    """`target.max_positions` and `target.chat_template`: what is said of a target over its own files.
+
+    Raises:
+        ConfigError: `target.max_positions` is no count.
+    """
+    most, template = ((cfg.target or {}).get(key) for key in ("max_positions", "chat_template"))
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ConfigError(f"target.max_positions={most}; allowed: 1 or more tokens, or null (config.json's)")
+    return {"max_positions": most, "chat_template": None if template is None else str(template)}
+
+
+def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShape:
+    """What to draft, as `cfg.decode` says.
+
+    Args:
+        cfg: the resolved configuration.
+        widths: over `decode.shape`.
+
+    `decode.law=auto` is `decoding.roles.usual_law`.
+
+    Raises:
+        ConfigError: no such law, or a shape that is not a list of widths.
+    """
+    from longtrain.decoding.roles import TreeShape, usual_law
+
+    asked: Any = plain(cfg.decode.shape) if widths is None else list(widths)
+    if asked == AUTO:
+        raise ConfigError(
+            "decode.shape=auto chooses a shape for each cycle, and this job wants one for all; pass widths, "
+            "e.g. decode.shape=[1,1,1,1]"
+        )
+    widths = _widths(asked, "decode.shape")
+    law = _law_from(cfg)
+    sampled = convert(cfg.decode.temperature, float, "decode.temperature") > 0
+    return TreeShape(widths, law or usual_law(widths, sampled=sampled))
+
+
+def drafting_from(cfg: DictConfig) -> TreeShape | Menu:
+    """What to draft, as `cfg.decode` says: a shape, or with `decode.shape=auto` those to choose among.
+
+    Raises:
+        ConfigError: no such law, or what is no list of widths.
+    """
+    from longtrain.decoding.control import Menu
+
+    menu = cfg.decode.get("menu")
+    if cfg.decode.shape != AUTO:
+        if menu is not None:
+            raise ConfigError(
+                f"decode.menu={plain(menu)} and decode.shape={plain(cfg.decode.shape)}; a menu is for "
+                "decode.shape=auto, leave one out"
+            )
+        return shape_from(cfg)
+    listed = [] if menu is None else convert(plain(menu), list[list[int]], "decode.menu")
+    return Menu(tuple(_widths(one, "decode.menu") for one in listed), _law_from(cfg))
+
+
+def _widths(asked: Any, key: str) -> tuple[int, ...]:
+    """A shape as typed."""
+    widths = tuple(convert(asked, list[int], key))
+    if any(width < 1 for width in widths):
+        raise ConfigError(f"{key}={list(widths)}; allowed: widths of 1 or more")
+    return widths
+
+
+def _law_from(cfg: DictConfig) -> Law | None:
+    """How children are chosen; None: as usual."""
+    from longtrain.decoding.roles import Law
+
+    name = str(cfg.decode.law)
+    if name == AUTO:
+        return None
+    if name not in {law.value for law in Law}:
+        allowed = ", ".join([AUTO, *(law.value for law in Law)])
+        raise ConfigError(f"decode.law={name}; allowed: {allowed}")
+    return Law(name)
+
+
+def sampling_from(cfg: DictConfig) -> Sampling:
+    """How tokens are drawn, as `cfg.decode` and `cfg.seed` say.
+
+    Raises:
+        ConfigError: a value is no number, or out of its range.
+    """
+    from longtrain.decoding.sampling import Sampling
+
+    kinds = {"temperature": float, "top_p": float, "top_k": int}
+    values = {key: convert(cfg.decode[key], kind, f"decode.{key}") for key, kind in kinds.items()}
+    return Sampling(**values, seed=convert(cfg.seed, int, "seed"))
+
+
+def evictor_from(cfg: DictConfig) -> Evictor | None:
+    """The eviction policy that `cfg.evict` names, with its budget and options; None without one.
+
+    Raises:
+        ConfigError: no such policy or option, a value of another kind, or no budget.
+    """
+    from longtrain.decoding.evict import Budget
+    from longtrain.methods import policies
+
+    keys = budget_keys(cfg)
+    options = {key: value for key, value in plain(cfg.evict).items() if key not in keys or key == "adaptive"}
+    name = options.pop("policy")
+    if keys["adaptive"] is False:
+        options.pop("adaptive", None)
+    if name is None:
+        return None
+    hints = get_type_hints(policies.policy_class(str(name)))
+    budget = Budget(keys["budget_tokens"], keys["budget_ratio"])
+    checked = {
+        key: convert(value, hints[key], f"evict.{key}") if _plain_kind(hints.get(key)) else value
+        for key, value in options.items()
+    }
+    return policies.make(str(name), budget, checked)
+
+
+def method_parts(cfg: DictConfig, target: Target) -> Parts | None:
+    """What `cfg.method` brings to an engine where it is a method without training (QuantSpec); else None.
+
+    Raises:
+        ConfigError: a setting is not allowed, or the target is not served.
+    """
+    from longtrain import methods
+
+    if cfg.method is None:
+        return None
+    spec = methods.get(str(cfg.method.name))
+    if spec.objective is not None or spec.attach is None:
+        return None
+    values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
+    config: Any = typed(spec.config, values, "method")
+    return spec.attach(spec.build(config, target.info), target, config, {})
+
+
+def budget_keys(cfg: DictConfig) -> dict[str, Any]:
+    """`evict.budget_tokens`, `budget_ratio` and `adaptive`: what an eviction artifact is attached with.
+
+    Raises:
+        ConfigError: a budget that is no number, or another way to share it out than there is.
+    """
+    kinds: dict[str, Any] = {"budget_tokens": int | None, "budget_ratio": float | None}
+    keys = {key: convert(cfg.evict.get(key), kind, f"evict.{key}") for key, kind in kinds.items()}
+    adaptive = cfg.evict.get("adaptive", False)
+    if adaptive is not False and adaptive not in ("heads", "layers"):
+        shown = {None: "null", True: "true"}.get(adaptive, adaptive)
+        raise ConfigError(f"evict.adaptive={shown}; allowed: false, heads, layers")
+    return {**keys, "adaptive": adaptive}
+
+
+def at_least(value: Any, least: int, key: str) -> int:
+    """A configured count.
+
+    Raises:
+        ConfigError: no whole number, or a lower one than `least`.
+    """
+    count = int(convert(value, int, key))
+    if count < least:
+        raise ConfigError(f"{key}={count}; allowed: {least} or more")
+    return count
+
+
+def _plain_kind(kind: Any) -> bool:
+    """Whether `convert` knows what to do with a value of this kind."""
+    rest = [arg for arg in get_args(kind) if arg is not types.NoneType] or [kind]
+    return len(rest) == 1 and rest[0] in (bool, int, float, str)
+
+
+def plain(cfg: Any) -> Any:
+    """A configuration, or a part of one, as plain containers with every interpolation resolved.
+
+    A value that is no container comes back as it is.
+    """
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
