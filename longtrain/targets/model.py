@@ -84,6 +84,19 @@ class Target(nn.Module):
             self.fused = None
         return self
 
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer, for whoever cannot do without one.
+
+        Raises:
+            ConfigError: the target has none.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"target {self.info.name} has no tokenizer, so no text can be given to it; "
+                "load it from a folder that has one (tokenizer.json)"
+            )
+        return self.tokenizer
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""

@@ -300,3 +300,9 @@ def test_a_tokenizer_that_needs_sentencepiece_says_what_to_install(folder, monke
     monkeypatch.setattr("longtrain.data.read.tokenizer._installed", lambda name: name != "sentencepiece")
     with pytest.raises(ArtifactError, match=r"needs sentencepiece: pip install 'longtrain\[legacy\]'"):
         load_target(folder)
+
+
+def test_a_target_without_a_tokenizer_says_so_once_asked(folder):
+    assert load_target(folder).require_tokenizer().encode("fox") == [1]
+    with pytest.raises(ConfigError, match=r"target llama_micro has no tokenizer, .*tokenizer\.json"):
+        random_target("llama_micro").require_tokenizer()

@@ -49,19 +49,14 @@ def repeat_of(target: Target, prompt: Sequence[int], *, chunk: int) -> Repeat:
     """Chunks of a prompt, its chat header left out, and their requests.
 
     Args:
-        target: its tokenizer writes the requests.
+        target: the model whose tokenizer encodes the requests.
         prompt: tokens.
         chunk: most tokens of a chunk.
 
     Raises:
         ConfigError: there is no tokenizer, or its chat headers are too long.
     """
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            f"the target {target.info.name} has no tokenizer, which evict=kvzip needs for its requests; "
-            "load the target from a folder that has one"
-        )
+    tokenizer = target.require_tokenizer()
     header, answer, turn = _chat(tokenizer)
     start = min(_common(prompt, header), len(prompt) - 1)
     chunks = tuple((at, min(at + chunk, len(prompt))) for at in range(start, len(prompt), chunk))
