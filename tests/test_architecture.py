@@ -13,6 +13,7 @@ TIERS = [
     {"errors", "log"},
     {"settings", "files", "tables", "progress"},
     {"plots", "assets", "provenance"},
+    {"costs"},
     {"kernels", "layers", "losses", "chunked", "data"},
     {"cache"},
     {"targets"},

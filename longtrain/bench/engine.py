@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longtrain.bench import roofline, steps
-from longtrain.bench.eviction_theory import Sizes, gpu_called
+from longtrain.bench import steps
 from longtrain.bench.report import gib, spread
+from longtrain.costs import roofline
+from longtrain.costs.hardware import gpu_called
+from longtrain.costs.model import Sizes
 from longtrain.decoding.control import Menu
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.roles import Parts, TreeShape

@@ -22,7 +22,9 @@ from longtrain.bench import (
     eviction_ttft,
     timing,
 )
-from longtrain.bench.eviction_theory import Gpu, Setup, Sizes
+from longtrain.bench.eviction_theory import Setup
+from longtrain.costs.hardware import Gpu, all_named, gpu_called
+from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods import policies
@@ -52,7 +54,7 @@ class Settings:
         kernels: (rows, keys) cells of the kernels.
         theory_lengths: prompt lengths of the theory's table; its shapes are llama31_8b and llama32_1b, and
             `shape` and `draft_shape` where these are others and not micro ones.
-        gpus: names of `eviction_theory.GPUS`.
+        gpus: names of `costs.hardware.GPUS`.
         sections: those of `SECTIONS` to run.
         options: method -> options of its policy, or keys of LookaheadKV's Config.
     """
@@ -96,7 +98,7 @@ class Settings:
                 f"suite.cost.draft_shape={self.draft_shape} has another vocabulary than {self.shape}; "
                 "SpecKV's draft writes tokens that the target reads"
             )
-        eviction_theory.gpus_named(self.gpus)
+        all_named(self.gpus, "suite.cost.gpus")
         most = int(SHAPES[self.shape]["max_position_embeddings"])
         train = [n + self.training.response for n in self.training.prompts]
         longest = max([*(n + 64 for n in self.ttft.lengths), *train], default=0)
@@ -120,11 +122,7 @@ class Settings:
     @property
     def gpu(self) -> Gpu | None:
         """The data sheet of the device at hand, if there is one here."""
-        return (
-            eviction_theory.gpu_called(torch.cuda.get_device_name())
-            if self.device.startswith("cuda")
-            else None
-        )
+        return gpu_called(torch.cuda.get_device_name()) if self.device.startswith("cuda") else None
 
 
 def measure(settings: Settings, rows: list[Row], keep: Callable[[list[Row]], object]) -> None:
@@ -191,7 +189,7 @@ def _theory(settings: Settings) -> Iterator[Row]:
         pairs[settings.shape, settings.draft_shape] = None
     for shape, draft in pairs:
         setup = replace(settings.setup, size=Sizes.of_keys(SHAPES[shape]), draft=Sizes.of_keys(SHAPES[draft]))
-        gpus = eviction_theory.gpus_named(settings.gpus)
+        gpus = all_named(settings.gpus, "suite.cost.gpus")
         for line in eviction_theory.table(setup, settings.theory_lengths, gpus):
             yield {"shape": shape, "draft_shape": draft, "budget": setup.budget, **line}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longtrain.bench import timing
-from longtrain.bench.eviction_theory import gpu_called
+from longtrain.costs.hardware import gpu_called
 from longtrain.kernels import importance
 from longtrain.kernels.importance import Span, reference
 

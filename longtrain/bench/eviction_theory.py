@@ -10,174 +10,24 @@ V vocabulary, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from longtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from longtrain.targets.info import TargetInfo
-
-FLOPS_SHARE, BYTES_SHARE = 0.7, 0.9
-"""Shares of a GPU's peak arithmetic and bandwidth that kernels are taken to reach."""
-
-ITEM = 2
-"""Bytes of a bf16 number."""
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.model import ITEM, Sizes, Work, decode, prefill, score
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Peaks of a device: dense bf16 FLOP/s, bytes/s and bytes of memory."""
-
-    name: str
-    flops_per_s: float
-    bytes_per_s: float
-    memory_bytes: float
-
-
-GPUS = {
-    "H100": Gpu("H100", 989e12, 3.35e12, 80e9),
-    "H200": Gpu("H200", 989e12, 4.8e12, 141e9),
-    "A100": Gpu("A100", 312e12, 2.039e12, 80e9),
-    "A6000": Gpu("A6000", 154.8e12, 0.768e12, 48e9),
-}
-"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of the RTX A6000."""
-
-
-def gpu_called(name: str) -> Gpu | None:
-    """The entry of `GPUS` for what CUDA calls a device ("NVIDIA H200"); None for others."""
-    slower = any(board in name for board in ("NVL", "PCIe", "40GB"))
-    return next((gpu for key, gpu in GPUS.items() if key in name and not slower), None)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A model in numbers.
-
-    Args:
-        n_layers: L.
-        n_heads: H.
-        n_kv_heads: G.
-        head_dim: D.
-        hidden_size: E.
-        intermediate_size: of the MLP.
-        vocab_size: V.
-    """
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, info: TargetInfo) -> Sizes:
-        """Of a target."""
-        return cls(**{name: int(getattr(info, name)) for name in cls.__dataclass_fields__})
-
-    @classmethod
-    def of_keys(cls, keys: Mapping[str, Any]) -> Sizes:
-        """From the keys of a `config.json` (an entry of `longtrain.targets.shapes.SHAPES`)."""
-        heads = int(keys["num_attention_heads"])
-        return cls(
-            n_layers=int(keys["num_hidden_layers"]),
-            n_heads=heads,
-            n_kv_heads=int(keys["num_key_value_heads"]),
-            head_dim=int(keys.get("head_dim") or keys["hidden_size"] // heads),
-            hidden_size=int(keys["hidden_size"]),
-            intermediate_size=int(keys["intermediate_size"]),
-            vocab_size=int(keys["vocab_size"]),
-        )
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """In and out features of a layer's linears."""
-        E, q, kv, wide = (
-            self.hidden_size,
-            self.n_heads * self.head_dim,
-            self.n_kv_heads * self.head_dim,
-            self.intermediate_size,
-        )
-        return {
-            "q": (E, q),
-            "k": (E, kv),
-            "v": (E, kv),
-            "o": (q, E),
-            "gate": (E, wide),
-            "up": (E, wide),
-            "down": (wide, E),
-        }
-
-    @property
-    def weights(self) -> int:
-        """Weights of all layers' linears."""
-        return self.n_layers * sum(a * b for a, b in self.linears.values())
-
-    @property
-    def head(self) -> int:
-        """Weights of the LM head."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def width(self) -> int:
-        """Query heads x head dim, over all layers."""
-        return self.n_layers * self.n_heads * self.head_dim
-
-    def kv_bytes(self, tokens: int) -> int:
-        """K and V of so many tokens in all layers."""
-        return 2 * ITEM * self.n_layers * self.n_kv_heads * self.head_dim * tokens
-
-    def adapter(self, n_lookahead: int, rank: int) -> int:
-        """Weights of LookaheadKV's module: soft tokens, and LoRA wherever the scores depend on it."""
-        sizes = {name: rank * (a + b) for name, (a, b) in self.linears.items()}
-        dead = sizes["o"] + sizes["gate"] + sizes["up"] + sizes["down"]
-        return n_lookahead * self.hidden_size + self.n_layers * sum(sizes.values()) - dead
-
-
-@dataclass(frozen=True)
-class Work:
-    """Floating-point operations and bytes moved; `+` makes one phase of two."""
-
-    flops: float
-    bytes: float
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.bytes + other.bytes)
-
-    def ms(self, gpu: Gpu) -> float:
-        """Milliseconds of this phase."""
-        compute = self.flops / (FLOPS_SHARE * gpu.flops_per_s)
-        return 1e3 * max(compute, self.bytes / (BYTES_SHARE * gpu.bytes_per_s))
-
-
-def prefill(size: Sizes, tokens: int, *, causal: bool = True) -> Work:
-    """A forward over the prompt, one row of logits; attention over the causal half or the full square."""
-    square = (2 if causal else 4) * size.width * tokens**2
-    flops = 2 * size.weights * tokens + square + 2 * size.head
-    return Work(flops, ITEM * (size.weights + size.head) + size.kv_bytes(tokens))
-
-
-def decode(size: Sizes, tokens: int, context: int) -> Work:
-    """So many tokens, one at a time, over a cache of `context` rows."""
-    flops = tokens * (2 * size.weights + 2 * size.head + 4 * size.width * context)
-    return Work(flops, tokens * (ITEM * (size.weights + size.head) + size.kv_bytes(context)))
-
-
-def score(size: Sizes, rows: int, tokens: int, *, fused: bool = False) -> Work:
-    """Attention weights of observing rows on every prompt key; unfused, they are written in bf16 and read."""
-    flops = 2 * size.width * rows * tokens
-    moved = ITEM * size.n_layers * size.n_kv_heads * size.head_dim * tokens
-    written = 0 if fused else 2 * ITEM * size.n_layers * size.n_heads * rows * tokens
-    return Work(flops, moved + written)
+def adapter(size: Sizes, n_lookahead: int, rank: int) -> int:
+    """Weights of LookaheadKV's module: soft tokens, and LoRA wherever the scores depend on it."""
+    sizes = {name: rank * (a + b) for name, (a, b) in size.linears.items()}
+    dead = sizes["o"] + sizes["gate"] + sizes["up"] + sizes["down"]
+    return n_lookahead * size.hidden_size + size.n_layers * sum(sizes.values()) - dead
 
 
 def lookahead_rows(size: Sizes, tokens: int, *, n_lookahead: int, rank: int) -> Work:
     """The lookahead tokens' own forward, as rows of the prefill's products: nothing more is read."""
-    adapter = size.adapter(n_lookahead, rank)
-    linear = 2 * n_lookahead * (size.weights + adapter)
+    linear = 2 * n_lookahead * (size.weights + adapter(size, n_lookahead, rank))
     return Work(linear + 4 * size.width * n_lookahead * tokens, 0.0)
 
 
@@ -256,15 +106,3 @@ def table(setup: Setup, lengths: Sequence[int], gpus: Sequence[Gpu]) -> list[dic
         for causal in (True, False)
         for tokens in lengths
     ]
-
-
-def gpus_named(names: Sequence[str]) -> list[Gpu]:
-    """Entries of `GPUS`.
-
-    Raises:
-        ConfigError: a name is not among them.
-    """
-    for name in names:
-        if name not in GPUS:
-            raise ConfigError(f"suite.cost.gpus names '{name}'; known: {', '.join(GPUS)}")
-    return [GPUS[name] for name in dict.fromkeys(names)]

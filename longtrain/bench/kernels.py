@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longtrain.bench import attention_baselines as stock
 from longtrain.bench import graphs, timing
-from longtrain.bench.eviction_theory import gpu_called
+from longtrain.costs.hardware import gpu_called
 from longtrain.kernels.hierarchical import layout
 from longtrain.kernels.hierarchical.attention import hier_attention
 from longtrain.kernels.hierarchical.attention_reference import hier_attention as plain_hier_attention

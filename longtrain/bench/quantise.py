@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from longtrain.bench import graphs, timing
-from longtrain.bench.eviction_theory import Sizes
 from longtrain.bench.report import GIB, spread
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.costs.model import Sizes
 from longtrain.kernels.hierarchical.layout import Split
 from longtrain.log import get_logger
 

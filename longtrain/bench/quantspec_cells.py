@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longtrain.bench.quantspec_accept import Law
-from longtrain.bench.quantspec_model import Forward
+from longtrain.costs.cycle import Forward
 from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling

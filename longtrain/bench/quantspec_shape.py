@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longtrain.bench import steps
-from longtrain.bench.eviction_theory import Sizes, gpu_called
 from longtrain.bench.graphs import read_bytes_per_s
 from longtrain.bench.quantspec_cells import FULL, INT8, Cell, Group, Settings, facts, name_of
-from longtrain.bench.quantspec_model import bound_ms, bytes_read, expected_ms
 from longtrain.bench.quantspec_staging import staged, steps_of
 from longtrain.bench.report import gib, shorter
 from longtrain.bench.timing import release
+from longtrain.costs.cycle import bound_ms, bytes_read, expected_ms
+from longtrain.costs.hardware import gpu_called
+from longtrain.costs.model import Sizes
 from longtrain.decoding.roles import Parts
 from longtrain.errors import LongtrainError
 from longtrain.log import get_logger

@@ -83,7 +83,8 @@ def run(cfg: DictConfig) -> None:
 
 def _measured(cfg: DictConfig, name: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Rows of a suite, and which of their values its table shows."""
-    from longtrain.bench import draft_memory, engine, roofline
+    from longtrain.bench import draft_memory, engine
+    from longtrain.costs import roofline
     from longtrain.jobs import bench_engine
 
     if name == "engine":

@@ -68,8 +68,9 @@ def roofline_rows(cfg: DictConfig) -> list[dict[str, Any]]:
     Raises:
         ConfigError: no such device or shape, bits other than 16, 8 and 4, no length or no batch size.
     """
-    from longtrain.bench import roofline
-    from longtrain.bench.eviction_theory import GPUS, Sizes
+    from longtrain.costs import roofline
+    from longtrain.costs.hardware import GPUS
+    from longtrain.costs.model import Sizes
 
     suite = cfg.suite
     keys = bench_rows.keys_of(plain(suite.shape))

@@ -6,7 +6,7 @@ import torch
 from omegaconf import DictConfig
 
 from longtrain.bench import quantise
-from longtrain.bench.eviction_theory import Sizes
+from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench_rows
 from longtrain.jobs.setup import at_least, convert, device_of, plain

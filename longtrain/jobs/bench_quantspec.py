@@ -16,11 +16,11 @@ from longtrain import methods, provenance
 from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_accept as accept
 from longtrain.bench import quantspec_report, quantspec_shape, quantspec_text, report
-from longtrain.bench.eviction_theory import Sizes
 from longtrain.bench.graphs import read_bytes_per_s
 from longtrain.bench.quantspec_cells import FULL, INT8, Cell, Group, Settings, Way
-from longtrain.bench.quantspec_model import Forward, longspec
-from longtrain.bench.roofline import Width
+from longtrain.costs.cycle import Forward, longspec
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import choose_points, documents_from_files, prefix_of

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from longtrain import provenance
 from longtrain.bench import report
-from longtrain.bench.eviction_theory import Sizes
+from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import convert, plain
 from longtrain.settings import parse_tokens

@@ -13,9 +13,11 @@ from rich.console import Console
 
 from longtrain import methods
 from longtrain.assets import asset_dir
-from longtrain.bench import estimate, roofline
-from longtrain.bench.eviction_theory import Gpu, Sizes
 from longtrain.bench.report import GIB, table
+from longtrain.costs import roofline
+from longtrain.costs import training as estimate
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs.plan_decoding import gpu_of, told
 from longtrain.jobs.prepare import data_config
@@ -42,8 +44,8 @@ def run(cfg: DictConfig) -> None:
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
     console = Console(soft_wrap=True, highlight=False)
     size = ITEMSIZE.get(str(cfg.target.dtype), 2)
-    parameters = estimate.target_parameters(info, tied=tied)
-    kv = estimate.kv_bytes_per_token(info, itemsize=size)
+    parameters = estimate.target_parameters(Sizes.of(info), tied=tied)
+    kv = estimate.kv_bytes_per_token(Sizes.of(info), itemsize=size)
     facts = [
         ("target", f"{info.name}: {parameters / 1e9:.3g} B weights, {parameters * size / GIB:.3g} GiB"),
         ("KV cache", f"{kv / 1024:.4g} KiB a token; {kv * info.max_positions / GIB:.3g} GiB at its "
@@ -122,20 +124,21 @@ def _stage(
     cfg: DictConfig, info: TargetInfo, stage: DictConfig, config: Any, *, trained: int, fixed: int
 ) -> dict[str, Any]:
     """One line of the table."""
-    size = ITEMSIZE.get(str(cfg.target.dtype), 2)
-    row = estimate.Row(stage.row_tokens, stage.doc_tokens, getattr(config, "chunk_tokens", 0))
-    target_pass = estimate.target_pass_bytes(info, row, itemsize=size)
-    flops = estimate.target_flops(info, row)
+    item = ITEMSIZE.get(str(cfg.target.dtype), 2)
+    size = Sizes.of(info)
+    row = estimate.PackedRow(stage.row_tokens, stage.doc_tokens, getattr(config, "chunk_tokens", 0))
+    target_pass = estimate.target_pass_bytes(size, row, itemsize=item)
+    flops = estimate.target_flops(size, row)
     if rows := getattr(config, "n_lookahead", 0):
-        inputs = estimate.suffix_input_bytes(info, row, itemsize=size)
-        module = estimate.suffix_bytes(info, row, rows=rows, itemsize=size)
-        flops += estimate.suffix_flops(info, row, rows=rows, response=int(cfg.data.get("answer_tokens") or 0))
+        inputs = estimate.suffix_input_bytes(size, row, itemsize=item)
+        module = estimate.suffix_bytes(size, row, rows=rows, itemsize=item)
+        flops += estimate.suffix_flops(size, row, rows=rows, response=int(cfg.data.get("answer_tokens") or 0))
     else:
         hidden = getattr(config, "objective", "kl") == "kl"
-        inputs = estimate.input_bytes(info, row, itemsize=size, hidden=hidden)
-        module = estimate.draft_chunk_bytes(info, row, itemsize=size)
+        inputs = estimate.input_bytes(size, row, itemsize=item, hidden=hidden)
+        module = estimate.draft_chunk_bytes(size, row, itemsize=item)
         window = getattr(config, "window", row.doc_tokens)
-        flops += estimate.draft_flops(info, row, trained=trained, window=window)
+        flops += estimate.draft_flops(size, row, trained=trained, window=window)
     seconds = flops / (cfg.gpu_tflops * 1e12)
     devices = int(cfg.devices)
     asked = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own

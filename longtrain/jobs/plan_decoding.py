@@ -1,7 +1,7 @@
 """What decoding a target takes, by context: cache, memory, and the time of a step on a given device.
 
-Least times are the bounds of `bench.roofline` at the data sheet's peaks; expected ones those of
-`bench.quantspec_model`, which takes what good kernels reach.
+Least times are the bounds of `costs.roofline` at the data sheet's peaks; expected ones those of
+`costs.cycle`, which takes what good kernels reach.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from longtrain.bench import roofline
-from longtrain.bench.eviction_theory import BYTES_SHARE, GPUS, Gpu, Sizes
-from longtrain.bench.quantspec_model import Forward, expected_ms
 from longtrain.bench.report import GIB, table
-from longtrain.bench.roofline import Width
 from longtrain.cache.room import hierarchical_bytes
+from longtrain.costs import roofline
+from longtrain.costs.cycle import Forward, expected_ms
+from longtrain.costs.hardware import BYTES_SHARE, GPUS, Gpu
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import convert, plain
 from longtrain.kernels.hierarchical.layout import check_shape

@@ -11,10 +11,11 @@ from longtrain import cli, methods
 from longtrain.assets import asset_dir
 from longtrain.bench import quantspec_accept as accept
 from longtrain.bench import quantspec_report, quantspec_shape, quantspec_staging, quantspec_text, steps
-from longtrain.bench.eviction_theory import GPUS, Sizes
 from longtrain.bench.quantspec_cells import FULL, INT8, Cell, Group, Settings, Way, name_of
-from longtrain.bench.quantspec_model import Forward, bound_ms, bytes_read, expected_ms, longspec
-from longtrain.bench.roofline import Width
+from longtrain.costs.cycle import Forward, bound_ms, bytes_read, expected_ms, longspec
+from longtrain.costs.hardware import GPUS
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
 from longtrain.errors import ConfigError, ConflictError, DataError
 from longtrain.jobs import bench, bench_quantspec

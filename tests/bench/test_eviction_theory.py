@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from longtrain.bench import estimate, eviction_theory
-from longtrain.bench.eviction_theory import GPUS, Setup, Sizes, Work
+from longtrain.bench import eviction_theory
+from longtrain.bench.eviction_theory import Setup
+from longtrain.costs import training as estimate
+from longtrain.costs.hardware import GPUS, all_named, gpu_called
+from longtrain.costs.model import Sizes, Work
 from longtrain.errors import ConfigError
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
@@ -36,15 +39,14 @@ def test_parameter_counts_are_the_published_ones() -> None:
     assert LLAMA8B.weights == pytest.approx(6.979e9, rel=1e-4)
     assert LLAMA1B.weights == pytest.approx(0.973e9, rel=1e-3)
     assert (LLAMA8B.width, LLAMA1B.width) == (131072, 32768)
-    assert LLAMA8B.adapter(32, 8) == pytest.approx(20.59e6, rel=5e-4)
-    assert LLAMA1B.adapter(32, 8) == pytest.approx(5.42e6, rel=1e-3)
+    assert eviction_theory.adapter(LLAMA8B, 32, 8) == pytest.approx(20.59e6, rel=5e-4)
+    assert eviction_theory.adapter(LLAMA1B, 32, 8) == pytest.approx(5.42e6, rel=1e-3)
 
 
 def test_sizes_of_a_model_are_those_of_its_weights() -> None:
     info = random_target("llama_micro").info
     assert Sizes.of(info) == Sizes.of_keys(SHAPES["llama_micro"])
-    assert Sizes.of(info).weights == info.n_layers * estimate.layer_parameters(info)
-    assert Sizes.of(info).kv_bytes(7) == 7 * estimate.kv_bytes_per_token(info, itemsize=2)
+    assert Sizes.of(info).kv_bytes(7) == 7 * estimate.kv_bytes_per_token(Sizes.of(info), itemsize=2)
 
 
 @pytest.mark.parametrize("tokens", FORWARD)
@@ -90,12 +92,12 @@ def test_a_phase_is_bound_by_the_slower_of_arithmetic_and_memory() -> None:
 
 
 def test_lines_for_every_gpu_attention_and_length() -> None:
-    gpus = eviction_theory.gpus_named(["H100", "H200", "H100"])
+    gpus = all_named(["H100", "H200", "H100"], "gpus")
     lines = eviction_theory.table(PAPER, [4096, 8192], gpus)
     found = [(line["gpu"], line["attention"], line["prompt_tokens"]) for line in lines]
     assert found == [(g, a, n) for g in ("H100", "H200") for a in ("causal", "full") for n in (4096, 8192)]
-    with pytest.raises(ConfigError, match="'B9000'; known: H100, H200"):
-        eviction_theory.gpus_named(["B9000"])
+    with pytest.raises(ConfigError, match="gpus=B9000; known: H100, H200"):
+        all_named(["B9000"], "gpus")
 
 
 @pytest.mark.parametrize(
@@ -103,5 +105,5 @@ def test_lines_for_every_gpu_attention_and_length() -> None:
     [("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", None)],
 )
 def test_a_device_is_known_by_its_name(name: str, expected: str | None) -> None:
-    gpu = eviction_theory.gpu_called(name)
+    gpu = gpu_called(name)
     assert (gpu.name if gpu else None) == expected

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from longtrain.bench.eviction_theory import GPUS
 from longtrain.bench.report import GIB
 from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.costs.hardware import GPUS
 from longtrain.errors import ConfigError
 from longtrain.jobs import plan
 from longtrain.jobs.plan_decoding import plain_row, quantised_row

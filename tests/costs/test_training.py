@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from longtrain.bench import estimate
+from longtrain.costs import training as estimate
+from longtrain.costs.model import Sizes
 from longtrain.targets.loading import random_target
 
 
@@ -17,44 +18,44 @@ from longtrain.targets.loading import random_target
 def test_parameters_are_those_of_the_model(shape: str) -> None:
     target = random_target(shape)
     matrices = sum(p.numel() for p in target.parameters() if p.dim() == 2)
-    assert estimate.target_parameters(target.info, tied=False) == matrices
+    assert estimate.target_parameters(Sizes.of(target.info), tied=False) == matrices
 
 
 def test_cache_bytes_are_those_of_the_cache() -> None:
     target = random_target("llama_micro")
     cache = target.new_cache(1, 64, 8)
-    k_and_v = estimate.kv_bytes_per_token(target.info, itemsize=4) * (64 + 8)
+    k_and_v = estimate.kv_bytes_per_token(Sizes.of(target.info), itemsize=4) * (64 + 8)
     assert k_and_v <= cache.bytes() <= 1.05 * k_and_v
 
 
 def test_memory_grows_by_the_inputs_and_flops_with_the_documents() -> None:
-    info = random_target("llama_micro").info
-    short, long = (estimate.Row(n, n, chunk_tokens=32) for n in (64, 128))
-    assert estimate.draft_chunk_bytes(info, short, itemsize=2) == estimate.draft_chunk_bytes(
-        info, long, itemsize=2
+    size = Sizes.of(random_target("llama_micro").info)
+    short, long = (estimate.PackedRow(n, n, chunk_tokens=32) for n in (64, 128))
+    assert estimate.draft_chunk_bytes(size, short, itemsize=2) == estimate.draft_chunk_bytes(
+        size, long, itemsize=2
     )
-    assert estimate.input_bytes(info, long, itemsize=2, hidden=True) == 2 * estimate.input_bytes(
-        info, short, itemsize=2, hidden=True
+    assert estimate.input_bytes(size, long, itemsize=2, hidden=True) == 2 * estimate.input_bytes(
+        size, short, itemsize=2, hidden=True
     )
-    assert estimate.target_flops(info, long) > 2 * estimate.target_flops(info, short)
+    assert estimate.target_flops(size, long) > 2 * estimate.target_flops(size, short)
 
 
 def test_a_suffix_costs_what_it_reads_and_little_else() -> None:
     from dataclasses import replace
 
-    info = replace(
-        random_target("llama_micro").info,
+    size = replace(
+        Sizes.of(random_target("llama_micro").info),
         n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336,
     )  # fmt: skip
-    row = estimate.Row(16384, 16384, chunk_tokens=0)
+    row = estimate.PackedRow(16384, 16384, chunk_tokens=0)
     # Llama-3.1-8B at 16K: K and V 2.15 GB, score vectors 67 MB twice; 2.2 TF of rows, 4.4 TF of true scores.
-    assert estimate.suffix_input_bytes(info, row, itemsize=2) == 16384 * (131072 + 2 * 32 * 32 * 4)
-    alone = estimate.suffix_flops(info, row, rows=32, response=0)
+    assert estimate.suffix_input_bytes(size, row, itemsize=2) == 16384 * (131072 + 2 * 32 * 32 * 4)
+    alone = estimate.suffix_flops(size, row, rows=32, response=0)
     assert 0.9e12 < alone < 2.7e12
-    assert estimate.suffix_flops(info, row, rows=32, response=512) - alone == 4 * 32 * 4096 * 512 * 16384
-    packed = estimate.Row(16384, 4096, chunk_tokens=0)
-    assert estimate.suffix_bytes(info, packed, rows=32, itemsize=2) == 4 * estimate.suffix_bytes(
-        info, row, rows=32, itemsize=2
+    assert estimate.suffix_flops(size, row, rows=32, response=512) - alone == 4 * 32 * 4096 * 512 * 16384
+    packed = estimate.PackedRow(16384, 4096, chunk_tokens=0)
+    assert estimate.suffix_bytes(size, packed, rows=32, itemsize=2) == 4 * estimate.suffix_bytes(
+        size, row, rows=32, itemsize=2
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longtrain.bench import roofline
-from longtrain.bench.eviction_theory import ITEM, Gpu, Sizes, Work
-from longtrain.bench.roofline import Parts, Width
+from longtrain.costs import roofline
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.model import ITEM, Sizes, Work
+from longtrain.costs.roofline import Phase, Width
 
 OTHER_MS = 0.35
 """Of a forward: norms, rotary, activation, launches, choosing a token."""
@@ -54,9 +55,9 @@ def expected_ms(
     """
 
     def one(forward: Forward) -> float:
-        parts = _parts(forward, size, batch, context)
-        weights = parts.linear.bytes / WEIGHT_SHARE[forward.width.weights]
-        read_ms = 1e3 * (weights + parts.attention.bytes / KV_SHARE[forward.width.kv]) / bytes_per_s
+        phase = _phase(forward, size, batch, context)
+        weights = phase.linear.bytes / WEIGHT_SHARE[forward.width.weights]
+        read_ms = 1e3 * (weights + phase.attention.bytes / KV_SHARE[forward.width.kv]) / bytes_per_s
         return OTHER_MS * (forward.layers or size.n_layers) / size.n_layers + read_ms
 
     return sum(forward.times * one(forward) for forward in forwards)
@@ -65,14 +66,14 @@ def expected_ms(
 def bound_ms(forwards: list[Forward], size: Sizes, gpu: Gpu, *, batch: int, context: int) -> float:
     """Least milliseconds of a cycle at the device's peaks."""
     return sum(
-        forward.times * roofline.figures(_parts(forward, size, batch, context), gpu)["ms"]
+        forward.times * roofline.figures(_phase(forward, size, batch, context), gpu)["ms"]
         for forward in forwards
     )
 
 
 def bytes_read(forwards: list[Forward], size: Sizes, *, batch: int, context: int) -> float:
     """Bytes that a cycle reads and writes at least."""
-    return sum(forward.times * _parts(forward, size, batch, context).whole.bytes for forward in forwards)
+    return sum(forward.times * _phase(forward, size, batch, context).whole.bytes for forward in forwards)
 
 
 def longspec(size: Sizes, widths: tuple[int, ...]) -> tuple[Forward, ...]:
@@ -88,8 +89,8 @@ def longspec(size: Sizes, widths: tuple[int, ...]) -> tuple[Forward, ...]:
     return (*levels, Forward(Width(), rows=1 + sum(widths)))
 
 
-def _parts(forward: Forward, size: Sizes, batch: int, context: int) -> Parts:
+def _phase(forward: Forward, size: Sizes, batch: int, context: int) -> Phase:
     some = size if forward.layers is None else replace(size, n_layers=forward.layers)
-    parts = roofline.step(some, batch=batch, context=context, rows=forward.rows, width=forward.width)
+    phase = roofline.step(some, batch=batch, context=context, rows=forward.rows, width=forward.width)
     more = forward.more_weights
-    return parts + Parts(Work(2.0 * batch * forward.rows * more, float(ITEM * more)), Work(0.0, 0.0))
+    return phase + Phase(Work(2.0 * batch * forward.rows * more, float(ITEM * more)), Work(0.0, 0.0))

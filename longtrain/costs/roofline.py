@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longtrain.bench.eviction_theory import ITEM, Gpu, Sizes, Work
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.model import ITEM, Sizes, Work
 
 GROUP_BYTES = 4
 """Scale and zero of one group of quantised numbers, two bytes each."""
@@ -25,18 +26,18 @@ GROUP = 128
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The work of one phase."""
+class Phase:
+    """The work of one phase, apart for its linear layers and its attention."""
 
     linear: Work
     attention: Work
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(self.linear + other.linear, self.attention + other.attention)
+    def __add__(self, other: Phase) -> Phase:
+        return Phase(self.linear + other.linear, self.attention + other.attention)
 
     @property
     def whole(self) -> Work:
-        """Both."""
+        """The work of linear layers and attention together."""
         return self.linear + self.attention
 
 
@@ -45,15 +46,15 @@ class Width:
     """Bits of a number as it is read: 16, or 8 or 4 with a scale and a zero for each group.
 
     Args:
-        weights: of the linear layers.
-        kv: of keys and values.
+        weights: bits of the linear layers' weights.
+        kv: bits of keys and values.
     """
 
     weights: int = 16
     kv: int = 16
 
 
-def step(size: Sizes, *, batch: int, context: int, rows: int = 1, width: Width = Width()) -> Parts:
+def step(size: Sizes, *, batch: int, context: int, rows: int = 1, width: Width = Width()) -> Phase:
     """One decoding step: `rows` new tokens of each sequence over `context` cached ones.
 
     Args:
@@ -72,22 +73,22 @@ def step(size: Sizes, *, batch: int, context: int, rows: int = 1, width: Width =
         4.0 * size.width * tokens * context,
         batch * stored(size.kv_bytes(context) // ITEM, width.kv) + _attention_io(size, tokens),
     )
-    return Parts(linear, attention)
+    return Phase(linear, attention)
 
 
-def generation(size: Sizes, *, batch: int, context: int, tokens: int, width: Width = Width()) -> Parts:
+def generation(size: Sizes, *, batch: int, context: int, tokens: int, width: Width = Width()) -> Phase:
     """So many tokens of each sequence, one at a time; the context grows with them.
 
     All terms are linear in the context, so its mean, to half a token, stands for all.
     """
     one = step(size, batch=batch, context=context + (tokens - 1) // 2, width=width)
-    return Parts(
+    return Phase(
         Work(one.linear.flops * tokens, one.linear.bytes * tokens),
         Work(one.attention.flops * tokens, one.attention.bytes * tokens),
     )
 
 
-def prefill(size: Sizes, *, batch: int, context: int) -> Parts:
+def prefill(size: Sizes, *, batch: int, context: int) -> Phase:
     """Reading prompts of `context` tokens, causally; the LM head for the last row of each."""
     tokens = batch * context
     linear = Work(
@@ -97,7 +98,7 @@ def prefill(size: Sizes, *, batch: int, context: int) -> Parts:
     attention = Work(
         2.0 * size.width * tokens * context, _attention_io(size, tokens) + batch * size.kv_bytes(context)
     )
-    return Parts(linear, attention)
+    return Phase(linear, attention)
 
 
 def stored(numbers: int, bits: int) -> float:
@@ -120,15 +121,15 @@ def bound_ms(work: Work, gpu: Gpu) -> float:
     return 1e3 * max(work.flops / gpu.flops_per_s, work.bytes / gpu.bytes_per_s)
 
 
-def figures(parts: Parts, gpu: Gpu) -> dict[str, Any]:
+def figures(phase: Phase, gpu: Gpu) -> dict[str, Any]:
     """Intensities, what binds each part, its share of the time, and the whole's least time."""
-    linear_ms, attention_ms = bound_ms(parts.linear, gpu), bound_ms(parts.attention, gpu)
+    linear_ms, attention_ms = bound_ms(phase.linear, gpu), bound_ms(phase.attention, gpu)
     found: dict[str, Any] = {
         "ridge": ridge(gpu),
         "ms": linear_ms + attention_ms,
         "attention_share": attention_ms / (linear_ms + attention_ms),
     }
-    for name, work in (("linear", parts.linear), ("attention", parts.attention), ("aggregate", parts.whole)):
+    for name, work in (("linear", phase.linear), ("attention", phase.attention), ("aggregate", phase.whole)):
         found[f"{name}_intensity"] = intensity(work)
         found[f"{name}_bound"] = "memory" if intensity(work) < ridge(gpu) else "compute"
     return found

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from longtrain.bench import roofline
-from longtrain.bench.eviction_theory import GPUS, Sizes, gpu_called
-from longtrain.bench.roofline import Width
+from longtrain.costs import roofline
+from longtrain.costs.hardware import GPUS, gpu_called
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
 
 LLAMA2_7B = Sizes(32, 32, 32, 128, 4096, 11008, 32000)
 LLAMA31_8B = Sizes(32, 32, 8, 128, 4096, 14336, 128256)

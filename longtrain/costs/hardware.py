@@ -1,0 +1,58 @@
+"""Data sheets of GPUs, and the shares of their peaks that good kernels are taken to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longtrain.errors import ConfigError
+
+FLOPS_SHARE, BYTES_SHARE = 0.7, 0.9
+"""Shares of a GPU's peak arithmetic and of its peak bandwidth; source: LookaheadKV, Appendix B."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks of a device: dense bf16 FLOP/s, bytes/s and bytes of memory."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+
+
+GPUS = {
+    "H100": Gpu("H100", 989e12, 3.35e12, 80e9),
+    "H200": Gpu("H200", 989e12, 4.8e12, 141e9),
+    "A100": Gpu("A100", 312e12, 2.039e12, 80e9),
+    "A6000": Gpu("A6000", 154.8e12, 0.768e12, 48e9),
+}
+"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of the RTX A6000."""
+
+
+def gpu_called(name: str) -> Gpu | None:
+    """The entry of `GPUS` for what CUDA calls a device ("NVIDIA H200"); None for others."""
+    slower = any(board in name for board in ("NVL", "PCIe", "40GB"))
+    return next((gpu for key, gpu in GPUS.items() if key in name and not slower), None)
+
+
+def named(name: str, key: str) -> Gpu:
+    """The entry of `GPUS` that a configuration names.
+
+    Args:
+        name: as typed.
+        key: the whole key, for the message.
+
+    Raises:
+        ConfigError: there is no such entry.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"{key}={name}; known: {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def all_named(names: Sequence[str], key: str) -> list[Gpu]:
+    """The different entries of `GPUS` that a list names; see `named`."""
+    return [named(name, key) for name in dict.fromkeys(names)]

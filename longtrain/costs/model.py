@@ -1,0 +1,134 @@
+"""A model in numbers, and the work of reading a prompt, of decoding and of scoring keys.
+
+Tensor operations alone: no launches, no top-k, no gather, so a measurement lies above.
+Source: LookaheadKV Appendix B (the phases).
+Shapes: S prompt tokens, H query heads, G KV heads, D head dim, E hidden dim, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longtrain.costs.hardware import BYTES_SHARE, FLOPS_SHARE, Gpu
+
+ITEM = 2
+"""Bytes of a bf16 number."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model in numbers.
+
+    Args:
+        n_layers: L.
+        n_heads: H.
+        n_kv_heads: G.
+        head_dim: D.
+        hidden_size: E.
+        intermediate_size: of the MLP.
+        vocab_size: V.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, info: Any) -> Sizes:
+        """The numbers of a target's `info`, which has them under the same names."""
+        return cls(**{name: int(getattr(info, name)) for name in cls.__dataclass_fields__})
+
+    @classmethod
+    def of_keys(cls, keys: Mapping[str, Any]) -> Sizes:
+        """From the keys of a `config.json` (an entry of `longtrain.targets.shapes.SHAPES`)."""
+        heads = int(keys["num_attention_heads"])
+        return cls(
+            n_layers=int(keys["num_hidden_layers"]),
+            n_heads=heads,
+            n_kv_heads=int(keys["num_key_value_heads"]),
+            head_dim=int(keys.get("head_dim") or keys["hidden_size"] // heads),
+            hidden_size=int(keys["hidden_size"]),
+            intermediate_size=int(keys["intermediate_size"]),
+            vocab_size=int(keys["vocab_size"]),
+        )
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """In and out features of a layer's linears."""
+        E, q, kv, wide = (
+            self.hidden_size,
+            self.n_heads * self.head_dim,
+            self.n_kv_heads * self.head_dim,
+            self.intermediate_size,
+        )
+        return {
+            "q": (E, q),
+            "k": (E, kv),
+            "v": (E, kv),
+            "o": (q, E),
+            "gate": (E, wide),
+            "up": (E, wide),
+            "down": (wide, E),
+        }
+
+    @property
+    def weights(self) -> int:
+        """Weights of all layers' linears."""
+        return self.n_layers * sum(a * b for a, b in self.linears.values())
+
+    @property
+    def head(self) -> int:
+        """Weights of the LM head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def width(self) -> int:
+        """Query heads x head dim, over all layers."""
+        return self.n_layers * self.n_heads * self.head_dim
+
+    def kv_bytes(self, tokens: int) -> int:
+        """K and V of so many tokens in all layers."""
+        return 2 * ITEM * self.n_layers * self.n_kv_heads * self.head_dim * tokens
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations and bytes moved; `+` makes one phase of two."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def ms(self, gpu: Gpu) -> float:
+        """Milliseconds of this phase: the longer of its arithmetic and its memory time."""
+        compute = self.flops / (FLOPS_SHARE * gpu.flops_per_s)
+        return 1e3 * max(compute, self.bytes / (BYTES_SHARE * gpu.bytes_per_s))
+
+
+def prefill(size: Sizes, tokens: int, *, causal: bool = True) -> Work:
+    """A forward over the prompt, one row of logits; attention over the causal half or the full square."""
+    square = (2 if causal else 4) * size.width * tokens**2
+    flops = 2 * size.weights * tokens + square + 2 * size.head
+    return Work(flops, ITEM * (size.weights + size.head) + size.kv_bytes(tokens))
+
+
+def decode(size: Sizes, tokens: int, context: int) -> Work:
+    """So many tokens, one at a time, over a cache of `context` rows."""
+    flops = tokens * (2 * size.weights + 2 * size.head + 4 * size.width * context)
+    return Work(flops, tokens * (ITEM * (size.weights + size.head) + size.kv_bytes(context)))
+
+
+def score(size: Sizes, rows: int, tokens: int, *, fused: bool = False) -> Work:
+    """Attention weights of observing rows on every prompt key; unfused, they are written in bf16 and read."""
+    flops = 2 * size.width * rows * tokens
+    moved = ITEM * size.n_layers * size.n_kv_heads * size.head_dim * tokens
+    written = 0 if fused else 2 * ITEM * size.n_layers * size.n_heads * rows * tokens
+    return Work(flops, moved + written)
