@@ -48,6 +48,7 @@ class Task:
             benchmark's own post-processing. None: `score` gives None, and a judge model marks it later.
         chat: whether the prompt becomes a user's message of the chat template.
         stops: texts whose last token ends an answer, beside the target's own end tokens.
+        stop_strings: strings that end an answer wherever they stand in its text.
         min_new_tokens: tokens that no end token may stand among.
         n_turns: answers asked of an example, one after the other.
         ignore_eos: let no token end an answer, so that each has `max_new_tokens`.
@@ -63,6 +64,7 @@ class Task:
     judge: Callable[[str, Example], float] | None
     chat: bool = True
     stops: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     min_new_tokens: int = 0
     n_turns: int = 1
     ignore_eos: bool = False
@@ -147,6 +149,7 @@ class Task:
             "stops": list(self.stops),
             "n_turns": self.n_turns,
             "ignore_eos": self.ignore_eos,
+            **({"stop_strings": list(self.stop_strings)} if self.stop_strings else {}),
             "temperatures": self._temperatures(),
             "protocol": dict(self.protocol),
             "rows": len(self.rows),
@@ -189,6 +192,10 @@ class Measured(ABC):
     @abstractmethod
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
         """One mapping an example: `{"nats": .., "tokens": .., "bytes": ..}`."""
+
+    def score(self, measures: Mapping[str, float], example: Example) -> float | None:
+        """The score of an example, 0 to 1, that follows from what was measured; None where there is none."""
+        return None
 
 
 def rows_sha256(rows: Sequence[Example]) -> str:

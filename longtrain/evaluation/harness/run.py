@@ -41,6 +41,7 @@ class Asked:
         ignore_eos: go on past the end of text.
         min_new_tokens: tokens before which nothing ends.
         stop_ids: tokens that end an answer; None: the target's own.
+        stop: strings that end an answer.
     """
 
     max_new_tokens: int
@@ -48,6 +49,7 @@ class Asked:
     ignore_eos: bool = True
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, task: Task, target: Target, sampling: Sampling, *, temperature: float | None) -> Asked:
@@ -66,6 +68,7 @@ class Asked:
             task.ignore_eos,
             task.min_new_tokens,
             (*target.info.eos_ids, *task.stop_ids(target.tokenizer)),
+            task.stop_strings,
         )
 
     def decode(
@@ -152,7 +155,14 @@ class Runner:
                         "of float16), or leave out this system; what is done is kept"
                     )
         return [
-            Record(system.name, task.name, one.id, task.facets(one), measures=figures)
+            Record(
+                system.name,
+                task.name,
+                one.id,
+                task.facets(one),
+                score=task.score(figures, one),
+                measures=figures,
+            )
             for one, figures in zip(examples, found, strict=True)
         ]
 

@@ -12,7 +12,7 @@ from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts
 from longtrain.evaluation.judge.settings import UNJUDGED
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Summary
-from longtrain.evaluation.suites.decoding import narrowed
+from longtrain.evaluation.suites.shared import narrowed
 from longtrain.log import get_logger
 
 log = get_logger(__name__)

@@ -12,9 +12,8 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.aime import LARGEST, THOUGHT, THOUGHT_END, right
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.decoding import not_greedy
-from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import not_greedy, read_rows
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from longtrain.evaluation.framing import around_message
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
-from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import not_greedy
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from longtrain.evaluation import longbench
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.longbench.files import published
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.window import prompts_up_to
+from longtrain.evaluation.suites.shared import not_greedy, prompts_up_to
 from longtrain.evaluation.task import Example
 
 if TYPE_CHECKING:

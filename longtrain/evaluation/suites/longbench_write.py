@@ -26,8 +26,8 @@ from longtrain.evaluation.judge.prompts import longbench_write_prompts
 from longtrain.evaluation.judge.settings import endpoint_from, judge_settings
 from longtrain.evaluation.prompts import encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import read_rows
 from longtrain.evaluation.task import Example, Facet, Task
 
 if TYPE_CHECKING:

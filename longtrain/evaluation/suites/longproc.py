@@ -10,10 +10,8 @@ from longtrain.data.read.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.decoding import not_greedy
-from longtrain.evaluation.suites.rows import read_rows
 from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.window import prompts_up_to
+from longtrain.evaluation.suites.shared import not_greedy, prompts_up_to, read_rows
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from longtrain.evaluation.judge.prompts import mt_bench_prompts
 from longtrain.evaluation.judge.settings import endpoint_from, judge_settings
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.rows import existing_file, read_rows
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import existing_file, read_rows
 from longtrain.evaluation.task import Example, Facet, Task, rows_sha256
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from longtrain.evaluation.contexts import read_texts
 from longtrain.evaluation.needle import NUMBER, prompt_writer
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import not_greedy
 from longtrain.evaluation.task import Example, Facet, Task
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.ruler.published import is_published
 from longtrain.evaluation.ruler.tasks import SEED
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.decoding import not_greedy
-from longtrain.evaluation.suites.rows import existing_file
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import existing_file, not_greedy
 from longtrain.evaluation.task import Example, Facet, Task
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from longtrain.evaluation.longbench.tasks import SPECS
 from longtrain.evaluation.longbench.templates import TEMPLATES
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import aime24, drafting
-from longtrain.evaluation.suites.decoding import not_greedy
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import not_greedy
 from longtrain.evaluation.task import Example, Task
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import pytest
 from longtrain.assets import asset_dir
 from longtrain.data.read.files import local_file
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.suites import SUITES, rows
-from longtrain.evaluation.suites.rows import existing_file, read_rows
+from longtrain.evaluation.suites import SUITES, shared
 from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import existing_file, read_rows
 
 FIELDS = {"name": (str,), "age": (int, type(None))}
 ROWS = [{"name": "a", "age": 1, "more": []}, {"name": "b", "age": None}]
@@ -53,8 +53,8 @@ def test_rows_of_a_data_set_on_the_hub(monkeypatch) -> None:
         asked.append((part.hub, part.split, part.config, commit, limit))
         return iter([("x#0", ROWS[0])])
 
-    monkeypatch.setattr(rows, "resolve", lambda part: "c0ffee")
-    monkeypatch.setattr(rows, "rows", stream)
+    monkeypatch.setattr(shared, "resolve", lambda part: "c0ffee")
+    monkeypatch.setattr(shared, "rows", stream)
     assert read_rows("some/people", "people", FIELDS, split="test", config="en") == ROWS[:1]
     assert asked == [("some/people", "test", "en", "c0ffee", None)]
 
