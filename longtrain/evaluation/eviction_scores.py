@@ -11,8 +11,9 @@ from statistics import fmean, median
 
 from longtrain.decoding.ranking import RECALLS
 from longtrain.evaluation.eviction_protocol import ARTIFACT, BASELINE, Contender, Json, Protocol, label
-from longtrain.evaluation.statistics import (
+from longtrain.evaluation.figures.statistics import (
     RESAMPLES,
+    Bootstrap,
     Interval,
     paired_difference,
     paired_quotient,
@@ -98,9 +99,9 @@ class Figures:
 
     def _cell(self, row: Json, full: Json) -> Json:
         answers, samples, n = row["answers"], self.protocol.samples, len(row["answers"])
-        draw = {"seed": self.protocol.seed, "resamples": self.resamples}
-        quotient = paired_quotient(_right(row), _right(full), **draw)
-        shares = pooled_ratio([answer["share"] for answer in answers], [samples] * n, **draw)
+        draw = Bootstrap(self.protocol.seed, self.resamples)
+        quotient = paired_quotient(_right(row), _right(full), draw)
+        shares = pooled_ratio(([answer["share"] for answer in answers], [samples] * n), draw)
         tasks = {
             task: [answer for answer in answers if answer["task"] == task] for task in self.protocol.tasks
         }
@@ -122,7 +123,7 @@ class Figures:
         right, samples = [answer["right"] for answer in answers], self.protocol.samples
         if samples == 1:
             return wilson(sum(right), len(right))
-        return pooled_ratio(right, [samples] * len(right), seed=self.protocol.seed, resamples=self.resamples)
+        return pooled_ratio((right, [samples] * len(right)), Bootstrap(self.protocol.seed, self.resamples))
 
     def _differences(self) -> list[Json]:
         """Each artifact minus each baseline, the same prompts, at every length and budget."""
@@ -135,8 +136,7 @@ class Figures:
                 gap = paired_difference(
                     (_right(first), [self.protocol.samples] * len(first["answers"])),
                     (_right(second), [self.protocol.samples] * len(second["answers"])),
-                    seed=self.protocol.seed,
-                    resamples=self.resamples,
+                    Bootstrap(self.protocol.seed, self.resamples),
                 )
                 found.append(
                     {

@@ -22,8 +22,8 @@ from longtrain.data.retrieval.synthetic import ChatIds, RetrievalWriter, TextStr
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.figures.statistics import wilson
 from longtrain.evaluation.framing import around_message
-from longtrain.evaluation.statistics import wilson
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy, log_softmax
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.cache.readings import Axis, RoundedCache, Rounding, UpperHalfCache
 from longtrain.decoding.roles import Parts
+from longtrain.evaluation.figures.statistics import Bootstrap, Interval, paired_difference, pooled_ratio
 from longtrain.evaluation.perplexity import foretold, perplexity, read_contexts
-from longtrain.evaluation.statistics import Interval, paired_difference, pooled_ratio
 from longtrain.kernels.hierarchical.layout import Split
 
 if TYPE_CHECKING:
@@ -171,11 +171,11 @@ def figures(found: dict[str, Scored], *, seed: int = 0, resamples: int = 1000) -
             "perplexity": perplexity(sum(one.nats), sum(one.tokens)),
         }
         if one is not whole:
-            draws = {"seed": seed, "resamples": resamples}
-            change = paired_difference((one.nats, one.tokens), (whole.nats, whole.tokens), **draws)
+            draws = Bootstrap(seed, resamples)
+            change = paired_difference((one.nats, one.tokens), (whole.nats, whole.tokens), draws)
             row["change_percent"] = _interval(change, lambda nats: 100 * math.expm1(nats))
-            row["top1_agreement"] = _interval(pooled_ratio(one.agreed, one.tokens, **draws))
-            row["divergence_nats"] = _interval(pooled_ratio(one.divergence, one.tokens, **draws))
+            row["top1_agreement"] = _interval(pooled_ratio((one.agreed, one.tokens), draws))
+            row["divergence_nats"] = _interval(pooled_ratio((one.divergence, one.tokens), draws))
         rows.append(row)
     return rows
 

@@ -7,34 +7,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
-from longtrain.decoding.stats import Cycle, Stats
+from longtrain.decoding.stats import Cycle
 from longtrain.evaluation.acceptance import Cell, Protocol, Runs, Variant
-from longtrain.evaluation.statistics import RESAMPLES, paired_difference, pooled_ratio, wilson
-
-POSITIONS = 4
-"""Parts that the generated text is cut into."""
+from longtrain.evaluation.figures.acceptance import acceptance_of, position_edges, tau_of
+from longtrain.evaluation.figures.statistics import (
+    RESAMPLES,
+    Bootstrap,
+    Ratio,
+    paired_difference,
+    pooled_ratio,
+)
 
 LOOPING = 0.2
 """A text is called repetitive when more than this share of it repeats its own earlier text."""
 
-ACCEPTANCE = "acceptance length"
-"""Name of the scale of suites whose figure is `tau_of`."""
-
-Figure = tuple[list[int], list[int]]
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How the bootstrap draws."""
-
-    seed: int = 0
-    resamples: int = RESAMPLES
 
 
 def scores(
@@ -56,7 +46,7 @@ def scores(
         seed: of the bootstrap.
         resamples: bootstrap replicates.
     """
-    draw = Draw(seed, resamples)
+    draw = Bootstrap(seed, resamples)
     kinds = [point.document.kind for point in protocol.points]
     table = []
     for variant in variants:
@@ -95,53 +85,7 @@ def scores(
     }
 
 
-def acceptance_of(
-    rows: Sequence[Sequence[Cycle]],
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-    positions: Sequence[int] | None = None,
-) -> Json:
-    """How drafts were accepted, pooled over texts; texts are what the bootstrap resamples.
-
-    `tau` is tokens a cycle, the target's own included (LongSpec's acceptance length); `acceptance_rate` is
-    accepted drafts over drafted levels (QuantSpec's); `node_rate` is accepted drafts over drafted nodes.
-
-    Args:
-        rows: the cycles of each text.
-        seed: of the bootstrap.
-        resamples: bootstrap replicates.
-        positions: ascending bounds in generated tokens for `by_position`; None: equal parts of the longest
-            text (`position_edges`).
-
-    Source: LongSpec Section 4; QuantSpec Section 5, "acceptance rate".
-    """
-    draw = Draw(seed, resamples)
-    edges = position_edges(_longest(rows)) if positions is None else list(positions)
-    stats = Stats(rows=[list(row) for row in rows])
-    return {
-        "tau": _pooled(tau_of(rows), draw),
-        "acceptance_rate": _pooled(_sums(rows, lambda c: (c.accepted, c.drafted)), draw),
-        "node_rate": _pooled(_sums(rows, lambda c: (c.accepted, c.nodes)), draw),
-        "by_depth": [
-            {"depth": depth, "accepted": hits, "tried": tried, "rate": wilson(hits, tried).to_json()}
-            for depth, (hits, tried) in enumerate(stats.by_depth(), 1)
-        ],
-        "by_position": [
-            {"from": low, "below": high, "tau": _pooled(tau_of(_within(rows, low, high)), draw)}
-            for low, high in pairwise(edges)
-            if low < high
-        ],
-        "cycles": sum(not cycle.ended for row in rows for cycle in row),
-    }
-
-
-def position_edges(tokens: int, parts: int = POSITIONS) -> list[int]:
-    """Bounds that cut the tokens which cycles generate (all but the first) into equal parts."""
-    return [1 + round(i * (tokens - 1) / parts) for i in range(parts + 1)]
-
-
-def differences(variants: Sequence[Variant], runs: Runs, draw: Draw) -> list[Json]:
+def differences(variants: Sequence[Variant], runs: Runs, draw: Bootstrap) -> list[Json]:
     """Acceptance length of the first variant minus that of each other, over the same prompts, by length."""
     first, *others = variants
     return [
@@ -149,25 +93,20 @@ def differences(variants: Sequence[Variant], runs: Runs, draw: Draw) -> list[Jso
             "first": first.name,
             "second": other.name,
             "length": a.length,
-            "tau": paired_difference(tau_of(a.stats.rows), tau_of(b.stats.rows), **asdict(draw)).to_json(),
+            "tau": paired_difference(tau_of(a.stats.rows), tau_of(b.stats.rows), draw).to_json(),
         }
         for other in others
         for a, b in zip(runs.cells[first.name], runs.cells[other.name], strict=True)
     ]
 
 
-def tau_of(rows: Iterable[Sequence[Cycle]]) -> Figure:
-    """Per prompt: tokens emitted by cycles (the target's own counts, prefill's does not), and cycles."""
-    return _sums(rows, lambda cycle: (cycle.accepted + 1, 1))
-
-
-def _cell(cell: Cell, protocol: Protocol, kinds: list[str], draw: Draw) -> Json:
+def _cell(cell: Cell, protocol: Protocol, kinds: list[str], draw: Bootstrap) -> Json:
     stats = cell.stats
     shares = [r / max(1, n) for r, n in zip(stats.repeated_tokens, stats.output_tokens, strict=True)]
     fresh = [row for row, share in zip(stats.rows, shares, strict=True) if share <= LOOPING]
     empty = sum(all(cycle.ended for cycle in row) for row in stats.rows)
-    edges = position_edges(protocol.max_new_tokens)
-    figures = acceptance_of(stats.rows, **asdict(draw), positions=edges)
+    edges = position_edges(protocol.max_new_tokens, 4)
+    figures = acceptance_of(stats.rows, draw, edges=edges)
     return {
         "length": cell.length,
         "prompts": len(stats.rows) - empty,
@@ -192,26 +131,12 @@ def _retention(cells: list[Json]) -> float | None:
     return (long - 1) / (short - 1) if short and long and short > 1 else None
 
 
-def _pooled(figure: Figure, draw: Draw) -> Json:
-    return pooled_ratio(*figure, seed=draw.seed, resamples=draw.resamples).to_json()
+def _pooled(figure: Ratio, draw: Bootstrap) -> Json:
+    return pooled_ratio(figure, draw).to_json()
 
 
 def _of_kind(rows: Sequence[list[Cycle]], kinds: list[str], kind: str) -> list[list[Cycle]]:
     return [row for row, its in zip(rows, kinds, strict=True) if its == kind]
-
-
-def _longest(rows: Iterable[Sequence[Cycle]]) -> int:
-    """Tokens of the longest text; 1 where nothing was drafted."""
-    return max((row[-1].position + row[-1].emitted for row in rows if row), default=1)
-
-
-def _within(rows: Iterable[Sequence[Cycle]], low: int, high: int) -> list[list[Cycle]]:
-    return [[cycle for cycle in row if low <= cycle.position < high] for row in rows]
-
-
-def _sums(rows: Iterable[Sequence[Cycle]], of: Any) -> Figure:
-    pairs = [[of(cycle) for cycle in row if not cycle.ended] for row in rows]
-    return [sum(a for a, _ in row) for row in pairs], [sum(b for _, b in row) for row in pairs]
 
 
 def _plain(value: float) -> float | None:

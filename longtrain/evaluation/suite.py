@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.task import Measured, Task
+
+if TYPE_CHECKING:
+    from longtrain.evaluation.systems import System
 
 Json = dict[str, Any]
 Advance = Callable[[str, int], None]
@@ -26,11 +29,39 @@ class Scale:
         name: `score`, `perplexity`.
         maximum: the best that can be; None: there is none.
         higher_is_better: which way is up.
+        wilson: whether each answer is right or wrong, so that a task's interval is Wilson's.
     """
 
     name: str = "score"
     maximum: float | None = 100.0
     higher_is_better: bool = True
+    wilson: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that a suite reports beside its score, made of named numbers of the records.
+
+    It is the sum of one number over that of another (`figures.outcomes.numbers_of` has the names), reported
+    of every system, task, facet and cell; records without these numbers do not count.
+
+    Args:
+        name: in results and as the heading of tables.
+        above: the number that is summed.
+        below: the number that this is divided by.
+        kind: `mean`: the value alone; `pooled`: with a bootstrap interval; `wilson`: with Wilson's, where
+            each record is a yes or no; `change`: minus the full cache's over the same examples; `quotient`:
+            the sum over that of the full cache.
+        unit: `number`, `percent` (of a share) or `bytes`.
+        growth: whether a change is told as growth in percent, of figures that are logarithms.
+    """
+
+    name: str
+    above: str
+    below: str = "one"
+    kind: Literal["mean", "pooled", "wilson", "change", "quotient"] = "pooled"
+    unit: Literal["number", "percent", "bytes"] = "number"
+    growth: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,8 @@ class Suite:
         marker: marks what was generated; None where tasks score themselves.
         needs: roles that a system may bring: an evictor, a draft, or both.
         settings: further JSON values of the suite to be hashed.
+        figures: what is reported beside the score.
+        rivals: systems that ran -> pairs of names; their differences over the same examples are reported.
     """
 
     name: str
@@ -106,6 +139,8 @@ class Suite:
     marker: Marker | None = None
     needs: frozenset[str] = frozenset({EVICTOR, DRAFT})
     settings: Json = field(default_factory=dict)
+    figures: tuple[Figure, ...] = ()
+    rivals: Callable[[Sequence[System]], Sequence[tuple[str, str]]] = lambda systems: ()
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]

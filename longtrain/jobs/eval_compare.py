@@ -25,15 +25,16 @@ def run(cfg: DictConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from longtrain.evaluation import compare
+    from longtrain.evaluation.figures import compare
+    from longtrain.evaluation.figures.statistics import RESAMPLES, Bootstrap
     from longtrain.evaluation.reporting.page import compare_page
 
     folders = folders_of(cfg)
-    resamples = convert(plain(cfg.suite).get("bootstrap", compare.RESAMPLES), int, "suite.bootstrap")
+    resamples = convert(plain(cfg.suite).get("bootstrap", RESAMPLES), int, "suite.bootstrap")
     if resamples < 1:
         raise ConfigError(f"suite.bootstrap={resamples}; allowed: 1 or more")
     first, second = compare.load(folders)
-    found = compare.compare(first, second, seed=convert(cfg.seed, int, "seed"), resamples=resamples)
+    found = compare.compare(first, second, Bootstrap(convert(cfg.seed, int, "seed"), resamples))
     files = {"compare.json": files_.as_json(found), "compare.md": compare.table(found).encode()}
     if cfg.report == "html":
         files["compare.html"] = compare_page(found)

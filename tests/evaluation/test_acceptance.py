@@ -15,10 +15,12 @@ from longtrain.evaluation import report
 from longtrain.evaluation.acceptance import Cell, Protocol, Runs, Variant, check
 from longtrain.evaluation.contexts import Document, Point, choose_points
 from longtrain.evaluation.exactness import compare
+from longtrain.evaluation.figures.acceptance import acceptance_of
+from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.scores import acceptance_of, scores
+from longtrain.evaluation.scores import scores
 from longtrain.evaluation.speed import measure_speed
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
 from longtrain.evaluation.systems import FULL_CACHE, System
@@ -204,15 +206,15 @@ def test_pooling_dropping_and_loops(parts):
 def test_acceptance_of_any_rows():
     chain = [Cycle(1, 3, 3, 3, 4), Cycle(5, 3, 3, 0, 1), Cycle(6, 3, 3, 2, 2, ended=True)]
     tree = [Cycle(1, 2, 8, 2, 3), Cycle(4, 2, 8, 1, 2)]
-    found = acceptance_of([chain, tree], resamples=50, positions=(1, 4, 8))
+    found = acceptance_of([chain, tree], Bootstrap(resamples=50), edges=(1, 4, 8))
     assert found["tau"]["value"] == pytest.approx((4 + 1 + 3 + 2) / 4) and found["cycles"] == 4
     assert found["acceptance_rate"]["value"] == pytest.approx((3 + 0 + 2 + 1) / (3 + 3 + 2 + 2))
     assert found["node_rate"]["value"] == pytest.approx((3 + 0 + 2 + 1) / (3 + 3 + 8 + 8))
     assert [(d["accepted"], d["tried"]) for d in found["by_depth"]] == [(3, 4), (2, 3), (1, 1)]
     assert [(p["from"], p["below"]) for p in found["by_position"]] == [(1, 4), (4, 8)]
     assert [p["tau"]["value"] for p in found["by_position"]] == pytest.approx([3.5, 1.5])
-    assert acceptance_of([chain, tree], resamples=50)["by_position"][-1]["below"] == 8
-    nothing = acceptance_of([], resamples=50)
+    assert acceptance_of([chain, tree], Bootstrap(resamples=50))["by_position"][-1]["below"] == 8
+    nothing = acceptance_of([], Bootstrap(resamples=50))
     assert nothing["tau"]["value"] is None and nothing["by_position"] == [] and nothing["by_depth"] == []
 
 

@@ -10,7 +10,7 @@ from longtrain.errors import DataError
 from longtrain.evaluation.eviction_protocol import ARTIFACT, BASELINE, FULL_CACHE, ORACLE, Contender, Protocol
 from longtrain.evaluation.eviction_report import accuracy_picture, overhead_picture, summary, table
 from longtrain.evaluation.eviction_scores import Figures
-from longtrain.evaluation.statistics import paired_quotient, wilson
+from longtrain.evaluation.figures.statistics import paired_quotient, wilson
 
 TASKS = ("needles", "table")
 

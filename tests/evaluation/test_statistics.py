@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from longtrain.errors import DataError
-from longtrain.evaluation.statistics import (
+from longtrain.evaluation.figures.statistics import (
+    Bootstrap,
     Interval,
     mean_of_ratios,
     paired_difference,
@@ -12,7 +13,7 @@ from longtrain.evaluation.statistics import (
     pooled_ratio,
     wilson,
 )
-from longtrain.evaluation.strata import LEAST, student_quantile
+from longtrain.evaluation.figures.strata import LEAST
 
 
 def test_wilson_matches_published_values():
@@ -26,12 +27,12 @@ def test_wilson_matches_published_values():
 def test_wilson_of_nothing_and_of_nonsense():
     assert math.isnan(wilson(0, 0).value)
     assert wilson(0, 0).to_json() == {"value": None, "low": None, "high": None, "n": 0}
-    with pytest.raises(DataError, match="successes=3"):
+    with pytest.raises(DataError, match="3 successes"):
         wilson(3, 2)
 
 
 def test_pooled_ratio_is_pooled_not_a_mean_of_means():
-    got = pooled_ratio([1, 90], [1, 10])
+    got = pooled_ratio(([1, 90], [1, 10]))
     assert got.value == pytest.approx(91 / 11)
     assert got.n == 2
 
@@ -42,16 +43,16 @@ def test_pooled_ratio_covers_the_truth_about_as_often_as_it_says():
     for trial in range(200):
         cycles = rng.integers(10, 30, size=60)
         tokens = rng.binomial(cycles, 0.4) + cycles
-        got = pooled_ratio(tokens, cycles, seed=trial, resamples=400)
+        got = pooled_ratio((tokens, cycles), Bootstrap(trial, 400))
         hits += got.low <= 1.4 <= got.high
     assert 178 <= hits <= 200
 
 
 def test_pooled_ratio_is_deterministic_and_ignores_empty_prompts():
-    full = pooled_ratio([3, 5, 8], [2, 2, 3], seed=4)
-    assert pooled_ratio([3, 5, 8], [2, 2, 3], seed=4) == full
-    assert pooled_ratio([3, 5, 0, 8], [2, 2, 0, 3], seed=4) == full
-    assert math.isnan(pooled_ratio([0], [0]).value)
+    full = pooled_ratio(([3, 5, 8], [2, 2, 3]), Bootstrap(4))
+    assert pooled_ratio(([3, 5, 8], [2, 2, 3]), Bootstrap(4)) == full
+    assert pooled_ratio(([3, 5, 0, 8], [2, 2, 0, 3]), Bootstrap(4)) == full
+    assert math.isnan(pooled_ratio(([0], [0])).value)
 
 
 def test_paired_difference_is_tighter_than_unpaired():
@@ -62,7 +63,7 @@ def test_paired_difference_is_tighter_than_unpaired():
     got = paired_difference((better, ones), (worse, ones))
     assert got.value == pytest.approx(0.15)
     assert got.high - got.low < 0.01
-    alone = pooled_ratio(better, ones)
+    alone = pooled_ratio((better, ones))
     assert alone.high - alone.low > 0.2
 
 
@@ -88,7 +89,10 @@ def test_an_average_weighs_tasks_alike_and_is_resampled_within_them():
 def test_a_mean_over_one_task_is_its_pooled_ratio():
     rng = np.random.default_rng(5)
     figure = rng.integers(2, 9, size=200), rng.integers(1, 4, size=200)
-    one, pooled = mean_of_ratios([figure], resamples=4000), pooled_ratio(*figure, resamples=4000)
+    one, pooled = (
+        mean_of_ratios([figure], Bootstrap(resamples=4000)),
+        pooled_ratio(figure, Bootstrap(resamples=4000)),
+    )
     assert one.value == pytest.approx(pooled.value)
     assert one.low == pytest.approx(pooled.low, abs=0.05)
     assert one.high == pytest.approx(pooled.high, abs=0.05)
@@ -144,7 +148,7 @@ def test_a_pure_null_is_called_larger_than_noise_about_as_often_as_it_says(rows,
         for count in rows:
             level, ones = rng.normal(50, 20, size=count), np.ones(count)
             strata.append(((level + noise(rng, count), ones), (level, ones)))
-        got = paired_mean_difference(strata, seed=trial, resamples=400)
+        got = paired_mean_difference(strata, Bootstrap(trial, 400))
         hits += got.low <= 0 <= got.high
         called += got.larger_than_noise
     assert called <= 20
@@ -159,7 +163,7 @@ def test_an_effect_is_found_in_small_tasks_too():
         for _ in range(16):
             level, ones = rng.normal(50, 20, size=3), np.ones(3)
             strata.append(((level + rng.normal(3, 4, size=3), ones), (level, ones)))
-        found += paired_mean_difference(strata, seed=trial, resamples=400).larger_than_noise
+        found += paired_mean_difference(strata, Bootstrap(trial, 400)).larger_than_noise
     assert found >= 45
 
 
@@ -169,7 +173,7 @@ def test_the_mean_of_small_tasks_has_an_interval_that_covers_it(count):
     levels, hits, widths = rng.uniform(20, 80, size=16), 0, []
     for trial in range(200):
         strata = [(rng.normal(level, 10, size=count), np.ones(count)) for level in levels]
-        got = mean_of_ratios(strata, seed=trial, resamples=400)
+        got = mean_of_ratios(strata, Bootstrap(trial, 400))
         hits += got.low <= levels.mean() <= got.high
         widths.append(got.high - got.low)
     assert hits >= 180
@@ -198,7 +202,7 @@ def test_one_example_or_a_few_that_agree_have_a_value_and_no_interval():
     def mean(*scores):
         return mean_of_ratios([(scores, [1.0] * len(scores))])
 
-    for got in (mean(10.0), mean(10.0, 10.0), pooled_ratio([10.0], [1]), pooled_ratio([9, 9], [3, 3])):
+    for got in (mean(10.0), mean(10.0, 10.0), pooled_ratio(([10.0], [1])), pooled_ratio(([9, 9], [3, 3]))):
         assert got.value in (10, 3) and math.isnan(got.low) and math.isnan(got.high)
         assert got.to_json()["low"] is None and "[" not in str(got) and not got.larger_than_noise
     assert math.isnan(paired_difference(([9.0], [1]), ([4.0], [1])).low)
@@ -214,9 +218,10 @@ def test_an_interval_stays_within_what_can_be():
     assert mean_of_ratios([([2.0], [1.0])], bounds=(0.0, 1.0)).value == 2
 
 
-@pytest.mark.parametrize(("freedom", "table"), [(3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)])
-def test_students_quantile_is_that_of_the_tables(freedom, table):
-    assert student_quantile(0.975, freedom) == pytest.approx(table, rel=0.01)
+def test_two_examples_have_the_interval_of_students_law_with_one_degree_of_freedom():
+    got = mean_of_ratios([([10.0, 12.0], [1.0, 1.0])], Bootstrap(resamples=4000))
+    # draws of two are 10, 11 or 12, stretched by sqrt(2) and by 12.706 / 1.960
+    assert got.high - got.low == pytest.approx(2 * np.sqrt(2) * 12.706 / 1.960, rel=1e-3)
 
 
 def test_a_prompt_counts_only_where_both_have_a_figure():
@@ -239,6 +244,6 @@ def test_a_difference_stays_within_what_two_scores_can_differ_by() -> None:
     rng = np.random.default_rng(0)
     worse = (rng.random(40) < 0.03).astype(float)
     pair = ((worse, np.ones(40)), (np.ones(40), np.ones(40)))
-    free = paired_mean_difference([pair], seed=1)
-    held = paired_mean_difference([pair], bounds=(0.0, 1.0), seed=1)
+    free = paired_mean_difference([pair], Bootstrap(1))
+    held = paired_mean_difference([pair], Bootstrap(1), bounds=(0.0, 1.0))
     assert free.low < -1 and held.low == -1 and held.value == free.value and held.high == free.high

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.evaluation.collate import parting
 from longtrain.evaluation.exactness import Difference, Exactness, gap_of, is_strict
+from longtrain.evaluation.figures.outcomes import first_difference
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
@@ -96,7 +96,7 @@ class Partings:
         differences = []
         for number, example in enumerate(examples):
             a, b = drafted[example.id], plain[example.id]
-            place = parting(a, b)
+            place = first_difference(a, b)
             if place is None:
                 continue
             gap = self._gap(system, task, example, records=(a, b), place=place) if judged else float("inf")

@@ -15,9 +15,9 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
-from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import Scale, Suite
 from longtrain.evaluation.systems import FULL_CACHE
 from longtrain.evaluation.task import Task

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.evaluation import results
 from longtrain.evaluation.exactness import is_strict
+from longtrain.evaluation.figures.excerpts import examples
+from longtrain.evaluation.figures.results import assemble
+from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.partings import Partings
@@ -279,14 +281,13 @@ class Session:
             "dtype": str(target.dtype).removeprefix("torch."),
             "strict": is_strict(target),
         }
-        return results.assemble(
+        return assemble(
             self.suite,
             systems,
             records,
             protocol=self.protocol,
             target=facts,
-            seed=self.sampling.seed,
-            resamples=self.resamples,
+            draw=Bootstrap(self.sampling.seed, self.resamples),
             baseline=self.verdict,
         )
 
@@ -296,7 +297,7 @@ class Session:
         rooms = {
             name: task["max_prompt_tokens"] for name, task in tasks.items() if "max_prompt_tokens" in task
         }
-        return list(results.examples(self.suite, self.systems, records, tokenizer, max_tokens=rooms))
+        return list(examples(self.suite, self.systems, records, tokenizer, max_tokens=rooms))
 
     def _timings(self) -> Json:
         return {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longtrain.evaluation.reporting.tables import cell
-from longtrain.tables import markdown, tokens
+from longtrain.tables import DASH, escaped, fixed, markdown, tokens
 
 Json = dict[str, Any]
 
@@ -38,15 +37,16 @@ def speed_table(results: Json, timings: Json) -> str:
     ]
     if not rows:
         return ""
-    used = [i for i in range(len(HEADER)) if i == 0 or any(row[i] != "-" for row in rows)]
+    used = [i for i in range(len(HEADER)) if i == 0 or any(row[i] != DASH for row in rows)]
     table = markdown([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
     some = timings["speed"][0]
     first = next(iter(some["figures"]))
     prompts = ", ".join(
         f"{row['prompts']} of {_place(row)} ({row['max_new_tokens']} tokens each)" for row in timings["speed"]
     )
+    title, target = escaped(results["title"]), escaped(results["target"]["name"])
     return (
-        f"# Speed: {cell(results['title'])}, {cell(results['target']['name'])} on {timings['device']}\n\n"
+        f"# Speed: {title}, {target} on {timings['device']}\n\n"
         f"{table}\n\n"
         f"Every system in turn on the same prompts, {some['batch']} at a time, in one process: {prompts}. "
         f"Speeds are ratios to {first}; tokens/s and its ratio leave out prefill (a draft's own included). "
@@ -56,15 +56,15 @@ def speed_table(results: Json, timings: Json) -> str:
 
 def _row(results: Json, row: Json, name: str, one: Json) -> list[str]:
     return [
-        cell(row["task"]),
-        "-" if row["length"] is None else tokens(row["length"]),
-        cell(name),
-        _number(_tau(results, row, name), "{:.2f}"),
-        _number(one["tokens_per_s"], "{:.1f}"),
-        _number(one["ratio"], "{:.2f} ×"),
-        _number(one["end_to_end_tokens_per_s"], "{:.1f}"),
-        _number(one["end_to_end_ratio"], "{:.2f} ×"),
-        _number(one["ms_per_cycle"], "{:.1f}"),
+        escaped(row["task"]),
+        DASH if row["length"] is None else tokens(row["length"]),
+        escaped(name),
+        fixed(_tau(results, row, name)),
+        fixed(one["tokens_per_s"], 1),
+        _times(one["ratio"]),
+        fixed(one["end_to_end_tokens_per_s"], 1),
+        _times(one["end_to_end_ratio"]),
+        fixed(one["ms_per_cycle"], 1),
         _bytes(one["cache_bytes"] + one["draft_bytes"]),
         _bytes(one["peak_device_bytes"]),
     ]
@@ -89,11 +89,11 @@ def _place(row: Json) -> str:
     return str(row["task"]) if row["length"] is None else f"{row['task']} at {tokens(row['length'])}"
 
 
-def _number(value: float | None, shape: str) -> str:
-    return "-" if value is None else shape.format(value)
+def _times(ratio: float | None) -> str:
+    return DASH if ratio is None else f"{ratio:.2f} ×"
 
 
 def _bytes(count: int | None) -> str:
     if not count:
-        return "-"
+        return DASH
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"

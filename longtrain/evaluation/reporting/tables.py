@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from longtrain.evaluation.scores import ACCEPTANCE
-from longtrain.evaluation.strata import LEAST
-from longtrain.tables import interval, markdown
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.figures.strata import LEAST
+from longtrain.tables import DASH, escaped, fixed, interval, markdown, percent
 
 Json = dict[str, Any]
 
@@ -26,7 +25,9 @@ def table(results: Json) -> str:
     parts += [
         _depths(results),
         _positions(results),
+        _figures(results),
         _facets(results),
+        _rivals(results),
         _exactness(results),
         _footnote(results),
     ]
@@ -38,21 +39,15 @@ def summary(results: Json) -> tuple[list[str], list[list[str]]]:
     return _columns(results, plain=True)
 
 
-def cell(text: Any) -> str:
-    """Text that cannot end a cell of a Markdown table or become markup."""
-    shown = " ".join(str(text).split())
-    return re.sub(r"[\\`*\[\]<>|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", shown)  # a_b is no emphasis
-
-
-def difference(versus: Json | None, *, plain: bool = False) -> str:
+def difference(versus: Json | None, *, plain: bool = False, digits: int = 2) -> str:
     """`**-3.10** [-4.20, -2.00]`: bold (or starred) only where larger than noise."""
     if versus is None or versus["difference"]["value"] is None:
-        return "-"
+        return DASH
     gap = versus["difference"]
-    value = f"{gap['value']:+.2f}"
+    value = f"{gap['value']:+.{digits}f}"
     if versus["larger_than_noise"]:
         value = f"{value}*" if plain else f"**{value}**"
-    return value if gap["low"] is None else f"{value} [{gap['low']:.2f}, {gap['high']:.2f}]"
+    return value if gap["low"] is None else f"{value} [{gap['low']:.{digits}f}, {gap['high']:.{digits}f}]"
 
 
 def kept_share(system: Json) -> float | None:
@@ -65,18 +60,18 @@ def same_texts(system: Json) -> str:
     """How many drafted texts are those of the same cache without a draft; a dash if none was compared."""
     found = [task["exactness"] for task in system["tasks"] if task["exactness"] is not None]
     if not found:
-        return "-"
+        return DASH
     compared = sum(one["compared"] for one in found)
     return f"{compared - sum(one['different'] for one in found)}/{compared} the same"
 
 
 def _headline(results: Json) -> str:
     scale = results["scale"]
-    notes = "".join(f"\n- {cell(note)}" for note in results["notes"])
+    notes = "".join(f"\n- {escaped(note)}" for note in results["notes"])
     better = "" if scale["higher_is_better"] else ", lower is better"
     rows = sum(task["rows"] for task in results["systems"][0]["tasks"])
     return (
-        f"# {cell(results['title'])}: {cell(results['target']['name'])}\n\n"
+        f"# {escaped(results['title'])}: {escaped(results['target']['name'])}\n\n"
         f"{_count(len(results['systems'][0]['tasks']), 'task')}, {_count(rows, 'example')}, "
         f"{scale['name']}{better}; protocol "
         f"`{results['protocol']['hash']}`." + (f"\n{notes}" if notes else "")
@@ -112,17 +107,17 @@ def _columns(results: Json, *, plain: bool) -> tuple[list[str], list[list[str]]]
         unjudged = sum(task["unjudged"] for task in system["tasks"])
         rows.append(
             [
-                system["name"] if plain else cell(system["name"]),
+                system["name"] if plain else escaped(system["name"]),
                 interval(system["average"]),
                 difference(system["versus_full"], plain=plain),
-                "-" if kept is None or system["budget"] is None else f"{100 * kept:.1f}%",
-                interval(found["tau"]) if found else "-",
-                _percent(found["acceptance_rate"]["value"]) if found else "-",
+                DASH if kept is None or system["budget"] is None else f"{100 * kept:.1f}%",
+                interval(found["tau"]) if found else DASH,
+                percent(found["acceptance_rate"]["value"]) if found else DASH,
                 same_texts(system),
-                str(unjudged) if unjudged and system["average"]["value"] is not None else "-",
+                str(unjudged) if unjudged and system["average"]["value"] is not None else DASH,
             ]
         )
-    used = [i for i in range(len(header)) if i == 0 or any(row[i] != "-" for row in rows)]
+    used = [i for i in range(len(header)) if i == 0 or any(row[i] != DASH for row in rows)]
     return [header[i] for i in used], [[row[i] for i in used] for row in rows]
 
 
@@ -144,26 +139,26 @@ def _tasks(results: Json) -> str:
 def _grid(systems: Sequence[Json], names: Sequence[str], by: dict[tuple[str, str], Json], show: Any) -> str:
     def at(system: Json, name: str) -> str:
         task = by.get((system["name"], name))
-        return "-" if task is None else show(task)
+        return DASH if task is None else show(task)
 
     if len(names) <= WIDE or len(systems) > len(names):
-        rows = [[cell(system["name"]), *(at(system, name) for name in names)] for system in systems]
-        return markdown(["system", *map(cell, names)], rows)
-    rows = [[cell(name), *(at(system, name) for system in systems)] for name in names]
-    return markdown(["task", *(cell(system["name"]) for system in systems)], rows)
+        rows = [[escaped(system["name"]), *(at(system, name) for name in names)] for system in systems]
+        return markdown(["system", *map(escaped, names)], rows)
+    rows = [[escaped(name), *(at(system, name) for system in systems)] for name in names]
+    return markdown(["task", *(escaped(system["name"]) for system in systems)], rows)
 
 
 def _score(task: Json) -> str:
     value = task["score"]["value"]
     if value is None:
-        return "-"
+        return DASH
     versus = task["versus_full"]
     bold = versus is not None and versus["larger_than_noise"]
     return f"**{value:.2f}**" if bold else f"{value:.2f}"
 
 
 def _tau(task: Json) -> str:
-    return interval(task["acceptance"]["tau"]) if task["acceptance"] else "-"
+    return interval(task["acceptance"]["tau"]) if task["acceptance"] else DASH
 
 
 def _own(results: Json) -> str:
@@ -178,15 +173,12 @@ def _own(results: Json) -> str:
     first = next(iter(found.values()))
     rows = [
         [
-            cell(name),
-            *(
-                "-" if (value := own["columns"].get(column)) is None else f"{value:.2f}"
-                for column in first["columns"]
-            ),
+            escaped(name),
+            *(fixed(own["columns"].get(column)) for column in first["columns"]),
         ]
         for name, own in found.items()
     ]
-    return f"## {cell(first['title'])}\n\n" + markdown(["system", *map(cell, first["columns"])], rows)
+    return f"## {escaped(first['title'])}\n\n" + markdown(["system", *map(escaped, first["columns"])], rows)
 
 
 def _depths(results: Json) -> str:
@@ -196,8 +188,8 @@ def _depths(results: Json) -> str:
         return ""
     rows = []
     for system in drafted:
-        rates = [_percent(row["rate"]["value"]) for row in system["acceptance"]["by_depth"]]
-        rows.append([cell(system["name"]), *rates, *["-"] * (deepest - len(rates))])
+        rates = [percent(row["rate"]["value"]) for row in system["acceptance"]["by_depth"]]
+        rows.append([escaped(system["name"]), *rates, *[DASH] * (deepest - len(rates))])
     header = ["system", *(f"depth {depth}" for depth in range(1, deepest + 1))]
     return "## Acceptance by depth (of drafts whose parent was accepted)\n\n" + markdown(header, rows)
 
@@ -209,10 +201,62 @@ def _positions(results: Json) -> str:
     places = drafted[0]["acceptance"]["by_position"]
     header = ["system", *(f"{place['from']} to {place['below'] - 1}" for place in places)]
     rows = [
-        [cell(system["name"]), *(interval(place["tau"]) for place in system["acceptance"]["by_position"])]
+        [escaped(system["name"]), *(interval(place["tau"]) for place in system["acceptance"]["by_position"])]
         for system in drafted
     ]
     return "## τ by place in the output (generated tokens)\n\n" + markdown(header, rows)
+
+
+def figure(one: Json, found: Json | None) -> str:
+    """A figure beside the score, as its suite wants it shown.
+
+    Args:
+        one: its declaration, of `results["figures"]`.
+        found: value and interval.
+    """
+    if found is None or found["value"] is None:
+        return DASH
+    scale, unit = {"number": (1.0, ""), "percent": (100.0, "%"), "bytes": (1e-6, " MB")}[one["unit"]]
+    keys = ("value", "low", "high")
+    scaled = {key: None if found[key] is None else scale * found[key] for key in keys}
+    return interval(scaled, 1 if one["unit"] == "percent" else 3) + unit
+
+
+def _figures(results: Json) -> str:
+    """What the suite reports beside its score: a line for each system and task, columns that nobody fills
+    left out; by facet in results.json.
+    """
+    found = [
+        (system["name"], task["task"], task["figures"])
+        for system in results["systems"]
+        for task in system["tasks"]
+        if task["figures"]
+    ]
+    used = [one for one in results["figures"] if any(one["name"] in own for _, _, own in found)]
+    if not used:
+        return ""
+    rows = [
+        [escaped(system), escaped(task), *(figure(one, own.get(one["name"])) for one in used)]
+        for system, task, own in found
+    ]
+    return "## Further figures\n\n" + markdown(["system", "task", *(one["name"] for one in used)], rows)
+
+
+def _rivals(results: Json) -> str:
+    """Differences between systems over the same prompts."""
+    rows = [
+        [
+            escaped(one["first"]),
+            escaped(one["second"]),
+            escaped(one["task"]),
+            difference(one["score"], digits=3),
+        ]
+        for one in results["differences"]
+    ]
+    header = ["system", "minus", "task", f"difference of {results['scale']['name']}"]
+    return (
+        "## Differences over the same prompts (paired bootstrap)\n\n" + markdown(header, rows) if rows else ""
+    )
 
 
 def _facets(results: Json) -> str:
@@ -232,12 +276,12 @@ def _facets(results: Json) -> str:
             ):
                 continue
             rows = [
-                [cell(s["name"]), *(interval(found.get((s["name"], v), {"value": None})) for v in values)]
+                [escaped(s["name"]), *(interval(found.get((s["name"], v), {"value": None})) for v in values)]
                 for s in systems
                 if any((s["name"], value) in found for value in values)
             ]
-            header = ["system", *(cell(value) for value in values)]
-            parts.append(f"## {name.capitalize()} by {cell(facet)}\n\n{markdown(header, rows)}")
+            header = ["system", *(escaped(value) for value in values)]
+            parts.append(f"## {name.capitalize()} by {escaped(facet)}\n\n{markdown(header, rows)}")
     return "\n\n".join(parts)
 
 
@@ -250,10 +294,20 @@ def _exactness(results: Json) -> str:
             if found and found["different"]:
                 first = found["first"][0]
                 lines.append(
-                    f"- {cell(system['name'])}, {cell(task['task'])}: {found['different']} of "
-                    f"{found['compared']} texts differ; {cell(first['example'])} at token {first['position']}"
+                    f"- {escaped(system['name'])}, {escaped(task['task'])}: {found['different']} of "
+                    f"{found['compared']} texts differ{_gap(found)}; {escaped(first['example'])} at token "
+                    f"{first['position']}"
                 )
     return "## Drafted texts that differ from plain decoding\n\n" + "\n".join(lines) if lines else ""
+
+
+def _gap(found: Json) -> str:
+    """What the gap of the logits says of texts that differ."""
+    if not found.get("judged", True):
+        return " (sampled)"
+    gap = found.get("largest_gap")
+    said = "" if gap is None else f" (gap of the logits up to {gap:.1g})"
+    return said if found["violations"] is None else f"{said}, {found['violations']} beyond rounding"
 
 
 def _footnote(results: Json) -> str:
@@ -264,7 +318,3 @@ def _footnote(results: Json) -> str:
         "spread. Bold: the difference from the full cache over the same examples is larger than noise: its "
         f"interval leaves out 0, over {LEAST} examples or more."
     )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from longtrain.decoding.stats import Stats
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.systems import System
 

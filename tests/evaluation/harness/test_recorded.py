@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from longtrain.errors import LongtrainError
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.protocol import protocol_of
-from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import Scale
 from longtrain.evaluation.task import Task
 

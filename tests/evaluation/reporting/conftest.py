@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from longtrain.decoding.stats import Cycle
-from longtrain.evaluation.excerpts import output
+from longtrain.evaluation.figures.excerpts import output
+from longtrain.evaluation.figures.results import assemble
+from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn
-from longtrain.evaluation.results import assemble
 from longtrain.evaluation.suite import Suite, mean_summary
 from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Task
@@ -161,7 +162,7 @@ def make_results(suite, systems, records, *, resamples: int = 200, settings=None
         records,
         protocol=SimpleNamespace(hash="3f9a1c0be27d4456", settings=settings),
         target={"name": "llama31_8b", "weights_hash": "5d41402abc4b2a76", "dtype": "bfloat16"},
-        resamples=resamples,
+        draw=Bootstrap(resamples=resamples),
         baseline={"status": "equal", "recorded": 52.1, "measured": 52.5, "tolerance": 1.0, "source": "home"},
     )
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation import compare
+from longtrain.evaluation.figures import compare
+from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness.session import jsonl
 from longtrain.evaluation.reporting.page import compare_page
 from longtrain.files import as_json
@@ -35,8 +36,8 @@ def write(made, tools, tmp_path):
     return run
 
 
-def compared(*folders, **more):
-    return compare.compare(*compare.load(folders), resamples=300, **more)
+def compared(*folders):
+    return compare.compare(*compare.load(folders), Bootstrap(resamples=300))
 
 
 def lift(record):

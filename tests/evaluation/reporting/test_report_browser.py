@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from longtrain.evaluation import compare
-from longtrain.evaluation.compare import Run
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.figures.compare import Run
 from longtrain.evaluation.reporting.page import compare_page, page
-from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import Scale, Summary
 
 pytestmark = pytest.mark.slow

@@ -3,8 +3,9 @@ import re
 
 import pytest
 
-from longtrain.evaluation.reporting.figures import budget_rank, by_budget, pictures
-from longtrain.evaluation.reporting.tables import cell, difference, summary, table
+from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, pictures
+from longtrain.evaluation.reporting.tables import difference, summary, table
+from longtrain.tables import escaped
 
 
 def lines_of(text, title):
@@ -80,7 +81,7 @@ def test_what_differs_from_plain_decoding_is_named(made):
     ],
 )
 def test_names_cannot_break_a_table(text, shown):
-    assert cell(text) == shown
+    assert escaped(text) == shown
 
 
 def test_a_difference_in_words():

@@ -8,11 +8,13 @@ import pytest
 
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import DataError
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.figures.excerpts import examples
+from longtrain.evaluation.figures.results import assemble
+from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn
-from longtrain.evaluation.reporting.figures import pictures
+from longtrain.evaluation.reporting.pictures import pictures
 from longtrain.evaluation.reporting.tables import table
-from longtrain.evaluation.results import assemble, examples
-from longtrain.evaluation.scores import ACCEPTANCE
 from longtrain.evaluation.suite import Scale, Suite, Summary
 from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Measured, Task
@@ -45,7 +47,11 @@ def record(system, example, score, *, tokens=(1, 2, 3), task="qa", **more):
 
 
 def run(suite, systems, records, **more):
-    more = {"target": {"name": "t", "weights_hash": "w", "dtype": "float32"}, "resamples": 200, **more}
+    more = {
+        "target": {"name": "t", "weights_hash": "w", "dtype": "float32"},
+        "draw": Bootstrap(resamples=200),
+        **more,
+    }
     return assemble(suite, systems, records, protocol=Hashed(), **more)
 
 

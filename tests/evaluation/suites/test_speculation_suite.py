@@ -11,12 +11,12 @@ from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.reporting.speed import speed_table
-from longtrain.evaluation.results import assemble
 from longtrain.evaluation.speed import speed_rows, speed_steps
 from longtrain.evaluation.suites import documents, drafting, speculation
 from longtrain.evaluation.systems import FULL_CACHE, System

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from longtrain.evaluation.collate import by_example, cycles_of, plain
+from longtrain.evaluation.figures.outcomes import by_example, numbers_of, plain
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import System
@@ -77,10 +77,21 @@ def output(record: Record) -> Json:
     if record.measures is not None:
         values["measures"] = record.measures
     if record.cycles is not None:
-        values["cycles"] = cycles_of(record)
+        numbers = numbers_of(record)
+        values["cycles"] = [numbers["cycle_tokens"], numbers["cycles"]]
     if record.marks is not None:
         values["marks"] = record.marks
     return values
+
+
+def numbers_of_output(values: Json) -> dict[str, float]:
+    """The numbers of an output that figures are made of, named as in `outcomes.numbers_of`."""
+    found = {"one": 1.0, **({} if values["score"] is None else {"score": values["score"]})}
+    if values["output_tokens"]:
+        found["output_tokens"] = values["output_tokens"]
+    if values.get("cycles") is not None:
+        found["cycle_tokens"], found["cycles"] = values["cycles"]
+    return found | (values.get("measures") or {})
 
 
 def _excerpts(

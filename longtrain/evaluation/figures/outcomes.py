@@ -1,4 +1,4 @@
-"""Records put in order, and what figures are made of."""
+"""Records in order, and the named numbers of each that figures are made of."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from longtrain.errors import DataError
+from longtrain.evaluation.figures.acceptance import tau_of
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.scores import tau_of
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.systems import System
 
 Json = dict[str, Any]
+Numbers = Mapping[str, float]
 Table = dict[str, dict[str, list[Record]]]
 """System -> task -> records in the order of the task's examples."""
 
@@ -51,7 +52,31 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
     }
 
 
-def parting(record: Record, other: Record) -> Json | None:
+def numbers_of(record: Record) -> dict[str, float]:
+    """Everything about a record that a figure can be made of, by name.
+
+    `score`, the task's own measures, and: `one`, which is 1; of what was generated `prompt_tokens`,
+    `output_tokens` and `kept_rows` (rows of the prompt in the cache, mean over turns, layers and KV heads);
+    of drafts `cycle_tokens` over `cycles`, which is the acceptance length.
+    """
+    found = {"one": 1.0, **({} if record.score is None else {"score": record.score})}
+    if record.turns:
+        found |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
+        found["kept_rows"] = math.fsum(turn.kept_rows for turn in record.turns) / len(record.turns)
+    if record.cycles is not None:
+        tokens, cycles = tau_of(record.rows())
+        found |= {"cycle_tokens": sum(tokens), "cycles": sum(cycles)}
+    return found | dict(record.measures or {})
+
+
+def kept_share(record: Record) -> float | None:
+    """Share of the prompt's rows that stay in the cache, mean over turns; None where unknown."""
+    if record.measures is not None and {"kept_rows", "context_tokens"} <= set(record.measures):
+        return record.measures["kept_rows"] / record.measures["context_tokens"]
+    return mean(turn.kept_rows / turn.prompt_tokens for turn in record.turns if turn.prompt_tokens)
+
+
+def first_difference(record: Record, other: Record) -> Json | None:
     """The turn and the token at which two records' answers first differ; None where they are the same."""
     for turn, (a, b) in enumerate(zip(record.turns, other.turns, strict=False), 1):
         if a.tokens != b.tokens:
@@ -63,31 +88,8 @@ def parting(record: Record, other: Record) -> Json | None:
     return None
 
 
-def cycles_of(record: Record) -> list[int] | None:
-    """Tokens of a draft's cycles and their number: over each other the acceptance length; None: no draft."""
-    if record.cycles is None:
-        return None
-    tokens, cycles = tau_of(record.rows())
-    return [sum(tokens), sum(cycles)]
-
-
-def kept_rows(record: Record) -> float | None:
-    """Rows of the prompt in the cache, mean over turns (and layers and KV heads); None where unknown."""
-    if record.measures is not None:
-        return record.measures.get("kept_rows")
-    return mean(turn.kept_rows for turn in record.turns)
-
-
-def kept_share(record: Record) -> float | None:
-    """`kept_rows` over the prompt's tokens, mean over turns; None where unknown."""
-    if record.measures is not None:
-        kept, context = record.measures.get("kept_rows"), record.measures.get("context_tokens")
-        return kept / context if kept is not None and context else None
-    return mean(turn.kept_rows / turn.prompt_tokens for turn in record.turns if turn.prompt_tokens)
-
-
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of what there is; None of nothing."""
+    """The mean of those values that are there; None where none is."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.figures.excerpts import numbers_of_output
+from longtrain.evaluation.figures.outcomes import Numbers
+from longtrain.evaluation.figures.readings import change_of, reading_of
+from longtrain.evaluation.figures.results import verdict
+from longtrain.evaluation.figures.statistics import USUAL, Bootstrap, Ratio, paired_mean_difference
 from longtrain.evaluation.harness.ledger import first_difference
-from longtrain.evaluation.reporting.tables import cell, difference
-from longtrain.evaluation.results import reading_of, verdict
-from longtrain.evaluation.statistics import (
-    RESAMPLES,
-    Figure,
-    mean_of_ratios,
-    paired_mean_difference,
-)
-from longtrain.tables import interval, markdown
+from longtrain.evaluation.reporting.tables import difference
+from longtrain.evaluation.suite import Figure
+from longtrain.tables import escaped, interval, markdown
 
 Json = dict[str, Any]
 
@@ -65,7 +64,7 @@ def load(folders: Sequence[Path]) -> list[Run]:
     return [_load(folder, label) for folder, label in zip(found, _labels(folders), strict=True)]
 
 
-def compare(first: Run, second: Run, *, seed: int = 0, resamples: int = RESAMPLES) -> Json:
+def compare(first: Run, second: Run, draw: Bootstrap = USUAL) -> Json:
     """Systems of two runs in pairs, each difference being the second's figure minus the first's.
 
     Systems of one name are a pair; of those that only one run has, each pair with the same budget.
@@ -73,8 +72,7 @@ def compare(first: Run, second: Run, *, seed: int = 0, resamples: int = RESAMPLE
     Args:
         first: a run.
         second: another of the same suite and protocol.
-        seed: of the bootstrap.
-        resamples: bootstrap replicates.
+        draw: how the bootstrap draws.
 
     Raises:
         ConfigError: another suite or protocol, or nothing to pair.
@@ -86,7 +84,7 @@ def compare(first: Run, second: Run, *, seed: int = 0, resamples: int = RESAMPLE
             f"{first.label} and {second.label} have no system in common and none of the same budget; they "
             f"have {', '.join(first.systems)} and {', '.join(second.systems)}"
         )
-    book = _Book(first, second, seed, resamples)
+    book = _Differences(first, second, draw)
     return {
         "schema": 1,
         "suite": first.results["suite"],
@@ -94,7 +92,7 @@ def compare(first: Run, second: Run, *, seed: int = 0, resamples: int = RESAMPLE
         "notes": _notes(first, second),
         "protocol": {"hash": first.results["protocol"]["hash"]},
         "scale": first.results["scale"],
-        "bootstrap": {**first.results["bootstrap"], "seed": seed, "resamples": resamples},
+        "bootstrap": asdict(draw),
         "runs": [
             {"label": run.label, "title": run.results["title"], "target": run.results["target"]}
             for run in (first, second)
@@ -170,20 +168,26 @@ def table(compared: Json) -> str:
     """The Markdown report of a comparison."""
     a, b = compared["runs"]
     parts = [
-        f"# {cell(compared['title'])}: {cell(a['label'])} and {cell(b['label'])}",
-        f"Difference: {cell(b['label'])} minus {cell(a['label'])}, over the examples that both have; bold "
-        f"where larger than noise. Protocol `{compared['protocol']['hash']}`.",
-        "\n".join(f"- {cell(note)}" for note in compared["notes"]),
+        f"# {escaped(compared['title'])}: {escaped(a['label'])} and {escaped(b['label'])}",
+        f"Difference: {escaped(b['label'])} minus {escaped(a['label'])}, over the examples that both have; "
+        f"bold where larger than noise. Protocol `{compared['protocol']['hash']}`.",
+        "\n".join(f"- {escaped(note)}" for note in compared["notes"]),
         markdown(*rows(compared)),
     ]
+    if own := list(dict.fromkeys(name for pair in compared["pairs"] for name in pair["figures"])):
+        lines = [
+            [escaped(pair["name"]), *(difference(pair["figures"].get(name), digits=4) for name in own)]
+            for pair in compared["pairs"]
+        ]
+        parts.append("## Further figures\n\n" + markdown(["system", *map(escaped, own)], lines))
     names = list(dict.fromkeys(task["task"] for pair in compared["pairs"] for task in pair["tasks"]))
     if len(names) > 1:
         lines = []
         for pair in compared["pairs"]:
             by = {task["task"]: task["score"] for task in pair["tasks"]}
             cells = [difference(by[name]) if name in by else "-" for name in names]
-            lines.append([cell(pair["name"]), *cells])
-        parts.append("## By task\n\n" + markdown(["system", *map(cell, names)], lines))
+            lines.append([escaped(pair["name"]), *cells])
+        parts.append("## By task\n\n" + markdown(["system", *map(escaped, names)], lines))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -194,90 +198,76 @@ def rows(compared: Json, *, plain: bool = False) -> tuple[list[str], list[list[s
     header = ["system", f"{name}, {a}", f"{name}, {b}", "difference", "difference of τ", "examples"]
     lines = []
     for pair in compared["pairs"]:
-        shown = pair["name"] if plain else cell(pair["name"])
+        shown = pair["name"] if plain else escaped(pair["name"])
         figures = [interval(pair["average"][key]) for key in ("first", "second")]
         gaps = [difference(pair[key], plain=plain) for key in ("average", "acceptance")]
         lines.append([shown, *figures, *gaps, str(pair["examples"])])
     used = [i for i in range(len(header)) if i in (0, 5) or any(line[i] != "-" for line in lines)]
-    head = [header[i] if plain else cell(header[i]) for i in used]
+    head = [header[i] if plain else escaped(header[i]) for i in used]
     return head, [[line[i] for i in used] for line in lines]
 
 
-class _Book:
+class _Differences:
     """Differences of one comparison."""
 
-    def __init__(self, first: Run, second: Run, seed: int, resamples: int) -> None:
-        self.first, self.second = first, second
-        self.draw: Any = {"seed": seed, "resamples": resamples}
-        scale = first.results["scale"]
-        self.reading = reading_of(scale["name"], scale["maximum"])
+    def __init__(self, first: Run, second: Run, draw: Bootstrap) -> None:
+        self.first, self.second, self.draw = first, second, draw
+        self.reading = reading_of(first.results["scale"])
+        known = [[Figure(**one) for one in run.results.get("figures", [])] for run in (first, second)]
+        self.figures = [one for one in known[0] if one in known[1] and one.kind in ("pooled", "wilson")]
 
     def pair(self, a: str, b: str) -> Json:
-        tasks = []
-        scores: list[tuple[Figure, Figure]] = []
-        cycles: list[tuple[Figure, Figure]] = []
-        count = 0
-        for task in self.first.outputs:
-            both = self._both(task, a, b)
-            if not both:
-                continue
-            count += len(both)
-            score = self._figures(both, self._share)
-            scores.append(score)
-            cycles.append(self._figures(both, lambda one: one.get("cycles")))
-            tasks.append({"task": task, "examples": len(both), "score": self._difference([score])})
+        """The differences between a system of the first run and one of the second."""
+        both = {task: pairs for task in self.first.outputs if (pairs := self._both(task, a, b))}
+        every = [pair for pairs in both.values() for pair in pairs]
         return {
             "name": a if a == b else f"{a} / {b}",
             "first": a,
             "second": b,
-            "examples": count,
-            "tasks": tasks,
-            "average": self._difference(scores),
-            "acceptance": self._tau(cycles),
+            "examples": len(every),
+            "tasks": [
+                {"task": task, "examples": len(pairs), "score": self._score([pairs])}
+                for task, pairs in both.items()
+            ],
+            "average": self._score(list(both.values())),
+            "acceptance": self._acceptance(every),
+            "figures": self._own(every),
         }
 
-    def _share(self, one: Json) -> Any:
-        return self.reading.share(one["score"], one.get("measures"), one.get("cycles"))
-
-    def _both(self, task: str, a: str, b: str) -> list[tuple[Json, Json]]:
-        theirs = self.second.outputs.get(task, {})
+    def _both(self, task: str, a: str, b: str) -> list[tuple[Numbers, Numbers]]:
+        others = self.second.outputs.get(task, {})
         return [
-            (outputs[a], theirs[name][b])
+            (numbers_of_output(outputs[a]), numbers_of_output(others[name][b]))
             for name, outputs in self.first.outputs[task].items()
-            if a in outputs and b in theirs.get(name, {})
+            if a in outputs and b in others.get(name, {})
         ]
 
-    def _figures(self, both: list[tuple[Json, Json]], share: Any) -> tuple[Figure, Figure]:
-        """Of those examples that have a figure in both runs."""
-        shares = [(share(a), share(b)) for a, b in both]
-        known = [(a, b) for a, b in shares if a is not None and b is not None]
-        first, second = ([pair[side] for pair in known] for side in (0, 1))
-        return _columns(first), _columns(second)
+    def _score(self, strata: list[list[tuple[Numbers, Numbers]]]) -> Json:
+        """Both figures and their difference, over those examples that have a figure in both runs."""
+        share = self.reading.share
+        known = [[pair for pair in pairs if share(pair[0]) and share(pair[1])] for pairs in strata]
+        sides = [[[pair[side] for pair in pairs] for pairs in known] for side in (0, 1)]
+        ratio = self.reading.ratio
+        ratios = [(ratio(b), ratio(a)) for a, b in zip(*sides, strict=True)]
+        gap = paired_mean_difference(ratios, self.draw, of=self.reading.of, bounds=self.reading.bounds)
+        first, second = (self.reading.mean(side, self.draw).to_json() for side in sides)
+        return {"first": first, "second": second, **verdict(gap)}
 
-    def _difference(self, figures: list[tuple[Figure, Figure]]) -> Json:
-        gap = paired_mean_difference(
-            [(b, a) for a, b in figures], of=self.reading.of, bounds=self.reading.bounds, **self.draw
-        )
-        sides = {
-            key: mean_of_ratios(
-                [pair[side] for pair in figures], of=self.reading.of, bounds=self.reading.bounds, **self.draw
-            ).to_json()
-            for side, key in enumerate(("first", "second"))
-        }
-        return {**sides, **verdict(gap)}
-
-    def _tau(self, cycles: list[tuple[Figure, Figure]]) -> Json | None:
-        """Of the acceptance length, pooled over tasks; None where no draft ran in one of them."""
-        pooled = [
-            ([v for one in cycles for v in one[side][0]], [v for one in cycles for v in one[side][1]])
-            for side in (0, 1)
+    def _acceptance(self, every: list[tuple[Numbers, Numbers]]) -> Json | None:
+        """The difference of the acceptance length, pooled over tasks; None where a run has no draft."""
+        drafted = [pair for pair in every if all("cycles" in one for one in pair)]
+        ratios: list[Ratio] = [
+            ([pair[side]["cycle_tokens"] for pair in drafted], [pair[side]["cycles"] for pair in drafted])
+            for side in (1, 0)
         ]
-        gap = paired_mean_difference([(pooled[1], pooled[0])], **self.draw)
+        gap = paired_mean_difference([(ratios[0], ratios[1])], self.draw)
         return verdict(gap) if gap.n else None
 
-
-def _columns(shares: list[Any]) -> Figure:
-    return [above for above, _ in shares], [below for _, below in shares]
+    def _own(self, every: list[tuple[Numbers, Numbers]]) -> Json:
+        """The differences of what the suite reports beside its score."""
+        first, second = ([pair[side] for pair in every] for side in (0, 1))
+        found = {one.name: change_of(one, second, first, self.draw) for one in self.figures}
+        return {name: verdict(gap) for name, gap in found.items() if gap.n}
 
 
 def _notes(first: Run, second: Run) -> list[str]:

@@ -1,0 +1,175 @@
+"""Pictures of a run for readers of `table.md`: score against budget, acceptance, needle maps, overhead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.plots import label, lengths_axis, panels, plain, png, points
+from longtrain.tables import tokens
+
+Json = dict[str, Any]
+Points = list[tuple[Any, Json]]
+"""(place, interval) pairs that have a figure."""
+
+MAPS = 12
+"""Most needle maps in one picture: the full cache first, then the systems in their order."""
+
+
+def pictures(results: Json, timings: Json | None = None) -> dict[str, bytes]:
+    """File name -> PNG, for what there is to see; the same bytes for the same figures.
+
+    Args:
+        results: of `results.assemble`.
+        timings: as they are written.
+    """
+    made = {
+        "budget.png": _budgets(results),
+        "acceptance.png": _acceptance(results),
+        "needle.png": _needle(results),
+        "overhead.png": _overhead(results, timings or {}),
+    }
+    return {name: content for name, content in made.items() if content is not None}
+
+
+def by_budget(results: Json, task: str | None = None) -> dict[str, Points]:
+    """Family -> (rows kept or what was asked for, score), for families that evict.
+
+    Args:
+        results: of `results.assemble`.
+        task: whose scores; None: the averages.
+    """
+    lines: dict[str, Points] = {}
+    for system in results["systems"]:
+        score = _score(system, task)
+        if system["budget"] is not None and score is not None and score["value"] is not None:
+            lines.setdefault(system["family"], []).append((system["budget"], score))
+    return {name: sorted(found, key=lambda p: budget_rank(p[0])) for name, found in lines.items()}
+
+
+def budget_rank(budget: str) -> tuple[bool, float]:
+    """Budgets in order: rows, then shares."""
+    return budget.endswith("%"), float(budget.rstrip("%"))
+
+
+def _budgets(results: Json) -> bytes | None:
+    """Score against budget: one panel, or one a context length where that is what the tasks are."""
+    if results["scale"]["name"] == ACCEPTANCE or not by_budget(results):
+        return None
+    names = [task["task"] for task in results["systems"][0]["tasks"]]
+    by_length = len(names) > 1 and all(_length_of(results, name) is not None for name in names)
+    tasks: list[str | None] = [*names] if by_length else [None]
+    figure, axes = panels(len(tasks), size=(6.4, 4.2))
+    for one, task in zip(axes, tasks, strict=True):
+        lines = by_budget(results, task)
+        budgets = sorted({place for found in lines.values() for place, _ in found}, key=budget_rank)
+        full = next((_score(s, task) for s in results["systems"] if s["kind"] == "full"), None)
+        if full is not None and full["value"] is not None:
+            if full["low"] is not None:
+                one.axhspan(full["low"], full["high"], color="black", alpha=0.1, linewidth=0)
+            one.axhline(full["value"], color="black", linestyle="--", linewidth=1, label="full cache")
+        for name, found in lines.items():
+            _line(one, [(budgets.index(place), score) for place, score in found], name)
+        one.set_xticks(range(len(budgets)), budgets)
+        what = f"{'' if task else 'average '}{results['scale']['name']} (95% interval)"
+        label(one, "budget", what, title=f"{task} tokens" if task else "")
+    return png(figure)
+
+
+def _acceptance(results: Json) -> bytes | None:
+    drafted = [system for system in results["systems"] if system["acceptance"] is not None]
+    if not drafted:
+        return None
+    lengths = {s["name"]: _known(_facet(s, "length", "acceptance")) for s in drafted}
+    places = sorted({place for found in lengths.values() for place, _ in found})
+    figure, axes = panels(2 + (len(places) > 1), size=(4.6, 3.9))
+    for system in drafted:
+        found, name = system["acceptance"], system["name"]
+        _line(axes[0], _known([(row["depth"], row["rate"]) for row in found["by_depth"]]), name)
+        middles = [((row["from"] + row["below"]) / 2, row["tau"]) for row in found["by_position"]]
+        _line(axes[1], _known(middles), name)
+        if len(places) > 1:
+            _line(axes[2], lengths[name], name)
+    axes[0].set_ylim(0, 1)
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    label(axes[0], "depth of the drafted token", "accepted, given that its parent was")
+    label(axes[1], "place in the generated text, tokens", "acceptance length τ")
+    if len(places) > 1:
+        lengths_axis(axes[2], places)
+        label(axes[2], "context length, tokens", "acceptance length τ")
+    return png(figure)
+
+
+def _needle(results: Json) -> bytes | None:
+    """A map for each system: mean score over tasks by length and depth, weighed by examples."""
+    grids: dict[str, dict[tuple[Any, Any], list[tuple[float, int]]]] = {}
+    for cell in results["cells"]:
+        facets, score = cell["facets"], cell["score"]
+        if {"length", "depth"} <= set(facets) and score["value"] is not None:
+            place = (facets["length"], facets["depth"])
+            grids.setdefault(cell["system"], {}).setdefault(place, []).append((score["value"], score["n"]))
+    if not grids:
+        return None
+    names = list(grids)[:MAPS]
+    lengths = sorted({length for name in names for length, _ in grids[name]})
+    depths = sorted({depth for name in names for _, depth in grids[name]})
+    figure, axes = panels(len(names), size=(3.1, 2.6))
+    for one, name in zip(axes, names, strict=True):
+        values = [[_pooled(grids[name].get((length, depth))) for length in lengths] for depth in depths]
+        one.imshow(values, vmin=0, vmax=results["scale"]["maximum"], cmap="GnBu", aspect="auto")
+        one.set_xticks(range(len(lengths)), [tokens(length) for length in lengths], fontsize=7)
+        one.set_yticks(range(len(depths)), depths, fontsize=7)
+        one.set_title(plain(name), fontsize=8)
+        one.set_ylabel("depth, %", fontsize=7)
+    return png(figure)
+
+
+def _overhead(results: Json, timings: Json) -> bytes | None:
+    """Score against how much later the first token comes than with the full cache."""
+    rows = timings.get("first_token", [])
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = panels(len(names), size=(6.4, 4.2))
+    for one, task in zip(axes, names, strict=True):
+        for system in results["systems"]:
+            score = _score(system, task)
+            mine = [row for row in rows if (row["task"], row["system"]) == (task, system["name"])]
+            if score is not None and score["value"] is not None and mine:
+                share = mine[0]["overhead_share"]
+                points(one, [100 * share], [score], system["name"], linestyle="none")
+        one.set_xscale("symlog", linthresh=1)
+        one.xaxis.set_major_formatter("{x:g}")
+        label(one, "overhead of the first token, %", results["scale"]["name"], title=task)
+    return png(figure)
+
+
+def _score(system: Json, task: str | None) -> Json | None:
+    """A system's average, or its score in a task."""
+    if task is None:
+        return dict(system["average"])
+    return next((one["score"] for one in system["tasks"] if one["task"] == task), None)
+
+
+def _length_of(results: Json, task: str) -> int | None:
+    """The one context length of a task; None where it has several, or none is stated."""
+    found = {cell["facets"].get("length") for cell in results["cells"] if cell["task"] == task}
+    return found.pop() if len(found) == 1 else None
+
+
+def _facet(system: Json, facet: str, key: str) -> Points:
+    return [(one["value"], one[key]) for one in system["facets"] if one["facet"] == facet and one[key]]
+
+
+def _known(found: Points) -> Points:
+    return [(place, one) for place, one in found if one["value"] is not None]
+
+
+def _pooled(found: list[tuple[float, int]] | None) -> float:
+    if not found:
+        return float("nan")
+    return sum(value * n for value, n in found) / sum(n for _, n in found)
+
+
+def _line(axes: Any, found: Points, name: str) -> None:
+    points(axes, [place for place, _ in found], [one for _, one in found], name)
