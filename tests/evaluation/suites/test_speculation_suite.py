@@ -12,6 +12,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.figures.results import assemble
+from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
@@ -119,7 +120,9 @@ def test_figures_are_those_of_the_cycles(target, data, systems):
     assert suite.summary(plain).tasks == {} and suite.summary(plain).average is None
     records = [record for some in (plain, drafted) for rows in some.values() for record in rows]
     protocol = protocol_of(suite, target, Sampling())
-    made = assemble(suite, systems, records, protocol=protocol, target={"name": "t"}, resamples=50)
+    made = assemble(
+        suite, systems, records, protocol=protocol, target={"name": "t"}, draw=Bootstrap(resamples=50)
+    )
     full, draft = ({task["task"]: task for task in one["tasks"]} for one in made["systems"])
     assert full["lcc"]["score"]["value"] == 1.0 and full["lcc"]["official"] is None
     assert draft["lcc"]["score"]["value"] == pytest.approx(figures["tau"], abs=1e-4)
