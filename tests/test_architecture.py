@@ -20,6 +20,7 @@ TIERS = [
     {"decoding"},
     {"methods"},
     {"artifact"},
+    {"systems"},
     {"training", "evaluation", "bench"},
     {"jobs"},
     {"explain", "suite_help"},

@@ -19,8 +19,8 @@ from longtrain.evaluation.acceptance import PLAIN, Advance, Variant
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.harness.run import Asked, sequence_id
 from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Task
+from longtrain.systems import System
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.task import Measured, Task
-
-if TYPE_CHECKING:
-    from longtrain.evaluation.systems import System
+from longtrain.systems import DRAFT, EVICTOR, Builder, System
 
 Json = dict[str, Any]
 Advance = Callable[[str, int], None]
 """Called with (what is running, how many are done since the last call)."""
-EVICTOR, DRAFT = "evictor", "draft"
-"""Roles that a system may bring to a suite."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +126,9 @@ class Suite:
         settings: further JSON values of the suite to be hashed.
         figures: what is reported beside the score.
         rivals: systems that ran -> pairs of names; their differences over the same examples are reported.
+        own_systems: makes systems that the suite itself brings, such as an upper bound.
+        meet: is given the suite and the systems before anything runs; may refuse them, and gives back the
+            suite that is run, with notes on them say.
     """
 
     name: str
@@ -141,6 +140,8 @@ class Suite:
     settings: Json = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     rivals: Callable[[Sequence[System]], Sequence[tuple[str, str]]] = lambda systems: ()
+    own_systems: Callable[[Builder], Sequence[System]] | None = None
+    meet: Callable[[Suite, Sequence[System]], Suite] | None = None
 
     def __post_init__(self) -> None:
         names = [task.name for task in self.tasks]

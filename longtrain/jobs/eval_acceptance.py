@@ -22,10 +22,10 @@ from longtrain.evaluation.harness.session import Session, jsonl
 from longtrain.evaluation.scores import scores
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
 from longtrain.evaluation.suites.drafting import told
-from longtrain.evaluation.systems import Builder
-from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from
+from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from, systems_of
 from longtrain.log import get_logger
 from longtrain.settings import parse_tokens
+from longtrain.systems import Builder
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -59,9 +59,9 @@ def session_of(cfg: DictConfig) -> AcceptanceSession:
         ConfigError: a setting is wrong, or nothing drafts.
         DataError: there is no held-out text, or not enough of it.
     """
-    from longtrain.jobs.eval_harness import budgets_of_suite, entries_of
+    from longtrain.jobs.eval_harness import budgets_of_suite
 
-    entries, artifacts = entries_of(cfg)
+    entries, artifacts = systems_of(cfg)
     if not entries:
         raise ConfigError(
             "suite=acceptance measures drafts and none is given; pass artifact=NAME, or artifact=[A,B] to "
@@ -80,7 +80,7 @@ def session_of(cfg: DictConfig) -> AcceptanceSession:
         artifacts.__getitem__,
         greedy=asked.sampling.greedy,
     )
-    systems = builder.systems(suite, entries)
+    systems = builder.systems(entries, roles=suite.needs, taker="suite acceptance")
     if not any(one.drafts for one in systems):
         raise ConfigError(
             f"{systems[1].name} brings no draft, and suite=acceptance measures drafts; put a draft beside it "

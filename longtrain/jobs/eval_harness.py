@@ -7,22 +7,22 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import eval_parts
 from longtrain.jobs.eval_eviction import budgets_of
-from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from
+from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from, systems_of
 from longtrain.log import get_logger
 from longtrain.progress import Progress
 
 if TYPE_CHECKING:
-    from longtrain.artifact import Artifact
     from longtrain.decoding.evict import Budget
     from longtrain.decoding.roles import TreeShape
     from longtrain.evaluation.harness.session import Outcome, Session
@@ -101,7 +101,7 @@ def session_of(cfg: DictConfig) -> Session:
     """
     from longtrain.evaluation.harness.session import Session
     from longtrain.evaluation.suites import SUITES, drafting
-    from longtrain.evaluation.systems import Builder
+    from longtrain.systems import Builder
 
     if cfg.suite.name == "acceptance":
         from longtrain.jobs import eval_acceptance
@@ -114,7 +114,7 @@ def session_of(cfg: DictConfig) -> Session:
             raise ConfigError(f"suite.{key}={value}; allowed: 1 or more")
     flags = {key: convert(suite_cfg[key], bool, f"suite.{key}") for key in ("check_baseline", "record")}
     sampling, seed = sampling_from(cfg), convert(cfg.seed, int, "seed")
-    entries, artifacts = entries_of(cfg)
+    entries, artifacts = systems_of(cfg)
     first = next(iter(artifacts.values()), None)
     target = load_target_from(cfg, path=first.target.name if first else None)
     module = importlib.import_module(SUITES[suite_cfg["name"]])
@@ -125,11 +125,13 @@ def session_of(cfg: DictConfig) -> Session:
         shapes_of(cfg, suite_cfg["shapes"]),
         artifacts.__getitem__,
         greedy=sampling.greedy and not any(own_temperatures(suite)),
+        shape_of=partial(shape_from, cfg),
     )
-    systems = builder.systems(suite, entries)
+    systems = builder.systems(entries, roles=suite.needs, taker=f"suite {suite.name}", own=suite.own_systems)
+    suite = drafting.told(suite, systems)
     return Session(
         target=target,
-        suite=drafting.told(suite, systems),
+        suite=suite.meet(suite, systems) if suite.meet else suite,
         systems=systems,
         sampling=sampling,
         folder=folder_of(cfg),
@@ -153,32 +155,6 @@ def own_temperatures(suite: Suite) -> Iterator[float]:
 def folder_of(cfg: DictConfig) -> Path:
     """Where the suite's files go."""
     return Path(cfg.run_dir) / "eval" / str(cfg.suite.name)
-
-
-def entries_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
-    """Entries of the comparison, `artifact=` and an untrained `method=` first, and the artifacts they name.
-
-    Raises:
-        ConfigError: `suite.systems` is no list.
-        ArtifactError: an artifact that is not there, or damaged.
-    """
-    from longtrain import methods
-    from longtrain.artifact import Artifact
-
-    asked = cfg.artifact if isinstance(cfg.artifact, ListConfig | list) else [cfg.artifact]
-    entries: list[Any] = [{"artifact": str(where)} for where in asked if where]
-    if cfg.method is not None and methods.get(str(cfg.method.name)).objective is None and not entries:
-        entries.append({"method": plain(cfg.method)})
-    listed = plain(cfg.suite)["systems"] or []
-    if not isinstance(listed, list):
-        raise ConfigError(f"suite.systems={listed}; allowed: a list, [snapkv,{{artifact: NAME}}]")
-    entries += [entry for entry in listed if entry not in entries]
-    wanted: list[str] = []
-    for entry in entries:
-        if isinstance(entry, dict) and "artifact" in entry:
-            where = entry["artifact"]
-            wanted += [str(one) for one in (where if isinstance(where, list) else [where])]
-    return entries, {where: Artifact.load(where, home=cfg.home) for where in dict.fromkeys(wanted)}
 
 
 def budgets_of_suite(values: Any) -> tuple[Budget, ...]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from longtrain.artifact import Artifact
     from longtrain.decoding.control import Menu
     from longtrain.decoding.evict import Evictor
     from longtrain.decoding.roles import Law, Parts, TreeShape
@@ -195,6 +196,35 @@ def method_parts(cfg: DictConfig, target: Target) -> Parts | None:
     values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
     config: Any = typed(spec.config, values, "method")
     return spec.attach(spec.build(config, target.info), target, config, {})
+
+
+def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
+    """The entries of `suite.systems` as typed, `artifact=` and an untrained `method=` before them.
+
+    `suite.policies` is read as another name of `suite.systems`.
+
+    Returns:
+        The entries, and every artifact that one of them names.
+
+    Raises:
+        ConfigError: an entry is wrong.
+        ArtifactError: an artifact that is not there, or damaged.
+    """
+    from longtrain import methods
+    from longtrain.artifact import Artifact
+    from longtrain.systems.entry import parse_all
+
+    named, suite = plain(cfg.artifact), plain(cfg.suite)
+    values: list[Any] = [
+        {"artifact": str(one)} for one in (named if isinstance(named, list) else [named]) if one
+    ]
+    if cfg.method is not None and methods.get(str(cfg.method.name)).objective is None and not values:
+        values.append({"method": plain(cfg.method)})
+    listed = suite["policies"] if "policies" in suite else suite["systems"]
+    parse_all(listed or [])
+    values += [value for value in listed or [] if value not in values]
+    wanted = dict.fromkeys(name for entry in parse_all(values) for name in entry.artifacts)
+    return values, {name: Artifact.load(name, home=cfg.home) for name in wanted}
 
 
 def budget_keys(cfg: DictConfig) -> dict[str, Any]:

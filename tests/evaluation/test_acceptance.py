@@ -23,8 +23,8 @@ from longtrain.evaluation.records import Record
 from longtrain.evaluation.scores import scores
 from longtrain.evaluation.speed import measure_speed
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
-from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.methods.longspec.config import Config
+from longtrain.systems import FULL_CACHE, System
 from longtrain.targets.loading import random_target
 
 CHAIN, TREE = TreeShape((1, 1, 1)), TreeShape((2, 3, 3))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from longtrain.evaluation.figures.outcomes import by_example, numbers_of, plain
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.systems import System
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

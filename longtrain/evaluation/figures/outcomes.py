@@ -12,7 +12,7 @@ from longtrain.errors import DataError
 from longtrain.evaluation.figures.acceptance import tau_of
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.systems import System
+from longtrain.systems import System
 
 Json = dict[str, Any]
 Numbers = Mapping[str, float]

@@ -31,8 +31,8 @@ from longtrain.evaluation.figures.statistics import (
 )
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite, Summary
-from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Task
+from longtrain.systems import System
 
 Json = dict[str, Any]
 SCHEMA = 2

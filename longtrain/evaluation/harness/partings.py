@@ -12,9 +12,10 @@ from longtrain.evaluation.figures.outcomes import first_difference
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.systems import System, without_draft
 from longtrain.evaluation.task import Example, Task
 from longtrain.log import get_logger
+from longtrain.systems import System
+from longtrain.systems.system import without_draft
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target

@@ -19,10 +19,10 @@ from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
 from longtrain.evaluation.suite import Scale, Suite
-from longtrain.evaluation.systems import FULL_CACHE
 from longtrain.evaluation.task import Task
 from longtrain.files import as_json, write_files
 from longtrain.log import get_logger
+from longtrain.systems import FULL_CACHE
 
 log = get_logger(__name__)
 

@@ -22,8 +22,8 @@ from longtrain.evaluation.harness.protocol import Protocol, prompt_room
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record, Turn, ids_sha256
 from longtrain.evaluation.suite import Advance
-from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.systems import System
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target

@@ -32,8 +32,8 @@ from longtrain.evaluation.harness.run import (
 )
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance, Suite
-from longtrain.evaluation.systems import System
 from longtrain.log import get_logger
+from longtrain.systems import System
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target

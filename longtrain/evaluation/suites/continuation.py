@@ -16,8 +16,8 @@ from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record, ids_sha256
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
-from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.evaluation.task import Example, Task
+from longtrain.systems import FULL_CACHE, System
 from longtrain.tables import tokens
 
 if TYPE_CHECKING:

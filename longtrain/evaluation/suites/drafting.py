@@ -14,7 +14,7 @@ from longtrain.decoding.stats import Stats
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.systems import System
+from longtrain.systems import System
 
 SCALE = Scale(ACCEPTANCE, None, higher_is_better=True)
 """Tokens a forward of the target, its own included: 1 for plain decoding."""

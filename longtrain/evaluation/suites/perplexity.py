@@ -17,10 +17,11 @@ import numpy as np
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora, perplexity
 from longtrain.evaluation.contexts import prefix_of
-from longtrain.evaluation.suite import EVICTOR, ByTask, Scale, Suite, Summary
+from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.task import Example, Measured, rows_sha256
 from longtrain.settings import parse_tokens
+from longtrain.systems import EVICTOR
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation.harness.session import Session
-from longtrain.evaluation.systems import Builder
+from longtrain.systems import Builder
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
 
@@ -51,7 +51,7 @@ def session(target, tmp_path):
         made = Session(
             target=target,
             suite=asked,
-            systems=builder.systems(asked, entries),
+            systems=builder.systems(entries),
             sampling=Sampling(),
             folder=tmp_path / name,
             home=tmp_path,

@@ -7,8 +7,8 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation import speed
 from longtrain.evaluation.harness import run as running
 from longtrain.evaluation.speed import WARMUP_TOKENS, speed_rows, speed_steps
-from longtrain.evaluation.systems import FULL_CACHE
 from longtrain.evaluation.task import Task
+from longtrain.systems import FULL_CACHE
 
 from .toys import suite, task
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -12,10 +11,9 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, TreeShape
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.evaluation.suite import EVICTOR
-from longtrain.evaluation.systems import FULL_CACHE, Builder
 from longtrain.methods.longspec.config import Config as DraftConfig
 from longtrain.methods.lookaheadkv.config import Config as LookConfig
+from longtrain.systems import DRAFT, EVICTOR, FULL_CACHE, Builder, parse
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
 
@@ -42,10 +40,9 @@ def artifacts(target, tmp_path_factory):
 @pytest.fixture
 def build(target, artifacts):
     def go(*entries, budgets=(40, 48), shapes=(CHAIN,), needs=None, greedy=True):
-        asked = suite() if needs is None else replace(suite(), needs=frozenset(needs))
-        return Builder(
-            target, [Budget(b) for b in budgets], list(shapes), artifacts.__getitem__, greedy
-        ).systems(asked, entries)
+        roles = {EVICTOR, DRAFT} if needs is None else needs
+        builder = Builder(target, [Budget(b) for b in budgets], list(shapes), artifacts.__getitem__, greedy)
+        return builder.systems(entries, roles=roles, taker="suite toy")
 
     return go
 
@@ -86,7 +83,7 @@ def test_the_same_weights_with_another_config_are_another_system(session, target
     asked, systems = suite(task(examples=1)), []
     for artifact in (draft, again):
         builder = Builder(target, (), [CHAIN], {"longspec": artifact}.__getitem__)
-        system = builder.systems(asked, [{"artifact": "longspec"}])[1]
+        system = builder.systems([{"artifact": "longspec"}])[1]
         systems.append(system)
     session(asked=asked, entries=(), systems=[FULL_CACHE, systems[0]]).work()
     with pytest.raises(ConfigError, match=r"system\.artifacts\.0\.config\.max_depth=5, and .*max_depth=6"):
@@ -135,7 +132,7 @@ def test_texts_of_every_combination_are_those_without_the_draft(session, target,
         {"artifact": "longspec", "policy": "snapkv"},
     ]
     builder = Builder(target, [Budget(40)], [CHAIN, TREE], artifacts.__getitem__)
-    made = session(asked=asked, systems=builder.systems(asked, entries))
+    made = session(asked=asked, systems=builder.systems(entries))
     made.work()
     found = made.finish().results
     compared = {
@@ -164,35 +161,35 @@ def wide():
 def test_methods_without_training_alone_and_beside_others(wide):
     builder = Builder(wide, [Budget(40)], [CHAIN], {}.__getitem__)
     alone = {"method": {"name": "quantspec", "draft": False}}
-    found = builder.systems(suite(), ["snapkv", alone, {"method": "quantspec"}])
+    found = builder.systems(["snapkv", alone, {"method": "quantspec"}])
     assert [system.name for system in found] == ["full", "snapkv@40", "quantspec draft=false", "quantspec"]
     cache, both = found[2:]
     assert cache.kind == both.kind == "artifact" and not cache.drafts and both.drafts
     assert cache.parts.cache is not None and both.lossless_of == cache.name and cache.lossless_of is None
-    assert builder.systems(suite(), [{"method": "quantspec"}])[1].lossless_of is None
+    assert builder.systems([{"method": "quantspec"}])[1].lossless_of is None
     for other in ({"split": "rtn"}, {"strict_flush": False}):
         entries = [alone, {"method": {"name": "quantspec", **other}}]
-        assert builder.systems(suite(), entries)[2].lossless_of is None
+        assert builder.systems(entries)[2].lossless_of is None
     weights = {"method": {"name": "quantspec", "weight_bits": 16}}  # of the draft alone
-    assert builder.systems(suite(), [alone, weights])[2].lossless_of == cache.name
+    assert builder.systems([alone, weights])[2].lossless_of == cache.name
     assert cache.facts["method"]["kv_bits"] == 4 and both.facts["shape"] == [1, 1, 1]
     with pytest.raises(ConflictError, match="bring a cache of their own and an evictor"):
-        builder.systems(suite(), [{"method": "quantspec", "policy": "snapkv"}])
+        builder.systems([{"method": "quantspec", "policy": "snapkv"}])
     with pytest.raises(ConfigError, match="longspec is trained; export it and pass"):
-        builder.systems(suite(), [{"method": "longspec"}])
-    with pytest.raises(ConfigError, match="method quantspec has no option 'bits'; known: draft, split"):
-        builder.systems(suite(), [{"method": {"name": "quantspec", "bits": 4}}])
+        builder.systems([{"method": "longspec"}])
+    with pytest.raises(ConfigError, match=r"unknown key 'method quantspec\.bits'; known: draft, split"):
+        builder.systems([{"method": {"name": "quantspec", "bits": 4}}])
     with pytest.raises(ConfigError, match=r"cache alone is \{method: \{name: quantspec, draft: false"):
-        builder.systems(replace(suite(), needs=frozenset({EVICTOR})), [{"method": "quantspec"}])
+        builder.systems([{"method": "quantspec"}], roles={EVICTOR})
     with pytest.raises(ConfigError, match=r"entry method=4; allowed: NAME or \{name"):
-        builder.systems(suite(), [{"method": 4}])
+        builder.systems([{"method": 4}])
 
 
 @pytest.mark.parametrize(
     ("entries", "settings", "error", "message"),
     [
         ([7], {}, ConfigError, r"suite\.systems entry 7; allowed: NAME of a policy"),
-        ([{"policy": "snapkv"}], {}, ConfigError, r"suite\.systems entry {'policy'"),
+        ([{"label": "snapkv"}], {}, ConfigError, r"suite\.systems entry {'label'"),
         (
             ["snap"],
             {},
@@ -229,3 +226,43 @@ def test_methods_without_training_alone_and_beside_others(wide):
 def test_what_cannot_be_is_refused(build, entries, settings, error, message):
     with pytest.raises(error, match=message):
         build(*entries, **settings)
+
+
+def test_systems_that_name_a_cache(wide):
+    builder = Builder(wide, [], [CHAIN], {}.__getitem__)
+    chosen = {"cache": {"name": "rounded", "keys": "token", "values": "channel", "bits": 4, "split": "floor"}}
+    quantspec = {"method": "quantspec", "drafted": [2, 1]}
+    found = builder.systems([{"cache": "int8"}, {"cache": "int4", "label": "half"}, chosen, quantspec])
+    assert [system.name for system in found[1:4]] == [
+        "int8",
+        "half",
+        "rounded keys=token values=channel bits=4 split=floor",
+    ]
+    assert {system.kind for system in found[1:4]} == {"cache"}
+    kinds = [type(system.parts.cache(1, 8, 1)).__name__ for system in found[1:4]]
+    assert kinds == ["HierarchicalCache", "UpperHalfCache", "RoundedCache"]
+    assert found[1].facts["cache"] == {"name": "int8", "split": "floor"}
+    assert [system.name for system in found[4:]] == ["quantspec chain 2", "quantspec chain 1"]
+    assert [system.lossless_of for system in found[4:]] == ["int8", "int8"]  # the very cache it drafts for
+    with pytest.raises(ConfigError, match=r"unknown cache 'int2'; known: int8, int4, rounded"):
+        builder.systems([{"cache": "int2"}])
+    with pytest.raises(ConfigError, match=r"cache int8\.split=half; allowed: floor, rtn"):
+        builder.systems([{"cache": {"name": "int8", "split": "half"}}])
+    with pytest.raises(ConfigError, match="int8 drafts nothing; leave out `drafted`"):
+        builder.systems([{"cache": "int8", "drafted": [2]}])
+
+
+def test_random_weights_stand_in_for_training(target):
+    builder = Builder(target, [Budget(40)], [CHAIN], {}.__getitem__, random_seed=3)
+    draft, evictor = (
+        builder.of(parse(entry))[0]
+        for entry in (
+            {"name": "longspec", "window": 16, "acceptance": 0.9, "shapes": [[2, 2]]},
+            {"method": {"name": "lookaheadkv", "n_lookahead": 4}},
+        )
+    )
+    assert draft.drafts and draft.shape.widths == (2, 2) and draft.name == "longspec window=16"
+    assert draft.acceptance == draft.facts["acceptance"] == 0.9 and draft.facts["method"]["random_seed"] == 3
+    assert evictor.evicts and evictor.name == "lookaheadkv n_lookahead=4@40"
+    with pytest.raises(ConfigError, match="acceptance=2; allowed: a number from 0 to 1"):
+        parse({"method": "longspec", "acceptance": 2})

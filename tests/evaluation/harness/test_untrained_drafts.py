@@ -7,18 +7,16 @@ import pytest
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ConfigError
-from longtrain.evaluation.systems import FULL_CACHE, Builder
+from longtrain.systems import FULL_CACHE, Builder
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-
-from .toys import suite
 
 
 @pytest.fixture
 def build(target):
     def go(*entries):
         shapes = [TreeShape((1, 1, 1))]
-        return Builder(target, [Budget(40)], shapes, {}.__getitem__).systems(suite(), entries)
+        return Builder(target, [Budget(40)], shapes, {}.__getitem__).systems(entries)
 
     return go
 
@@ -38,16 +36,16 @@ def test_on_a_quantised_cache_they_repeat_its_texts():
     builder = Builder(random_target(shape, seed=0), [], [TreeShape((1, 1, 1))], {}.__getitem__)
     alone = {"method": {"name": "quantspec", "draft": False}}
     drafts = [{"method": {"name": name, "cache": "hierarchical"}} for name in ("magicdec", "prompt_lookup")]
-    found = builder.systems(suite(), [alone, *drafts, {"method": {"name": "quantspec", "split": "rtn"}}])
+    found = builder.systems([alone, *drafts, {"method": {"name": "quantspec", "split": "rtn"}}])
     assert [system.lossless_of for system in found[2:]] == [found[1].name, found[1].name, None]
     assert found[2].name == "magicdec cache=hierarchical" and found[2].parts.cache is not None
     with pytest.raises(ConfigError, match=r"method.cache=int4; allowed: plain, hierarchical"):
-        builder.systems(suite(), [{"method": {"name": "prompt_lookup", "cache": "int4"}}])
+        builder.systems([{"method": {"name": "prompt_lookup", "cache": "int4"}}])
 
 
 def test_beside_an_evictor_they_repeat_its_texts(build):
     found = build("snapkv", {"method": "prompt_lookup", "policy": "snapkv"})
     assert [system.name for system in found] == ["full", "snapkv@40", "prompt_lookup+snapkv@40"]
     assert found[2].evicts and found[2].drafts
-    with pytest.raises(ConfigError, match="magicdec has no option 'tokens'; known: policy, budget"):
+    with pytest.raises(ConfigError, match=r"unknown key 'method magicdec\.tokens'; known: policy, budget"):
         build({"method": {"name": "magicdec", "tokens": 4}})

@@ -13,8 +13,8 @@ from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.suite import Suite, mean_summary
-from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Task
+from longtrain.systems import System
 
 NASTY = (
     "</script><script>window.broken = 1</script>",

@@ -16,8 +16,8 @@ from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.reporting.pictures import pictures
 from longtrain.evaluation.reporting.tables import table
 from longtrain.evaluation.suite import Scale, Suite, Summary
-from longtrain.evaluation.systems import System
 from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.systems import System
 
 FULL = System("full", "full", "full")
 SMALL = System("snapkv@64", "policy", "snapkv", "64")

@@ -14,7 +14,8 @@ from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
-from longtrain.evaluation.systems import FULL, System
+from longtrain.systems import System
+from longtrain.systems.system import FULL
 from longtrain.targets.loading import load_target
 
 

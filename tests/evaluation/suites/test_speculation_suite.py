@@ -20,8 +20,8 @@ from longtrain.evaluation.records import Record
 from longtrain.evaluation.reporting.speed import speed_table
 from longtrain.evaluation.speed import speed_rows, speed_steps
 from longtrain.evaluation.suites import documents, drafting, speculation
-from longtrain.evaluation.systems import FULL_CACHE, System
 from longtrain.methods.longspec.config import Config
+from longtrain.systems import FULL_CACHE, System
 
 SETTINGS = {
     "name": "speculation",

@@ -1,0 +1,92 @@
+"""Caches that a system can name: `int8`, `int4`, and `rounded` for choices that no kernel serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longtrain.cache.base import KVCache
+from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.cache.readings import RoundedCache, Rounding, UpperHalfCache
+from longtrain.errors import ConfigError
+from longtrain.kernels.hierarchical.layout import Split
+from longtrain.settings import read
+
+NewCache = Callable[[int, int, int], KVCache]
+"""Makes an empty cache, called as `Target.new_cache` is: (batch, max_tokens, max_nodes)."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Options of the hierarchical cache.
+
+    Args:
+        split: how an 8-bit code falls into two nibbles.
+    """
+
+    split: Split = Split.FLOOR
+
+
+CACHES: dict[str, tuple[type, str]] = {
+    "int8": (Halves, "the hierarchical cache as the target reads it, at 8 bits"),
+    "int4": (Halves, "the hierarchical cache read at 4 bits, as its draft reads it"),
+    "rounded": (Rounding, "rows in full precision, rounded as a quantised cache would round them"),
+}
+"""Name -> the dataclass of its options, and what it is."""
+
+
+def options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a named cache as plain JSON values, those that were not given with their defaults.
+
+    Raises:
+        ConfigError: no such cache or option, or a value that is not allowed.
+    """
+    return {key: getattr(value, "value", value) for key, value in vars(_read(name, given)).items()}
+
+
+def cache_maker(
+    name: str,
+    given: Mapping[str, Any],
+    *,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    **where: Any,
+) -> NewCache:
+    """Makes empty caches of a name.
+
+    Args:
+        name: a key of `CACHES`.
+        given: its options.
+        n_layers: of the target.
+        n_heads: query heads of the target.
+        n_kv_heads: of the target.
+        head_dim: of the target.
+        where: `device` and `dtype` of the target.
+
+    Raises:
+        ConfigError: no such cache or option, or a value that is not allowed.
+    """
+    options = _read(name, given)
+    shape: dict[str, Any] = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim, **where}
+    if isinstance(options, Rounding):
+        return lambda batch, max_tokens, max_nodes: RoundedCache(
+            rounding=options, **shape, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes
+        )
+    kind = HierarchicalCache if name == "int8" else UpperHalfCache
+    return lambda batch, max_tokens, max_nodes: kind(
+        n_heads=n_heads,
+        split=options.split,
+        **shape,
+        batch=batch,
+        max_tokens=max_tokens,
+        max_nodes=max_nodes,
+    )
+
+
+def _read(name: str, given: Mapping[str, Any]) -> Any:
+    if name not in CACHES:
+        raise ConfigError(f"unknown cache '{name}'; known: {', '.join(CACHES)}")
+    return read(CACHES[name][0], given, f"cache {name}")

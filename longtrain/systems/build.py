@@ -1,0 +1,353 @@
+"""Makes systems from entries of a configuration: loads artifacts, attaches methods, checks that parts fit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longtrain import methods
+from longtrain.artifact import Artifact
+from longtrain.artifact.folder import MODEL
+from longtrain.cache.named import cache_maker, options_of
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.evict import Budget, Evictor
+from longtrain.decoding.roles import Law, Parts, TreeShape
+from longtrain.errors import ConfigError
+from longtrain.methods import policies
+from longtrain.systems.entry import KEY, Entry, Named, in_words, parse_all
+from longtrain.systems.system import (
+    ARTIFACT,
+    BUDGET_KEYS,
+    CACHE,
+    COMBINED,
+    DRAFT,
+    EVICTOR,
+    FULL_CACHE,
+    POLICY,
+    Json,
+    System,
+    budget_label,
+    shape_name,
+    without_draft,
+)
+
+if TYPE_CHECKING:
+    from longtrain.targets.model import Target
+
+MakeEvictor = Callable[[Budget], Evictor]
+ROLES = frozenset({EVICTOR, DRAFT})
+
+
+def _argmax_shape(widths: Sequence[int]) -> TreeShape:
+    return TreeShape(tuple(widths))
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes systems for a target.
+
+    Args:
+        target: the frozen model.
+        budgets: an evicting system is made once with each.
+        shapes: a drafting system whose entry names no shapes is made once with each.
+        load: gives an artifact by its name or folder.
+        greedy: whether every answer is decoded greedily; a sampled one is that of plain decoding only where
+            drafts are chosen deterministically.
+        shape_of: makes a shape from the widths that an entry names.
+        random_seed: of the random weights that a method gets which would have to be trained; None: such a
+            method is refused.
+    """
+
+    target: Target
+    budgets: Sequence[Budget]
+    shapes: Sequence[TreeShape]
+    load: Callable[[str], Artifact]
+    greedy: bool = True
+    shape_of: Callable[[Sequence[int]], TreeShape] = _argmax_shape
+    random_seed: int | None = None
+    _attached: dict[str, Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Parts made so far: systems that have the same ones share them."""
+
+    def systems(
+        self,
+        values: Sequence[Any],
+        *,
+        roles: Collection[str] = ROLES,
+        taker: str = "",
+        own: Callable[[Builder], Sequence[System]] | None = None,
+    ) -> list[System]:
+        """The full cache, the taker's own systems, and what the entries name, in this order.
+
+        Args:
+            values: entries as typed (`entry.parse`).
+            roles: what systems may bring.
+            taker: who takes them, for messages (`suite needle`).
+            own: makes further systems.
+
+        Raises:
+            ConfigError: an entry is wrong, two systems have one name, an artifact cannot serve the taker, or
+                a budget is below the rows that a policy keeps in any case.
+            ConflictError: two parts of one system play one role.
+            TargetMismatchError: an artifact of another target.
+        """
+        found = [FULL_CACHE, *(own(self) if own else ())]
+        for entry in parse_all(values):
+            found += self.of(entry, roles=roles, taker=taker)
+        names = [system.name for system in found]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(
+                f"{KEY} has two systems named {twice[0]}; give each once, or one of them a `label`"
+            )
+        for system in found:
+            Engine(self.target, system.parts)  # refuses parts that cannot go together
+        return [replace(system, lossless_of=self._plain_of(system, found)) for system in found]
+
+    def of(self, entry: Entry, *, roles: Collection[str] = ROLES, taker: str = "") -> list[System]:
+        """The systems of one entry: one for each of its shapes and budgets.
+
+        Args:
+            entry: as `parse` gives it.
+            roles: see `systems`.
+            taker: see `systems`.
+        """
+        if entry.is_policy:
+            return self._policies(entry, roles, taker)
+        return list(self._combined(entry, roles, taker))
+
+    def evicting(self, name: str, kind: str, make: MakeEvictor, facts: Json) -> list[System]:
+        """Systems that evict and nothing else, one a budget.
+
+        Args:
+            name: of the family.
+            kind: see `System`.
+            make: their evictor with a budget.
+            facts: see `System`.
+        """
+        plain = System(name, kind, name, parts=Parts(name=name), facts=facts)
+        return list(self._at_budgets(plain, make))
+
+    def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
+        same = self.greedy or system.shape.law is Law.POINT
+        return without_draft(system, systems) if same else None
+
+    def _policies(self, entry: Entry, roles: Collection[str], taker: str) -> list[System]:
+        assert entry.policy is not None
+        policy, name = entry.policy, entry.called()
+        if entry.shapes or entry.options:
+            word = "drafted" if entry.shapes else next(iter(entry.options))
+            raise ConfigError(
+                f"{KEY} entry of policy {name} has {word}, and a policy alone takes no such key"
+            )
+        check_role(f"policy {name}", EVICTOR, roles, taker)
+        return self.evicting(name, POLICY, _policy_maker(policy), _policy_facts(policy))
+
+    def _combined(self, entry: Entry, roles: Collection[str], taker: str) -> Iterator[System]:
+        """Artifacts, a method, a policy and a cache, or some of these, as one system.
+
+        It is made at every budget if something evicts, and with every shape if something drafts.
+        """
+        loaded = [self.load(one) for one in entry.artifacts]
+        self._check_options(entry, loaded)
+        found = zip(entry.artifacts, loaded, strict=True)
+        facts: Json = {"artifacts": [artifact_facts(where, one) for where, one in found]}
+        parts = [self._artifact(one, entry.options) for one in loaded]
+        words = None
+        if entry.method is not None:
+            made, facts["method"], words = self._method(entry)
+            parts.append(made)
+        if entry.policy is not None:
+            make, who = _policy_maker(entry.policy), entry.policy.words
+            parts.append(Parts(evictor=_made(make, self._budgets(who)[0]), name=who))
+            facts["policy"] = _policy_facts(entry.policy)
+        if entry.cache is not None:
+            parts.append(self._cache(entry.cache))
+            facts["cache"] = {"name": entry.cache.name, **options_of(entry.cache.name, entry.cache.options)}
+        facts |= {"options": entry.options} if entry.options else {}
+        facts |= {} if entry.acceptance is None else {"acceptance": entry.acceptance}
+        whole, family = Parts().merge(*parts), entry.called(method=words)
+        for role, part in ((DRAFT, whole.draft), (EVICTOR, whole.evictor)):
+            if part is not None:
+                check_role(family, role, roles, taker, method=facts.get("method", {}))
+        alone = CACHE if entry.cache is not None else ARTIFACT
+        kind = alone if len(parts) == 1 else COMBINED
+        system = System(family, kind, family, parts=whole, facts=facts, acceptance=entry.acceptance)
+        for shaped in self._at_shapes(system, entry):
+            if whole.evictor is None:
+                yield shaped
+            else:
+                evict = _policy_maker(entry.policy) if entry.policy else whole.evictor.with_budget  # type: ignore[attr-defined]
+                yield from self._at_budgets(shaped, evict)
+
+    def _at_shapes(self, system: System, entry: Entry) -> Iterator[System]:
+        """A system with every shape that its draft is to have; as it is where nothing drafts."""
+        if system.parts.draft is None:
+            if entry.shapes:
+                raise ConfigError(f"{system.name} drafts nothing; leave out `drafted` and `shapes`")
+            yield system
+            return
+        shapes = [self.shape_of(widths) for widths in entry.shapes] or self.shapes
+        if not shapes:
+            raise ConfigError(
+                f"{system.name} drafts, and decode.shape=[]; pass decode=chain, or suite.shapes=[[1,1,1,1]]"
+            )
+        for shape in shapes:
+            name = f"{system.name} {shape_name(shape)}" if len(shapes) > 1 else system.name
+            facts = {**system.facts, "shape": list(shape.widths), "law": shape.law.value}
+            yield replace(system, name=name, family=name, shape=shape, facts=facts)
+
+    def _at_budgets(self, system: System, make: MakeEvictor) -> Iterator[System]:
+        """A system with its evictor at every budget."""
+        for budget in self._budgets(system.name):
+            yield replace(
+                system,
+                name=f"{system.name}@{budget_label(budget)}",
+                budget=budget_label(budget),
+                parts=replace(system.parts, evictor=_made(make, budget)),
+                facts={**system.facts, "budget": budget_label(budget)},
+            )
+
+    def _budgets(self, name: str) -> Sequence[Budget]:
+        if not self.budgets:
+            raise ConfigError(f"suite.budgets=[] and {name} evicts; pass e.g. suite.budgets=[64,128]")
+        return self.budgets
+
+    def _artifact(self, artifact: Artifact, options: Json) -> Parts:
+        """An artifact's parts, checked and made once for all systems that have them."""
+        given = self._keys(artifact.method, options)
+        name = json.dumps([str(artifact.folder), given], sort_keys=True)
+        if name not in self._attached:
+            self._attached[name] = artifact.attach(self.target, **given)
+        return self._attached[name]
+
+    def _keys(self, method: str, options: Json) -> Json:
+        """The inference keys that a method is attached with, the first budget among them where it evicts."""
+        keys = methods.get(method).inference_keys
+        given = {key: value for key, value in options.items() if key in keys}
+        if set(BUDGET_KEYS) <= set(keys):
+            budget = self._budgets(method)[0]
+            given |= {"budget_tokens": budget.tokens, "budget_ratio": budget.ratio}
+        return given
+
+    def _method(self, entry: Entry) -> tuple[Parts, Json, str]:
+        """The parts of a method without an artifact, its settings, and its name with what is not a default.
+
+        Raises:
+            ConfigError: no such method or option, or the method needs an artifact.
+        """
+        assert entry.method is not None
+        name, target = entry.method.name, self.target
+        spec = methods.get(name)
+        trained = spec.objective is not None
+        if spec.attach is None or (trained and self.random_seed is None):
+            raise ConfigError(
+                f"{KEY} entry {{method: {name}}}: {name} is trained; export it and pass {{artifact: NAME}}"
+            )
+        config = entry.config()
+        facts = {"name": name, **vars(config)} | ({"random_seed": self.random_seed} if trained else {})
+        given = self._keys(name, entry.options)
+        key = json.dumps([facts, given], sort_keys=True)
+        if key not in self._attached:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.random_seed or 0)
+                module = spec.build(config, target.info)
+            module = module.to(target.device, target.dtype).eval() if trained else module
+            self._attached[key] = spec.attach(module, target, config, given)
+        usual = vars(spec.config())
+        changed = {option: value for option, value in vars(config).items() if value != usual[option]}
+        return self._attached[key], facts, in_words(name, changed)
+
+    def _cache(self, cache: Named) -> Parts:
+        """A named cache, as an engine takes it."""
+        info, target = self.target.info, self.target
+        make = cache_maker(
+            cache.name,
+            cache.options,
+            n_layers=info.n_layers,
+            n_heads=info.n_heads,
+            n_kv_heads=info.n_kv_heads,
+            head_dim=info.head_dim,
+            device=target.device,
+            dtype=target.dtype,
+        )
+        return Parts(cache=make, name=cache.words)
+
+    def _check_options(self, entry: Entry, loaded: Sequence[Artifact]) -> None:
+        names = [one.method for one in loaded] + ([entry.method.name] if entry.method else [])
+        known = [key for name in names for key in methods.get(name).inference_keys if key not in BUDGET_KEYS]
+        who = f"artifact {', '.join(entry.artifacts)}" if entry.artifacts else entry.called()
+        for key, value in entry.options.items():
+            if key in BUDGET_KEYS:
+                raise ConfigError(
+                    f"{KEY} entry of {who}: {key}={value}; every system runs at the budgets of the suite: "
+                    "pass suite.budgets=[64,128] and leave it out here"
+                )
+            if key not in known:
+                raise ConfigError(
+                    f"{KEY} entry of {who} has the key {key}={value}; allowed: artifact, policy, method, "
+                    f"cache, label, drafted, shapes, acceptance{''.join(f', {one}' for one in known)}"
+                )
+
+
+def artifact_facts(where: str, artifact: Artifact) -> Json:
+    """What the outputs of an artifact follow from: its weights alone do not say how they are used.
+
+    Args:
+        where: what it was loaded by; its last part is its name.
+        artifact: read from a folder.
+    """
+    assert artifact.folder is not None
+    weights = hashlib.sha256((artifact.folder / MODEL).read_bytes()).hexdigest()
+    return {
+        "artifact": Path(where).name,
+        "method": artifact.method,
+        "config": dict(artifact.config),
+        "weights": weights,
+    }
+
+
+def check_role(
+    who: str, role: str, roles: Collection[str], taker: str, *, method: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse what the taker has no use for; a method without training can perhaps leave it out."""
+    if role in roles:
+        return
+    what = "a draft" if role == DRAFT else "an evictor"
+    hint = _SERVED[role]
+    if method and method.get(role) is True:
+        hint = f"its cache alone is {{method: {{name: {method['name']}, {role}: false}}}}; {hint}"
+    raise ConfigError(
+        f"{who} brings {what}, which {taker} has no use for (it takes: "
+        f"{', '.join(sorted(roles)) or 'the full cache alone'}); {hint}"
+    )
+
+
+_SERVED = {
+    DRAFT: "a draft is measured where text is generated: suite=speculation, acceptance, longbench, aime24",
+    EVICTOR: "an evictor is measured by suite=longbench, ruler, needle, perplexity, eviction",
+}
+
+
+def _policy_maker(policy: Named) -> MakeEvictor:
+    return lambda budget: policies.make(policy.name, budget, policy.options)
+
+
+def _policy_facts(policy: Named) -> Json:
+    return {"policy": policy.name, **policy.options}
+
+
+def _made(make: MakeEvictor, budget: Budget) -> Evictor:
+    """An evictor, refused where its budget has no room for what it keeps in any case."""
+    evictor = make(budget)
+    least = int(getattr(evictor, "least_budget", 1))
+    if budget.tokens is not None and budget.tokens < least:
+        raise ConfigError(
+            f"suite.budgets has {budget.tokens} rows and {evictor.name} keeps {least} in any case; pass "
+            f"budgets of at least {least}, or a smaller window"
+        )
+    return evictor
