@@ -24,6 +24,7 @@ from longtrain.bench.report import gib, spread
 from longtrain.data.rows.batch import Batch
 from longtrain.log import get_logger
 from longtrain.targets.loading import random_target
+from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -129,13 +130,12 @@ def _measure_row(
     batch = _row(length, target.info.vocab_size, settings.seed).to(device)
     pos_T = torch.arange(length, device=device)
     layer = config.kv_source_layer % target.info.n_layers
-    hidden = config.objective == "kl"
+    kl = config.objective == "kl"
+    want = Want("none", (-1,) if kl else (), None if kl else layer, kv=(layer,))
 
     def read() -> PackedStep:
         with torch.no_grad():
-            return target.packed(
-                batch.ids_T, pos_T, batch.bounds, kv_layer=layer, hidden=hidden, stop=not hidden
-            )
+            return target.packed(batch.ids_T, pos_T, batch.bounds, want)
 
     def train(objective: nn.Module, *, update: bool) -> None:
         with _autocast(target):
@@ -196,7 +196,8 @@ def _timed(
 
 def _inputs(step: PackedStep, batch: Batch) -> dict[str, Any]:
     """Bytes of what the draft's step reads of the whole row. Embeddings are looked up a chunk at a time."""
-    tensors = {"k": step.k_TGD, "v": step.v_TGD, "hidden": step.hidden_TE, "ids": batch.ids_T}
+    ((k_TGD, v_TGD),) = step.kv.values()
+    tensors = {"k": k_TGD, "v": v_TGD, "hidden": step.hidden.get(-1), "ids": batch.ids_T}
     tensors["loss_mask"] = batch.loss_mask_T
     sizes = {f"{name}_bytes": 0 if x is None else x.numel() * x.element_size() for name, x in tensors.items()}
     total = sum(sizes.values())

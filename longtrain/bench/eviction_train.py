@@ -19,6 +19,7 @@ from longtrain.bench import timing
 from longtrain.bench.report import gib
 from longtrain.data.rows.batch import Batch
 from longtrain.log import get_logger
+from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -101,7 +102,7 @@ def _measure(
     def prefill() -> None:
         with torch.no_grad():
             last = target.info.n_layers - 1
-            target.packed(batch.ids_T, pos_T, batch.bounds, kv_layer=last, hidden=False, stop=True)
+            target.packed(batch.ids_T, pos_T, batch.bounds, Want("none", stop_at_layer=last))
 
     def step() -> None:
         with _autocast(target):

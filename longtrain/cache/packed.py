@@ -1,9 +1,11 @@
-"""Attention over one packed row of whole documents, keeping the K and V of one layer.
+"""Attention over one packed row of whole documents, keeping the K and V of some layers.
 
 Shapes: T tokens of the row, H query heads, G KV heads, D head dim. The batch is 1.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -14,28 +16,28 @@ from longtrain.kernels.attention.packed import packed_attention
 
 
 class PackedCapture(KVCache):
-    """No prefix, no storage: every document of the row sees itself, causally; one layer's K and V are kept.
+    """No prefix, no storage: every document of the row sees itself, causally; some layers' K and V are kept.
 
     Args:
         bounds: document bounds from 0 to T; document d is `bounds[d]:bounds[d + 1]`.
-        kv_layer: the layer to keep, or None.
-        device: where the (empty) lengths live.
+        layers: the layers to keep.
+        device: the device of the (empty) lengths.
     """
 
-    def __init__(self, bounds: tuple[int, ...], *, kv_layer: int | None, device: torch.device) -> None:
+    def __init__(self, bounds: tuple[int, ...], *, layers: Collection[int], device: torch.device) -> None:
         self.bounds = bounds
-        self.kv_layer = kv_layer
+        self.layers = layers
         self.len_B = torch.zeros(1, dtype=torch.int64, device=device)
-        self.k_TGD: Tensor | None = None
-        self.v_TGD: Tensor | None = None
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+        """Layer -> (k_TGD, v_TGD) of the layers to keep."""
         self._now: tuple[int, Tensor, Tensor] | None = None
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Take this layer's K and V; they are let go at the next layer unless it is `kv_layer`."""
+        """Take this layer's K and V; they are let go at the next layer unless they are to be kept."""
         k_TGD, v_TGD = k_BGTD[0].transpose(0, 1), v_BGTD[0].transpose(0, 1)
         self._now = (layer, k_TGD, v_TGD)
-        if layer == self.kv_layer:
-            self.k_TGD, self.v_TGD = k_TGD, v_TGD
+        if layer in self.layers:
+            self.kv[layer] = k_TGD, v_TGD
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """Document-isolated causal attention.
@@ -64,5 +66,4 @@ class PackedCapture(KVCache):
 
     def bytes(self) -> int:
         """Bytes of the K and V kept."""
-        kept = [t for t in (self.k_TGD, self.v_TGD) if t is not None]
-        return sum(t.numel() * t.element_size() for t in kept)
+        return sum(k_TGD.nbytes + v_TGD.nbytes for k_TGD, v_TGD in self.kv.values())

@@ -60,8 +60,8 @@ def attention_mass(
     for prompt in prompts:
         ids_T = torch.tensor(list(prompt), device=target.device)
         pos_T = torch.arange(len(ids_T), device=target.device)
-        k_TGD = target.packed(ids_T, pos_T, (0, len(ids_T)), kv_layer=layer, hidden=False, stop=True).k_TGD
-        assert k_TGD is not None
+        want = Want("none", stop_at_layer=layer, kv=(layer,))
+        k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), want).kv[layer]
         q_RHD, pos_R = _queries(target, ids_T, pos_T, layer=layer, rows=rows)
         k_THD = k_TGD.repeat_interleave(target.info.n_heads // target.info.n_kv_heads, dim=1)
         scores_HRT = torch.einsum("rhd,thd->hrt", q_RHD.float(), k_THD.float()) * target.info.head_dim**-0.5

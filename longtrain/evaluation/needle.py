@@ -231,7 +231,7 @@ def _nats(target: Target, row: list[tuple[list[int], int]]) -> float:
     bounds = [0, *np.cumsum([len(ids) for ids, _ in row]).tolist()]
     ids_T = torch.tensor([i for ids, _ in row for i in ids], device=target.device)
     pos_T = torch.cat([torch.arange(len(ids)) for ids, _ in row]).to(target.device)
-    hidden_TE: Any = target.packed(ids_T, pos_T, tuple(bounds)).hidden_TE
+    hidden_TE = target.packed(ids_T, pos_T, tuple(bounds)).hidden[-1]
     total = 0.0
     for (ids, first), start in zip(row, bounds[:-1], strict=True):
         span = slice(start + first - 1, start + len(ids) - 1)

@@ -115,7 +115,7 @@ def packed_hidden(model: LlamaForCausalLM, ids_T: Tensor, pos_T: Tensor, bounds:
         pos_T: positions, int64, restarting with each document.
         bounds: document bounds from 0 to T, on the host.
     """
-    capture = _TrainCapture(bounds, kv_layer=None, device=ids_T.device)
+    capture = _TrainCapture(bounds, layers=(), device=ids_T.device)
     out = model.model(
         input_ids=ids_T[None],
         position_ids=pos_T[None],

@@ -182,8 +182,6 @@ class Target(nn.Module):
         cache.expect(rows.n_B)
         hidden: dict[int, Tensor] = {}
         last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass, want.hidden, hidden)
-        if last_BTE is not None and -1 in want.hidden:
-            hidden[-1] = last_BTE
         if last_BTE is None or want.logits == "none":
             return TargetStep(None, hidden)
         if want.logits == "last":
@@ -199,10 +197,8 @@ class Target(nn.Module):
         ids_T: Tensor,
         pos_T: Tensor,
         bounds: tuple[int, ...],
+        want: Want = Want("none", hidden=(-1,)),  # noqa: B008 (frozen)
         *,
-        kv_layer: int | None = None,
-        hidden: bool = True,
-        stop: bool = False,
         watch: Watch | None = None,
     ) -> PackedStep:
         """One packed row of documents, each seeing only itself, causally. The LM head is not run.
@@ -211,27 +207,23 @@ class Target(nn.Module):
             ids_T: token ids, int64.
             pos_T: rotary positions, int64 (they restart with each document, or carry anchor offsets).
             bounds: document bounds from 0 to T, on the host.
-            kv_layer: layer whose K (after RoPE and k_norm) and V are wanted.
-            hidden: whether the final normed hidden state is wanted.
-            stop: leave once `kv_layer`'s K and V are there; `hidden_TE` is then None.
+            want: hidden states and K and V of any layers, without logits; by default the LM head's input.
             watch: sees every layer's queries, keys and values (that of the layer stopped at too); batch 1.
 
         Raises:
-            ConfigError: `stop` without `kv_layer`, or no such layer.
+            ConfigError: logits are wanted, or what a row that stops early does not reach; no such layer.
             DataError: bounds that do not run from 0 to T.
         """
-        if stop and kv_layer is None:
-            raise ConfigError("packed(stop=True) needs kv_layer: the layer to stop at")
-        self._check(Want("none", (), kv_layer))
+        self._check(want, packed=True)
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(ids_T):
             raise DataError(
                 f"document bounds run from {bounds[:1]} to {bounds[-1:]}, the row has {len(ids_T)} tokens"
             )
-        capture = PackedCapture(tuple(bounds), kv_layer=kv_layer, device=ids_T.device)
-        one_pass = Pass(capture, Causal(), kv_layer if stop else None, watch)
-        last_BTE = self._run(self.embed(ids_T)[None], pos_T[None], one_pass, (), {})
-        hidden_TE = last_BTE[0] if hidden and last_BTE is not None else None
-        return PackedStep(hidden_TE, capture.k_TGD, capture.v_TGD)
+        capture = PackedCapture(tuple(bounds), layers=want.kv, device=ids_T.device)
+        one_pass = Pass(capture, Causal(), want.stop_at_layer, watch)
+        hidden: dict[int, Tensor] = {}
+        self._run(self.embed(ids_T)[None], pos_T[None], one_pass, want.hidden, hidden)
+        return PackedStep({layer: state_BTE[0] for layer, state_BTE in hidden.items()}, capture.kv)
 
     def _inputs(self, rows: Rows) -> Tensor:
         if rows.ids_BT is not None and rows.embeds_BTE is None:
@@ -251,27 +243,40 @@ class Target(nn.Module):
         """The decoder without its LM head; None if the hook left early. Fills `hidden` as far as it gets."""
         try:
             if self.fused is not None:
-                return self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
-            with self._recorded(wanted, hidden):
-                return self.model.model(
-                    inputs_embeds=embeds_BTE, position_ids=pos_BT, use_cache=False, longtrain_pass=one_pass
-                ).last_hidden_state
+                last_BTE = self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
+            else:
+                with self._recorded(wanted, hidden):
+                    last_BTE = self.model.model(
+                        inputs_embeds=embeds_BTE,
+                        position_ids=pos_BT,
+                        use_cache=False,
+                        longtrain_pass=one_pass,
+                    ).last_hidden_state
         except LeaveEarly:
             return None
+        if -1 in wanted:
+            hidden[-1] = last_BTE
+        return last_BTE
 
-    def _check(self, want: Want) -> None:
+    def _check(self, want: Want, *, packed: bool = False) -> None:
+        """Refuse what this target, or this kind of forward, cannot give."""
         n, stop = self.info.n_layers, want.stop_at_layer
-        asked = [layer for layer in want.hidden if layer != -1] + ([] if stop is None else [stop])
-        for layer in asked:
-            if not 0 <= layer < n:
-                raise ConfigError(
-                    f"layer {layer} of a target with {n} layers; allowed: 0..{n - 1} (hidden: -1 too)"
-                )
-        if stop is not None and (want.logits != "none" or any(h == -1 or h >= stop for h in want.hidden)):
-            raise ConfigError(
-                f"Want(stop_at_layer={stop}) with logits={want.logits!r}, hidden={want.hidden}; "
-                f"allowed: logits='none' and hidden states of layers below {stop}"
-            )
+        layers = [*want.kv, *(layer for layer in want.hidden if layer != -1)]
+        late = [layer for layer in want.hidden if layer in (-1, stop)] if stop is not None else []
+        if stop is not None:
+            late += [layer for layer in layers if layer > stop]
+            layers.append(stop)
+        if any(not 0 <= layer < n for layer in layers):
+            allowed = f"layers 0..{n - 1} of a target with {n} (hidden: -1 too)"
+        elif stop is not None and (want.logits != "none" or late):
+            allowed = f"logits='none', hidden states of layers below {stop}, and K and V up to {stop}"
+        elif packed and want.logits != "none":
+            allowed = "logits='none' of a packed row; call Target.head on its hidden[-1]"
+        elif want.kv and not packed:
+            allowed = "kv of a packed row only; other forwards write K and V to their cache"
+        else:
+            return
+        raise ConfigError(f"{want}; allowed: {allowed}")
 
     @contextmanager
     def _recorded(self, layers: tuple[int, ...], hidden: dict[int, Tensor]) -> Iterator[None]:

@@ -37,15 +37,18 @@ class Want:
     """What the caller needs back; anything not asked for is not computed.
 
     Args:
-        logits: of every row, of the last valid row of each sequence, or none.
-        hidden: layer ids whose *output* is wanted (0-based); -1 is the final normed hidden state (the
+        logits: the logits of every row, of the last valid row of each sequence, or none. A packed row has
+            none.
+        hidden: layers whose *output* is wanted (0-based); -1 is the final normed hidden state (the
             LM head's input).
         stop_at_layer: run no further than this layer's K and V (its attention and MLP are skipped).
+        kv: layers whose K and V are wanted (0-based) of a packed row; other forwards write theirs to a cache.
     """
 
     logits: Literal["all", "last", "none"] = "last"
     hidden: tuple[int, ...] = ()
     stop_at_layer: int | None = None
+    kv: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,9 @@ class PackedStep:
     """What `Target.packed` gave for one packed row of T tokens.
 
     Args:
-        hidden_TE: final normed hidden state (the LM head's input), or None where it was not asked for.
-        k_TGD: K of the wanted layer, after RoPE (and k_norm), or None.
-        v_TGD: V of the wanted layer, or None.
+        hidden: `hidden[layer]` is a wanted layer's output [T, E]; -1 is the LM head's input.
+        kv: `kv[layer]` is a wanted layer's (k_TGD, v_TGD); K is after RoPE (and k_norm).
     """
 
-    hidden_TE: Tensor | None = None
-    k_TGD: Tensor | None = None
-    v_TGD: Tensor | None = None
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

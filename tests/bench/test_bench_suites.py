@@ -16,6 +16,7 @@ from longtrain.errors import ConfigError
 from longtrain.methods import get
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.targets.loading import random_target
+from longtrain.targets.step import Want
 
 
 def settings(**changes: object) -> draft_memory.Settings:
@@ -67,7 +68,8 @@ def test_the_replayed_pass_gives_the_loss_of_the_real_one() -> None:
     batch = draft_memory._row(48, target.info.vocab_size, seed=3)
     assert spec.objective is not None
     whole = spec.objective(module, target, config)(batch)
-    step = target.packed(batch.ids_T, torch.arange(48), batch.bounds, kv_layer=target.info.n_layers - 1)
+    want = Want("none", hidden=(-1,), kv=(target.info.n_layers - 1,))
+    step = target.packed(batch.ids_T, torch.arange(48), batch.bounds, want)
     replay = spec.objective(module, draft_memory.Replay(target, step), config)(batch)  # type: ignore[arg-type]
     torch.testing.assert_close(replay.total, whole.total, rtol=0, atol=0)
 

@@ -15,7 +15,7 @@ def rows(T=7):
 
 
 def test_documents_see_themselves_and_the_wanted_layer_is_kept():
-    capture = PackedCapture((0, 3, 7), kv_layer=1, device=torch.device("cpu"))
+    capture = PackedCapture((0, 3, 7), layers=(1,), device=torch.device("cpu"))
     q, k, v = rows()
     for layer in range(3):
         capture.write(layer, k + layer, v + layer)
@@ -23,13 +23,13 @@ def test_documents_see_themselves_and_the_wanted_layer_is_kept():
     visible = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool().tril()[None]
     expected, _ = reference.masked_attention(q, k + 2, v + 2, visible, scale=0.3)
     torch.testing.assert_close(out, expected)
-    assert torch.equal(capture.k_TGD, (k + 1)[0].transpose(0, 1))
-    assert torch.equal(capture.v_TGD, (v + 1)[0].transpose(0, 1))
+    assert torch.equal(capture.kv[1][0], (k + 1)[0].transpose(0, 1))
+    assert torch.equal(capture.kv[1][1], (v + 1)[0].transpose(0, 1))
     assert capture.bytes() == 2 * 7 * 2 * 8 * 8
 
 
 def test_what_a_packed_row_cannot_do_is_refused():
-    capture = PackedCapture((0, 7), kv_layer=None, device=torch.device("cpu"))
+    capture = PackedCapture((0, 7), layers=(), device=torch.device("cpu"))
     q, k, v = rows()
     with pytest.raises(ConflictError, match="prefix"):
         capture.commit(None, torch.ones(1, dtype=torch.int64))

@@ -233,7 +233,7 @@ def test_differences_pair_the_prompts(parts):
 def test_differences_from_plain_decoding_are_judged_by_their_gap(target):
     prompt = list(range(1, 30))
     with torch.no_grad():
-        hidden = target.packed(torch.tensor(prompt), torch.arange(29), (0, 29)).hidden_TE[-1]
+        hidden = target.packed(torch.tensor(prompt), torch.arange(29), (0, 29)).hidden[-1][-1]
         ranked = target.head(hidden).sort(descending=True)
     best, second, last = ranked.indices[[0, 1, -1]].tolist()
     gap = float(ranked.values[0] - ranked.values[1])

@@ -74,7 +74,7 @@ def test_bits_per_byte_is_that_of_one_forward_where_one_window_is_enough(target)
     text = TEXT[:700]
     ids_T = torch.tensor(target.tokenizer.encode(text))
     with torch.no_grad():
-        hidden_TE = target.packed(ids_T, torch.arange(len(ids_T)), (0, len(ids_T))).hidden_TE
+        hidden_TE = target.packed(ids_T, torch.arange(len(ids_T)), (0, len(ids_T))).hidden[-1]
         nats = torch.nn.functional.cross_entropy(target.head(hidden_TE[:-1]), ids_T[1:], reduction="sum")
     got = bits_per_byte(target, [text, text], window=1024)
     assert got["bytes"] == 1400 and got["tokens"] == 2 * (len(ids_T) - 1)

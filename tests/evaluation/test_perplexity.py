@@ -54,7 +54,7 @@ def test_the_full_cache_gives_what_one_forward_of_each_window_gives(target, rows
     found = measure(target, Parts(), contexts, scored=scored, rows=rows)
     for one, context, tokens in zip(found, contexts, scored, strict=True):
         ids = torch.tensor([*context, *tokens])
-        hidden = target.packed(ids, torch.arange(len(ids)), (0, len(ids))).hidden_TE
+        hidden = target.packed(ids, torch.arange(len(ids)), (0, len(ids))).hidden[-1]
         logits = target.head(hidden)[len(context) - 1 : -1]
         wanted = cross_entropy(logits, ids[len(context) :], reduction="sum")
         assert one.nats == pytest.approx(float(wanted), rel=1e-12)

@@ -63,6 +63,18 @@ def test_the_product_is_that_of_the_written_out_weights(features, bias):
     assert not list(layer.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_bf16_bias_is_added_to_any_input(dtype):
+    """A layer of a bf16 target is the reference for its kernel in fp32, so its input may be wider."""
+    source = nn.Linear(64, 16, dtype=torch.bfloat16).requires_grad_(False)
+    layer, x = Int4Linear(source, 32), torch.randn(3, 64).to(dtype)
+    weight = written_out(layer.codes, layer.table, dtype)
+    got = layer(x)
+    assert got.dtype == dtype and torch.equal(got, linear(x, weight, source.bias.to(dtype)))
+    gate, up = got.chunk(2, -1)
+    assert torch.equal(layer.swiglu(x), silu(gate) * up)
+
+
 def test_layers_joined():
     """They give their outputs side by side, share the weights and can have them back."""
     sources = [nn.Linear(64, features, bias=True) for features in (16, 24)]

@@ -8,6 +8,7 @@ import torch
 from longtrain.cache.base import Causal, Tree
 from longtrain.errors import ConfigError, DataError
 from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES as SHAPE_TABLE
 from longtrain.targets.step import Rows, Want
 
 SHAPES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
@@ -119,38 +120,67 @@ def test_packed_equals_each_document_alone(target):
     bounds = (0, 5, 6, 17)
     ids_T = random_ids(17)
     pos_T = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
-    packed = target.packed(ids_T, pos_T, bounds, kv_layer=1)
+    packed = target.packed(ids_T, pos_T, bounds, Want("none", hidden=(-1,), kv=(1,)))
+    k_TGD, v_TGD = packed.kv[1]
     for start, stop in pairwise(bounds):
         doc = slice(start, stop)
         expected = stock_logits(target, ids_T[doc])
-        torch.testing.assert_close(target.head(packed.hidden_TE[doc]), expected, **CLOSE)
+        torch.testing.assert_close(target.head(packed.hidden[-1][doc]), expected, **CLOSE)
         cache, _ = prefill(target, ids_T[None, doc], torch.tensor([stop - start]))
         stored = cache.k_LBGSD[1, 0, :, : stop - start].transpose(0, 1)
-        torch.testing.assert_close(packed.k_TGD[doc], stored, **CLOSE)
+        torch.testing.assert_close(k_TGD[doc], stored, **CLOSE)
         stored = cache.v_LBGSD[1, 0, :, : stop - start].transpose(0, 1)
-        torch.testing.assert_close(packed.v_TGD[doc], stored, **CLOSE)
+        torch.testing.assert_close(v_TGD[doc], stored, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_packed_row_gives_any_layers_as_separate_forwards_do(fused):
+    """Three hidden states and two layers' K and V at once, as a draft of several layers needs them."""
+    four = random_target({**SHAPE_TABLE["llama_micro"], "num_hidden_layers": 4}, dtype="float64")
+    if fused:
+        four.fuse()
+    bounds, ids_T = (0, 5, 17), random_ids(17)
+    pos_T = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
+    packed = four.packed(ids_T, pos_T, bounds, Want("none", hidden=(0, 2, -1), kv=(1, 3)))
+    assert set(packed.hidden) == {0, 2, -1} and set(packed.kv) == {1, 3}
+    for start, stop in pairwise(bounds):
+        doc, n_B = slice(start, stop), torch.tensor([stop - start])
+        cache = four.new_cache(1, 32, 0)
+        rows = Rows(pos_T[None, doc], ids_T[None, doc])
+        alone = four(rows, cache, want=Want("none", hidden=(0, 2, -1)))
+        cache.commit(None, n_B)
+        for layer, hidden_TE in packed.hidden.items():
+            torch.testing.assert_close(hidden_TE[doc], alone.hidden[layer][0], **CLOSE)
+        for layer, kv in packed.kv.items():
+            for mine_TGD, stored_LBGSD in zip(kv, (cache.k_LBGSD, cache.v_LBGSD), strict=True):
+                stored_TGD = stored_LBGSD[layer, 0, :, : stop - start].transpose(0, 1)
+                torch.testing.assert_close(mine_TGD[doc], stored_TGD, **CLOSE)
+    first = four.packed(ids_T, pos_T, bounds, Want("none", hidden=(0,), kv=(1, 2), stop_at_layer=2))
+    assert set(first.hidden) == {0} and torch.equal(first.hidden[0], packed.hidden[0])
+    assert torch.equal(first.kv[1][0], packed.kv[1][0])
 
 
 @torch.no_grad()
 def test_stopping_at_a_layer_gives_the_same_keys_and_runs_nothing_after(target):
     ids_T, pos_T = random_ids(8), torch.arange(8)
-    whole = target.packed(ids_T, pos_T, (0, 8), kv_layer=1)
+    whole = target.packed(ids_T, pos_T, (0, 8), Want("none", hidden=(-1,), kv=(1,)))
     ran = []
     handles = [target.model.model.layers[1].mlp.register_forward_hook(lambda *_: ran.append("mlp"))]
     handles.append(target.model.model.norm.register_forward_hook(lambda *_: ran.append("norm")))
     try:
-        early = target.packed(ids_T, pos_T, (0, 8), kv_layer=1, stop=True)
+        early = target.packed(ids_T, pos_T, (0, 8), Want("none", stop_at_layer=1, kv=(1,)))
         cache = target.new_cache(1, 16, 0)
         target(Rows(pos_T[None], ids_T[None]), cache, want=Want("none", stop_at_layer=1))
     finally:
         for handle in handles:
             handle.remove()
     assert ran == []
-    assert early.hidden_TE is None
-    assert torch.equal(early.k_TGD, whole.k_TGD) and torch.equal(early.v_TGD, whole.v_TGD)
-    torch.testing.assert_close(cache.k_LBGSD[1, 0, :, :8].transpose(0, 1), whole.k_TGD, **CLOSE)
+    assert not early.hidden
+    assert all(torch.equal(x, y) for x, y in zip(early.kv[1], whole.kv[1], strict=True))
+    torch.testing.assert_close(cache.k_LBGSD[1, 0, :, :8].transpose(0, 1), whole.kv[1][0], **CLOSE)
     after = target.packed(ids_T, pos_T, (0, 8))  # leaving early leaves nothing behind
-    assert torch.equal(after.hidden_TE, whole.hidden_TE)
+    assert torch.equal(after.hidden[-1], whole.hidden[-1])
 
 
 @torch.no_grad()
@@ -203,7 +233,7 @@ def test_gradients_flow_through_a_packed_row_to_its_embeddings(llama, monkeypatc
     """Needed by whoever trains soft tokens; no in-place write of a cache may stand in the way."""
     leaf = llama.embed(random_ids(5)).clone().requires_grad_()
     monkeypatch.setattr(type(llama), "embed", lambda self, ids: leaf)
-    hidden_TE = llama.packed(random_ids(5), torch.arange(5), (0, 5)).hidden_TE
+    hidden_TE = llama.packed(random_ids(5), torch.arange(5), (0, 5)).hidden[-1]
     (grad,) = torch.autograd.grad(hidden_TE[3].sum(), leaf)
     assert grad[:4].abs().sum(-1).min() > 0 and not grad[4].any()
 
@@ -216,6 +246,7 @@ def test_gradients_flow_through_a_packed_row_to_its_embeddings(llama, monkeypatc
         Want("none", (1,), 1),
         Want("none", (2,)),
         Want("none", stop_at_layer=9),
+        Want("none", kv=(0,)),
     ],
 )
 def test_wants_that_cannot_be_had_are_refused(llama, want):
@@ -228,8 +259,9 @@ def test_packed_rows_that_make_no_sense_are_refused(llama):
     ids_T, pos_T = random_ids(4), torch.arange(4)
     with pytest.raises(DataError, match="4 tokens"):
         llama.packed(ids_T, pos_T, (0, 3))
-    with pytest.raises(ConfigError, match="kv_layer"):
-        llama.packed(ids_T, pos_T, (0, 4), stop=True)
+    for want in (Want(), Want("none", kv=(-1,)), Want("none", kv=(1,), stop_at_layer=0)):
+        with pytest.raises(ConfigError, match="allowed"):
+            llama.packed(ids_T, pos_T, (0, 4), want)
 
 
 def test_a_model_called_past_its_target_says_so(llama):
@@ -287,6 +319,7 @@ before = snapshot()
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 masks = set(ALL_MASK_ATTENTION_FUNCTIONS)
 from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES as SHAPE_TABLE
 random_target("llama_micro")
 after = snapshot()
 changed = [k for k in after if callable(after[k]) and before.get(k) is not after[k]]
@@ -304,8 +337,8 @@ def test_on_a_gpu_bf16_stays_near_the_cpu(shape):
     far = random_target(shape, dtype="bfloat16", device="cuda")
     far.load_state_dict(near.state_dict())
     ids_T, pos_T = random_ids(40), torch.cat([torch.arange(25), torch.arange(15)])
-    packed = near.packed(ids_T, pos_T, (0, 25, 40)).hidden_TE
-    other = far.packed(ids_T.cuda(), pos_T.cuda(), (0, 25, 40)).hidden_TE.float().cpu()
+    packed = near.packed(ids_T, pos_T, (0, 25, 40)).hidden[-1]
+    other = far.packed(ids_T.cuda(), pos_T.cuda(), (0, 25, 40)).hidden[-1].float().cpu()
     assert (packed - other).norm() <= 0.05 * packed.norm()
     cache = far.new_cache(1, 40, 0)
     for row in range(25):

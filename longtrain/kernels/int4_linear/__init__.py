@@ -149,7 +149,8 @@ class Int4Linear(nn.Module):
         out = self._small(x, add, gated=False)
         if out is not None:
             return out
-        out = linear(x, written_out(self.codes, self.table, x.dtype)[: self.features], self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        out = linear(x, written_out(self.codes, self.table, x.dtype)[: self.features], bias)
         return out if residual is None else out + residual
 
     def swiglu(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from longtrain.errors import ConfigError
 from longtrain.losses import IGNORE, fused_linear_ce, fused_linear_kl, greedy_hits
 from longtrain.methods.longspec import indices
 from longtrain.methods.spec import Loss, Objective
+from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
@@ -127,10 +128,9 @@ class LongSpecObjective(Objective):
 
     @torch.no_grad()
     def _target(self, batch: Batch, pos_T: Tensor) -> PackedStep:
-        kl = self.config.objective == "kl"
-        return self.target.packed(
-            batch.ids_T, pos_T, batch.bounds, kv_layer=self.kv_layer, hidden=kl, stop=not kl
-        )
+        kl, layer = self.config.objective == "kl", self.kv_layer
+        want = Want("none", (-1,) if kl else (), None if kl else layer, kv=(layer,))
+        return self.target.packed(batch.ids_T, pos_T, batch.bounds, want)
 
     def _draft(self, row: _Row, start: int, stop: int) -> Tensor:
         """The draft's LM-head input for rows start..stop."""
@@ -139,18 +139,15 @@ class LongSpecObjective(Objective):
         with torch.no_grad():
             embed_RE = self.target.embed(row.batch.ids_T[part])
             cos_BRD, sin_BRD = self.target.rope(row.pos_T[None, part])
-        kv = None
-        if row.step.k_TGD is not None and row.step.v_TGD is not None:
-            kv = (row.step.k_TGD, row.step.v_TGD)
-        return self.module(embed_RE, (cos_BRD[0], sin_BRD[0]), kv, chunk)
+        return self.module(embed_RE, (cos_BRD[0], sin_BRD[0]), row.step.kv[self.kv_layer], chunk)
 
     def _loss(self, row: _Row, hidden_WE: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of these rows, and where the draft's argmax is right."""
         head_VE, weights = self.target.head_weight, row.batch.weights_T
         after = slice(rows.start + 1, rows.stop + 1) if isinstance(rows, slice) else rows + 1
         weights_W = None if weights is None else weights[after]
-        if row.step.hidden_TE is not None:
-            return fused_linear_kl(hidden_WE, row.step.hidden_TE[rows], head_VE, weights_T=weights_W)
+        if -1 in row.step.hidden:
+            return fused_linear_kl(hidden_WE, row.step.hidden[-1][rows], head_VE, weights_T=weights_W)
         labels_W = row.batch.ids_T[after]
         loss = fused_linear_ce(hidden_WE, head_VE, labels_W, weights_T=weights_W)
         return loss, greedy_hits(hidden_WE.detach(), head_VE, labels_W)
@@ -172,7 +169,6 @@ class LongSpecObjective(Objective):
         vanilla_T = indices.positions(batch.bounds).to(device)
         sums = []
         for pos_T in (row.pos_T, vanilla_T):
-            hidden_TE = self.target.packed(batch.ids_T, pos_T, batch.bounds).hidden_TE
-            assert hidden_TE is not None
+            hidden_TE = self.target.packed(batch.ids_T, pos_T, batch.bounds).hidden[-1]
             sums.append(fused_linear_ce(hidden_TE, self.target.head_weight, labels_T))
         return sums[0] - sums[1], torch.full((), len(rows), device=device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from longtrain.methods.longspec.indices import make_chunk, positions
+from longtrain.targets.step import Want
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,8 +85,9 @@ def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
     gen = torch.Generator().manual_seed(0)
     ids_T = torch.randint(target.info.vocab_size, (bounds[1],), generator=gen).to(target.device)
     pos_T = positions(bounds).to(target.device)
-    step = target.packed(ids_T, pos_T, bounds, kv_layer=config.kv_source_layer % target.info.n_layers)
-    assert step.hidden_TE is not None and step.k_TGD is not None and step.v_TGD is not None
+    layer = config.kv_source_layer % target.info.n_layers
+    step = target.packed(ids_T, pos_T, bounds, Want("none", hidden=(-1,), kv=(layer,)))
+    k_TGD, v_TGD = step.kv[layer]
     here = draft.input_layernorm.weight
     cos_BTD, sin_BTD = target.rope(pos_T[None])
     stream = cross = torch.ones(())
@@ -108,13 +110,13 @@ def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
         hidden_TE = draft(
             target.embed(ids_T).to(here),
             (cos_BTD[0].to(here), sin_BTD[0].to(here)),
-            (step.k_TGD.to(here), step.v_TGD.to(here)),
+            (k_TGD.to(here), v_TGD.to(here)),
             make_chunk(bounds, [1], *bounds, window=config.window),
         )
     finally:
         for handle in handles:
             handle.remove()
-    parts = (stream, cross, hidden_TE, step.hidden_TE)
+    parts = (stream, cross, hidden_TE, step.hidden[-1])
     return _Sizes(*(float(part.float().pow(2).mean().sqrt()) for part in parts))
 
 

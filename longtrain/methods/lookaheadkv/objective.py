@@ -16,6 +16,7 @@ from longtrain.methods.lookaheadkv.rows import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import Sample, Truth, moved, positions, prompt_ids, samples
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.spec import Loss, Objective
+from longtrain.targets.step import Want
 from longtrain.targets.suffix import SuffixRun
 
 if TYPE_CHECKING:
@@ -112,9 +113,7 @@ class LookaheadObjective(Objective):
         """Prompts and responses through the target, as far as the last layer's K and V."""
         pos_T = moved(positions(batch.bounds), batch.ids_T.device)
         last = self.target.info.n_layers - 1
-        self.target.packed(
-            batch.ids_T, pos_T, batch.bounds, kv_layer=last, hidden=False, stop=True, watch=truth
-        )
+        self.target.packed(batch.ids_T, pos_T, batch.bounds, Want("none", stop_at_layer=last), watch=truth)
 
 
 class _Divergence:

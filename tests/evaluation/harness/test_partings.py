@@ -88,7 +88,7 @@ def test_a_gap_is_that_of_the_logits_where_texts_part(session, half):
     example = next(e for e in made.suite.tasks[0].examples() if e.id == "copy-1")
     ids = made.suite.tasks[0].encode(example, half.tokenizer, max_tokens=100).ids
     text = torch.tensor([*ids, *record.turns[0].tokens[:3]])
-    hidden = half.packed(text, torch.arange(len(text)), (0, len(text))).hidden_TE[-1]
+    hidden = half.packed(text, torch.arange(len(text)), (0, len(text))).hidden[-1][-1]
     logits = hidden.float() @ half.head_weight.float().T
     worst = int(logits.argmin())
     want = float(logits.max() - logits.min())

@@ -65,7 +65,7 @@ def test_the_full_cache_is_plain_sliding_perplexity(target, text):
         window = ids[begin:end]
         labels = window.clone()
         labels[: -(end - previous)] = -100
-        hidden = target.packed(window, torch.arange(len(window)), (0, len(window))).hidden_TE
+        hidden = target.packed(window, torch.arange(len(window)), (0, len(window))).hidden[-1]
         nats += float(cross_entropy(target.head(hidden)[:-1], labels[1:], reduction="sum"))
         tokens += int((labels[1:] != -100).sum())
         previous = end

@@ -15,6 +15,7 @@ from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.spec import SPEC
+from longtrain.targets.step import Want
 
 LENGTHS = [37, 3, 90, 1, 2, 61]
 
@@ -99,8 +100,8 @@ def test_labels_are_the_next_tokens_and_rows_without_keys_count(llama, make_draf
     chunk = indices.make_chunk((0, 3), [5], 0, 3, window=5)
     assert chunk.spans == ((0, 0),)
     cos, sin = llama.rope(torch.arange(3)[None])
-    step = llama.packed(batch.ids_T, torch.arange(3), (0, 3), kv_layer=1)
-    hidden = draft(llama.embed(batch.ids_T), (cos[0], sin[0]), (step.k_TGD, step.v_TGD), chunk)
+    kv = llama.packed(batch.ids_T, torch.arange(3), (0, 3), Want("none", kv=(1,))).kv[1]
+    hidden = draft(llama.embed(batch.ids_T), (cos[0], sin[0]), kv, chunk)
     want = functional.cross_entropy(llama.head(hidden[:2]), batch.ids_T[1:], reduction="sum")
     torch.testing.assert_close(loss.total, want)
     assert loss.tokens == 2
@@ -176,7 +177,7 @@ def test_guard_is_the_targets_own_loss_under_offsets(llama, make_draft, make_bat
     offsets = indices.draw_offsets([20, 30], usable=500, seed=6)
 
     def own_loss(pos):
-        hidden = llama.packed(batch.ids_T, pos, batch.bounds).hidden_TE
+        hidden = llama.packed(batch.ids_T, pos, batch.bounds).hidden[-1]
         rows = batch.loss_mask_T.nonzero()[:, 0] - 1
         return functional.cross_entropy(llama.head(hidden[rows]), batch.ids_T[rows + 1], reduction="sum")
 

@@ -21,7 +21,7 @@ from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Rows, TargetStep
+from longtrain.targets.step import Rows, TargetStep, Want
 
 WINDOW = 6
 CONFIG = Config(window=WINDOW)
@@ -33,11 +33,12 @@ def trained_law(draft, target, tokens, depth, window=WINDOW):
     """What training makes of the last of these tokens, seen as a node at this depth: probabilities."""
     ids, n = torch.tensor(tokens), len(tokens)
     pos = indices.positions((0, n))
-    step = target.packed(ids, pos, (0, n), kv_layer=target.info.n_layers - 1)
+    last = target.info.n_layers - 1
+    kv = target.packed(ids, pos, (0, n), Want("none", kv=(last,))).kv[last]
     chunk = indices.make_chunk((0, n), [depth + 1], n - 1, n, window=window)
     part = slice(chunk.halo, n)
     cos, sin = target.rope(pos[None, part])
-    hidden = draft(target.embed(ids[part]), (cos[0], sin[0]), (step.k_TGD, step.v_TGD), chunk)
+    hidden = draft(target.embed(ids[part]), (cos[0], sin[0]), kv, chunk)
     return target.head(hidden)[0].softmax(-1)
 
 
@@ -121,10 +122,10 @@ def test_anchor_offset_moves_nothing_but_positions(llama, make_draft):
     ids = torch.arange(2, 32)
 
     def hidden(pos):
-        step = llama.packed(ids, pos, (0, 30), kv_layer=1)
+        kv = llama.packed(ids, pos, (0, 30), Want("none", kv=(1,))).kv[1]
         cos, sin = llama.rope(pos[None])
         chunk = indices.make_chunk((0, 30), [2], 0, 30, window=WINDOW)
-        return draft(llama.embed(ids), (cos[0], sin[0]), (step.k_TGD, step.v_TGD), chunk)
+        return draft(llama.embed(ids), (cos[0], sin[0]), kv, chunk)
 
     vanilla = hidden(indices.positions((0, 30)))
     moved = hidden(indices.positions((0, 30), offsets=[50], anchors=0))
