@@ -85,6 +85,11 @@ Counts = Annotated[
 ]
 
 
+def between(low: float, high: float, kind: type = float) -> Any:
+    """The annotation of a number from `low` to `high`, both included; `kind` may be `int`."""
+    return Annotated[kind, Field(ge=low, le=high)]  # type: ignore[valid-type]
+
+
 def one_of(names: Iterable[str]) -> Any:
     """The annotation of a text that is one of some names."""
     return Literal[tuple(names)]  # type: ignore[return-value]

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from longtrain.errors import ConfigError
 from longtrain.evaluation.longbench.files import read_tasks
 from longtrain.evaluation.longbench.templates import TEMPLATES
-from longtrain.evaluation.metrics.classification import classification
-from longtrain.evaluation.metrics.code import edit_similarity
-from longtrain.evaluation.metrics.counting import count, retrieval
-from longtrain.evaluation.metrics.f1 import token_f1
+from longtrain.evaluation.metrics.longbench import classification, count, edit_similarity, retrieval, token_f1
 from longtrain.evaluation.metrics.rouge import rouge_l
 from longtrain.evaluation.task import Example, Task
 

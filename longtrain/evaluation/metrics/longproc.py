@@ -6,7 +6,7 @@ import csv
 import re
 from dataclasses import dataclass
 
-from longtrain.evaluation.metrics.f1 import without_articles
+from longtrain.evaluation.metrics.longbench import without_articles
 
 FENCED = re.compile(r"```tsv([\s\S]*)```")
 MISSING = "N/A"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from longtrain.evaluation.metrics.classification import classification
+from longtrain.evaluation.metrics.longbench import classification
 
 TREC = (
     *("Food", "Date", "Order, rank", "Speed", "Disease and medicine", "Word with a special property"),

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from longtrain.evaluation.metrics.code import edit_similarity, first_code_line, percent_alike
+from longtrain.evaluation.metrics.longbench import edit_similarity, first_code_line, percent_alike
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it recommends python-Levenshtein, which gives other values

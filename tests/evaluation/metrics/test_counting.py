@@ -6,7 +6,7 @@ import re
 import pytest
 
 from longtrain.errors import DataError
-from longtrain.evaluation.metrics.counting import count, retrieval
+from longtrain.evaluation.metrics.longbench import count, retrieval
 
 PIECES = (
     "1",

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from longtrain.evaluation.metrics.f1 import token_f1
+from longtrain.evaluation.metrics.longbench import token_f1
 
 
 def official(prediction: str, ground_truth: str) -> float:
