@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any
 
 from longtrain import files, provenance
+from longtrain.bench.clock import gib, spread
+from longtrain.costs.hardware import GIB
 
-GIB = 2**30
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile of some measurements."""
-    if len(values) == 1:
-        return {"median": values[0], "p10": values[0], "p90": values[0]}
-    tenths = quantiles(values, n=10, method="inclusive")
-    return {"median": median(values), "p10": tenths[0], "p90": tenths[-1]}
+__all__ = ["GIB", "gib", "shorter", "spread", "table", "write"]
 
 
 def write(folder: Path, name: str, *, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -40,11 +33,6 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     body = [[_cell(_find(row, key)) for key in columns.values()] for row in rows]
     lines = [list(columns), ["---"] * len(columns), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def gib(size: int | None) -> float | None:
-    """Bytes as GiB."""
-    return None if size is None else size / GIB
 
 
 def _find(row: Mapping[str, Any], key: str) -> Any:

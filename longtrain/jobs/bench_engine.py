@@ -1,4 +1,4 @@
-"""`longtrain bench suite=engine` and `suite=roofline`: decoding as it is, and as it can be at best."""
+"""`longtrain bench suite=engine`: decoding as it is."""
 
 from __future__ import annotations
 
@@ -60,40 +60,6 @@ def engine_rows(cfg: DictConfig) -> list[dict[str, Any]]:
             prompts = (_random_ids if suite.shape else _stretches)(target, length, batch)
             rows.append(engine.measure(target, parts, prompts, settings))
     return rows
-
-
-def roofline_rows(cfg: DictConfig) -> list[dict[str, Any]]:
-    """The analytic model over lengths and batch sizes.
-
-    Raises:
-        ConfigError: no such device or shape, bits other than 16, 8 and 4, no length or no batch size.
-    """
-    from longtrain.costs import roofline
-    from longtrain.costs.hardware import GPUS
-    from longtrain.costs.model import Sizes
-
-    suite = cfg.suite
-    keys = bench_rows.keys_of(plain(suite.shape))
-    if suite.gpu not in GPUS:
-        raise ConfigError(f"suite.gpu={suite.gpu}; known: {', '.join(GPUS)}")
-    bits = [convert(suite[key], int, f"suite.{key}") for key in ("weight_bits", "kv_bits")]
-    for key, value in zip(("weight_bits", "kv_bits"), bits, strict=True):
-        if value not in (16, 8, 4):
-            raise ConfigError(f"suite.{key}={value}; allowed: 16, 8, 4")
-    return roofline.table(
-        Sizes.of_keys(keys),
-        GPUS[suite.gpu],
-        batches=bench_rows.batches_of(cfg),
-        contexts=bench_rows.lengths_of(cfg),
-        tokens=at_least(suite.generated_tokens, 1, "suite.generated_tokens"),
-        width=roofline.Width(*bits),
-    )
-
-
-def roofline_of(cfg: DictConfig) -> str:
-    """Whose roofline it is, for people: shape and GPU."""
-    shape = cfg.suite.shape if isinstance(cfg.suite.shape, str) else "the given shape"
-    return f"{shape} on {cfg.suite.gpu}"
 
 
 def _random_target(cfg: DictConfig) -> Target:

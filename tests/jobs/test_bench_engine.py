@@ -55,7 +55,11 @@ def test_the_roofline_is_a_table(composed, tmp_path, capsys):
     assert found["decode", 131072]["kv_gb"] == pytest.approx(17.2 / 3.76, rel=0.01)
     assert found["decode", 1024]["attention_share"] < 0.02 < 0.2 < found["decode", 131072]["attention_share"]
     said = capsys.readouterr().out
-    assert "| attention's share |" in said and "llama31_8b on H200; wrote " in said
+    assert (
+        "| attention's share |" in said
+        and "llama31_8b on H200" in said
+        and "wrote roofline.json, roofline.md in " in said
+    )
 
 
 @pytest.mark.parametrize(

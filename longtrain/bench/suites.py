@@ -1,0 +1,188 @@
+"""The suites of `longtrain bench`, and what each of them says about itself.
+
+A suite is a module with a constant `BENCH`; the job reads its settings, runs it, keeps its rows and shows
+them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longtrain.costs.hardware import Gpu, gpu_called
+from longtrain.costs.model import Sizes
+from longtrain.decoding.control import Menu
+from longtrain.decoding.roles import TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
+from longtrain.settings import AUTO, read
+from longtrain.tables import of_rows
+from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
+from longtrain.targets.shapes import SHAPES
+
+SUITES = {
+    "roofline": "roofline",
+}
+"""`suite=NAME` -> module of `longtrain.bench` that holds its `BENCH`."""
+
+Row = dict[str, Any]
+"""One measurement; its keys are those of the JSON file."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a suite may know of the command line beside its own keys.
+
+    Args:
+        device: the device to measure on.
+        seed: the seed of weights, tokens and coins.
+        dtype: `target.dtype`.
+        method: the keys of `method`, its name among them; None where no method is chosen.
+        artifact: the name or folder of `artifact`; None where there is none.
+        home: the folder that artifacts are looked up in.
+        sampling: how tokens are drawn, as `decode` says.
+        drafting: gives the shape, or the shapes to choose among, that `decode` says.
+        load_target: gives the target that `target` names; its argument is taken where `target.path` is not
+            set.
+    """
+
+    device: torch.device
+    seed: int = 0
+    dtype: str = AUTO
+    method: Mapping[str, Any] | None = None
+    artifact: str | None = None
+    home: Path = Path()
+    sampling: Sampling = field(default_factory=Sampling)
+    drafting: Callable[[], TreeShape | Menu] = lambda: TreeShape(())
+    load_target: Callable[[str | None], Target] | None = None
+
+    @property
+    def cuda(self) -> bool:
+        """Whether a GPU is measured."""
+        return self.device.type == "cuda"
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The data sheet of the device; None for a CPU and for an unknown GPU."""
+        return gpu_called(torch.cuda.get_device_name(self.device)) if self.cuda else None
+
+    @property
+    def device_name(self) -> str:
+        """What CUDA calls the device, or `CPU`."""
+        return torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
+
+    def random_target(
+        self, shape: str | Mapping[str, Any], *, dtype: str | None = None, fused: bool = True
+    ) -> Target:
+        """A target with random weights on the device.
+
+        Args:
+            shape: a name of `targets.shapes.SHAPES`, or the keys of a `config.json`.
+            dtype: of its weights; None: `target.dtype`.
+            fused: whether its decoding layers are joined on CUDA, as in generation.
+        """
+        keys = shape if isinstance(shape, str) else dict(shape)
+        target = random_target(keys, seed=self.seed, dtype=dtype or self.dtype, device=self.device)
+        return target.fuse() if fused and self.cuda else target
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A suite of `longtrain bench`.
+
+    Args:
+        settings: a dataclass whose fields are the suite's keys, with annotations for `longtrain.settings`.
+        run: measures; rows come as they are ready. What is wrong in the settings is told before the first.
+        columns: heading -> key of a row, for the table; a dotted key reaches into a mapping.
+        auto: key -> what `auto` stands for on CUDA, and elsewhere.
+        group: the mapping within `suite` that holds the keys; empty: `suite` itself.
+        report: what is shown and written as Markdown, where it is more than one table of all rows.
+        pictures: gives PNGs by the names of their files.
+    """
+
+    settings: type
+    run: Callable[[Any, Context], Iterator[Row]]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    auto: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    group: str = ""
+    report: Callable[[Sequence[Row], Any, Context], str] | None = None
+    pictures: Callable[[Sequence[Row]], dict[str, bytes]] | None = None
+
+    def read(self, suite: Mapping[str, Any], context: Context) -> Any:
+        """The suite's settings, `auto` settled by the device.
+
+        Raises:
+            ConfigError: a key is not known, or its value is not allowed.
+        """
+        given = suite[self.group] if self.group else suite
+        values = {
+            key: self.auto[key][0 if context.cuda else 1] if value == AUTO and key in self.auto else value
+            for key, value in given.items()
+        }
+        return read(self.settings, values, f"suite.{self.group}".rstrip("."), ignore=("name",))
+
+    def table(self, rows: Sequence[Row], settings: Any, context: Context) -> str:
+        """The rows for people, in Markdown."""
+        return self.report(rows, settings, context) if self.report else of_rows(rows, self.columns)
+
+
+def bench_of(name: str) -> Bench:
+    """The suite of a name.
+
+    Raises:
+        ConfigError: there is no such suite.
+    """
+    if name not in SUITES:
+        raise ConfigError(f"bench has no suite '{name}'; known: {', '.join(SUITES)}")
+    found: Bench = importlib.import_module(f"longtrain.bench.{SUITES[name]}").BENCH
+    return found
+
+
+def brief(row: Mapping[str, Any]) -> str:
+    """A row's numbers and names in one line: medians of what was measured more than once."""
+    words = []
+    for key, value in row.items():
+        value = value.get("median", value.get("ms", {}).get("median")) if isinstance(value, dict) else value
+        if isinstance(value, int | float | str):
+            words.append(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}")
+    return " ".join(words)
+
+
+SIZE_KEYS = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size",
+    "vocab_size",
+)  # fmt: skip
+"""What a shape given as a mapping must have; `head_dim` may be left out."""
+
+
+def shape_keys(shape: str | Mapping[str, Any], key: str = "suite.shape") -> dict[str, Any]:
+    """A shape as the keys of a `config.json`.
+
+    Args:
+        shape: a name of `targets.shapes.SHAPES`, or such keys.
+        key: the key that it was given with, for messages.
+
+    Raises:
+        ConfigError: no such name, or a mapping in which a size is missing or is none.
+    """
+    if isinstance(shape, str):
+        if shape not in SHAPES:
+            raise ConfigError(f"{key}={shape}; known: {', '.join(SHAPES)}")
+        return dict(SHAPES[shape])
+    if missing := [name for name in SIZE_KEYS if name not in shape]:
+        raise ConfigError(f"{key}={shape} lacks {', '.join(missing)}; add them, or pass a name")
+    for name in (*SIZE_KEYS, "head_dim"):
+        value = shape.get(name)
+        if value is None and name == "head_dim":
+            continue
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{key} has {name}={value}; allowed: 1 or more")
+    if Sizes.of_keys(shape).head_dim < 1:
+        raise ConfigError(f"{key}={shape} leaves heads of size 0; add head_dim, or raise hidden_size")
+    return dict(shape)
