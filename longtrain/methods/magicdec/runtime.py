@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longtrain.decoding.control import CHAINS
+from longtrain.decoding.growth import Level, TreeGrowth, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.decoding.rollout import check_chain, rollout
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.magicdec.choice import Choice, First, Scored
@@ -54,6 +54,7 @@ class MagicDecRuntime:
         self.cache: KVCache | None = None
         self._reader: _Reader | None = None
         self._nodes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._growth = TreeGrowth()
 
     def watch_prompts(self, lengths: Sequence[int]) -> _Reader:
         """See `Onlooker`."""
@@ -108,14 +109,16 @@ class MagicDecRuntime:
         rows, cache = self._state()
         self.check_shape(shape)
         view = rows.restart(cache.len_B)
+        pos_JB = cache.len_B + self._growth.depths(shape, root_B.device)[:, None]
 
-        def step(pos_B: Tensor, token_B: Tensor) -> Tensor:
-            out = self.target.forward(Rows(pos_B[:, None], token_B[:, None]), view, want=Want("last"))
+        def logits_of(level: Level) -> Tensor:
+            step_rows = Rows(pos_JB[level.depth, :, None], level.tokens_BM)
+            out = self.target.forward(step_rows, view, want=Want("last"))
             view.commit(None, rows.one_B)
             assert out.logits_BTV is not None
-            return out.logits_BTV[:, -1]
+            return out.logits_BTV
 
-        return rollout(step, root_B, cache.len_B, shape, sampling, coins)
+        return self._growth.grow(logits_of, root_B, cache.len_B, shape, sampling, coins)
 
     def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """See `Onlooker`."""

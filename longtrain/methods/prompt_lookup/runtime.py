@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longtrain.decoding.growth import check_chain
 from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
-from longtrain.decoding.rollout import check_chain
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.decoding.tree import chain
 from longtrain.errors import ConflictError

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from longtrain.cache.hierarchical import DraftView, HierarchicalCache
+from longtrain.decoding.growth import Level, TreeGrowth, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.decoding.rollout import check_chain, rollout
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConflictError
 from longtrain.targets.int4 import Int4Target
@@ -40,6 +40,7 @@ class QuantSpecRuntime:
     def __init__(self, model: Target, *, kv_bits: int) -> None:
         self.model, self.kv_bits = model, kv_bits
         self.view: DraftView | None = None
+        self._growth = TreeGrowth()
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Look at the target's cache.
@@ -70,14 +71,16 @@ class QuantSpecRuntime:
             raise ConflictError("a QuantSpec draft was asked before start(); run it through Engine.generate")
         self.check_shape(shape)
         view.restart()
+        pos_JB = view.len_B + self._growth.depths(shape, root_B.device)[:, None]
 
-        def step(pos_B: Tensor, token_B: Tensor) -> Tensor:
-            out = self.model.forward(Rows(pos_B[:, None], token_B[:, None]), view, want=Want("last"))
+        def logits_of(level: Level) -> Tensor:
+            pos_B = pos_JB[level.depth]
+            out = self.model.forward(Rows(pos_B[:, None], level.tokens_BM), view, want=Want("last"))
             view.commit(None, pos_B)  # all of its rows: the view asks for no count
             assert out.logits_BTV is not None
-            return out.logits_BTV[:, -1]
+            return out.logits_BTV
 
-        return rollout(step, root_B, view.len_B, shape, sampling, coins)
+        return self._growth.grow(logits_of, root_B, view.len_B, shape, sampling, coins)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Nothing to do: what was accepted is in the cache."""

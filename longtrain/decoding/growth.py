@@ -1,0 +1,222 @@
+"""Token trees grown level by level: a draft gives the logits of a level's nodes, and their children follow.
+
+A draft that can give logits of the nodes of one level drafts chains and trees of every shape with this alone.
+Everything here is a fixed number of tensor operations for a given shape: no value is read back to the host.
+
+Shapes: B batch, M nodes of one level, K nodes of the next level, N nodes of the tree, J levels that have
+children, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longtrain.decoding.roles import Law, TokenTree, TreeShape
+from longtrain.decoding.sampling import Coins, Sampling, probs
+from longtrain.decoding.tree import depths
+from longtrain.errors import ConfigError
+from longtrain.kernels.beam import best_continuations
+from longtrain.kernels.greedy import argmax_rows
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one level of a growing tree.
+
+    Args:
+        depth: their distance from the root.
+        first: index of the first of them among the nodes of the tree.
+        tokens_BM: the token of each node.
+        sees_BMN: bool; which of the tree's nodes up to this level each node sees: its ancestors and itself.
+    """
+
+    depth: int
+    first: int
+    tokens_BM: Tensor
+    sees_BMN: Tensor
+
+
+LevelLogits: TypeAlias = Callable[[Level], Tensor]
+"""Gives the draft's logits_BMV of a level's nodes. It is called once a level, root first; a draft with a
+state of its own adds the nodes to it here."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The part of a tree that does not depend on what is drafted.
+
+    Args:
+        depth_N: depth of each node.
+        depth_J: 0, 1, ... for each level but the last.
+        parents_1N: the parents of a chain's nodes; None for other trees.
+        sees_1NN: which nodes a chain's nodes see; None for other trees.
+    """
+
+    depth_N: Tensor
+    depth_J: Tensor
+    parents_1N: Tensor | None
+    sees_1NN: Tensor | None
+
+
+class TreeGrowth:
+    """Grows trees by dynamic beam (POINT) or by independent draws (IID), and chains by either.
+
+    It keeps what depends on a shape alone, so a draft holds one for as long as it lives.
+
+    Source: LongSpec §3.3 and the authors' code (tree by dynamic beam).
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[TreeShape, _Plan] = {}
+
+    def depths(self, shape: TreeShape, device: torch.device) -> Tensor:
+        """The depth of each level that has children, root first: 0, 1, ...; int64_J."""
+        return self._plan(shape, device).depth_J
+
+    def grow(
+        self,
+        logits_of: LevelLogits,
+        root_B: Tensor,
+        pos_B: Tensor,
+        shape: TreeShape,
+        sampling: Sampling,
+        coins: Coins,
+    ) -> TokenTree:
+        """Draft level by level below the root.
+
+        POINT: the best `width` children by cumulative log-probability over all nodes of the level above,
+        whoever their parents are. IID: children are dealt to the parents evenly, before they are drawn.
+
+        Args:
+            logits_of: the draft's logits of one level's nodes.
+            root_B: the last token of each text.
+            pos_B: the root's position.
+            shape: widths of the levels, and how children are chosen (`check_shape`).
+            sampling: processors of the law that tokens are drawn from.
+            coins: source of randomness, keyed by the position of the token that is drawn.
+        """
+        plan = self._plan(shape, root_B.device)
+        if plan.parents_1N is not None:
+            return _chain(logits_of, root_B, pos_B, shape, plan, sampling, coins)
+        B, N = len(root_B), shape.n_nodes
+        tokens_BN = root_B[:, None].expand(B, N).clone()
+        parents_BN = torch.full_like(tokens_BN, -1)
+        sees_BNN = torch.eye(N, dtype=torch.bool, device=root_B.device).repeat(B, 1, 1)
+        score_BM = torch.zeros(B, 1, device=root_B.device)
+        laws: list[Tensor] = []
+        first, last = 0, 1
+        for depth, width in enumerate(shape.widths):
+            level = slice(first, last)
+            logits_BMV = logits_of(Level(depth, first, tokens_BN[:, level], sees_BNN[:, level, :last]))
+            if shape.law is Law.POINT:
+                temperature = sampling.temperature or 1.0  # continuations rank as the target's law ranks them
+                tokens, parents, score_BM = best_continuations(logits_BMV, score_BM, width, temperature)
+            else:
+                laws.append(probs(logits_BMV, sampling))
+                tokens, parents = _draws(laws[-1], width, pos_B + depth + 1, coins)
+            child = slice(last, last + width)
+            tokens_BN[:, child], parents_BN[:, child] = tokens, parents + first
+            above_BKN = sees_BNN.gather(1, (parents + first)[..., None].expand(-1, -1, N))
+            sees_BNN[:, child] |= above_BKN
+            first, last = last, last + width
+        return TokenTree(tokens_BN, parents_BN, plan.depth_N, shape.law, _law_of_nodes(laws, N))
+
+    def _plan(self, shape: TreeShape, device: torch.device) -> _Plan:
+        """Made once a shape."""
+        plan = self._plans.get(shape)
+        if plan is None or plan.depth_N.device != device:
+            N = shape.n_nodes
+            node_N = torch.arange(N, device=device)
+            plan = self._plans[shape] = _Plan(
+                depths(shape, device),
+                node_N[: shape.depth],
+                node_N[None] - 1 if is_chain(shape) else None,
+                (node_N <= node_N[:, None])[None] if is_chain(shape) else None,
+            )
+        return plan
+
+
+def is_chain(shape: TreeShape) -> bool:
+    """Whether every level of a shape is one node."""
+    return all(width == 1 for width in shape.widths)
+
+
+def check_chain(shape: TreeShape, who: str) -> None:
+    """Refuse a shape that is no chain.
+
+    Raises:
+        ConfigError: a level of the shape has several nodes.
+    """
+    if not is_chain(shape):
+        raise ConfigError(
+            f"{who} drafts chains, and shape {list(shape.widths)} is none; pass widths of 1, e.g. "
+            "[1, 1, 1, 1]"
+        )
+
+
+def check_tree(shape: TreeShape, vocab_size: int, who: str) -> None:
+    """Refuse a shape that `TreeGrowth` cannot grow.
+
+    Raises:
+        ConfigError: children drawn without replacement, or a level wider than all continuations together.
+    """
+    if shape.law is Law.NO_REPLACE:
+        raise ConfigError(f"{who} drafts by law 'point' (beam) or 'iid' (sampled), not 'no_replace'")
+    above = 1
+    for width in shape.widths if shape.law is Law.POINT else ():
+        if above * vocab_size < width:
+            raise ConfigError(
+                f"a tree level of {width} nodes; a vocabulary of {vocab_size} allows "
+                f"{above * vocab_size} here"
+            )
+        above = width
+
+
+def _chain(
+    logits_of: LevelLogits,
+    root_B: Tensor,
+    pos_B: Tensor,
+    shape: TreeShape,
+    plan: _Plan,
+    sampling: Sampling,
+    coins: Coins,
+) -> TokenTree:
+    """One child a node: who sees whom is known beforehand, and the best child is the argmax."""
+    assert plan.sees_1NN is not None and plan.parents_1N is not None
+    B, N = len(root_B), shape.n_nodes
+    sees_BNN = plan.sees_1NN.expand(B, -1, -1)
+    tokens, laws = [root_B], []
+    for depth in range(shape.depth):
+        seen_B1N = sees_BNN[:, depth : depth + 1, : depth + 1]
+        logits_B1V = logits_of(Level(depth, depth, tokens[-1][:, None], seen_B1N))
+        if shape.law is Law.POINT:
+            tokens.append(argmax_rows(logits_B1V)[:, 0])
+            continue
+        laws.append(probs(logits_B1V, sampling))
+        tokens.append(_draws(laws[-1], 1, pos_B + depth + 1, coins)[0][:, 0])
+    parents_BN = plan.parents_1N.expand(B, -1)
+    law_BNV = _law_of_nodes(laws, N)
+    return TokenTree(torch.stack(tokens, 1), parents_BN, plan.depth_N, shape.law, law_BNV)
+
+
+def _draws(q_BMV: Tensor, width: int, pos_B: Tensor, coins: Coins) -> tuple[Tensor, Tensor]:
+    """Tokens and parents of `width` independent draws, dealt evenly to the parents; each has its own coin."""
+    above = q_BMV.shape[1]
+    parents = [child * above // width for child in range(width)]
+    drawn = [coins.draw(q_BMV[:, m], pos_B, f"draft{i}" if i else "draft") for i, m in enumerate(parents)]
+    tokens_BK = torch.stack(drawn, dim=1)
+    return tokens_BK, (torch.arange(width, device=pos_B.device) * above // width).expand_as(tokens_BK)
+
+
+def _law_of_nodes(laws: list[Tensor], nodes: int) -> Tensor | None:
+    """The levels' laws one after another, zero for the last level's nodes; None where there are none."""
+    if not laws:
+        return None
+    known_BMV = torch.cat(laws, dim=1)
+    return pad(known_BMV, (0, 0, 0, nodes - known_BMV.shape[1]))
