@@ -13,8 +13,13 @@ if TYPE_CHECKING:
 
 
 def names() -> tuple[str, ...]:
-    """Every method there is: the folders here that hold a `config.py`. Imports nothing."""
-    return tuple(sorted(p.parent.name for p in Path(__file__).parent.glob("*/config.py")))
+    """Every method there is: the folders with a `config.py` in any place of this package's path.
+
+    A method that lies elsewhere is registered by adding the folder around it to `longtrain.methods.__path__`.
+    Nothing is imported.
+    """
+    files = (file for place in __path__ for file in Path(place).glob("*/config.py"))
+    return tuple(sorted({file.parent.name for file in files}))
 
 
 def config_class(name: str) -> type:

@@ -1,0 +1,145 @@
+"""A second tree draft, written by somebody else, is one folder: here `tests/methods/toy_draft`.
+
+The folder is registered by its place alone; the jobs then train, export, load and run it as they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from longtrain import cli, methods
+from longtrain.artifact import Artifact
+from longtrain.assets import asset_dir
+from longtrain.decoding.engine import AUTO, Engine
+from longtrain.decoding.roles import Law, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.errors import ConfigError
+from longtrain.jobs import export, generate, train
+from longtrain.targets.loading import load_target, random_target
+
+HERE = Path(__file__).parent
+PROMPT = "Once upon a time there was a fox who lived in a wood."
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(HERE)])
+
+
+@pytest.fixture
+def composed(registered, tmp_path):
+    """`composed(job, *overrides)`: the configuration that the command line would make."""
+    GlobalHydra.instance().clear()
+    cli.mount()
+    with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+
+        def make(job, *overrides):
+            common = ["target.path=tiny", "target.device=cpu", f"home={tmp_path}", "name=toy", "quiet=true"]
+            return compose(job, overrides=[*common, *overrides])
+
+        yield make
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"story{number}.txt").write_text(f"{PROMPT} The fox had {number} friends. " * 30)
+    return folder
+
+
+def test_a_folder_elsewhere_is_a_method_once_its_place_is_on_the_path(registered):
+    assert "toy_draft" in methods.names() and "longspec" in methods.names()
+    assert methods.config_class("toy_draft")().width == 64
+    assert methods.get("toy_draft").name == "toy_draft"
+
+
+def test_without_that_it_is_unknown():
+    with pytest.raises(ConfigError, match="unknown method 'toy_draft'"):
+        methods.get("toy_draft")
+
+
+def test_it_trains_exports_loads_and_generates_through_the_jobs(composed, text, tmp_path, capsys):
+    train.run(
+        composed(
+            "train",
+            "method=toy_draft",
+            "method.width=32",
+            "data=text",
+            f"data.text={text}",
+            "data.stages=[{fraction: 1.0, row_tokens: 96, doc_tokens: 64}]",
+            "data.min_doc_tokens=8",
+            "data.val_fraction=0.2",
+            "data.val_rows=2",
+            "trainer=cpu",
+            "trainer.max_steps=4",
+            "callbacks.progress=false",
+            "optim.lr=3e-3",
+        )
+    )
+    made = tmp_path / "checkpoints" / "toy"
+    export.run(composed("export"))
+    back = Artifact.load(made)
+    assert back.method == "toy_draft" and back.config["width"] == 32 and back.golden is not None
+    capsys.readouterr()
+
+    def text_of(*more):
+        words = [f"prompt='{PROMPT}'", "decode.max_new_tokens=16", *more]
+        generate.run(composed("generate", *words))
+        return capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+
+    plain, _, _ = text_of("decode=autoregressive")
+    for shape in ("[1,1,1]", "[2,4,4]", "auto"):
+        drafted, _, about = text_of(f"artifact={made}", f"decode.shape={shape}")
+        assert drafted == plain and "accepted" in about, shape
+
+
+def test_it_learns_what_it_is_trained_on_and_then_is_accepted(registered):
+    """Trained on one text of the bundled target's own, it drafts that text's next tokens."""
+    from longtrain.data.rows.batch import Batch
+
+    target, spec = load_target("tiny"), methods.get("toy_draft")
+    prompt = target.require_tokenizer().encode(PROMPT)
+    own = Engine(target).generate([prompt], max_new_tokens=48, ignore_eos=True).tokens[0]
+    ids_T = torch.tensor(prompt + own)
+    mask_T = torch.ones(len(ids_T), dtype=torch.bool)
+    mask_T[0] = False
+    batch = Batch(ids_T, (0, len(ids_T)), mask_T, seed=0, tokens_in_step=len(ids_T) - 1)
+    torch.manual_seed(0)
+    module = spec.build(spec.config(), target.info)
+    objective = spec.objective(module, target, spec.config())
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = objective(batch)
+        optimizer.zero_grad()
+        (loss.total / loss.tokens).backward()
+        optimizer.step()
+    engine = Engine(target, spec.attach(module.eval(), target, spec.config(), {}))
+    found = engine.generate([prompt], max_new_tokens=48, ignore_eos=True, shape=TreeShape((4, 4)))
+    assert found.tokens[0] == own
+    assert found.stats.target_forwards < 40  # one prefill and 47 cycles would be plain decoding
+
+
+@pytest.mark.parametrize("law", [Law.POINT, Law.IID])
+def test_a_batch_decodes_as_without_it(registered, law):
+    target, spec = random_target("llama_micro", dtype="float64"), methods.get("toy_draft")
+    torch.manual_seed(1)
+    parts = spec.attach(spec.build(spec.config(), target.info).double(), target, spec.config(), {})
+    prompts = [[5, 9, 11, 40], [7, 3]]
+    want = Engine(target).generate(prompts, max_new_tokens=9, ignore_eos=True).tokens
+    for shape in (TreeShape((1, 1), law), TreeShape((2, 3, 2), law), AUTO):
+        engine = Engine(target, parts)
+        assert engine.generate(prompts, max_new_tokens=9, ignore_eos=True, shape=shape).tokens == want
+    sampled = Sampling(temperature=0.8, seed=3)
+    drafted = Engine(target, parts).generate(
+        prompts, max_new_tokens=9, ignore_eos=True, sampling=sampled, shape=TreeShape((2, 2), law)
+    )
+    assert [len(row) for row in drafted.tokens] == [9, 9]
+    with pytest.raises(ConfigError, match="the toy draft drafts by law"):
+        parts.draft.check_shape(TreeShape((2,), Law.NO_REPLACE))
