@@ -53,6 +53,7 @@ FENCES = {
         "methods/lookaheadkv/press.py",
     ),
     "openai": ("evaluation/judge/client.py",),
+    "lm_eval": ("evaluation/lm_harness.py",),
     "kvpress": ("methods/lookaheadkv/press.py",),
 }
 """Third-party package -> the parts of longtrain that may import it."""

@@ -20,5 +20,6 @@ SUITES: dict[str, str] = {
     "infbench_sum": "longtrain.evaluation.suites.documents",
     "multi_lexsum": "longtrain.evaluation.suites.documents",
     "perplexity": "longtrain.evaluation.suites.perplexity",
+    "lm_eval": "longtrain.evaluation.suites.lm_eval",
 }
 """`suite.name` -> module."""

@@ -1,0 +1,345 @@
+"""lm-evaluation-harness as a suite: any of its tasks on our systems, with its own prompts and metrics.
+
+lm-eval writes the requests; they are run here as examples like those of any other suite; the answers go back
+to lm-eval, which gives the figures. The context of a likelihood request is read into the system's cache, and
+evicted or quantised there, before its continuation is scored.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from longtrain.errors import ConfigError
+from longtrain.evaluation import lm_harness, perplexity
+from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import DRAFT, EVICTOR, ByTask, Suite, Summary
+from longtrain.evaluation.suites.shared import settings_of
+from longtrain.evaluation.task import Example, Measured, Task, rows_sha256
+from longtrain.settings import Count, CountOrZero, Text, wrong
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.decoding.roles import Parts
+    from longtrain.decoding.sampling import Sampling
+    from longtrain.targets.model import Target
+
+TITLE = "lm-evaluation-harness"
+
+
+@dataclass(frozen=True)
+class LmEvalSettings:
+    """The keys of the suite; see conf/suite/lm_eval.yaml."""
+
+    tasks: tuple[Text, ...]
+    include: Text | None = None
+    fewshot: CountOrZero | None = None
+    limit: Count | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise wrong("suite.tasks", list(self.tasks), "different tasks of lm-eval, such as [gsm8k,ifeval]")
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequests(Task):
+    """The requests of a task that generates text. A row is one request, or one of its repeats.
+
+    Args:
+        library: the task as lm-eval has it.
+        model: encodes prompts.
+    """
+
+    library: Any = field(kw_only=True, repr=False)
+    model: Any = field(kw_only=True, repr=False)
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The prompt as lm-eval writes it; one that is too long loses its beginning, as in lm-eval."""
+        ids = self.model.tok_encode(example.fields["prompt"])
+        return Encoded(tuple(ids[-max_tokens:]), len(ids) > max_tokens)
+
+    def temperature(self, example: Example) -> float | None:
+        """The task's own temperature, whatever the run's is; 0 is greedy."""
+        return float(example.fields["temperature"])
+
+    def references(self, example: Example) -> list[str]:
+        """What lm-eval expects."""
+        return [str(self.library.doc_to_target(self._request(example).doc))]
+
+    def answer(self, text: str) -> str:
+        """A generated text as lm-eval takes it."""
+        return lm_harness.cut_answer(text, self.stop_strings)
+
+    def score(self, text: str, example: Example) -> float | None:
+        """The document's value in the task's first metric; None where the document has several requests."""
+        if not example.fields["alone"]:
+            return None
+        return lm_harness.score(self.library, [self._request(example)], [self.answer(text)])
+
+    def _request(self, example: Example) -> Any:
+        return self.library.instances[example.fields["request"]]
+
+
+@dataclass(frozen=True, eq=False)
+class LikelihoodRequests(Measured):
+    """The requests of a task that scores given text. A row is a document with all its requests.
+
+    Args:
+        name: of the task.
+        rows: the documents.
+        library: the task as lm-eval has it.
+        model: encodes requests.
+        protocol: JSON values that the figures follow from.
+    """
+
+    name: str
+    rows: tuple[Example, ...]
+    library: Any = field(repr=False)
+    model: Any = field(repr=False)
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+
+    def size(self, example: Example) -> int:
+        """Characters of all requests."""
+        return len(json.dumps(example.fields["requests"]))
+
+    def settings(self) -> dict[str, Any]:
+        """See `Measured`."""
+        rows = {"rows": len(self.rows), "rows_sha256": rows_sha256(self.rows)}
+        return {"task": self.name, "protocol": dict(self.protocol), **rows}
+
+    def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
+        """Request i of a document gives `loglikelihood_i` and `greedy_i`; lengths are means over contexts."""
+        places, contexts, scored = [], [], []
+        for number, example in enumerate(examples):
+            for at, request in enumerate(example.fields["requests"]):
+                for context, continuation in self.model.pairs(self.library.instances[request["request"]]):
+                    places.append((number, at))
+                    contexts.append(context[-(self.model.window - len(continuation)) :])
+                    scored.append(continuation)
+        found: list[dict[str, float]] = [defaultdict(float) for _ in examples]
+        for first in range(0, len(places), len(examples)):
+            some = slice(first, first + len(examples))
+            for (number, at), one, context in zip(
+                places[some],
+                likelihoods(target, parts, contexts[some], scored=scored[some]),
+                contexts[some],
+                strict=True,
+            ):
+                share = 1 / sum(place[0] == number for place in places)
+                measures = found[number]
+                measures[f"loglikelihood_{at}"] += one.loglikelihood
+                measures[f"greedy_{at}"] = one.greedy and measures.get(f"greedy_{at}", True)
+                measures["context_tokens"] += len(context) * share
+                measures["kept_rows"] += one.kept_rows * share
+        return [dict(measures) for measures in found]
+
+    def answers(self, measures: Mapping[str, float], example: Example) -> list[Any]:
+        """What lm-eval is told of each request of a document."""
+        found = [
+            (measures[f"loglikelihood_{at}"], bool(measures[f"greedy_{at}"]))
+            for at in range(len(example.fields["requests"]))
+        ]
+        return [one[0] for one in found] if example.fields["rolling"] else found
+
+    def score(self, measures: Mapping[str, float], example: Example) -> float | None:
+        """The document's value in the task's first metric."""
+        requests = [self.library.instances[one["request"]] for one in example.fields["requests"]]
+        return lm_harness.score(self.library, requests, self.answers(measures, example))
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How likely a continuation is.
+
+    Args:
+        loglikelihood: natural logarithm of its probability.
+        greedy: whether greedy decoding would have written it.
+        kept_rows: rows of the context in the cache, mean over layers and KV heads.
+    """
+
+    loglikelihood: float
+    greedy: bool
+    kept_rows: float
+
+
+@torch.no_grad()
+def likelihoods(
+    target: Target, parts: Parts, contexts: Sequence[Sequence[int]], *, scored: Sequence[Sequence[int]]
+) -> list[Likelihood]:
+    """The likelihood of the tokens that follow each context.
+
+    Args:
+        target: the frozen model.
+        parts: its evictor drops rows of the contexts, its cache holds them; a draft has no part in this.
+        contexts: token ids, at least one each.
+        scored: the tokens after each, at least one.
+    """
+    read = perplexity.read_contexts(target, parts, contexts, scored=scored)
+    total, greedy = [0.0] * len(scored), [True] * len(scored)
+    for row, at, logits_TV in perplexity.foretold(target, read, scored):
+        wanted_T = torch.tensor(scored[row][at : at + len(logits_TV)], device=logits_TV.device)
+        total[row] -= float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
+        greedy[row] &= bool((logits_TV.argmax(-1) == wanted_T).all())
+    return [Likelihood(*one) for one in zip(total, greedy, read.kept_rows, strict=True)]
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
+    """A task for each of lm-eval's that `suite.tasks` names, the tasks of a group one by one.
+
+    Args:
+        settings: see conf/suite/lm_eval.yaml.
+        target: its tokenizer encodes the requests, its window decides how long they may be.
+        seed: of the run; few-shot examples are drawn with lm-eval's own seeds.
+        sampling: how the run decodes; a task's own temperature goes first, and lm-eval's default is greedy.
+
+    Raises:
+        ConfigError: a wrong setting, or a task that does not exist or cannot be run.
+        DataError: the data of a task cannot be read.
+    """
+    options = settings_of(LmEvalSettings, settings)
+    model = lm_harness.RecordedModel(target)
+    library = lm_harness.load(
+        options.tasks,
+        model,
+        include=options.include,
+        fewshot=options.fewshot,
+        limit=options.limit,
+        chat=options.chat,
+    )
+    tasks = tuple(_task(name, task, model, options) for name, task in library.tasks.items())
+    departures = []
+    if options.limit is not None:
+        departures.append(f"the first {options.limit} documents of each task")
+    notes = [f"{TITLE} {lm_harness.VERSION}", *departures]
+    if options.fewshot is not None:
+        notes.append(f"{options.fewshot} solved examples in a prompt, where the task does not forbid them")
+    if options.chat:
+        notes.append("requests in the chat template")
+    notes += [f"{name}: {','.join(lm_harness.main_figure(task))}" for name, task in library.tasks.items()]
+
+    def summarise(records: ByTask) -> Summary:
+        answers: dict[Any, list[Any]] = defaultdict(list)
+        for task in tasks:
+            for key, answer in _answers(task, records.get(task.name, ())):
+                answers[key].append(answer)
+        title = f"Variant of {TITLE}" if departures else TITLE
+        requests = [one for task in library.tasks.values() for one in task.instances]
+        if any(len(answers[lm_harness.key_of(one)]) < (one.repeats or 1) for one in requests):
+            return Summary(title, tuple(notes))
+        found = library.aggregate(lm_harness.RecordedModel(target, answers))
+        figures = {}
+        for name, task in library.tasks.items():
+            value = found["results"][name].get(",".join(lm_harness.main_figure(task)))
+            scored = any(record.score is not None for record in records[name])
+            if isinstance(value, int | float):
+                figures[name] = round(100 * value, 2) if scored else round(float(value), 4)
+        return Summary(title, tuple(notes), figures, None, {"lm_eval": found})
+
+    generates = any(isinstance(task, Task) for task in tasks)
+    needs = frozenset({EVICTOR, DRAFT} if generates else {EVICTOR})
+    return Suite("lm_eval", tasks, summarise=summarise, needs=needs)
+
+
+def _task(name: str, task: Any, model: Any, options: LmEvalSettings) -> Task | Measured:
+    """An lm-eval task as one of ours.
+
+    Raises:
+        ConfigError: requests of several kinds, or answers that do not fit the target's window.
+    """
+    kinds = {request.request_type for request in task.instances}
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"suite.tasks: {name} has requests of {len(kinds)} kinds ({', '.join(sorted(kinds))}), which "
+            "suite=lm_eval cannot run; leave it out"
+        )
+    protocol = {
+        "lm_eval": lm_harness.VERSION,
+        "task_version": task.VERSION,
+        "metrics": list(task.aggregation()),
+        "filters": [one.name for one in task._filters],
+        "chat": options.chat,
+    }
+    numbered = list(enumerate(task.instances))
+    documents: dict[int, list[tuple[int, Any]]] = defaultdict(list)
+    for number, request in numbered:
+        documents[request.doc_id].append((number, request))
+    if kinds != {lm_harness.GENERATE}:
+        rows = tuple(
+            Example(
+                str(document),
+                {
+                    "rolling": kinds == {lm_harness.ROLLING},
+                    "requests": [{"request": number, "texts": list(one.args)} for number, one in some],
+                },
+            )
+            for document, some in documents.items()
+        )
+        return LikelihoodRequests(name, rows, task, model, protocol)
+    how = lm_harness.generation_of(task)
+    room = model.window - int(how["max_gen_toks"])
+    if room < 2:
+        raise ConfigError(
+            f"suite.tasks: {name} answers with up to {how['max_gen_toks']} tokens, which leaves no prompt in "
+            f"the target's window of {model.window}; take a target with a longer window"
+        )
+    rows = tuple(
+        Example(
+            f"{one.doc_id}.{one.idx}.{repeat}",
+            {
+                "request": number,
+                "prompt": one.args[0],
+                "temperature": float(how.get("temperature") or 0.0),
+                "alone": len(documents[one.doc_id]) == 1 and (one.repeats or 1) == 1,
+            },
+        )
+        for number, one in numbered
+        for repeat in range(one.repeats or 1)
+    )
+    return GenerationRequests(
+        name,
+        rows,
+        "{prompt}",
+        int(how["max_gen_toks"]),
+        protocol["metrics"][0],
+        None,
+        chat=False,
+        stop_strings=tuple(text for text in how["until"] if text),
+        max_prompt_tokens=room,
+        protocol=protocol,
+        library=task,
+        model=model,
+    )
+
+
+def _answers(task: Any, records: Sequence[Record]) -> list[tuple[Any, Any]]:
+    """Each request's key with its answer, repeats in their order."""
+    known, found = {record.example: record for record in records}, []
+    for row in task.rows:
+        if (record := known.get(row.id)) is None:
+            continue
+        if isinstance(task, GenerationRequests):
+            request = task.library.instances[row.fields["request"]]
+            found.append((lm_harness.key_of(request), task.answer(record.texts[-1])))
+            continue
+        requests = [task.library.instances[one["request"]] for one in row.fields["requests"]]
+        answers = task.answers(record.measures or {}, row)
+        found += [(lm_harness.key_of(one), answer) for one, answer in zip(requests, answers, strict=True)]
+    return found
