@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from longtrain.evaluation.systems import Builder
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longtrain.assets import asset_dir
@@ -19,7 +20,6 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.suites import lm_eval as suite_module
-from longtrain.evaluation.systems import Builder
 from longtrain.targets.weights import _tensors, weight_files
 
 lm_eval = pytest.importorskip("lm_eval")
