@@ -31,6 +31,22 @@ class Words:
     text: str
 
 
+class OneOf:
+    """Says in an annotation which values are allowed: `Annotated[int, OneOf(4, 8)]`."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Pydantic's way to ask for the check."""
+        return handler(Annotated[source, AfterValidator(self._known)])
+
+    def _known(self, value: Any) -> Any:
+        if value not in self.values:
+            raise ValueError("another value")
+        return value
+
+
 def parse_tokens(value: int | str) -> int:
     """A token count: 512, "512", "1k" (1024), "1.5k", "1m".
 
@@ -57,6 +73,12 @@ def _token_count(value: Any) -> int:
         raise ValueError(str(error)) from None
 
 
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError("an even number")
+    return value
+
+
 def _different(values: Sequence[Any]) -> Sequence[Any]:
     if len(set(map(str, values))) < len(values):
         raise ValueError("a value is repeated")
@@ -67,8 +89,12 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[int, BeforeValidator(_token_count), Words("a token count such as 512, 4k (4096) or 1.5k")]
+Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd), Words("1 (off), 3, 5, 7, ...")]
+"""The width of a max-pool, which is odd."""
 Lengths = Annotated[
     tuple[Tokens, ...],
     Field(min_length=1),
@@ -88,6 +114,11 @@ Counts = Annotated[
 def between(low: float, high: float, kind: type = float) -> Any:
     """The annotation of a number from `low` to `high`, both included; `kind` may be `int`."""
     return Annotated[kind, Field(ge=low, le=high)]  # type: ignore[valid-type]
+
+
+def within(least: int, most: int | None = None) -> Any:
+    """The bounds of a whole number, for annotations such as `Annotated[int, within(1, 16)]`."""
+    return Field(ge=least, le=most)
 
 
 def one_of(names: Iterable[str]) -> Any:
@@ -142,6 +173,25 @@ def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterab
     return kind(**{key: convert(value, hints[key], f"{group}.{key}") for key, value in given.items()})
 
 
+def check(settings: Any, group: str) -> None:
+    """Check and convert the fields of a settings dataclass; its `__post_init__` calls this.
+
+    The rules then hold for settings that are made in Python as well as for those that are typed.
+
+    Args:
+        settings: an instance of a dataclass whose annotations say what is allowed; it may be frozen.
+        group: what stands before the keys in messages, such as `method`.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        if field.init:
+            value = convert(getattr(settings, field.name), hints[field.name], f"{group}.{field.name}")
+            object.__setattr__(settings, field.name, value)
+
+
 def convert(value: Any, kind: Any, key: str) -> Any:
     """A value as the annotation `kind` says: `3` where a float belongs becomes `3.0`, `4k` among tokens 4096.
 
@@ -163,8 +213,7 @@ def convert(value: Any, kind: Any, key: str) -> Any:
 
 def wrong(key: str, value: Any, allowed: str) -> ConfigError:
     """The error of a value that a key cannot have."""
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return ConfigError(f"{key}={shown}; allowed: {allowed}")
+    return ConfigError(f"{key}={_shown(value)}; allowed: {allowed}")
 
 
 def in_words(kind: Any) -> str:
@@ -172,6 +221,7 @@ def in_words(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         said = [note.text for note in args[1:] if isinstance(note, Words)]
+        said += [", ".join(map(_shown, note.values)) for note in args[1:] if isinstance(note, OneOf)]
         return said[0] if said else in_words(args[0]) + _bounds(args[1:])
     if origin in (Union, types.UnionType):
         return " or ".join(in_words(arg) for arg in args)
@@ -202,7 +252,7 @@ def _bounds(notes: Iterable[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if value in (True, False, None) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

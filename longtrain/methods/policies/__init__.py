@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from longtrain.errors import ConfigError
-from longtrain.methods.policies.options import checked
+from longtrain.settings import convert
 
 if TYPE_CHECKING:
     from longtrain.decoding.evict import Budget
@@ -79,6 +79,6 @@ def make(name: str, budget: Budget, options: Mapping[str, Any], *, group: str = 
     for key, field in known.items():
         if field.default is MISSING and field.default_factory is MISSING and key not in options:
             raise ConfigError(f"policy '{name}' needs {group}.{key}; set it")
-    hints = get_type_hints(kind)
-    values = {key: checked(value, hints[key], f"{group}.{key}") for key, value in options.items()}
+    hints = get_type_hints(kind, include_extras=True)
+    values = {key: convert(value, hints[key], f"{group}.{key}") for key, value in options.items()}
     return kind(budget, **values)

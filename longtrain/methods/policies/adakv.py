@@ -17,6 +17,7 @@ from longtrain.decoding.select import max_pool, top_adaptive
 from longtrain.errors import ConfigError
 from longtrain.methods.policies import POLICIES, make, policy_class
 from longtrain.methods.policies.base import BasePolicy, Scorer
+from longtrain.settings import Share
 from longtrain.targets.attention import Watch
 
 
@@ -52,15 +53,12 @@ class AdaKV(BasePolicy):
     name: ClassVar[str] = "adakv"
     over: Any = "snapkv"
     options: dict[str, Any] = field(default_factory=dict)
-    floor: float = 0.2
+    floor: Share = 0.2
     normalise: bool = False
     across: Literal["heads", "layers"] = "heads"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1:
-            raise ConfigError(f"evict.floor={self.floor}; allowed: 0 to 1 (0.2 in the paper)")
-        if self.across not in ("heads", "layers"):
-            raise ConfigError(f"evict.across={self.across}; allowed: heads, layers")
+        super().__post_init__()
         if isinstance(self.over, str):
             if not policy_class(self.over).wrappable:
                 raise ConfigError(_refusal(self.over))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top
-from longtrain.errors import ConfigError
+from longtrain.settings import CountOrZero, Kernel, check, wrong
 from longtrain.targets.attention import Watch
 
 
@@ -45,6 +45,9 @@ class BasePolicy:
     name: ClassVar[str] = ""
     wrappable: ClassVar[bool] = False
     """Whether `AdaKV` may take its scores: heads can be compared by them, and budgets are not its own."""
+
+    def __post_init__(self) -> None:
+        check(self, "evict")
 
     @property
     def least_budget(self) -> int:
@@ -90,8 +93,8 @@ class Policy(BasePolicy):
         ConfigError: a window below what the policy needs, or a kernel that is even or below 1.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window: CountOrZero = 32
+    kernel: Kernel = 7
     least_window: ClassVar[int] = 0
 
     @property
@@ -100,10 +103,9 @@ class Policy(BasePolicy):
         return max(1, self.window)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < self.least_window:
-            raise ConfigError(f"evict.window={self.window}; {self.name} allows: {self.least_window} or more")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"evict.kernel={self.kernel}; allowed: 1 (off), 3, 5, 7, ...")
+            raise wrong("evict.window", self.window, f"{self.least_window} or more for {self.name}")
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
         """See `BasePolicy`."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.select import reduce_heads
-from longtrain.errors import ConfigError
 from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
 from longtrain.methods.policies.base import Policy
+from longtrain.settings import Count, Kernel
 
 
 @dataclass
@@ -39,13 +39,8 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     wrappable: ClassVar[bool] = True
-    kernel: int = 1
-    chunk: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk < 1:
-            raise ConfigError(f"evict.chunk={self.chunk}; allowed: 1 or more rows")
+    kernel: Kernel = 1
+    chunk: Count = 1024
 
     def watch(self, lengths: Sequence[int]) -> ColumnSums:
         """Sums columns layer by layer as the prompts run."""

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.select import reduce_heads, top_adaptive
-from longtrain.errors import ConfigError
 from longtrain.kernels.importance import Span, importance, suffix_lse
 from longtrain.methods.policies.base import BasePolicy
 from longtrain.methods.policies.repeat import LONGEST_REQUEST, Repeat, repeat_of
+from longtrain.settings import Count, CountOrZero
 
 
 @dataclass
@@ -47,16 +47,10 @@ class KVzip(BasePolicy):
     """
 
     name: ClassVar[str] = "kvzip"
-    chunk: int = 2048
-    sinks: int = 4
+    chunk: Count = 2048
+    sinks: CountOrZero = 4
     across: Literal["heads", "layers"] = "layers"
     value_norm: bool = False
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1 or self.sinks < 0:
-            raise ConfigError(f"evict.chunk={self.chunk} evict.sinks={self.sinks}; allowed: at least 1 and 0")
-        if self.across not in ("heads", "layers"):
-            raise ConfigError(f"evict.across={self.across}; allowed: heads, layers")
 
     @property
     def least_budget(self) -> int:

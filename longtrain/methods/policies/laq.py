@@ -13,9 +13,9 @@ from torch import Tensor
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
 from longtrain.decoding.select import max_pool, top
-from longtrain.errors import ConfigError
 from longtrain.methods.policies.base import fits
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.settings import Count
 
 
 @dataclass
@@ -38,13 +38,8 @@ class LAQ(SnapKV):
 
     name: ClassVar[str] = "laq"
     scores_depend_on_budget: ClassVar[bool] = True
-    n_tokens: int = 32
+    n_tokens: Count = 32
     plus: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_tokens < 1:
-            raise ConfigError(f"evict.n_tokens={self.n_tokens}; allowed: 1 or more (32 in the paper)")
 
     @property
     def least_budget(self) -> int:

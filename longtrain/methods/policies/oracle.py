@@ -13,8 +13,8 @@ from torch import Tensor
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import AllQueries, observed
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError
 from longtrain.methods.policies.base import Policy
+from longtrain.settings import Count, CountOrZero
 
 
 @dataclass
@@ -37,15 +37,13 @@ class Oracle(Policy):
 
     name: ClassVar[str] = "oracle"
     wrappable: ClassVar[bool] = True
-    window: int = 0
-    n_tokens: int = 512
+    window: CountOrZero = 0
+    n_tokens: Count = 512
     temperature: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.n_tokens < 1:
-            raise ConfigError(f"evict.n_tokens={self.n_tokens}; allowed: 1 or more")
         self._sampling = Sampling(temperature=self.temperature, seed=self.seed)
 
     def extra_rows(self, longest: int) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.select import check_protected, max_pool, top
-from longtrain.errors import ConfigError
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.settings import Count
 
 
 @dataclass
@@ -29,12 +29,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     wrappable: ClassVar[bool] = False
-    beta: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta < 1:
-            raise ConfigError(f"evict.beta={self.beta}; allowed: 1 or more (20 in the paper)")
+    beta: Count = 20
 
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
         """See `BasePolicy`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longtrain.decoding.evict import PromptRun
 from longtrain.methods.policies.base import Policy
+from longtrain.settings import Kernel
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Random(Policy):
 
     name: ClassVar[str] = "random"
     wrappable: ClassVar[bool] = True
-    kernel: int = 1
+    kernel: Kernel = 1
     seed: int = 0
 
     def scores(self, run: PromptRun) -> Tensor:

@@ -18,6 +18,7 @@ from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.policies.base import Policy
+from longtrain.settings import Count
 from longtrain.targets.loading import load_target
 from longtrain.targets.model import Target
 
@@ -44,8 +45,9 @@ class SpecKV(Policy):
 
     name: ClassVar[str] = "speckv"
     wrappable: ClassVar[bool] = True
+    least_window: ClassVar[int] = 1
     draft: str | Target | None = None
-    n_tokens: int = 32
+    n_tokens: Count = 32
     reduction: Literal["max", "mean"] = "max"
 
     def __post_init__(self) -> None:
@@ -55,12 +57,6 @@ class SpecKV(Policy):
                 "evict.draft=null; SpecKV needs a small model with the target's tokenizer: "
                 "evict.draft=FOLDER (or a Hub id)"
             )
-        if self.window < 1 or self.n_tokens < 1:
-            raise ConfigError(
-                f"evict.window={self.window} evict.n_tokens={self.n_tokens}; allowed: 1 or more each"
-            )
-        if self.reduction not in ("max", "mean"):
-            raise ConfigError(f"evict.reduction={self.reduction}; allowed: max, mean")
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: the drafted answer."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.select import top
-from longtrain.errors import ConfigError
 from longtrain.methods.policies.base import BasePolicy
+from longtrain.settings import CountOrZero
 
 
 @dataclass
@@ -31,12 +31,8 @@ class StreamingLLM(BasePolicy):
     Note: the paper numbers positions within the cache; here rows keep their own, as in later comparisons.
     """
 
-    sinks: int = 4
+    sinks: CountOrZero = 4
     name: ClassVar[str] = "streaming_llm"
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ConfigError(f"evict.sinks={self.sinks}; allowed: 0 or more")
 
     @property
     def least_budget(self) -> int:

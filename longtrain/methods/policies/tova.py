@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import LastQueries, observed
-from longtrain.errors import ConfigError
 from longtrain.methods.policies.base import Policy
+from longtrain.settings import Kernel, Words, within
 
 
 @dataclass
@@ -31,13 +31,8 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     wrappable: ClassVar[bool] = True
-    window: int = 1
-    kernel: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window != 1:
-            raise ConfigError(f"evict.window={self.window}; allowed: 1 (TOVA looks from the last token)")
+    window: Annotated[int, within(1, 1), Words("1 (TOVA looks from the last token)")] = 1
+    kernel: Kernel = 1
 
     def watch(self, lengths: Sequence[int]) -> LastQueries:
         """See `Evictor`: the last query."""

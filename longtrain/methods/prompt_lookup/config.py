@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from longtrain.errors import ConfigError
-from longtrain.methods import beside
+from longtrain.methods.target_cache import TargetCache
+from longtrain.settings import check, within
 
 
 @dataclass
 class Config:
     """Drafts copied from the text itself, prompt and answer alike (LLMA, arXiv 2304.04487)."""
 
-    ngram: int = 3  # most tokens at the end of the text that are looked up; fewer where these are not found
-    cache: str = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
+    ngram: Annotated[int, within(1, 16)] = (
+        3  # most tokens at the end of the text that are looked up; fewer where these are not found
+    )
+    cache: TargetCache = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
 
     def __post_init__(self) -> None:
-        beside.check_cache(self.cache)
-        if not 1 <= self.ngram <= 16:
-            raise ConfigError(f"method.ngram={self.ngram}; allowed: 1 to 16 tokens")
+        check(self, "method")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from longtrain.errors import ConfigError
+from longtrain.settings import OneOf, check
 
 
 @dataclass
@@ -12,27 +14,24 @@ class Config:
     """A hierarchical KV cache and the draft that reads its upper half (QuantSpec, arXiv 2502.10424, §4)."""
 
     draft: bool = True  # the target drafts for itself; False: the cache alone, for another draft or none
-    split: str = (
+    split: Annotated[str, OneOf("floor", "rtn")] = (
         "floor"  # how 8 bits fall into two 4-bit halves: floor (one code cut in two) or rtn (the paper's)
     )
-    kv_bits: int = 4  # at which the draft reads quantised tokens: 4, or 8 as the target does (weight-only)
-    weight_bits: int = 4  # of the draft's linear layers: 4, or 16 for the target's own (KV-only)
-    weight_group: int = 128  # most input features that share a scale and a zero: 128, 64 or 32
+    kv_bits: Annotated[int, OneOf(4, 8)] = (
+        4  # at which the draft reads quantised tokens: 4, or 8 as the target does (weight-only)
+    )
+    weight_bits: Annotated[int, OneOf(4, 16)] = (
+        4  # of the draft's linear layers: 4, or 16 for the target's own (KV-only)
+    )
+    weight_group: Annotated[int, OneOf(128, 64, 32)] = (
+        128  # most input features that share a scale and a zero: 128, 64 or 32
+    )
     strict_flush: bool = (
         True  # speculative and plain decoding quantise at the same tokens, so their law is one
     )
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("split", ("floor", "rtn")),
-            ("kv_bits", (4, 8)),
-            ("weight_bits", (4, 16)),
-            ("weight_group", (128, 64, 32)),
-        ):
-            if getattr(self, key) not in allowed:
-                raise ConfigError(
-                    f"method.{key}={getattr(self, key)}; allowed: {', '.join(map(str, allowed))}"
-                )
+        check(self, "method")
         if self.draft and (self.kv_bits, self.weight_bits) == (8, 16):
             raise ConfigError(
                 "method.kv_bits=8 method.weight_bits=16 makes the draft the target itself; lower one, or "
