@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,9 @@ from longtrain.errors import ConfigError, LongtrainError
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a disk that is full, or of a quota that is used up."""
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -68,6 +72,8 @@ def jsonl(values: list[dict[str, Any]]) -> bytes:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A new folder to write into, which takes the place of `folder` when the block ends without an error.
 
+    What a killed run left is cleared first, so one process at a time may write `folder`.
+
     Args:
         folder: the result; replaced where it exists.
 
@@ -77,10 +83,13 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Raises:
         LongtrainError: writing failed (disk full, no permission); `folder` is as it was before.
     """
-    fresh = folder.with_name(f".{folder.name}.new-{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    fresh = folder.with_name(f".{folder.name}.new")
+    old = folder.with_name(f".{folder.name}.old")
     try:
-        shutil.rmtree(fresh, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.replace(folder)
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
         fresh.mkdir(parents=True)
         yield fresh
         if folder.exists():
@@ -92,6 +101,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
                 old.replace(folder)
             raise
     except OSError as error:
+        if error.errno not in FULL and error.filename is None:
+            raise  # of the network, say
         raise cannot_write(folder, error) from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -162,28 +173,41 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[bool]:
+def lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Whether this process holds a lock inside the block; False while another one does.
 
     Args:
         path: a file that stands for the lock; created where it is missing.
+        wait: wait for the process that holds the lock, and then take it.
+
+    Raises:
+        LongtrainError: the file cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        yield _locked(stream, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("w")
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    with stream:
+        yield _locked(stream, path, wait=wait)
 
 
 def cannot_write(path: Path, error: OSError) -> LongtrainError:
     """The error of a path that cannot be written."""
+    reason = error.strerror or str(error)
+    if error.filename is not None and not str(error.filename).startswith(str(path)):
+        reason += f" ({error.filename})"
+    if error.errno in FULL:
+        free = shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free
+        reason += f" ({free / 1e6:.0f} MB free)"
     return LongtrainError(
-        f"cannot write {path}: {error.strerror or error}; what was there is unchanged; free space, or pass "
-        "home=FOLDER"
+        f"cannot write {path}: {reason}; what was there is unchanged; free space, or pass home=FOLDER"
     )
 
 
-def _locked(stream: Any, path: Path) -> bool:
+def _locked(stream: Any, path: Path, *, wait: bool = False) -> bool:
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:  # a file system without locks

@@ -4,34 +4,64 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 EVERY_S = 30.0
 """Between two log lines."""
+
+
+def follow(
+    stream: Iterable[T], what: str, *, total: int | None = None, unit: str = "documents", bar: bool = True
+) -> Iterator[T]:
+    """The same stream, with its progress shown while it is read.
+
+    Args:
+        stream: what is read.
+        what: its name for people.
+        total: how many items it has, where that is known.
+        unit: what is counted.
+        bar: whether a terminal shows a bar; a log has its lines in any case.
+    """
+    with Progress(total, 0, unit, bar=bar) as progress:
+        for item in stream:
+            yield item
+            progress.advance(what, 1)
 
 
 class Progress:
     """Counts examples.
 
     Args:
-        total: of this run and of earlier runs of it.
+        total: of this run and of earlier runs of it; None: not known.
         done: what earlier runs did.
         unit: what is counted.
         every_s: seconds between two log lines where there is no terminal.
+        bar: whether a terminal shows a bar.
     """
 
-    def __init__(self, total: int, done: int, unit: str = "examples", *, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        total: int | None,
+        done: int,
+        unit: str = "examples",
+        *,
+        every_s: float = EVERY_S,
+        bar: bool = True,
+    ) -> None:
         self.total, self.done, self.before, self.unit = total, done, done, unit
-        self.every_s = every_s
+        self.every_s, self.on_terminal = every_s, bar and sys.stderr.isatty()
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
         self._started = self._told = time.monotonic()
-        if self.total and sys.stderr.isatty():
+        if self.total != 0 and self.on_terminal:
             self._start_bar()
         elif self.total:
             before = f" done_before={self.before}" if self.before else ""
@@ -45,8 +75,8 @@ class Progress:
 
     def add(self, total: int, done: int) -> None:
         """More to be done, and of it done before: another process tells of its part."""
-        self.total, self.done, self.before = self.total + total, self.done + done, self.before + done
-        if self._bar is None and self.total and sys.stderr.isatty():
+        self.total, self.done, self.before = (self.total or 0) + total, self.done + done, self.before + done
+        if self._bar is None and self.total and self.on_terminal:
             self._start_bar()
         elif self._bar is not None:
             self._bar.update(self._task, total=self.total, completed=self.done)
@@ -61,9 +91,9 @@ class Progress:
         if now - self._told >= self.every_s or self.done == self.total:
             self._told = now
             rate = (self.done - self.before) / max(now - self._started, 1e-9)
-            left_s = (self.total - self.done) / rate if rate else float("nan")
+            left_s = (self.total - self.done) / rate if rate and self.total else float("nan")
             log.info(
-                "%s: %s=%d of=%d left_s=%.0f",
+                "%s: %s=%d of=%s left_s=%.0f",
                 what,
                 self.unit.replace(" ", "_"),
                 self.done,

@@ -117,7 +117,12 @@ def between(low: float, high: float, kind: type = float) -> Any:
 
 
 def within(least: int, most: int | None = None) -> Any:
-    """The bounds of a whole number, for annotations such as `Annotated[int, within(1, 16)]`."""
+    """Bounds of a whole number, to stand in an annotation such as `Annotated[int, BOUNDS]`.
+
+    Args:
+        least: the smallest value that is allowed.
+        most: the largest one; None: there is none.
+    """
     return Field(ge=least, le=most)
 
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 from longtrain.errors import ConfigError
+from longtrain.settings import (
+    Count,
+    CountOrZero,
+    OneOf,
+    Positive,
+    Words,
+    convert,
+    read,
+    within,
+    wrong,
+)
 
 READERS = ("text", "jsonl", "conversations", "tokenised", "manifest", "synthetic")
 FREE_KEYS = (
@@ -45,23 +56,23 @@ class SourceConfig:
             none, the text is there for synthetic sources to write into.
     """
 
-    reader: str
+    reader: Annotated[str, OneOf(*READERS)]
     where: str | None
     kind: str = ""
     adapter: str = ""
     columns: dict[str, str] = field(default_factory=dict)
-    rows: int | None = None
-    weight: float = 1.0
-    split: str = "auto"
+    rows: Count | None = None
+    weight: int | float = 1.0
+    split: Annotated[str, OneOf("auto", "train", "val")] = "auto"
     optional: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     held_out: tuple[str, ...] = ()
-    answers: str = ""
-    prompts: int = 1
+    answers: Annotated[str, OneOf("", "source", "target")] = ""
+    prompts: CountOrZero = 1
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> SourceConfig:
-        """From one item of `data.sources`.
+        """Read one item of `data.sources`.
 
         Raises:
             ConfigError: no reader or more than one, an unknown key, or a value out of range.
@@ -71,36 +82,16 @@ class SourceConfig:
             raise ConfigError(
                 f"data source {dict(values)} names {len(readers)} readers; give one of {READERS}"
             )
-        rest = {key: value for key, value in values.items() if key not in readers}
-        known = {f.name for f in fields(cls)} - {"reader", "where"}
-        unknown = sorted(set(rest) - known)
-        if unknown:
-            raise ConfigError(
-                f"unknown key {unknown[0]!r} in data source {readers[0]}; known: {sorted(known)}"
-            )
-        source = cls(
-            reader=readers[0], where=values[readers[0]], **{k: v for k, v in rest.items() if v is not None}
-        )
-        if isinstance(source.held_out, str) or not all(isinstance(name, str) for name in source.held_out):
-            raise ConfigError(
-                f"data source {source.where}: held_out={source.held_out}; allowed: a list of names"
-            )
-        source = replace(source, held_out=tuple(source.held_out))
-        _choice("data.sources.split", source.split, ("auto", "train", "val"))
-        _choice("data.sources.answers", source.answers, ("", "source", "target"))
-        if source.prompts < 0:
-            raise ConfigError(f"data source {source.where}: prompts={source.prompts}; allowed: 0 or more")
-        if source.weight <= 0:
-            raise ConfigError(f"data source {source.where}: weight={source.weight}; allowed: above 0")
-        if source.rows is not None and source.rows < 1:
-            raise ConfigError(
-                f"data source {source.where}: rows={source.rows}; allowed: 1 or more, or null for all"
-            )
-        return source
+        rest = {key: value for key, value in values.items() if key not in readers and value is not None}
+        return read(cls, {"reader": readers[0], "where": values[readers[0]], **rest}, "data.sources")
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:  # it stays a whole number where one was typed: data made before has that hash
+            raise wrong("data.sources.weight", self.weight, "above 0")
 
 
 @dataclass(frozen=True)
-class Stage:
+class PackingStage:
     """A stretch of the run with one way of packing; one of `steps`, `fraction`, `epochs` says how long.
 
     Args:
@@ -111,45 +102,29 @@ class Stage:
         epochs: passes over the data; the last, incomplete optimizer step is left out.
     """
 
-    row_tokens: int
-    doc_tokens: int
-    steps: int | None = None
-    fraction: float | None = None
-    epochs: float | None = None
+    row_tokens: Count
+    doc_tokens: Annotated[int, within(2)]
+    steps: Count | None = None
+    fraction: Positive | None = None
+    epochs: Positive | None = None
 
     @classmethod
-    def parse(cls, values: Any) -> Stage:
-        """From one item of `data.stages`.
+    def parse(cls, values: Any) -> PackingStage:
+        """Read one item of `data.stages`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that is no number or out of range.
         """
-        known = [f.name for f in fields(cls)]
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"data.stages item {values} is no mapping; known keys: {', '.join(known)}")
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise ConfigError(f"unknown key {unknown[0]!r} in data.stages; known: {', '.join(known)}")
-        for key in known:
-            value, needed = values.get(key), key in ("row_tokens", "doc_tokens")
-            whole = key not in ("fraction", "epochs")
-            good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-            if not (good or (value is None and not needed)):
-                what = "a whole number" if whole else "a number"
-                raise ConfigError(f"data.stages {key}={'null' if value is None else value}; allowed: {what}")
-        return cls(**values)
+        return read(cls, convert(values, Mapping[str, Any], "data.stages item"), "data.stages")
 
     def __post_init__(self) -> None:
-        if self.doc_tokens < 2 or self.row_tokens < self.doc_tokens:
-            raise ConfigError(
-                f"stage row_tokens={self.row_tokens} doc_tokens={self.doc_tokens}; "
-                f"allowed: 2 <= doc_tokens <= row_tokens"
+        if self.row_tokens < self.doc_tokens:
+            raise wrong(
+                "data.stages.doc_tokens", self.doc_tokens, f"doc_tokens <= row_tokens={self.row_tokens}"
             )
-        lengths = [value for value in (self.steps, self.fraction, self.epochs) if value is not None]
-        if len(lengths) != 1 or lengths[0] <= 0:
+        if sum(length is not None for length in (self.steps, self.fraction, self.epochs)) != 1:
             raise ConfigError(
-                f"stage steps={self.steps} fraction={self.fraction} epochs={self.epochs}; "
-                f"give exactly one, above 0"
+                f"stage steps={self.steps} fraction={self.fraction} epochs={self.epochs}; give exactly one"
             )
 
 
@@ -185,68 +160,55 @@ class DataConfig:
 
     name: str
     sources: tuple[SourceConfig, ...]
-    stages: tuple[Stage, ...] = ()
-    max_doc_tokens: int | None = None
-    min_doc_tokens: int = 2
-    long_documents: str = "split"
-    val_fraction: float = 0.0
+    stages: tuple[PackingStage, ...] = ()
+    max_doc_tokens: Count | None = None
+    min_doc_tokens: Annotated[int, within(2), Words("2 or more (a label needs a past)")] = 2
+    long_documents: Annotated[str, OneOf("split", "error", "truncate")] = "split"
+    val_fraction: int | float = 0.0
     seed: int = 0
-    answers: str = "source"
-    answer_tokens: int = 1024
-    answer_batch: int = 8
-    answer_batch_tokens: int = 262144
-    labels: str = "answers"
-    question: str = "prompt"
-    prompt_tokens: tuple[int, int] | None = None
-    mask: str = "template"
+    answers: Annotated[str, OneOf("source", "target")] = "source"
+    answer_tokens: Count = 1024
+    answer_batch: Count = 8
+    answer_batch_tokens: Count = 262144
+    labels: Annotated[str, OneOf("answers", "last_answer")] = "answers"
+    question: Annotated[str, OneOf("prompt", "response")] = "prompt"
+    prompt_tokens: Annotated[tuple[Count, Count], Words("[SHORTEST, LONGEST] in tokens")] | None = None
+    mask: Annotated[str, OneOf("template", "prefix", "all")] = "template"
     append_eos: bool = False
-    val_rows: int = 64
-    workers: int = 0
+    val_rows: CountOrZero = 64
+    workers: CountOrZero = 0
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> DataConfig:
-        """From the resolved `data` group.
+        """Read the resolved `data` group.
 
         Raises:
             ConfigError: an unknown key, or a value that is not allowed.
         """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known - set(FREE_KEYS))
-        if unknown:
-            raise ConfigError(f"unknown key data.{unknown[0]}; known: {sorted(known)}")
-        rest = {k: v for k, v in values.items() if k in known - {"sources", "stages"} and v is not None}
-        sources = tuple(SourceConfig.parse(item) for item in values.get("sources") or ())
-        stages = tuple(Stage.parse(item) for item in values.get("stages") or ())
-        if "prompt_tokens" in rest:
-            rest["prompt_tokens"] = _bounds("data.prompt_tokens", rest["prompt_tokens"])
-        config = cls(sources=sources, stages=stages, **rest)
-        _choice("data.long_documents", config.long_documents, ("split", "error", "truncate"))
-        _choice("data.answers", config.answers, ("source", "target"))
-        _choice("data.mask", config.mask, ("template", "prefix", "all"))
-        _choice("data.labels", config.labels, ("answers", "last_answer"))
-        _choice("data.question", config.question, ("prompt", "response"))
-        for key in ("answer_tokens", "answer_batch", "answer_batch_tokens"):
-            if getattr(config, key) < 1:
-                raise ConfigError(f"data.{key}={getattr(config, key)}; allowed: 1 or more")
-        if config.labels == "last_answer" and (config.mask == "all" or config.long_documents == "split"):
+        parts = {
+            "sources": tuple(SourceConfig.parse(item) for item in values.get("sources") or ()),
+            "stages": tuple(PackingStage.parse(item) for item in values.get("stages") or ()),
+        }
+        rest = {key: value for key, value in values.items() if key not in parts and value is not None}
+        return read(cls, {**rest, **parts}, "data", ignore=FREE_KEYS)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.val_fraction < 1:
+            raise wrong("data.val_fraction", self.val_fraction, "0 up to, not including, 1")
+        if self.prompt_tokens is not None and self.prompt_tokens[0] > self.prompt_tokens[1]:
+            raise wrong("data.prompt_tokens", list(self.prompt_tokens), "SHORTEST <= LONGEST")
+        if self.labels == "last_answer" and (self.mask == "all" or self.long_documents == "split"):
             raise ConfigError(
-                f"data.labels=last_answer with mask={config.mask} long_documents={config.long_documents}; "
-                f"allowed: mask=template or prefix, long_documents=truncate or error"
+                f"data.labels=last_answer with mask={self.mask} long_documents={self.long_documents}; pass "
+                "mask=template or prefix, and long_documents=truncate or error"
             )
-        if config.question == "response" and config.labels == "answers" and not config.asks_target:
+        if self.question == "response" and self.labels == "answers" and not self.asks_target:
             raise ConfigError(
                 "data.question=response with data.labels=answers: only the question of a last answer can "
                 "become a label; pass data.labels=last_answer"
             )
-        if not sources:
-            raise ConfigError(f"data.sources of {config.name!r} is empty; give at least one source")
-        if config.min_doc_tokens < 2:
-            raise ConfigError(
-                f"data.min_doc_tokens={config.min_doc_tokens}; allowed: 2 or more (a label needs a past)"
-            )
-        if not 0 <= config.val_fraction < 1:
-            raise ConfigError(f"data.val_fraction={config.val_fraction}; allowed: 0 up to, not including, 1")
-        return config
+        if not self.sources:
+            raise ConfigError(f"data.sources of {self.name!r} is empty; give at least one source")
 
     def written_by_target(self, source: SourceConfig) -> bool:
         """Whether the target writes this source's answers."""
@@ -263,16 +225,3 @@ class DataConfig:
         for key in ("stages", "val_rows", "name", "workers", "answer_batch", "answer_batch_tokens"):
             values.pop(key)
         return values
-
-
-def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value}; allowed: {', '.join(allowed)}")
-
-
-def _bounds(key: str, value: Any) -> tuple[int, int]:
-    """Two whole numbers, the first at least 1 and at most the second."""
-    whole = isinstance(value, list | tuple) and all(type(item) is int for item in value)
-    if not whole or len(value) != 2 or not 1 <= value[0] <= value[1]:
-        raise ConfigError(f"{key}={value}; allowed: [SHORTEST, LONGEST] in tokens, 1 <= SHORTEST <= LONGEST")
-    return value[0], value[1]

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from longtrain.data.retrieval.synthetic import ChatIds, RetrievalWriter, TextStream
+from longtrain.data.retrieval.material import ChatIds, TextStream
+from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
 from longtrain.errors import ConfigError, DataError

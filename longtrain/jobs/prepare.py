@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from longtrain import provenance
-from longtrain.data.chat.show import LABEL, READ, samples
 from longtrain.data.config import DataConfig
-from longtrain.data.read.tokenizer import read_tokenizer
-from longtrain.data.rows.prepare import prepare
+from longtrain.data.rows.prepare import LABEL, READ, prepare, samples
 from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import load_target_from, target_overrides
+from longtrain.targets.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
-    from longtrain.data.chat.respond import Generate
+    from longtrain.data.chat.prompts import Generate
     from longtrain.targets.model import Target
 
 

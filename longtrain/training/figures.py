@@ -21,7 +21,7 @@ Number = Tensor | float
 
 
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """One optimizer step (or one validation), pooled.
 
     Args:
@@ -62,7 +62,7 @@ class _Step:
 
 
 class Pool:
-    """Collects losses micro-batch by micro-batch and gives them back as one `Record` a step."""
+    """Collects losses micro-batch by micro-batch and gives them back as one `StepRecord` a step."""
 
     def __init__(self) -> None:
         self._open: list[_Micro] = []
@@ -80,7 +80,7 @@ class Pool:
         self._closed.append(_Step(step, self._open, extra or {}))
         self._open = []
 
-    def read(self, gather: Callable[[Any], list[Any]]) -> list[Record]:
+    def read(self, gather: Callable[[Any], list[Any]]) -> list[StepRecord]:
         """The records of all closed steps, the same on every rank. Waits for the device once.
 
         Args:
@@ -125,7 +125,7 @@ def _read(numbers: list[Number]) -> Iterator[float]:
     return iter([next(values) if isinstance(number, Tensor) else float(number) for number in numbers])
 
 
-def _pooled(parts: tuple[dict[str, Any], ...]) -> Record:
+def _pooled(parts: tuple[dict[str, Any], ...]) -> StepRecord:
     """The ranks' parts of one step, summed in rank order."""
     sums: dict[str, list[float]] = {}
     for part in parts:
@@ -134,7 +134,7 @@ def _pooled(parts: tuple[dict[str, Any], ...]) -> Record:
             pooled[0] += total
             pooled[1] += count
     means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-    return Record(
+    return StepRecord(
         step=parts[0]["step"],
         figures={**means, **parts[0]["extra"]},
         suspects=tuple(name for part in parts for name in part["suspects"]),

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from longtrain.errors import TrainingError
 from longtrain.log import get_logger
 from longtrain.training import checkpoint
-from longtrain.training.figures import Record
+from longtrain.training.figures import StepRecord
 from longtrain.training.module import TrainModule, gather
 from longtrain.training.table import Table
 
@@ -103,7 +103,7 @@ class Metrics(Callback):
             return
         seconds = time.perf_counter() - self._mark
         rows = []
-        failed: Record | None = None
+        failed: StepRecord | None = None
         for record in records:
             if not _finite(record, trainer):
                 failed = record
@@ -141,7 +141,7 @@ class Metrics(Callback):
                     {key: value for key, value in row.items() if key != "step"}, step=row["step"]
                 )
 
-    def _tell_speed(self, trainer: Any, records: list[Record], seconds: float) -> None:
+    def _tell_speed(self, trainer: Any, records: list[StepRecord], seconds: float) -> None:
         steps = len(records)
         speed = {
             "tokens_per_s": sum(record.row_tokens for record in records) / max(seconds, 1e-9),
@@ -181,13 +181,13 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _finite(record: Record, trainer: Any) -> bool:
+def _finite(record: StepRecord, trainer: Any) -> bool:
     """A loss scaler skips steps whose gradients overflow, so under fp16 only the loss counts."""
     watched = ["loss"] if str(trainer.precision) == "16-mixed" else ["loss", "grad_norm"]
     return all(math.isfinite(record.figures.get(name, 0.0)) for name in watched)
 
 
-def _not_finite(record: Record, folder: Path) -> str:
+def _not_finite(record: StepRecord, folder: Path) -> str:
     loss = record.figures.get("loss", math.nan)
     what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {record.figures['grad_norm']}"
     names = list(dict.fromkeys(record.suspects))

@@ -3,7 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import Prepared, Writer, replacing
+from longtrain.data.rows.prepared import Prepared, PreparedWriter
+from longtrain.files import replaced_folder
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
@@ -51,8 +52,8 @@ def make_prepared(tmp_path):
 
     def make(lengths, *, masks=None, sources=None, val=(), weights=None, name="made", kinds=None):
         folder = tmp_path / name
-        with replacing(folder) as temporary:
-            writer = Writer(temporary, 1 << 20)
+        with replaced_folder(folder) as temporary:
+            writer = PreparedWriter(temporary, 1 << 20)
             at = 0
             for i, length in enumerate(lengths):
                 ids = np.arange(at, at + length)

@@ -32,12 +32,12 @@ def test_every_value_has_a_comment(name):
     [
         (
             {"step": 3, "row_tokens": 8, "doc_tokens": 8},
-            "unknown key 'step' in data.stages; known: row_tokens",
+            "unknown key 'data.stages.step'; known: row_tokens",
         ),
-        ({"steps": 3, "row_tokens": 8}, "doc_tokens=null; allowed: a whole number"),
+        ({"steps": 3, "row_tokens": 8}, "doc_tokens is missing; allowed: a whole number"),
         ({"steps": 3, "row_tokens": "many", "doc_tokens": 8}, "row_tokens=many; allowed: a whole number"),
         ({"fraction": "half", "row_tokens": 8, "doc_tokens": 8}, "fraction=half; allowed: a number"),
-        (3, "item 3 is no mapping"),
+        (3, "item=3; allowed: a mapping"),
     ],
 )
 def test_a_wrong_stage_is_one_clear_error(stage, message):

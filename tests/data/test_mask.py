@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from longtrain.data.chat.mask import Rendered, audit, check_share, check_template, render, render_prompt, spans
+from longtrain.data.chat.mask import (
+    Rendered,
+    audit,
+    check_share,
+    check_template,
+    render,
+    render_prompt,
+    spans,
+)
 from longtrain.errors import DataError
 
 from .conftest import TEMPLATE, UNMARKED

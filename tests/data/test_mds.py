@@ -4,7 +4,7 @@ import struct
 import numpy as np
 import pytest
 
-from longtrain.data.read.mds import read_shard
+from longtrain.data.read.files import read_mds_shard
 from longtrain.errors import DataError
 
 COLUMNS = [
@@ -46,7 +46,7 @@ SAMPLES = [
 def test_samples_come_back(tmp_path):
     path = tmp_path / "shard.00000.mds"
     path.write_bytes(shard(SAMPLES))
-    read = list(read_shard(path))
+    read = list(read_mds_shard(path))
     for sample, wanted in zip(read, SAMPLES, strict=True):
         assert sample["domain"] == wanted["domain"] and sample["length"] == wanted["length"]
         assert np.array_equal(sample["input_ids"], wanted["input_ids"])
@@ -57,10 +57,10 @@ def test_a_shard_cut_short_or_of_another_kind_is_refused(tmp_path):
     path = tmp_path / "shard.mds"
     path.write_bytes(shard(SAMPLES)[:-10])
     with pytest.raises(DataError, match="cut short"):
-        list(read_shard(path))
+        list(read_mds_shard(path))
     path.write_bytes(b"not a shard at all, only some text that is long enough")
     with pytest.raises(DataError, match="not an MDS shard"):
-        list(read_shard(path))
+        list(read_mds_shard(path))
     path.write_bytes(shard(SAMPLES, [("domain", "pkl", None), *COLUMNS[1:]]))
     with pytest.raises(DataError, match="pkl"):
-        list(read_shard(path))
+        list(read_mds_shard(path))

@@ -4,8 +4,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longtrain.data.rows.collate import PADDING, batch_seed
-from longtrain.data.config import DataConfig, SourceConfig, Stage
+from longtrain.data.config import DataConfig, PackingStage, SourceConfig
+from longtrain.data.rows.batch import PADDING, batch_seed
 from longtrain.data.rows.module import DataModule
 from longtrain.errors import ConfigError, DataError
 
@@ -31,7 +31,7 @@ def data(make_prepared):
 
 
 def test_a_batch_is_one_row_of_exactly_row_tokens(data):
-    module = DataModule(data.folder, config(Stage(128, 64, steps=20)), seed=1)
+    module = DataModule(data.folder, config(PackingStage(128, 64, steps=20)), seed=1)
     batches = list(module.train_dataloader())
     assert len(batches) == 20
     padded = 0
@@ -65,7 +65,7 @@ def test_a_batch_is_one_row_of_exactly_row_tokens(data):
 
 @pytest.mark.parametrize("world,accumulate", [(1, 1), (3, 1), (2, 4)])
 def test_ranks_share_the_plan_and_tokens_in_step_is_exact(data, world, accumulate):
-    stages = (Stage(64, 64, steps=5), Stage(200, 100, steps=3))
+    stages = (PackingStage(64, 64, steps=5), PackingStage(200, 100, steps=3))
     ranks = [
         list(
             DataModule(
@@ -91,7 +91,7 @@ def test_ranks_share_the_plan_and_tokens_in_step_is_exact(data, world, accumulat
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resuming_gives_what_continuing_would(data, workers):
-    stages = (Stage(64, 64, fraction=0.5), Stage(128, 128, fraction=0.5))
+    stages = (PackingStage(64, 64, fraction=0.5), PackingStage(128, 128, fraction=0.5))
     made = {"accumulate": 2, "seed": 9, "total_steps": 10}
     whole = list(DataModule(data.folder, config(*stages), **made).train_dataloader())
     rest = list(
@@ -110,7 +110,7 @@ def test_seeds_are_those_of_the_global_position():
 
 def test_validation_has_the_held_out_documents_on_every_rank(data):
     loaders = [
-        DataModule(data.folder, config(Stage(64, 64, steps=1)), world=2, rank=r).val_dataloader()
+        DataModule(data.folder, config(PackingStage(64, 64, steps=1)), world=2, rank=r).val_dataloader()
         for r in (0, 1)
     ]
     batches = [list(loader) for loader in loaders]
@@ -120,23 +120,23 @@ def test_validation_has_the_held_out_documents_on_every_rank(data):
 
 
 def test_no_held_out_data_gives_no_validation(make_prepared):
-    module = DataModule(make_prepared([50] * 4).folder, config(Stage(64, 64, steps=1)))
+    module = DataModule(make_prepared([50] * 4).folder, config(PackingStage(64, 64, steps=1)))
     assert module.val_dataloader() == []
 
 
 def test_pieces_longer_than_the_context_are_refused(data):
     with pytest.raises(ConfigError, match="context of 100 tokens"):
-        DataModule(data.folder, config(Stage(512, 128, steps=1)), context_tokens=100)
-    DataModule(data.folder, config(Stage(512, 100, steps=1)), context_tokens=100)
+        DataModule(data.folder, config(PackingStage(512, 128, steps=1)), context_tokens=100)
+    DataModule(data.folder, config(PackingStage(512, 100, steps=1)), context_tokens=100)
 
 
 def test_a_missing_folder_says_what_to_run(tmp_path):
     with pytest.raises(DataError, match="longtrain prepare"):
-        DataModule(tmp_path / "none", config(Stage(8, 8, steps=1)))
+        DataModule(tmp_path / "none", config(PackingStage(8, 8, steps=1)))
 
 
 def test_batches_move_whole(data):
-    batch = next(iter(DataModule(data.folder, config(Stage(64, 64, steps=1))).train_dataloader()))
+    batch = next(iter(DataModule(data.folder, config(PackingStage(64, 64, steps=1))).train_dataloader()))
     moved = batch.to("meta")
     assert moved.ids_T.device.type == moved.loss_mask_T.device.type == "meta" and moved.bounds == batch.bounds
 
@@ -145,20 +145,21 @@ def test_a_stage_that_would_cut_prompts_from_their_answers_is_told(data, caplog)
     values = {"labels": "last_answer", "long_documents": "truncate"}
     longest = int(data.length.max())
     with caplog.at_level("WARNING"):
-        DataModule(data.folder, config(Stage(longest, longest, steps=1), **values))
-        DataModule(data.folder, config(Stage(longest, longest - 1, steps=1)))
+        DataModule(data.folder, config(PackingStage(longest, longest, steps=1), **values))
+        DataModule(data.folder, config(PackingStage(longest, longest - 1, steps=1)))
     assert not caplog.records
     with caplog.at_level("WARNING"):
-        DataModule(data.folder, config(Stage(longest, longest - 1, steps=1), **values))
+        DataModule(data.folder, config(PackingStage(longest, longest - 1, steps=1), **values))
     assert f"doc_tokens={longest - 1}" in caplog.text
 
 
 def test_a_stage_that_would_cut_documents_is_refused_where_they_must_be_whole(data):
     longest = int(data.length.max())
     name = data.names[int(data.length.argmax())]
-    DataModule(data.folder, config(Stage(longest, longest, steps=1))).refuse_cuts()
+    DataModule(data.folder, config(PackingStage(longest, longest, steps=1))).refuse_cuts()
     cut = DataModule(
-        data.folder, config(Stage(longest, longest, steps=1), Stage(longest, longest - 1, steps=1))
+        data.folder,
+        config(PackingStage(longest, longest, steps=1), PackingStage(longest, longest - 1, steps=1)),
     )
     with pytest.raises(ConfigError, match=rf"cut document {name} of {longest} tokens.* to {longest} or more"):
         cut.refuse_cuts()

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longtrain.data.config import DataConfig
 from longtrain.data.chat.mask import spans
+from longtrain.data.config import DataConfig
 from longtrain.data.rows.prepare import prepare, tokenizer_hash
 from longtrain.data.rows.prepared import Prepared
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, LongtrainError
 
 from .conftest import TEMPLATE, UNMARKED
 
@@ -122,7 +122,7 @@ def test_a_failure_leaves_the_old_data_and_nothing_else(tokenizer, texts, tmp_pa
 
 def test_a_home_under_a_file_is_one_clear_error(tokenizer, texts, tmp_path):
     (tmp_path / "home").write_text("")
-    with pytest.raises(DataError, match=r"cannot read or write .*home.*set home=DIR") as error:
+    with pytest.raises(LongtrainError, match=r"cannot write .*home.*home=FOLDER") as error:
         run(config({"text": str(texts)}), tokenizer, tmp_path)
     assert "\n" not in str(error.value)
 
@@ -328,7 +328,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from longtrain.data.config import DataConfig
 from longtrain.data.rows.prepare import prepare
-from longtrain.errors import DataError
+from longtrain.errors import DataError, LongtrainError
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
@@ -347,7 +347,7 @@ def test_a_file_that_cannot_grow_is_one_clear_error_and_leaves_nothing(tokenizer
         capture_output=True,
         text=True,
     )
-    assert made.returncode == 1 and "nothing was kept" in made.stderr.splitlines()[-1]
+    assert made.returncode == 1 and "what was there is unchanged" in made.stderr.splitlines()[-1]
     assert not left_in(tmp_path)
 
 

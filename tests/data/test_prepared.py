@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import Prepared, Writer, replacing
-from longtrain.errors import DataError
+from longtrain.data.rows.prepared import Prepared, PreparedWriter
+from longtrain.errors import DataError, LongtrainError
+from longtrain.files import replaced_folder
 
 
 def inside(folder):
@@ -29,7 +30,7 @@ def test_what_is_written_is_read(make_prepared):
 
 
 def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
-    writer = Writer(tmp_path, 65536)
+    writer = PreparedWriter(tmp_path, 65536)
     writer.add(np.array([65535, 0]), np.array([1, 1]), name="a\nb", kind="x")
     writer.close({})
     assert np.load(tmp_path / "ids.npy").dtype == np.uint16
@@ -39,7 +40,7 @@ def test_small_vocabularies_take_two_bytes_a_token(tmp_path):
 @pytest.mark.parametrize("ids", [[5, 10], [-1, 2]])
 def test_ids_outside_the_vocabulary_are_refused(tmp_path, ids):
     with pytest.raises(DataError, match=f"document d: token id {max(ids) if ids[0] > 0 else -1} .* 10"):
-        Writer(tmp_path, 10).add(np.array(ids), np.array([1, 1]), name="d", kind="x")
+        PreparedWriter(tmp_path, 10).add(np.array(ids), np.array([1, 1]), name="d", kind="x")
 
 
 @pytest.mark.parametrize("name", ["ids.npy", "mask.npy", "docs.npz", "names.txt"])
@@ -68,13 +69,13 @@ def test_a_folder_without_a_whole_manifest_is_not_prepared(make_prepared, manife
 
 def test_a_block_that_fails_leaves_what_was_there(tmp_path):
     folder = tmp_path / "data"
-    with replacing(folder) as temporary:
+    with replaced_folder(folder) as temporary:
         (temporary / "x").write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(folder) as temporary:
+    with pytest.raises(ZeroDivisionError), replaced_folder(folder) as temporary:
         (temporary / "x").write_text("new")
         raise ZeroDivisionError
     assert (folder / "x").read_text() == "old" and inside(tmp_path) == ["data"]
-    with replacing(folder) as temporary:
+    with replaced_folder(folder) as temporary:
         (temporary / "y").write_text("new")
     assert inside(folder) == ["y"] and inside(tmp_path) == ["data"]
 
@@ -82,34 +83,34 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
     folder = tmp_path / "data"
-    with pytest.raises(DataError, match=r"no room for .*data.*No space left.*home=DIR"):
-        with replacing(folder) as temporary:
+    with pytest.raises(LongtrainError, match=r"cannot write .*data.*No space left.*MB free.*home=FOLDER"):
+        with replaced_folder(folder) as temporary:
             (temporary / "mask.npy").symlink_to("/dev/full")
-            writer = Writer(temporary, 100)
+            writer = PreparedWriter(temporary, 100)
             writer.add(np.zeros(10**6, np.int64), np.ones(10**6, np.uint8), name="d", kind="x")
             writer.close({})
     assert inside(tmp_path) == []
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
-    with pytest.raises(PermissionError), replacing(tmp_path / "data"):
+    with pytest.raises(PermissionError), replaced_folder(tmp_path / "data"):
         raise PermissionError(errno.EACCES, "no")
 
 
 def test_a_folder_under_a_file_is_one_clear_error(tmp_path):
     (tmp_path / "home").write_text("")
-    with pytest.raises(DataError, match=r"cannot read or write .*home.*set home=DIR") as error:
-        with replacing(tmp_path / "home" / "data"):
+    with pytest.raises(LongtrainError, match=r"cannot write .*home.*home=FOLDER") as error:
+        with replaced_folder(tmp_path / "home" / "data"):
             pass
     assert "\n" not in str(error.value)
 
 
 def test_what_a_killed_run_left_is_cleared(tmp_path):
     folder = tmp_path / "data"
-    for left in (".data.tmp", ".data.old"):
+    for left in (".data.new", ".data.old"):
         (tmp_path / left).mkdir()
-        (tmp_path / left / "ids.npy").write_text("half")
-    with replacing(folder) as temporary:
+        (tmp_path / left / "ids.npy").write_text("half" if left.endswith("new") else "old")
+    with replaced_folder(folder) as temporary:
         assert inside(temporary) == []
         (temporary / "x").write_text("whole")
     assert inside(tmp_path) == ["data"] and inside(folder) == ["x"]

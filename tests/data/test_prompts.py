@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from longtrain.data.read.adapters import Document
-from longtrain.data.config import DataConfig
 from longtrain.data.chat.mask import spans
+from longtrain.data.chat.prompts import cut_text
+from longtrain.data.config import DataConfig
+from longtrain.data.read.adapters import Document
 from longtrain.data.rows.prepare import prepare
 from longtrain.data.rows.prepared import Prepared
-from longtrain.data.chat.prompts import cut_text
 from longtrain.errors import ConfigError, DataError
 
 STAGES = [{"steps": 1, "row_tokens": 64, "doc_tokens": 64}]

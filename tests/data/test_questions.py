@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from longtrain.data.retrieval.synthetic import QUESTION_TASKS, ChatIds, RetrievalWriter, TextStream
+from longtrain.data.retrieval.material import ChatIds, TextStream
+from longtrain.data.retrieval.synthetic import QUESTION_TASKS, RetrievalWriter
 from longtrain.errors import ConfigError
 
 MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}

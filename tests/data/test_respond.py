@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from longtrain.data.chat.respond import Answers, respond
+from longtrain.data.chat.prompts import Answers, respond
 from longtrain.errors import DataError
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [1, 2, 3], [7, 8, 9, 10]]

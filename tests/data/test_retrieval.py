@@ -1,9 +1,9 @@
 import pytest
 
 from longtrain.data.config import DataConfig
+from longtrain.data.retrieval.synthetic import turn_marks
 from longtrain.data.rows.prepare import prepare
 from longtrain.data.rows.prepared import Prepared
-from longtrain.data.retrieval.sources import turn_marks
 from longtrain.errors import ConfigError
 
 

@@ -6,10 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from longtrain.data.config import PackingStage
+from longtrain.data.retrieval.material import ChatIds, Role, RoleDocument, TextStream
+from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.data.rows.batch import Batch
-from longtrain.data.config import Stage
 from longtrain.data.rows.mixture import Mixture, MixtureRows
-from longtrain.data.retrieval.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
 from longtrain.errors import ConfigError, DataError
 
 MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
@@ -51,7 +52,7 @@ def test_a_document_is_a_function_of_its_generator(writer: RetrievalWriter, task
     assert not np.array_equal(first.ids_T, other.ids_T)
 
 
-def turns(document: Document) -> list[tuple[str, str]]:
+def turns(document: RoleDocument) -> list[tuple[str, str]]:
     """(question with what is before it, answer) of each turn."""
     found = re.findall(r"<user>(.*?)<assistant>(.*?)<end>", decode(document.ids_T), flags=re.DOTALL)
     assert found
@@ -131,13 +132,15 @@ def test_what_cannot_be_written_is_refused(writer: RetrievalWriter) -> None:
 
 
 def mixture(writer: RetrievalWriter, **changes: object) -> Mixture:
-    chat = Document(np.array([256, 65, 257, 66, 258], np.int32), np.array([1, 0, 1, 2, 2], np.uint8), "chat")
+    chat = RoleDocument(
+        np.array([256, 65, 257, 66, 258], np.int32), np.array([1, 0, 1, 2, 2], np.uint8), "chat"
+    )
     values: dict = dict(shares={"needles": 1, "text": 1, "chat": 1}, stream_weights=[1.0], min_doc_tokens=300)
     return Mixture(writer, writer.streams, [chat], **{**values, **changes})
 
 
 def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
-    batch = mixture(writer).batch(0, Stage(row_tokens=8000, doc_tokens=2000, steps=1), seed=0)
+    batch = mixture(writer).batch(0, PackingStage(row_tokens=8000, doc_tokens=2000, steps=1), seed=0)
     assert batch.weights_T is not None
     starts = list(batch.bounds[:-1])
     assert batch.bounds[0] == 0 and batch.bounds[-1] == len(batch.ids_T) == 8000
@@ -151,8 +154,8 @@ def test_rows_are_full_and_weighted_by_role(writer: RetrievalWriter) -> None:
 
 def test_any_rank_and_any_start_gives_the_same_rows(writer: RetrievalWriter) -> None:
     stages = [
-        Stage(row_tokens=2000, doc_tokens=600, fraction=0.5),
-        Stage(row_tokens=2000, doc_tokens=1500, fraction=0.5),
+        PackingStage(row_tokens=2000, doc_tokens=600, fraction=0.5),
+        PackingStage(row_tokens=2000, doc_tokens=1500, fraction=0.5),
     ]
 
     def make(**keys: int) -> MixtureRows:
@@ -173,12 +176,12 @@ def test_a_process_writes_each_row_of_a_step_once(writer: RetrievalWriter, monke
     written: list[int] = []
     write = Mixture.batch
 
-    def counted(self: Mixture, index: int, stage: Stage, *, seed: int) -> Batch:
+    def counted(self: Mixture, index: int, stage: PackingStage, *, seed: int) -> Batch:
         written.append(index)
         return write(self, index, stage, seed=seed)
 
     monkeypatch.setattr(Mixture, "batch", counted)
-    stages = [Stage(row_tokens=2000, doc_tokens=600, fraction=1.0)]
+    stages = [PackingStage(row_tokens=2000, doc_tokens=600, fraction=1.0)]
     rows = MixtureRows(mixture(writer), stages, total_steps=2, rows_per_step=4, seed=1)
     batches = list(rows)
     counts = [batch.tokens_in_step for batch in batches]
@@ -194,4 +197,4 @@ def test_wrong_shares_are_refused(writer: RetrievalWriter) -> None:
     with pytest.raises(ConfigError, match="unknown share 'poems'"):
         mixture(writer, shares={"poems": 1})
     with pytest.raises(ConfigError, match="steps or fraction"):
-        MixtureRows(mixture(writer), [Stage(row_tokens=64, doc_tokens=64, epochs=1)], total_steps=1)
+        MixtureRows(mixture(writer), [PackingStage(row_tokens=64, doc_tokens=64, epochs=1)], total_steps=1)

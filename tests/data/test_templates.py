@@ -3,9 +3,9 @@ from omegaconf import OmegaConf
 
 from longtrain.assets import asset_dir
 from longtrain.data.chat.mask import audit, check_template, render, render_prompt, spans
-from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import target_overrides
+from longtrain.targets.tokenizer import read_tokenizer
 
 CHAT = [
     {"role": "user", "content": "Who wrote it?"},

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import Prepared, Writer
+from longtrain.data.rows.prepared import Prepared, PreparedWriter
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import (
     Document,
@@ -120,7 +120,7 @@ def test_files_that_are_missing_or_not_text(tmp_path):
 
 
 def test_prepared_data_gives_its_held_out_documents(tmp_path):
-    writer = Writer(tmp_path, 300)
+    writer = PreparedWriter(tmp_path, 300)
     for name, kind, val in (("a", "book", False), ("b", "book", True), ("c", "code", True)):
         writer.add(np.full(9, ord(name)), np.ones(9), name=name, kind=kind, val=val)
     writer.close({"sources": []})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longtrain.artifact import Artifact
-from longtrain.data.rows.prepared import Writer
+from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.jobs import export
 from longtrain.targets.loading import load_target
@@ -35,7 +35,7 @@ def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
     data = tmp_path / "data" / "mix-0123"
     data.mkdir(parents=True)
     part = {"hub": "org/corpus", "commit": "c0ffee", "kind": "book", "licence": "cc0-1.0"}
-    writer = Writer(data, 256)
+    writer = PreparedWriter(data, 256)
     writer.add(torch.zeros(9).numpy(), torch.ones(9).numpy(), name="a", kind="book")
     sources = [
         {"source": {"reader": "manifest", "where": "corpus", "kind": ""}, "inputs": {"parts": [part]}},

@@ -297,7 +297,7 @@ def test_a_tokenizer_that_needs_sentencepiece_says_what_to_install(folder, monke
         raise ValueError("`tiktoken` is required to read a `tiktoken` file")
 
     monkeypatch.setattr("longtrain.targets.loading.AutoTokenizer.from_pretrained", refuse)
-    monkeypatch.setattr("longtrain.data.read.tokenizer._installed", lambda name: name != "sentencepiece")
+    monkeypatch.setattr("longtrain.targets.tokenizer._installed", lambda name: name != "sentencepiece")
     with pytest.raises(ArtifactError, match=r"needs sentencepiece: pip install 'longtrain\[legacy\]'"):
         load_target(folder)
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from longtrain.data.chat import mask as masks
-from longtrain.data.read.adapters import Document, Message
+from longtrain.data.chat.prompts import PromptDocument
 from longtrain.data.config import DataConfig
-from longtrain.data.chat.prompts import Prompt
+from longtrain.data.read.adapters import Document, Message
 from longtrain.errors import DataError
 from longtrain.log import get_logger
 
@@ -61,7 +61,7 @@ class Conversations:
         self.count(len(rendered.ids_T), int(rendered.mask_T.sum()))
         return rendered.ids_T, rendered.mask_T
 
-    def prompt(self, document: Document, *, recorded: bool) -> Prompt | None:
+    def prompt(self, document: Document, *, recorded: bool) -> PromptDocument | None:
         """A conversation without its last answer, its longest turn shortened where that is asked for.
 
         Args:
@@ -99,7 +99,7 @@ class Conversations:
                 whole.ids_T[:begin],
                 whole.ids_T[begin : min(end, begin + self.config.answer_tokens)],
             )
-        return Prompt(document, ids_T, self._begin(messages, ids_T, document.name), answer_T)
+        return PromptDocument(document, ids_T, self._begin(messages, ids_T, document.name), answer_T)
 
     def count(self, tokens: int, labels: int) -> None:
         """Note a conversation, and look at the share of labels after the first ones."""

@@ -1,4 +1,4 @@
-"""Documents as a prompt and its response, and running text cut into them.
+"""Documents as a prompt and its response: running text cut into them, and answers that the target writes.
 
 Shapes: T tokens of one prompt or document.
 """
@@ -6,18 +6,26 @@ Shapes: T tokens of one prompt or document.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from longtrain.data.read.adapters import Document
 from longtrain.data.config import DataConfig
-from longtrain.errors import ConfigError
+from longtrain.data.read.adapters import Document
+from longtrain.errors import ConfigError, DataError
+from longtrain.files import Journal, whole_lines
+from longtrain.progress import follow
+
+Generate = Callable[[list[list[int]]], list[list[int]]]
+"""Prompts as token ids -> answers as token ids, in the same order."""
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptDocument:
     """A prompt, and the response that the corpus has for it.
 
     Args:
@@ -49,7 +57,7 @@ def cut_text(
     count: int = 1,
     limit: int | None = None,
     bos: int | None = None,
-) -> Iterator[Prompt]:
+) -> Iterator[PromptDocument]:
     """Running text cut at random points: a prompt, and the text that follows as its response.
 
     A document that fits whole is cut at a uniform point. From a longer one, or where several prompts are
@@ -86,7 +94,7 @@ def cut_text(
             n = min(high, int(np.exp(rng.uniform(np.log(max(low, 1)), np.log(high + 1)))))
             start = int(rng.integers(len(body_T) - rest - n + 1))
         end = start + n
-        yield Prompt(
+        yield PromptDocument(
             replace(document, name=name, group=document.group or document.name),
             np.concatenate([head_T, body_T[start:end]]),
             n + len(head_T),
@@ -107,3 +115,95 @@ def check_room(config: DataConfig, limit: int | None) -> None:
             f"data.answer_tokens={config.answer_tokens} behind a prompt of {shortest}; raise the first or "
             f"lower the second"
         )
+
+
+class Answers:
+    """A file of answers, one JSON line each: `{"key": ..., "ids": [...]}`.
+
+    A line is on the disk before the next batch is begun, so a run that was stopped goes on where it was.
+
+    Args:
+        path: created when the first answer is written.
+        settings: what an answer depends on besides its prompt (writer, sampling, length); part of each key.
+
+    Raises:
+        ConfigError: another run writes the file.
+        DataError: a line is damaged.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self._salt = json.dumps(settings, sort_keys=True).encode()
+        self.done: dict[str, list[int]] = {}
+        self._journal = Journal(path) if path.exists() else None
+        for number, line in enumerate(whole_lines(path) if self._journal else (), 1):
+            try:
+                row = json.loads(line)
+                self.done[row["key"]] = [int(token) for token in row["ids"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}:{number} is damaged ({error}); delete that line and run again"
+                ) from error
+
+    def key(self, prompt: Sequence[int]) -> str:
+        """The name of a prompt's answer: a hash of prompt and settings."""
+        return hashlib.sha256(self._salt + json.dumps([int(token) for token in prompt]).encode()).hexdigest()
+
+    def add(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+        """Append answers and wait until they are on the disk."""
+        self._journal = self._journal or Journal(self.path)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            key, ids = self.key(prompt), [int(token) for token in answer]
+            self.done[key] = ids
+            self._journal.append(json.dumps({"key": key, "ids": ids}).encode())
+
+
+def respond(
+    prompts: Sequence[list[int]],
+    generate: Generate,
+    answers: Answers,
+    *,
+    batch: int = 8,
+    batch_tokens: int | None = None,
+    answer_tokens: int = 0,
+    bar: bool = True,
+) -> Iterator[list[int]]:
+    """The target's answer to each prompt, in order; only those not yet in `answers` are generated.
+
+    Args:
+        prompts: token ids.
+        generate: writes answers.
+        answers: those there are; new ones are added batch by batch.
+        batch: prompts a call; prompts of like length go together, the longest first.
+        batch_tokens: most tokens of a call, each prompt counted as the longest of them with its answer; a
+            longer prompt is answered alone.
+        answer_tokens: longest answer.
+        bar: whether a terminal shows a bar.
+
+    Raises:
+        DataError: `generate` gave another number of answers.
+    """
+    missing = {answers.key(prompt): prompt for prompt in prompts}
+    todo = sorted((prompt for key, prompt in missing.items() if key not in answers.done), key=len)[::-1]
+    groups = list(_groups(todo, batch, batch_tokens, answer_tokens))
+    for group in follow(groups, "answers", total=len(groups), unit="batches", bar=bar):
+        responses = generate(group)
+        if len(responses) != len(group):
+            raise DataError(
+                f"{len(group)} prompts were given to the target, {len(responses)} answers came back"
+            )
+        answers.add(group, responses)
+    for prompt in prompts:
+        yield answers.done[answers.key(prompt)]
+
+
+def _groups(
+    prompts: list[list[int]], batch: int, batch_tokens: int | None, answer_tokens: int
+) -> Iterator[list[list[int]]]:
+    """Prompts, longest first, in groups that are answered together."""
+    at = 0
+    while at < len(prompts):
+        longest = len(prompts[at]) + answer_tokens
+        room = batch if batch_tokens is None else min(batch, max(1, batch_tokens // longest))
+        yield prompts[at : at + room]
+        at += room

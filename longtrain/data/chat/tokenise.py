@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from longtrain.data.read.adapters import Document
-from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.chat.conversations import Conversations
-from longtrain.data.rows.prepared import Writer
-from longtrain.data.chat.prompts import Prompt, check_room, cut_text
-from longtrain.data.chat.respond import Answers, Generate, respond
+from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
+from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.read.adapters import Document
 from longtrain.data.read.sources import Inputs, documents
+from longtrain.data.retrieval.synthetic import synthetic_documents
+from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ConfigError, DataError
+from longtrain.progress import follow
 
 BATCH_CHARS = 4_000_000
 BATCH_DOCUMENTS = 512
-ANSWERS = "answers"
-Bar = Callable[..., Iterator[Any]]
-"""Stream, what it is, and its length if known -> the same stream, watched."""
 DROPS = {
     "short": "shorter than data.min_doc_tokens",
     "long": "longer than the limit and not to be shortened",
@@ -47,7 +45,7 @@ Made = tuple[Document, np.ndarray, np.ndarray]
 
 @dataclass
 class Tokenise:
-    """Turns sources into documents of a `Writer`, and counts what it meets.
+    """Turns sources into documents of a `PreparedWriter`, and counts what it meets.
 
     Args:
         config: the mixture.
@@ -55,6 +53,7 @@ class Tokenise:
         limit: longest document, tokens; None: none.
         generate: writes answers, for `answers: target`.
         answers: those already written.
+        bar: whether a terminal shows a bar.
     """
 
     config: DataConfig
@@ -62,6 +61,7 @@ class Tokenise:
     limit: int | None
     generate: Generate | None
     answers: Answers
+    bar: bool = True
     counts: Counter[str] = field(default_factory=Counter)
     nearest_val: tuple[int, int] | None = None
     texts: dict[str, list[np.ndarray]] | None = None
@@ -69,7 +69,7 @@ class Tokenise:
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
 
-    def write(self, writer: Writer, sources: list[tuple[SourceConfig, Inputs]], bar: Bar) -> None:
+    def write(self, writer: PreparedWriter, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """All sources' documents, tokenised and checked.
 
         Raises:
@@ -83,18 +83,18 @@ class Tokenise:
             if source.reader == "synthetic":
                 continue
             before = self.counts["kept"] + self.counts["text only"]
-            stream = bar(documents(source, found), f"{source.reader} {source.where}", source.rows)
+            stream = self._follow(documents(source, found), source)
             for batch in _batches(stream):
-                self._add(writer, index, self._tokens(batch, index, source, bar))
+                self._add(writer, index, self._tokens(batch, index, source))
             self.conversations.check_share()
             if self.counts["kept"] + self.counts["text only"] == before:
                 raise DataError(
                     f"data source {source.reader} {source.where} gave no document; {self.summary()}"
                 )
         for index, source in synthetic:
-            stream = bar(self._written(source), f"synthetic {source.where}", source.rows)
+            stream = self._follow(self._synthetic(source), source)
             for items in _groups(stream, BATCH_DOCUMENTS):
-                self._add(writer, index, self._answered(items, source, bar))
+                self._add(writer, index, self._answered(items, source))
         if self.nearest_val is not None and not any(writer.val) and len(writer.val) > 1:
             writer.val[self.nearest_val[1]] = True
         if all(writer.val):
@@ -111,7 +111,7 @@ class Tokenise:
         last_only = self.config.labels == "last_answer" or self.config.prompt_tokens is not None
         return last_only or self.config.written_by_target(source)
 
-    def _add(self, writer: Writer, source: int, items: Iterable[Made]) -> None:
+    def _add(self, writer: PreparedWriter, source: int, items: Iterable[Made]) -> None:
         for document, ids_T, mask_T in items:
             if len(ids_T) < self.config.min_doc_tokens:
                 self.counts["short"] += 1
@@ -134,11 +134,11 @@ class Tokenise:
         draw = hashlib.sha256(f"{self.config.seed}:{source}:{name}".encode()).digest()
         return int.from_bytes(draw[:8], "big")
 
-    def _tokens(self, batch: list[Document], index: int, source: SourceConfig, bar: Bar) -> Iterator[Made]:
+    def _tokens(self, batch: list[Document], index: int, source: SourceConfig) -> Iterator[Made]:
         """Ids and mask of each document that is kept."""
         self.counts["documents"] += len(batch)
         texts = iter(self._encode([document.text for document in batch if document.text is not None]))
-        items: list[Made | Prompt] = []
+        items: list[Made | PromptDocument] = []
         for document in batch:
             if document.text is not None:
                 ids_T = next(texts)
@@ -151,7 +151,7 @@ class Tokenise:
                 if item[1][1:].all():
                     self._keep_text(document, item[0], index)
                 items.append((document, *item))
-        for made in self._answered(items, source, bar):
+        for made in self._answered(items, source):
             document, ids_T, mask_T = made
             kept = self._limited(document, ids_T, mask_T)
             if kept is not None:
@@ -167,7 +167,9 @@ class Tokenise:
         marks = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
         self.texts.setdefault(document.kind, []).append(ids_T[~np.isin(ids_T, marks)].astype(np.int32))
 
-    def _cut(self, document: Document, ids_T: np.ndarray, source: SourceConfig) -> list[Made | Prompt]:
+    def _cut(
+        self, document: Document, ids_T: np.ndarray, source: SourceConfig
+    ) -> list[Made | PromptDocument]:
         """Running text: all of it labels, or prompts with what follows them."""
         if not source.prompts:
             self.counts["text only"] += 1
@@ -187,7 +189,7 @@ class Tokenise:
         self.counts["short"] += not made
         return [*made]
 
-    def _conversation(self, document: Document, source: SourceConfig) -> list[Made | Prompt]:
+    def _conversation(self, document: Document, source: SourceConfig) -> list[Made | PromptDocument]:
         written = self.config.written_by_target(source)
         if written or self.config.labels == "last_answer":
             prompt = self.conversations.prompt(document, recorded=not written)
@@ -195,9 +197,9 @@ class Tokenise:
         tokens = self.conversations.labelled(document)
         return [] if tokens is None else [(document, *tokens)]
 
-    def _answered(self, items: Sequence[Made | Prompt], source: SourceConfig, bar: Bar) -> Iterator[Made]:
+    def _answered(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
         """Prompts with their responses, recorded or written now; the rest as it is."""
-        prompts = [item for item in items if isinstance(item, Prompt)]
+        prompts = [item for item in items if isinstance(item, PromptDocument)]
         written: Iterator[list[int]] = iter(())
         if prompts and self.config.written_by_target(source):
             if self.generate is None:
@@ -211,10 +213,10 @@ class Tokenise:
                 batch=self.config.answer_batch,
                 batch_tokens=self.config.answer_batch_tokens,
                 answer_tokens=self.config.answer_tokens,
-                watch=lambda groups, n: bar(groups, ANSWERS, n),
+                bar=self.bar,
             )
         for item in items:
-            if not isinstance(item, Prompt):
+            if not isinstance(item, PromptDocument):
                 yield item
                 continue
             answer_T = np.asarray(next(written, item.answer_T), np.int64)
@@ -255,11 +257,17 @@ class Tokenise:
         self.counts["truncated"] += 1
         return ids_T[: self.limit], mask_T[: self.limit]
 
-    def _written(self, source: SourceConfig) -> Iterator[Made | Prompt]:
-        """A synthetic source's documents."""
-        from longtrain.data.retrieval.sources import synthetic
+    def _follow(self, stream: Iterable[Any], source: SourceConfig) -> Iterator[Any]:
+        """The stream with its progress shown, unless the answers that the target writes show theirs."""
+        if self.config.written_by_target(source):
+            return iter(stream)
+        return follow(stream, f"{source.reader} {source.where}", total=source.rows, bar=self.bar)
 
-        for item in synthetic(source, self.texts or {}, self.tokenizer, self.config, limit=self.limit):
+    def _synthetic(self, source: SourceConfig) -> Iterator[Made | PromptDocument]:
+        """A synthetic source's documents."""
+        for item in synthetic_documents(
+            source, self.texts or {}, self.tokenizer, self.config, limit=self.limit
+        ):
             self.counts["documents"] += 1
             yield item
 
@@ -277,7 +285,7 @@ def _batches(stream: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _groups(stream: Iterable[Made | Prompt], n: int) -> Iterator[list[Made | Prompt]]:
+def _groups(stream: Iterable[Made | PromptDocument], n: int) -> Iterator[list[Made | PromptDocument]]:
     """The stream in lists of at most `n`."""
     left = iter(stream)
     while group := list(islice(left, n)):

@@ -12,8 +12,7 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import ADAPTERS
-from longtrain.data.read.files import read_jsonl
-from longtrain.data.read.mds import read_shard
+from longtrain.data.read.files import read_jsonl, read_mds_shard
 from longtrain.errors import ConfigError, DataError
 from longtrain.log import get_logger
 
@@ -173,7 +172,7 @@ def _mds(part: Part, commit: str) -> Iterator[Row]:
 def _samples(part: Part, commit: str) -> Iterator[Row]:
     decode = _decoder(part.source_tokenizer) if part.source_tokenizer else None
     for path in _download(part, commit):
-        for number, sample in enumerate(read_shard(path)):
+        for number, sample in enumerate(read_mds_shard(path)):
             name = f"{path.parent.parent.name}/{path.parent.name}/{path.stem}#{number}"
             if decode is None:
                 yield name, sample

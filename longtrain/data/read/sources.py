@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longtrain.data.read.adapters import Document, adapt
 from longtrain.data.config import SourceConfig
+from longtrain.data.read.adapters import Document, adapt
 from longtrain.data.read.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, need, read_jsonl, read_text, stem
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.prepared import sha256_file

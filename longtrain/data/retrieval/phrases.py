@@ -11,8 +11,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from longtrain.data.retrieval.wordlist import ADJECTIVES, NOUNS
-from longtrain.data.retrieval.written import ChatIds, Draft, Ids, Role, TextStream
+from longtrain.data.retrieval.material import (
+    ADJECTIVES,
+    NOUNS,
+    ChatIds,
+    DocumentBuilder,
+    Ids,
+    Role,
+    TextStream,
+)
 from longtrain.errors import ConfigError
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -98,7 +105,7 @@ class Phrases:
         start = "\n" + start if opening else start
         return np.concatenate([self.phrase(start), key, self.phrase(" mentioned in the provided text?")])
 
-    def _answer(self, doc: Draft, key: Ids, values: list[Ids], *, single: bool) -> None:
+    def _answer(self, doc: DocumentBuilder, key: Ids, values: list[Ids], *, single: bool) -> None:
         number, verb = ("number", "is") if single else ("numbers", "are")
         doc.add(Role.ANSWER, self.phrase(f"The special magic {number} for"), key)
         doc.add(Role.ANSWER, self.phrase(f" mentioned in the provided text {verb} "))
@@ -140,13 +147,13 @@ class Phrases:
             np.concatenate([self.phrase(start), *rest, self.phrase("\n")]),
         )
 
-    def _ask(self, doc: Draft, question: Ids, *, opening: bool) -> None:
+    def _ask(self, doc: DocumentBuilder, question: Ids, *, opening: bool) -> None:
         """A question; the opening one ends the user's turn that began with the context."""
         doc.add(Role.PROMPT, *([] if opening else [self.user]), question, self.assistant)
 
     def _context(
         self,
-        doc: Draft,
+        doc: DocumentBuilder,
         intro: str,
         hidden: list[tuple[Ids, Ids]],
         n_tokens: int,
@@ -183,9 +190,9 @@ class Phrases:
             last = place
         doc.add(Role.TEXT, text[last : last + n_tokens - doc.n])
 
-    def _filled(self, body: Draft, n_tokens: int, rng: np.random.Generator) -> Draft:
+    def _filled(self, body: DocumentBuilder, n_tokens: int, rng: np.random.Generator) -> DocumentBuilder:
         """The body as a chat of exactly `n_tokens`, text put before it."""
-        doc = Draft()
+        doc = DocumentBuilder()
         doc.add(Role.PROMPT, self.user)
         newline = self.phrase("\n")
         n_text = n_tokens - body.n - len(self.user)

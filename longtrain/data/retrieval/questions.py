@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from longtrain.data.retrieval.material import DocumentBuilder, Ids, Role
 from longtrain.data.retrieval.phrases import (
     CHAIN_INTRO,
     MARGIN,
@@ -18,7 +19,6 @@ from longtrain.data.retrieval.phrases import (
     TABLE_INTRO,
     Phrases,
 )
-from longtrain.data.retrieval.written import Draft, Ids, Role
 from longtrain.errors import ConfigError
 
 QUESTION_TASKS = ("needles", "chains", "table", "quote")
@@ -31,7 +31,7 @@ QUOTE_ASK = "\nQuote the passage that continues after:"
 
 
 @dataclass(frozen=True)
-class Question:
+class RetrievalQuestion:
     """A prompt in two parts, and its answer.
 
     Args:
@@ -53,10 +53,10 @@ class Question:
     values: tuple[str, ...]
 
 
-class QuestionWriter(Phrases):
+class RetrievalQuestionWriter(Phrases):
     """Writes prompts that end with one question about a fact hidden in their text; arguments: `Phrases`."""
 
-    def question(self, task: str, n_tokens: int, rng: np.random.Generator) -> Question:
+    def question(self, task: str, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         """One question whose prompt (`context_T` and `question_T`) has exactly `n_tokens` tokens.
 
         Args:
@@ -135,7 +135,7 @@ class QuestionWriter(Phrases):
         parts = [self.phrase("Look up "), key, self.phrase("."), self.assistant, key, self.phrase(":")]
         return np.concatenate(parts)
 
-    def _one_of_needles(self, n_tokens: int, rng: np.random.Generator) -> Question:
+    def _one_of_needles(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         n_keys = int(rng.integers(1, MOST_KEYS + 1))
         several = rng.random() < 0.5
         counts = rng.integers(1, MOST_VALUES + 1, n_keys) if several else np.ones(n_keys, dtype=int)
@@ -163,7 +163,7 @@ class QuestionWriter(Phrases):
         parts = self._asked(NEEDLE_INTRO, hidden, ask, prefix, n_tokens, rng)
         return self._answered("needles", parts, tuple(str(numbers[i]) for i in found))
 
-    def _one_of_chains(self, n_tokens: int, rng: np.random.Generator) -> Question:
+    def _one_of_chains(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         numbers = self._draw(CHAIN_DIGITS, int(rng.integers(1, MOST_CHAINS + 1)), rng)
         spelt = self._spell(numbers, CHAIN_DIGITS)
         ask, prefix = self._chain_asked(spelt[0])
@@ -184,7 +184,7 @@ class QuestionWriter(Phrases):
         parts = self._asked(CHAIN_INTRO, hidden, ask, prefix, n_tokens, rng)
         return self._answered("chains", parts, tuple(chains[0][0]))
 
-    def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> Question:
+    def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         width = TABLE_DIGITS
         sep, newline = self.phrase(": "), self.phrase("\n")
         intro = self.phrase(TABLE_INTRO)
@@ -195,7 +195,7 @@ class QuestionWriter(Phrases):
         n_lines = max(1, min(share // line, MOST_LINES))
         keys, numbers = self._draw(width, n_lines, rng), self._draw(width, n_lines, rng)
         values = self._spell(numbers, width)
-        body = Draft()
+        body = DocumentBuilder()
         body.add(Role.PROMPT, intro)
         spelt = self._spell(keys, width)
         for key, value in zip(spelt, values, strict=True):
@@ -207,7 +207,7 @@ class QuestionWriter(Phrases):
         context_T = np.concatenate([self.start, *context.runs])
         return self._answered("table", (context_T, question_T), (str(numbers[at]),))
 
-    def _one_of_quote(self, n_tokens: int, rng: np.random.Generator) -> Question:
+    def _one_of_quote(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         length = int(rng.integers(24, 65))
         ask = self.phrase(QUOTE_ASK)
         room = n_tokens - self._fixed(QUOTE_INTRO, ask) - CUE
@@ -221,17 +221,19 @@ class QuestionWriter(Phrases):
         context_T = np.concatenate([self.start, self.user, self.phrase(QUOTE_INTRO), text])
         question_T = np.concatenate([ask, text[at : at + CUE], self.assistant])
         said = stream.text(passage)
-        return Question("quote", context_T, question_T, np.concatenate([passage, self.end]), said, (said,))
+        return RetrievalQuestion(
+            "quote", context_T, question_T, np.concatenate([passage, self.end]), said, (said,)
+        )
 
     def _fixed(self, intro: str, ask: Ids) -> int:
         """Tokens of a prompt that are not its text."""
         return len(self.start) + len(self.user) + len(self.phrase(intro)) + len(ask) + len(self.assistant)
 
-    def _answered(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> Question:
+    def _answered(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> RetrievalQuestion:
         """The values one after the other are the rest of the answer."""
         text = f" {', '.join(values)}."
         answer_T = np.concatenate([np.array(self.encode(text), dtype=np.int32), self.end])
-        return Question(task, *parts, answer_T, text, values)
+        return RetrievalQuestion(task, *parts, answer_T, text, values)
 
     def _asked(
         self,
@@ -244,7 +246,7 @@ class QuestionWriter(Phrases):
     ) -> tuple[Ids, Ids]:
         """Context with sentences hidden in it in their order, and the question, `n_tokens` together."""
         question_T = np.concatenate([ask, self.assistant, prefix])
-        doc = Draft()
+        doc = DocumentBuilder()
         n_context = n_tokens - len(question_T) - len(self.start)
         self._context(doc, intro, hidden, n_context, rng, in_order=True)
         return np.concatenate([self.start, *doc.runs]), question_T

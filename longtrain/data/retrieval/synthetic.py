@@ -9,10 +9,17 @@ Shapes: T tokens of one document.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from longtrain.data.chat.mask import render
+from longtrain.data.chat.prompts import PromptDocument
+from longtrain.data.config import DataConfig, SourceConfig
+from longtrain.data.read.adapters import Document
+from longtrain.data.retrieval.material import ChatIds, DocumentBuilder, Ids, Role, RoleDocument, TextStream
 from longtrain.data.retrieval.phrases import (
     CHAIN_INTRO,
     COPY_INTRO,
@@ -20,30 +27,20 @@ from longtrain.data.retrieval.phrases import (
     NEEDLE_INTRO,
     QUOTE_INTRO,
     TABLE_INTRO,
-    Encode,
 )
-from longtrain.data.retrieval.questions import QUESTION_TASKS, Question, QuestionWriter
-from longtrain.data.retrieval.written import ChatIds, Document, Draft, Ids, Role, TextStream
-from longtrain.errors import ConfigError
+from longtrain.data.retrieval.questions import QUESTION_TASKS, RetrievalQuestion, RetrievalQuestionWriter
+from longtrain.errors import ConfigError, DataError
 
-__all__ = [
-    "QUESTION_TASKS",
-    "ChatIds",
-    "Document",
-    "Encode",
-    "Question",
-    "RetrievalWriter",
-    "Role",
-    "TextStream",
-]
+OPTIONS = {"doc_tokens", "tasks"}
+"""Options that a synthetic source may have."""
 
 
-class RetrievalWriter(QuestionWriter):
+class RetrievalWriter(RetrievalQuestionWriter):
     """Writes retrieval documents of an exact length into the text of its streams; arguments: `Phrases`."""
 
     tasks = ("needles", "chains", "table", "quote", "copy")
 
-    def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> Document:
+    def write(self, task: str, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         """One document of exactly `n_tokens` tokens (at least 192), with as many questions as fit well.
 
         Raises:
@@ -78,7 +75,7 @@ class RetrievalWriter(QuestionWriter):
         values = self._spell(numbers, 7)
         asked = int(rng.integers(n_keys))
         tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
-        doc = Draft()
+        doc = DocumentBuilder()
         needles = self._needle_runs(keys, [[value] for value in values])
         at = None if depth is None else (asked, depth)
         self._context(doc, NEEDLE_INTRO, needles, n_tokens - len(tail), rng, at=at)
@@ -87,7 +84,7 @@ class RetrievalWriter(QuestionWriter):
 
     # Needles: keys with one to four seven-digit values.
 
-    def _needles(self, n_tokens: int, rng: np.random.Generator) -> Document:
+    def _needles(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         most = max(1, min(48, n_tokens // 110))
         n_keys = int(rng.integers(1, (min(8, most) if rng.random() < 0.4 else most) + 1))
         keys = self._keys(n_keys, rng, self.keys_made_up if rng.random() < 0.3 else self.keys_listed)
@@ -95,10 +92,10 @@ class RetrievalWriter(QuestionWriter):
         numbers = iter(self._numbers(7, int(n_values.sum()), rng))
         values = [[next(numbers) for _ in range(n)] for n in n_values]
         singular = rng.random() < 0.3
-        turns = Draft()
+        turns = DocumentBuilder()
         for at in rng.permutation(n_keys):
             single, opening = singular and len(values[at]) == 1, turns.n == 0
-            turn = Draft()
+            turn = DocumentBuilder()
             self._ask(turn, self._question(keys[at], single=single, opening=opening), opening=opening)
             self._answer(turn, keys[at], values[at], single=single)
             if not opening and turns.n + turn.n > 0.45 * n_tokens:
@@ -108,23 +105,23 @@ class RetrievalWriter(QuestionWriter):
         fixed = len(self.user) + len(self.phrase(NEEDLE_INTRO)) + turns.n
         if fixed + sum(max(len(spaced), len(line)) for spaced, line in needles) + MARGIN > n_tokens:
             return self._needles(n_tokens, rng) if len(needles) > 1 else self._copy(n_tokens, rng)
-        doc = Draft()
+        doc = DocumentBuilder()
         self._context(doc, NEEDLE_INTRO, needles, n_tokens - turns.n, rng)
         doc.extend(turns)
         return doc.document("needles")
 
     # Variable chains, tables, quoting, copying.
 
-    def _chains(self, n_tokens: int, rng: np.random.Generator) -> Document:
+    def _chains(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         lines: list[tuple[Ids, Ids]] = []
-        turns = Draft()
+        turns = DocumentBuilder()
         for value in self._numbers(5, int(rng.integers(1, max(2, min(7, n_tokens // 200)))), rng):
             names = [self._name(rng) for _ in range(int(rng.integers(2, 5)))]
             chain = [self._hidden("VAR", [names[0], self.phrase(" = "), value, self.phrase(".")])]
             for a, b in pairwise(names):
                 chain.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
             opening = turns.n == 0
-            turn = Draft()
+            turn = DocumentBuilder()
             ask = self.phrase(("\n" if opening else "") + "Find all variables that are assigned the value ")
             self._ask(turn, np.concatenate([ask, value, self.phrase(" in the text above.")]), opening=opening)
             turn.add(Role.ANSWER, self.phrase("The variables are:"))
@@ -139,12 +136,12 @@ class RetrievalWriter(QuestionWriter):
         fixed = len(self.user) + len(self.phrase(CHAIN_INTRO)) + turns.n
         if fixed + sum(max(len(spaced), len(line)) for spaced, line in lines) + MARGIN > n_tokens:
             return self._table(n_tokens, rng)
-        doc = Draft()
+        doc = DocumentBuilder()
         self._context(doc, CHAIN_INTRO, lines, n_tokens - turns.n, rng, in_order=True)
         doc.extend(turns)
         return doc.document("chains")
 
-    def _table(self, n_tokens: int, rng: np.random.Generator) -> Document:
+    def _table(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         width = int(rng.integers(3, 8))
         sep, newline, look, dot = (self.phrase(text) for text in (": ", "\n", "Look up ", "."))
         intro = self.phrase(TABLE_INTRO)
@@ -154,7 +151,7 @@ class RetrievalWriter(QuestionWriter):
         room = n_tokens - len(intro) - turn
         n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
         keys, values = self._numbers(width, n_lines, rng), self._numbers(width, n_lines, rng)
-        body = Draft()
+        body = DocumentBuilder()
         body.add(Role.PROMPT, intro)
         for key, value in zip(keys, values, strict=True):
             body.add(Role.PROMPT, key, sep, value, newline)
@@ -165,7 +162,7 @@ class RetrievalWriter(QuestionWriter):
             body.add(Role.ANSWER, dot, self.end)
         return self._filled(body, n_tokens, rng).document("table")
 
-    def _quote(self, n_tokens: int, rng: np.random.Generator) -> Document:
+    def _quote(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         cue, length = 12, int(rng.integers(24, 65))
         intro, newline, ask = (
             self.phrase(t) for t in (QUOTE_INTRO, "\n", "Quote the passage that continues after:")
@@ -178,7 +175,7 @@ class RetrievalWriter(QuestionWriter):
         text, breaks = self._text(self._stream(rng), n_text, rng)
         last = n_text - cue - length
         starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
-        doc = Draft()
+        doc = DocumentBuilder()
         doc.add(Role.PROMPT, self.user, intro)
         doc.add(Role.TEXT, text)
         for i, at in enumerate(rng.choice(starts, n_turns)):
@@ -187,13 +184,110 @@ class RetrievalWriter(QuestionWriter):
             doc.add(Role.ANSWER, text[at + cue : at + cue + length], self.end)
         return doc.document("quote")
 
-    def _copy(self, n_tokens: int, rng: np.random.Generator) -> Document:
+    def _copy(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         intro = self.phrase(COPY_INTRO)
         n = (n_tokens - len(intro) - len(self.user) - len(self.assistant) - len(self.end)) // 2
         text, _ = self._text(self._stream(rng), n, rng)
         if rng.random() < 0.5:
             text = rng.permutation(text)
-        body = Draft()
+        body = DocumentBuilder()
         body.add(Role.PROMPT, intro, text, self.assistant)
         body.add(Role.ANSWER, text, self.end)
         return self._filled(body, n_tokens, rng).document("copy")
+
+
+def synthetic_documents(
+    source: SourceConfig,
+    texts: Mapping[str, list[np.ndarray]],
+    tokenizer: Any,
+    config: DataConfig,
+    *,
+    limit: int | None = None,
+) -> Iterator[tuple[Document, np.ndarray, np.ndarray] | PromptDocument]:
+    """A synthetic source's documents, each a function of the config's seed and its number.
+
+    Args:
+        source: `synthetic: retrieval` (many questions a document; all but questions and hidden facts are
+            labels) or `synthetic: questions` (one at the end of a prompt); `rows` documents; options
+            `doc_tokens: [shortest, longest]` (a question's prompt; lengths are log-uniform; default
+            `prompt_tokens`) and `tasks: [NAME, ...]`.
+        texts: training documents' ids by text kind.
+        tokenizer: the target's.
+        config: seed, `prompt_tokens`, `question`, `answer_tokens`.
+        limit: most tokens of a prompt and its answer; None: no limit.
+
+    Raises:
+        ConfigError: another name, no `rows`, an unknown option or task, or no text to write into.
+        DataError: a chat template whose turn marks cannot be told from the turns.
+    """
+    known = {"retrieval": RetrievalWriter.tasks, "questions": QUESTION_TASKS}
+    if source.where not in known or not source.rows or set(source.options) - OPTIONS:
+        raise ConfigError(
+            f"synthetic: {source.where} rows: {source.rows} options: {sorted(source.options)}; allowed: "
+            f"synthetic: {' or '.join(known)}, rows: COUNT, options {', '.join(sorted(OPTIONS))}"
+        )
+    tasks = tuple(source.options.get("tasks") or known[source.where])
+    unknown = sorted(set(tasks) - set(known[source.where]))
+    if unknown:
+        raise ConfigError(
+            f"synthetic: {source.where} tasks: '{unknown[0]}'; known: {', '.join(known[source.where])}"
+        )
+    if not texts:
+        raise ConfigError(
+            f"synthetic: {source.where} has no text to hide facts in; give a source of running text, e.g. "
+            f"data.books=PATH"
+        )
+    token_text = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    streams = [TextStream(np.concatenate(parts), token_text, kind) for kind, parts in texts.items()]
+    writer = RetrievalWriter(
+        lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        turn_marks(tokenizer),
+        streams,
+        separator=-1,
+    )
+    shortest, longest = source.options.get("doc_tokens") or config.prompt_tokens or (512, 4096)
+    if source.where == "questions" and limit is not None:
+        longest = max(shortest, min(longest, limit - config.answer_tokens))
+    for number in range(source.rows):
+        rng = np.random.default_rng([config.seed, number])
+        n_tokens = int(np.exp(rng.uniform(np.log(shortest), np.log(longest))))
+        task = tasks[int(rng.integers(len(tasks)))]
+        name, val = f"{source.where}#{number}", {"auto": None, "train": False, "val": True}[source.split]
+        if source.where == "questions":
+            yield _prompt(
+                writer.question(task, n_tokens, rng), Document(name, source.kind or task, val=val), config
+            )
+            continue
+        made = writer.write(task, n_tokens, rng)
+        about = Document(name, source.kind or made.kind, val=bool(val))
+        yield about, made.ids_T.astype(np.int64), made.roles_T != Role.PROMPT
+
+
+def _prompt(made: RetrievalQuestion, about: Document, config: DataConfig) -> PromptDocument:
+    """A question as a prompt with its expected answer."""
+    ids_T = np.concatenate([made.context_T, made.question_T]).astype(np.int64)
+    begin = len(made.context_T) if config.question == "response" else len(ids_T)
+    return PromptDocument(about, ids_T, begin, made.answer_T[: config.answer_tokens].astype(np.int64))
+
+
+def turn_marks(tokenizer: Any) -> ChatIds:
+    """What the chat template puts before the user's turn, before the assistant's, after it, and before all.
+
+    Raises:
+        DataError: the template does not leave one-token turns alone.
+    """
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    ids = render(tokenizer, turns, how="all", name="turn marks").ids_T.tolist()
+    user, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy")
+    if len(user) != 1 or len(answer) != 1 or ids.count(user[0]) != 1 or ids.count(answer[0]) != 1:
+        raise DataError(
+            "the chat template's turn marks cannot be told from the turns; leave out synthetic sources"
+        )
+    at, to = ids.index(user[0]), ids.index(answer[0])
+    start = 1 if ids[0] == tokenizer.bos_token_id and at > 1 else 0
+    return ChatIds(
+        user=tuple(ids[start:at]),
+        assistant=tuple(ids[at + 1 : to]),
+        end=tuple(ids[to + 1 :]),
+        start=tuple(ids[:start]),
+    )

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from longtrain.data.config import PackingStage
+from longtrain.data.retrieval.material import Role, RoleDocument, TextStream
+from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.data.rows.batch import Batch
-from longtrain.data.config import Stage
-from longtrain.data.retrieval.synthetic import Document, RetrievalWriter, Role, TextStream
 from longtrain.errors import ConfigError
 
 LONGEST = {"copy": 1024, "table": 3072, "chains": 4096}
@@ -39,7 +40,7 @@ class Mixture:
 
     writer: RetrievalWriter
     streams: Sequence[TextStream]
-    chats: Sequence[Document]
+    chats: Sequence[RoleDocument]
     shares: Mapping[str, float]
     stream_weights: Sequence[float]
     min_doc_tokens: int = 256
@@ -58,7 +59,7 @@ class Mixture:
                 "shares ask for chats, but no conversations were given; set data.instruct or chat: 0"
             )
 
-    def document(self, n_most: int, doc_tokens: int, rng: np.random.Generator) -> Document:
+    def document(self, n_most: int, doc_tokens: int, rng: np.random.Generator) -> RoleDocument:
         """One document of at most `n_most` tokens (at least 2)."""
         kinds, shares = list(self.shares), np.array(list(self.shares.values()))
         kind = kinds[int(rng.choice(len(kinds), p=shares / shares.sum()))]
@@ -74,10 +75,10 @@ class Mixture:
         if kind == "text" or n < 192:
             stream = self.streams[int(rng.choice(len(self.streams), p=self._p()))]
             text, _ = stream.cut(n, rng)
-            return Document(text, np.full(n, Role.TEXT, dtype=np.uint8), stream.kind)
+            return RoleDocument(text, np.full(n, Role.TEXT, dtype=np.uint8), stream.kind)
         return self.writer.write(kind, n, rng)
 
-    def row(self, row_tokens: int, doc_tokens: int, rng: np.random.Generator) -> list[Document]:
+    def row(self, row_tokens: int, doc_tokens: int, rng: np.random.Generator) -> list[RoleDocument]:
         """Documents of `row_tokens` tokens in all."""
         documents, left = [], row_tokens
         while left >= 2:
@@ -85,7 +86,7 @@ class Mixture:
             left -= len(documents[-1].ids_T)
         return documents
 
-    def batch(self, index: int, stage: Stage, *, seed: int) -> Batch:
+    def batch(self, index: int, stage: PackingStage, *, seed: int) -> Batch:
         """Row `index` of a run, as a micro-batch whose counts of the step are of its own row only."""
         rng = np.random.default_rng([seed, index])
         documents = self.row(stage.row_tokens, stage.doc_tokens, rng)
@@ -140,7 +141,7 @@ class MixtureRows(Dataset[Batch]):
     def __init__(
         self,
         mixture: Mixture,
-        stages: Sequence[Stage],
+        stages: Sequence[PackingStage],
         *,
         total_steps: int,
         rows_per_step: int = 1,
@@ -159,7 +160,7 @@ class MixtureRows(Dataset[Batch]):
         self._step, self._tokens, self._documents = -1, 0, 0
         self._written: dict[int, Batch] = {}
 
-    def stage(self, step: int) -> Stage:
+    def stage(self, step: int) -> PackingStage:
         """The stage of an optimizer step."""
         return self.stages[min(int(np.searchsorted(self.ends, step, side="right")), len(self.stages) - 1)]
 

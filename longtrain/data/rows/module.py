@@ -9,9 +9,8 @@ from typing import Any
 import lightning
 from torch.utils.data import DataLoader, Dataset
 
-from longtrain.data.rows.batch import Batch
-from longtrain.data.rows.collate import batch_at
-from longtrain.data.config import DataConfig, Stage
+from longtrain.data.config import DataConfig, PackingStage
+from longtrain.data.rows.batch import Batch, batch_at
 from longtrain.data.rows.mixture import Mixture, MixtureRows
 from longtrain.data.rows.pack import Plan, plan_run, plan_val
 from longtrain.data.rows.prepared import Prepared
@@ -21,7 +20,7 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 
-class Rows(Dataset[Batch]):
+class PlannedRows(Dataset[Batch]):
     """A rank's share of a plan: its i-th item is global micro-batch `i * world + rank`.
 
     Args:
@@ -164,7 +163,7 @@ class DataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """This rank's rows from `start_batch` on."""
-        rows = Rows(
+        rows = PlannedRows(
             self.data,
             self.plan,
             seed=self.seed,
@@ -186,7 +185,7 @@ class DataModule(lightning.LightningDataModule):
         if plan.n_rows < self.world:
             return []
         return self._loader(
-            Rows(self.data, plan, seed=self.seed, rank=self.rank, world=self.world, pad_id=self.pad_id)
+            PlannedRows(self.data, plan, seed=self.seed, rank=self.rank, world=self.world, pad_id=self.pad_id)
         )
 
     @property
@@ -194,7 +193,7 @@ class DataModule(lightning.LightningDataModule):
         """The token that fills rows."""
         return int(self.data.manifest.get("pad_id", 0))
 
-    def _loader(self, rows: Rows) -> DataLoader[Batch]:
+    def _loader(self, rows: PlannedRows) -> DataLoader[Batch]:
         return DataLoader(
             rows,
             batch_size=None,
@@ -223,7 +222,7 @@ class MixtureModule(lightning.LightningDataModule):
     def __init__(
         self,
         mixture: Mixture,
-        stages: Sequence[Stage],
+        stages: Sequence[PackingStage],
         *,
         total_steps: int,
         accumulate: int = 1,
@@ -266,7 +265,7 @@ class MixtureModule(lightning.LightningDataModule):
         )
 
 
-def check_context(stages: Sequence[Stage], context_tokens: int | None) -> None:
+def check_context(stages: Sequence[PackingStage], context_tokens: int | None) -> None:
     """Refuse pieces longer than the target can see.
 
     Raises:

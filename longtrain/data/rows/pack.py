@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longtrain.data.config import Stage
+from longtrain.data.config import PackingStage
 from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ CARRY_BELOW = 0.9
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Segments:
     """Stretches of documents: `ids[start:start + length]` of the prepared data.
 
     Args:
@@ -39,9 +39,9 @@ class Pieces:
     doc: np.ndarray
     labels: np.ndarray
 
-    def take(self, index: np.ndarray) -> Pieces:
+    def take(self, index: np.ndarray) -> Segments:
         """The pieces at `index`, in that order."""
-        return Pieces(self.start[index], self.length[index], self.doc[index], self.labels[index])
+        return Segments(self.start[index], self.length[index], self.doc[index], self.labels[index])
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plan:
         stage_steps: steps of each stage.
     """
 
-    pieces: Pieces
+    pieces: Segments
     row_ptr: np.ndarray
     row_tokens: np.ndarray
     tokens_in_step: np.ndarray
@@ -81,14 +81,14 @@ class Plan:
         """Share of the rows' tokens that are not padding."""
         return float(self.pieces.length.sum() / max(1, self.row_tokens.sum()))
 
-    def row(self, index: int) -> Pieces:
+    def row(self, index: int) -> Segments:
         """The pieces of one row."""
         return self.pieces.take(np.arange(self.row_ptr[index], self.row_ptr[index + 1]))
 
 
 def plan_run(
     data: Prepared,
-    stages: Sequence[Stage],
+    stages: Sequence[PackingStage],
     *,
     rows_per_step: int,
     seed: int,
@@ -115,7 +115,7 @@ def plan_run(
     given = data.manifest.get("weights") if weights is None else weights
     per_doc = np.asarray(given, np.float64)[data.source] if given else np.ones(len(data.start))
     docs = np.flatnonzero(~data.val & (data.labels > 0))
-    rows: list[list[Pieces]] = []
+    rows: list[list[Segments]] = []
     left = total_steps
     for number, (stage, steps) in enumerate(zip(stages, lengths, strict=True)):
         packer = _Packer(data, docs, per_doc[docs], stage, (seed, number), min_doc_tokens)
@@ -125,7 +125,7 @@ def plan_run(
     return _join(stages, rows, rows_per_step)
 
 
-def plan_val(data: Prepared, stage: Stage, *, max_rows: int, min_doc_tokens: int = 2) -> Plan:
+def plan_val(data: Prepared, stage: PackingStage, *, max_rows: int, min_doc_tokens: int = 2) -> Plan:
     """Plan one pass over the held-out documents, unshuffled: at most `max_rows` rows, spread evenly."""
     docs = np.flatnonzero(data.val & (data.labels > 0))
     pieces = cut(data, docs, doc_tokens=stage.doc_tokens, phase=0 * docs, min_tokens=min_doc_tokens)
@@ -134,7 +134,7 @@ def plan_val(data: Prepared, stage: Stage, *, max_rows: int, min_doc_tokens: int
     return _join([stage], [[rows[i] for i in chosen]], 1)
 
 
-def stage_steps(stages: Sequence[Stage], total_steps: int | None) -> list[int | None]:
+def stage_steps(stages: Sequence[PackingStage], total_steps: int | None) -> list[int | None]:
     """Steps of each stage; None where its epochs say.
 
     Raises:
@@ -189,7 +189,7 @@ class _Packer:
     data: Prepared
     docs: np.ndarray
     weight: np.ndarray
-    stage: Stage
+    stage: PackingStage
     seed: tuple[int, int]
     min_doc_tokens: int
 
@@ -200,18 +200,18 @@ class _Packer:
                 f"tokens or more with a label in it; check sources, masks and data.min_doc_tokens"
             )
 
-    def steps(self, steps: int, rows_per_step: int) -> list[Pieces]:
+    def steps(self, steps: int, rows_per_step: int) -> list[Segments]:
         """Rows of that many steps, over as many epochs as it takes."""
-        rows: list[Pieces] = []
+        rows: list[Segments] = []
         epoch = 0
         while len(rows) < steps * rows_per_step:
             rows.extend(self._epoch(epoch, 1.0))
             epoch += 1
         return rows[: steps * rows_per_step]
 
-    def epochs(self, rows_per_step: int) -> list[Pieces]:
+    def epochs(self, rows_per_step: int) -> list[Segments]:
         """Rows of the stage's epochs, cut to whole steps; at least one step."""
-        rows: list[Pieces] = []
+        rows: list[Segments] = []
         wanted = self.stage.epochs or 0.0
         epoch = 0
         while epoch < wanted or len(rows) < rows_per_step:
@@ -219,7 +219,7 @@ class _Packer:
             epoch += 1
         return rows[: len(rows) // rows_per_step * rows_per_step]
 
-    def _epoch(self, epoch: int, share: float) -> Iterator[Pieces]:
+    def _epoch(self, epoch: int, share: float) -> Iterator[Segments]:
         """One pass: documents by weight, cut, shuffled, packed window by window."""
         rng = np.random.default_rng([*self.seed, epoch])
         weight = self.weight * share
@@ -256,13 +256,13 @@ class _Packer:
         keep = np.setdiff1d(np.arange(len(groups)), loose)
         return [groups[i] for i in keep], np.concatenate([np.zeros(0, np.int64), *(groups[i] for i in loose)])
 
-    def _cut(self, docs: np.ndarray, phase: np.ndarray) -> Pieces:
+    def _cut(self, docs: np.ndarray, phase: np.ndarray) -> Segments:
         return cut(
             self.data, docs, doc_tokens=self.stage.doc_tokens, phase=phase, min_tokens=self.min_doc_tokens
         )
 
 
-def cut(data: Prepared, docs: np.ndarray, *, doc_tokens: int, phase: np.ndarray, min_tokens: int) -> Pieces:
+def cut(data: Prepared, docs: np.ndarray, *, doc_tokens: int, phase: np.ndarray, min_tokens: int) -> Segments:
     """Cut documents into pieces of at most `doc_tokens`; short pieces and those without a label are left out.
 
     Args:
@@ -284,7 +284,7 @@ def cut(data: Prepared, docs: np.ndarray, *, doc_tokens: int, phase: np.ndarray,
     keep = np.flatnonzero(size >= min_tokens)
     labels = count_labels(data.mask, first[keep], size[keep])
     keep, labels = keep[labels > 0], labels[labels > 0]
-    return Pieces(first[keep], size[keep], docs[owner[keep]], labels)
+    return Segments(first[keep], size[keep], docs[owner[keep]], labels)
 
 
 def count_labels(mask: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -308,7 +308,7 @@ def count_labels(mask: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.
     return counts
 
 
-def _join(stages: Sequence[Stage], rows: list[list[Pieces]], rows_per_step: int) -> Plan:
+def _join(stages: Sequence[PackingStage], rows: list[list[Segments]], rows_per_step: int) -> Plan:
     widths = [
         np.full(len(made), stage.row_tokens, np.int64) for stage, made in zip(stages, rows, strict=True)
     ]
@@ -321,7 +321,7 @@ def _join(stages: Sequence[Stage], rows: list[list[Pieces]], rows_per_step: int)
     sizes = np.array([len(row.start) for row in flat], np.int64)
     labels = np.array([row.labels.sum() for row in flat], np.int64)
     return Plan(
-        pieces=Pieces(*columns),
+        pieces=Segments(*columns),
         row_ptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         row_tokens=np.concatenate([empty, *widths]),
         tokens_in_step=labels.reshape(-1, rows_per_step).sum(1),

@@ -1,27 +1,28 @@
-"""Prepared data for a config and a tokenizer: made once, and made again only when something changed."""
+"""Prepared data for a config and a tokenizer, made only when something changed, and samples of it to read."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from longtrain.data.chat.prompts import Answers, Generate
+from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
-from longtrain.data.rows.prepared import FORMAT, Writer, read_manifest, replacing, unusable
-from longtrain.data.chat.respond import Answers, Generate
 from longtrain.data.read.sources import Inputs, digest, inputs
-from longtrain.data.chat.tokenise import ANSWERS, Bar, Tokenise
+from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError
+from longtrain.files import lock, replaced_folder
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
-LOG_EVERY_S = 60.0
+SHOWN_TOKENS = 400
+LABEL, READ = "bold green", "dim"
 
 
 def prepare(
@@ -49,12 +50,12 @@ def prepare(
         The folder; `Prepared.open` reads it.
 
     Raises:
-        DataError: a source, row or mask is wrong, nothing is left, `home` cannot be written, or the disk is
-            full; nothing half-written stays.
+        DataError: a source, row or mask is wrong, or nothing is left.
+        LongtrainError: `home` cannot be written, or the disk is full; nothing half-written stays.
     """
     token_hash = tokenizer_hash(tokenizer)
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
-    with _locked(folder):
+    with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         old = read_manifest(folder) or {}
         sources = [source for source in config.sources if source.where or not source.optional]
         if not sources:
@@ -72,10 +73,10 @@ def prepare(
             return folder
         settings = {**(author or {}), "answer_tokens": config.answer_tokens}
         answers = Answers(folder.with_name(f"{folder.name}.answers.jsonl"), settings)
-        job = Tokenise(config, tokenizer, limit, generate, answers)
-        with replacing(folder) as temporary, _bar(progress) as bar:
-            writer = Writer(temporary, max(len(tokenizer), 1))
-            job.write(writer, list(zip(sources, found, strict=True)), bar)
+        job = Tokenise(config, tokenizer, limit, generate, answers, bar=progress)
+        with replaced_folder(folder) as temporary:
+            writer = PreparedWriter(temporary, max(len(tokenizer), 1))
+            job.write(writer, list(zip(sources, found, strict=True)))
             writer.close(
                 {
                     "name": config.name,
@@ -94,6 +95,35 @@ def prepare(
             "data=%s documents=%d tokens=%d %s", folder, len(writer.starts), writer.ids.length, job.summary()
         )
         return folder
+
+
+def samples(data: Prepared, tokenizer: Any, count: int, *, seed: int = 0) -> Iterator[Any]:
+    """`count` documents spread over the text kinds, as `rich.text.Text`, for a person to look at.
+
+    Args:
+        data: prepared data.
+        tokenizer: what it was tokenised with.
+        count: documents.
+        seed: which ones.
+    """
+    from rich.text import Text
+
+    order = np.random.default_rng(seed).permutation(len(data.start))
+    rank = np.empty(len(order), np.int64)
+    for kind in np.unique(data.kind):
+        mine = order[data.kind[order] == kind]
+        rank[mine] = np.arange(len(mine))
+    for doc in order[np.argsort(rank[order], kind="stable")][:count].tolist():
+        ids, mask = _stretch(data, doc)
+        head = f"{data.names[doc]} ({data.kinds[data.kind[doc]]}, {'val' if data.val[doc] else 'train'}): "
+        share = f"{data.labels[doc]} labels of {data.length[doc]} tokens"
+        text = Text(head + share + "\n", style="bold")
+        if len(ids) < data.length[doc]:
+            text.append("[...]", style=READ)
+        for token, label in zip(ids.tolist(), mask.tolist(), strict=True):
+            piece = tokenizer.decode([token], skip_special_tokens=False)
+            text.append(piece.replace("\n", "⏎\n") if label else piece, style=LABEL if label else READ)
+        yield text
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -121,54 +151,6 @@ def _fingerprint(
     return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time: other ranks wait, and then find the data there."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        file = folder.with_name(f".{folder.name}.lock").open("w")
-    except OSError as error:
-        raise unusable(folder, error) from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
-def _bar(show: bool) -> Iterator[Bar]:
-    """A function that shows how far a stream is: a bar on a terminal, a log line a minute elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeLeft(),
-    )
-    terminal = show and console.is_terminal
-    with Progress(*columns, console=console, disable=not terminal) as bar:
-
-        def follow(stream: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:
-            task, started_s = bar.add_task(what, total=total), time.monotonic()
-            told_s = started_s
-            for done, item in enumerate(stream, 1):
-                yield item
-                bar.update(task, completed=done)
-                now_s = time.monotonic()
-                if not terminal and total and now_s - told_s > LOG_EVERY_S:
-                    left_s = (now_s - started_s) / done * (total - done)
-                    log.info("%s done=%d of=%d left_s=%.0f", what, done, total, left_s)
-                    told_s = now_s
-            if what == ANSWERS:
-                bar.remove_task(task)
-
-        yield follow
-
-
 def _plain(source: SourceConfig) -> dict[str, Any]:
     return dict(vars(source))
 
@@ -178,3 +160,14 @@ def _pad_id(tokenizer: Any) -> int:
         if isinstance(token, int):
             return token
     return 0
+
+
+def _stretch(data: Prepared, doc: int) -> tuple[np.ndarray, np.ndarray]:
+    """The document's tokens, or the stretch around its last answer's beginning."""
+    start, length = int(data.start[doc]), int(data.length[doc])
+    mask = np.asarray(data.mask[start : start + length])
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8)) == 1)
+    middle = int(edges[-1]) if len(edges) else SHOWN_TOKENS // 2
+    begin = max(0, min(middle - SHOWN_TOKENS // 2, length - SHOWN_TOKENS))
+    end = min(length, begin + SHOWN_TOKENS)
+    return np.asarray(data.ids[start + begin : start + end]), mask[begin:end]

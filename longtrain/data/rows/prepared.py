@@ -6,13 +6,9 @@ one is whole.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +16,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from longtrain import files
 from longtrain.errors import DataError
 
 FORMAT = 1
 HEADER_BYTES = 128
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _Column:
@@ -52,7 +48,7 @@ class _Column:
 
 
 @dataclass
-class Writer:
+class PreparedWriter:
     """Writes documents one after the other into a folder.
 
     Args:
@@ -148,11 +144,7 @@ class Writer:
             name: sha256_file(self.folder / name) for name in ("ids.npy", "mask.npy", "docs.npz", "names.txt")
         }
         body = {"format": FORMAT, "kinds": self.kind_names, "counts": counts, **manifest, "sha256": hashes}
-        with (self.folder / "manifest.json").open("w", encoding="utf-8") as file:
-            json.dump(body, file, indent=1, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
+        files.write_text(self.folder / "manifest.json", json.dumps(body, indent=1, sort_keys=True) + "\n")
 
 
 @dataclass(frozen=True)
@@ -236,46 +228,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes `folder`'s place when the block ends well, and is removed otherwise.
-
-    Raises:
-        DataError: the disk is full or the quota used up, or a file or folder cannot be read or written.
-    """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    old = folder.with_name(f".{folder.name}.old")
-    try:
-        for path in (temporary, old):
-            shutil.rmtree(path, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        if folder.exists():
-            folder.replace(old)
-        temporary.replace(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        if error.errno not in FULL and error.filename is None:
-            raise  # of the network, say
-        raise unusable(folder, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def unusable(folder: Path, error: OSError) -> DataError:
-    """What to tell someone whose disk is full, or whose folder or source cannot be read or written."""
-    if error.errno in FULL:
-        free = shutil.disk_usage(next(p for p in folder.parents if p.exists())).free
-        return DataError(
-            f"no room for {folder}: {error.strerror} ({free / 1e6:.0f} MB free); nothing was kept, "
-            f"free space or set home=DIR"
-        )
-    return DataError(
-        f"cannot read or write {error.filename}: {error.strerror}; nothing was kept for {folder}; change the "
-        f"permissions of that path, or set home=DIR to a folder that can be written"
-    )
 
 
 def sha256_file(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.assets import asset_dir
-from longtrain.data.retrieval.wordlist import ADJECTIVES, NOUNS
+from longtrain.data.retrieval.material import ADJECTIVES, NOUNS
 from longtrain.errors import ConfigError, DataError
 
 SOURCES = ("longtrain", "wonderwords")

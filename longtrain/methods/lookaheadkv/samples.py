@@ -81,7 +81,7 @@ def moved(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-class Observers:
+class ObserverRows:
     """Rows of a packed row, and the prompts whose keys they see besides their own.
 
     Args:
@@ -139,13 +139,13 @@ class Truth:
     ) -> None:
         self._scale, self._then = scale, then
         responses, prompts = [(s.prompt, s.stop) for s in found], [(s.start, s.prompt) for s in found]
-        self._response = Observers(responses, prompts, device)
-        self._windows: dict[int, Observers] = {}
+        self._response = ObserverRows(responses, prompts, device)
+        self._windows: dict[int, ObserverRows] = {}
         for window in windows:
             if longer := [s for s in found if s.length > window]:
                 rows = [(s.prompt - window, s.prompt) for s in longer]
                 keys = [(s.start, s.prompt - window) for s in longer]
-                self._windows[window] = Observers(rows, keys, device)
+                self._windows[window] = ObserverRows(rows, keys, device)
         self.true: list[Tensor] = []
         """s_HT of each layer."""
         self.recent: dict[int, list[Tensor]] = {window: [] for window in self._windows}

@@ -26,7 +26,7 @@ class Choice(Protocol):
         """Positions fixed_BGF; those beyond a sequence's count mean nothing."""
 
 
-class First:
+class FirstRows:
     """The first rows: attention sinks.
 
     Args:
@@ -45,7 +45,7 @@ class First:
         return at_F.expand(B, G, -1)
 
 
-class Scored:
+class ScoredRows:
     """The rows that the prompt's last ones attend to most, max-pooled, each KV head its own.
 
     Args:

@@ -16,7 +16,7 @@ from longtrain.decoding.growth import Level, TreeGrowth, check_chain
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.methods.magicdec.choice import Choice, First, Scored
+from longtrain.methods.magicdec.choice import Choice, FirstRows, ScoredRows
 from longtrain.methods.magicdec.rows import ROOM, Layout, SparseRows
 from longtrain.targets.step import Rows, TargetStep, Want
 
@@ -66,7 +66,9 @@ class MagicDecRuntime:
             self.rows = None
             self.rows = SparseRows(target, len(lengths), most)
         self.rows.lay_out(layout)
-        choice = First(layout) if self.config.policy == "streaming_llm" else Scored(layout, self.config)
+        choice = (
+            FirstRows(layout) if self.config.policy == "streaming_llm" else ScoredRows(layout, self.config)
+        )
         self._reader = _Reader(self.rows, layout, choice)
         return self._reader
 

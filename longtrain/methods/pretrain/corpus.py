@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 
 from longtrain.data.read.files import TEXT_SUFFIXES, find, read_jsonl, read_text, stem
-from longtrain.data.retrieval.synthetic import ChatIds, Document, RetrievalWriter, Role, TextStream
-from longtrain.data.retrieval.wordlist import ADJECTIVES, NOUNS
+from longtrain.data.retrieval.material import (
+    ADJECTIVES,
+    NOUNS,
+    ChatIds,
+    Role,
+    RoleDocument,
+    TextStream,
+)
+from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.data.rows.mixture import Mixture
-from longtrain.data.rows.prepared import replacing, sha256_file
+from longtrain.data.rows.prepared import sha256_file
 from longtrain.errors import DataError
+from longtrain.files import replaced_folder
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
 from longtrain.targets.tokenizer import train_tokenizer
@@ -82,7 +90,7 @@ def build_corpus(
                 f"held_out names '{name}', which matches no file of the sources; known: "
                 f"{', '.join(sorted(seen)[:6])} ..."
             )
-    with replacing(folder) as new:
+    with replaced_folder(folder) as new:
         train_tokenizer(
             _sample(texts, chats),
             new / "tokenizer",
@@ -139,7 +147,7 @@ def load_mixture(
         edges = arrays["edges"]
         pairs = [(a, b) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
         ids_T, roles_T = arrays["ids"].astype(np.int32), arrays["roles"]
-        chats = [Document(ids_T[a:b], roles_T[a:b], "chat") for a, b in pairs]
+        chats = [RoleDocument(ids_T[a:b], roles_T[a:b], "chat") for a, b in pairs]
     shares = {kind: share for kind, share in shares.items() if kind != "chat" or chats}
     manifest = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     role_weights = (config.text_weight, 0.0, config.answer_weight, config.value_weight)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from longtrain.data.config import Stage
+from longtrain.data.config import PackingStage
 from longtrain.data.rows.module import MixtureModule, check_context
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.methods.pretrain.card import card
@@ -72,7 +72,7 @@ def rows(config: Config, data: Mapping[str, Any], about: DataRun) -> MixtureModu
         stream_weights=data["stream_weights"],
         min_doc_tokens=int(data["min_doc_tokens"]),
     )
-    stages = [Stage(**values) for values in data["stages"]]
+    stages = [PackingStage(**values) for values in data["stages"]]
     check_context(stages, config.max_positions)
     return MixtureModule(
         mixture,

@@ -9,7 +9,6 @@ import torch
 from byte_target import byte_target, byte_tokenizer
 from torch.nn.functional import cross_entropy
 
-from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
@@ -18,6 +17,7 @@ from longtrain.evaluation import corpora
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suites import perplexity
 from longtrain.methods import policies
+from longtrain.targets.tokenizer import read_tokenizer
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents \u2013 caf\u00e9, \U0001f600. " * 6
 SMALL = {"name": "perplexity", "window": 64, "stride": 16, "first_windows": True}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.methods import policies
+from longtrain.targets.tokenizer import read_tokenizer
 
 from .naive import micro
 from .runs import prefilled, prompts_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.read.tokenizer import read_tokenizer
 from longtrain.decoding.evict import Budget
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.methods.policies.repeat import repeat_of
+from longtrain.targets.tokenizer import read_tokenizer
 
 from .naive import Eager, micro
 from .runs import kept, prefilled, prompts_of
