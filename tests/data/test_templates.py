@@ -15,8 +15,8 @@ CHAT = [
 ]
 END = {"vicuna": "</s>", "llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
 VICUNA = (
-    "<|endoftext|>A chat between a curious user and an artificial intelligence assistant. The assistant gives "
-    "helpful, detailed, and polite answers to the user's questions. "
+    "<|endoftext|>A chat between a curious user and an artificial intelligence assistant. The assistant "
+    "gives helpful, detailed, and polite answers to the user's questions. "
 )
 TEXT = {
     "vicuna": VICUNA
@@ -71,7 +71,7 @@ def test_a_file_or_a_context_over_the_targets_own(tokenizer_folder, tmp_path):
     tokenizer, context = read_tokenizer(str(tokenizer_folder), chat_template=str(file), max_positions=4096)
     assert tokenizer.chat_template == file.read_text() and context == 4096
     assert read_tokenizer(str(tokenizer_folder))[1] == 512
-    with pytest.raises(ConfigError, match="chat_template=absent .*chatml, llama3, vicuna"):
+    with pytest.raises(ConfigError, match=r"chat_template=absent .*chatml, llama3, vicuna"):
         read_tokenizer(str(tokenizer_folder), chat_template="absent")
 
 

@@ -91,7 +91,7 @@ def test_the_first_token_is_drafted_as_by_the_target_on_those_rows_alone(target,
 
     config = parts.draft.config
     kept = []
-    scores = SnapKV(None, window=config.window)
+    scores = SnapKV(Budget(1), window=config.window)
     watch = scores.watch(lengths)
     cache = target.new_cache(4, 300, 8)
     pos_BS = torch.arange(100).expand(4, -1)
