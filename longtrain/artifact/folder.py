@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 import longtrain
 from longtrain import methods
-from longtrain.artifact.card import is_path, model_card
 from longtrain.artifact.golden import Golden
+from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_scores import ScoreGolden
-from longtrain.artifact.hub import download, upload
-from longtrain.artifact.write import written_folder
+from longtrain.artifact.hub import download, is_path, model_card, upload
 from longtrain.errors import ArtifactError, ConfigError
+from longtrain.files import as_json, replaced_folder, write_files
 from longtrain.provenance import without_folders
+from longtrain.settings import read
 from longtrain.targets.info import TargetInfo
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Artifact:
     config: dict[str, Any]
     target: TargetInfo
     tensors: dict[str, Tensor]
-    golden: Golden | ScoreGolden | None = None
+    golden: Golden | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
 
@@ -97,7 +98,7 @@ class Artifact:
         parts = None if spec.attach is None else made._parts(target)
         if parts is None or (parts.draft is None and parts.evictor is None):
             return made
-        kind = ScoreGolden if parts.draft is None else Golden
+        kind: type[Golden] = ScoreGolden if parts.draft is None else DraftGolden
         golden = kind.record(made._parts, target, tokens=spec.golden_tokens(config))
         return dataclasses.replace(made, golden=golden)
 
@@ -128,9 +129,9 @@ class Artifact:
             ) from None
         info = dataclasses.replace(info, name=_local_target(folder) or info.name)
         tensors = _read_tensors(folder / MODEL, manifest["files"])
-        golden: Golden | ScoreGolden | None = None
+        golden: Golden | None = None
         if manifest["golden"] is not None:
-            kind = ScoreGolden if manifest["golden"].get("kind") == SCORES else Golden
+            kind = ScoreGolden if manifest["golden"].get("kind") == SCORES else DraftGolden
             golden = kind.from_tensors(
                 _read_tensors(folder / GOLDEN, manifest["files"]), manifest["golden"]["dtype"]
             )
@@ -145,19 +146,12 @@ class Artifact:
         Raises:
             ArtifactError: a value that the method does not know.
         """
-        kind = methods.config_class(self.method)
-        known = {f.name for f in dataclasses.fields(kind)}
-        unknown = sorted(set(self.config) - known)
-        if unknown:
-            raise ArtifactError(
-                f"artifact has configuration keys that method {self.method} does not know: "
-                f"{', '.join(unknown)}; known: {', '.join(sorted(known))}; a newer longtrain may know them"
-            )
         try:
-            return kind(**self.config)
-        except (TypeError, ValueError, ConfigError) as error:
+            return read(methods.config_class(self.method), self.config, "method")
+        except ConfigError as error:
             raise ArtifactError(
-                f"artifact's configuration is wrong for method {self.method}: {error}"
+                f"artifact's configuration is wrong for method {self.method}: {error}; a newer longtrain may "
+                "know it"
             ) from None
 
     def build(self, target: Target, *, verify: bool = True) -> nn.Module:
@@ -199,7 +193,8 @@ class Artifact:
             pictures: PNG files for the model card, by file name.
 
         Raises:
-            ArtifactError: the disk is full or not writable, or the folder holds something else.
+            ArtifactError: the folder holds something else.
+            LongtrainError: the disk is full or not writable.
         """
         folder, pictures = Path(folder), pictures or {}
         if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
@@ -222,12 +217,23 @@ class Artifact:
         }
         files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
         copies = {path.partition("/")[0] for path in files if "/" in path}
-        card = model_card(shown, name=folder.name, pictures=sorted(pictures), copies=copies)
+        card = model_card(
+            spec,
+            self.config,
+            shown.target,
+            shown.provenance,
+            name=folder.name,
+            parameters=self.parameters(),
+            evicts=isinstance(self.golden, ScoreGolden),
+            pictures=sorted(pictures),
+            copies=copies,
+        )
         files[CARD] = card.encode()
         if is_path(self.target.name):
             where = {"target": str(Path(self.target.name).expanduser().absolute())}
-            files[LOCAL] = (json.dumps(where, indent=2) + "\n").encode()
-        written_folder(folder, {**files, **pictures})
+            files[LOCAL] = as_json(where)
+        with replaced_folder(folder) as fresh:
+            write_files(fresh, {**files, **pictures})
         return folder
 
     def push(self, repo: str, *, private: bool | None = None) -> str:

@@ -1,13 +1,106 @@
-"""Artifacts on the Hub, through `huggingface_hub`."""
+"""Artifacts on the Hub: the model card, uploading and downloading, through `huggingface_hub`."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from longtrain import tables
 from longtrain.errors import ArtifactError, ConfigError
+from longtrain.methods.spec import MethodSpec
+from longtrain.provenance import typed_command
+from longtrain.targets.info import TargetInfo
+
+LOADING = """```sh
+longtrain generate artifact={name} {more}target.path={target} {prompt}
+longtrain eval suite={suite} artifact={name} target.path={target} lengths=[1k,2k,4k]
+```
+
+```python
+from longtrain.artifact import Artifact
+from longtrain.decoding.engine import Engine
+from longtrain.targets.loading import load_target
+
+target = load_target("{target}")
+parts = Artifact.load("{name}").attach(target{budget})  # refuses another target, verifies the golden outputs
+ids = target.tokenizer(open("PROMPT.txt").read()).input_ids
+generation = Engine(target, parts).generate([ids], max_new_tokens=128)
+print(target.tokenizer.decode(generation.tokens[0]))
+```
+
+Nothing in this folder is code, and loading it runs none."""
+
+
+def model_card(
+    spec: MethodSpec,
+    config: Mapping[str, Any],
+    target: TargetInfo,
+    provenance: Mapping[str, Any],
+    *,
+    name: str,
+    parameters: int,
+    evicts: bool,
+    pictures: Iterable[str] = (),
+    copies: Iterable[str] = (),
+) -> str:
+    """The README.md of an artifact.
+
+    Args:
+        spec: the method.
+        config: its configuration as plain values.
+        target: the target that the module was trained for.
+        provenance: where the artifact comes from.
+        name: the artifact's name.
+        parameters: numbers in all of its tensors.
+        evicts: whether the module chooses what stays in the cache; else it drafts.
+        pictures: PNG files beside the card, e.g. `loss.png`.
+        copies: folders beside the card that hold the module in formats of other tools.
+    """
+    from huggingface_hub import ModelCardData
+
+    kind = "kv-cache-eviction" if evicts else "speculative-decoding"
+    sources = _sources(provenance)
+    hub_ids = [str(source["id"]) for source in sources if _is_hub_id(str(source.get("id", "")))]
+    facts = ModelCardData(
+        library_name="longtrain",
+        tags=["longtrain", spec.name, "long-context", kind],
+        base_model=target.name if _is_hub_id(target.name) else None,
+        base_model_relation="adapter" if _is_hub_id(target.name) else None,
+        license=provenance.get("license"),
+        datasets=list(dict.fromkeys(hub_ids)) or None,
+    )
+    shown = target.name if target.name == "tiny" or _is_hub_id(target.name) else "TARGET_FOLDER"
+    how = {"prompt": "prompt_file=PROMPT.txt", "more": "", "budget": "", "suite": "acceptance"}
+    if evicts:
+        how |= {"more": "evict.budget_tokens=128 ", "budget": ", budget_tokens=128", "suite": "eviction"}
+    about = (
+        f"A `{spec.name}` module ({parameters:,} parameters) for the frozen target "
+        f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
+        f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
+        f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
+        f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {spec.paper}. Trained with longtrain."
+    )
+    outputs = "the importance of its tokens" if evicts else "the draft's laws for it"
+    files = (
+        "`longtrain.json`: method, configuration, target, checksums and provenance. "
+        "`model.safetensors`: the trained tensors. "
+        f"`golden.safetensors`: a fixed prompt and {outputs}, asked again at every load. "
+        + "".join(f"`{folder}/`: the same for other tools. " for folder in sorted(copies))
+    )
+    rows = [(f"`{key}`", f"`{_plain(value)}`") for key, value in config.items()]
+    sections = {
+        "How to load": LOADING.format(name=name, target=shown, **how),
+        "Training": _training(provenance, sources),
+        "Curves": "\n\n".join(f"![{file.removesuffix('.png')}]({file})" for file in pictures),
+        "Configuration": tables.markdown(("key", "value"), rows) if rows else "",
+        "Files": files.strip(),
+    }
+    body = "".join(f"\n\n## {title}\n\n{text}" for title, text in sections.items() if text)
+    return f"---\n{facts.to_yaml()}\n---\n\n# {name}\n\n{about}{body}\n"
 
 
 def upload(folder: Path, repo: str, *, patterns: Sequence[str], private: bool | None = None) -> str:
@@ -86,3 +179,51 @@ def _endpoint() -> str:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _training(provenance: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    if provenance.get("argv"):
+        lines.append(f"Command:\n\n```sh\n{typed_command(provenance['argv'])}\n```")
+    facts = {key: provenance[key] for key in ("step", "tokens", "git", "versions") if provenance.get(key)}
+    if facts:
+        lines.append("\n".join(f"- {key}: {_plain(value)}" for key, value in facts.items()))
+    rows = [
+        (
+            source.get("id") or source.get("name") or "?",
+            source.get("revision") or "",
+            source.get("kind") or "",
+            source.get("license") or source.get("licence") or "not stated",
+        )
+        for source in sources
+    ]
+    data = tables.markdown(("source", "revision", "kind", "licence"), rows)
+    lines.append(f"Data:\n\n{data}" if rows else "Data: not recorded.")
+    lines.append("The licences of the target model and of the training data apply beside any stated above.")
+    return "\n\n".join(lines)
+
+
+def _sources(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The data's sources, as a list of mappings, whatever the depth they were recorded at."""
+    data = provenance.get("data") or {}
+    found = data.get("sources", data) if isinstance(data, Mapping) else data
+    if isinstance(found, Mapping):
+        found = [
+            {"name": key, **(value if isinstance(value, Mapping) else {})} for key, value in found.items()
+        ]
+    return [source for source in found or [] if isinstance(source, Mapping)]
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not is_path(name) and " " not in name
+
+
+def is_path(name: str) -> bool:
+    """Whether a target's name is a folder of this machine, and not a Hub id or another name."""
+    if name in ("", "tiny"):
+        return False
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or Path(name).exists()
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
-from longtrain.errors import ArtifactError, TargetMismatchError
+from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
 from longtrain.targets.loading import random_target
 
 
@@ -67,7 +67,7 @@ def test_card_tells_what_people_need(made, target, tmp_path):
     named = dataclasses.replace(made, target=dataclasses.replace(target.info, name="org/model"))
     card = (named.save(tmp_path / "d", pictures={"training.png": b"x"}) / "README.md").read_text()
     front, body = card.split("---\n", 2)[1:]
-    assert "base_model: org/model" in front and "datasets: [org/books]" in front
+    assert "base_model: org/model" in front and "datasets:\n- org/books" in front
     assert "python -m longtrain train +recipe=x 'prompt=a b'" in body
     assert "| org/books | abc | book | cc0-1.0 |" in body
     assert "![training](training.png)" in body
@@ -122,7 +122,7 @@ def test_changed_byte_is_caught(folder):
     [
         ({"schema": 99}, "has schema 99; this longtrain reads 1"),
         ({"method": "os.system"}, r"names the method 'os.system'; known: .*longspec"),
-        ({"config": {"window": 16, "run": "rm"}}, "does not know: run"),
+        ({"config": {"window": 16, "run": "rm"}}, "unknown key 'method.run'"),
         ({"config": {"window": -1}}, r"window=-1; allowed"),
         ({"config": None}, "lacks or misspells config"),
         ({"golden": {"dtype": 3}}, "lacks or misspells golden"),
@@ -175,9 +175,9 @@ def test_disk_full_leaves_the_old_artifact(made, folder):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(ArtifactError, match=r"cannot write .*what was there is unchanged"):
+        with pytest.raises(LongtrainError, match=r"cannot write .*what was there is unchanged"):
             made.save(folder)
-        with pytest.raises(ArtifactError, match="cannot write"):
+        with pytest.raises(LongtrainError, match="cannot write"):
             made.save(folder.parent / "fresh")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

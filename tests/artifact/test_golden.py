@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longtrain import methods
-from longtrain.artifact import Golden
+from longtrain.artifact import DraftGolden
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 from longtrain.methods.longspec.runtime import LongSpecRuntime
@@ -116,7 +116,7 @@ def rounded():
 
 def test_rounding_passes(rounded, module, config):
     wide, half = rounded
-    golden = Golden.record(lambda view: correct(module, view, config), half, tokens=32)
+    golden = DraftGolden.record(lambda view: correct(module, view, config), half, tokens=32)
     assert golden.dtype == "bfloat16" and golden.inputs["k_1"].dtype == torch.bfloat16
     assert golden.verify(lambda view: correct(module, view, config), half) < 1e-5
     assert golden.verify(lambda view: correct(module, view, config), wide) < 1e-5
@@ -125,7 +125,7 @@ def test_rounding_passes(rounded, module, config):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught_in_half_precision_too(rounded, module, config, fault):
     half = rounded[1]
-    golden = Golden.record(lambda view: correct(module, view, config), half, tokens=32)
+    golden = DraftGolden.record(lambda view: correct(module, view, config), half, tokens=32)
     with pytest.raises(ArtifactError, match=CAUGHT):
         golden.verify(lambda view: FAULTS[fault](module, view, config), half)
 
@@ -151,7 +151,7 @@ def test_prompt_is_longer_than_the_window(made, config):
 def test_shapes_that_do_not_fit_are_refused(made):
     tensors = made.golden.tensors()
     with pytest.raises(ArtifactError, match="do not fit"):
-        Golden.from_tensors(tensors | {"roots_C": torch.zeros(5, dtype=torch.int64)}, "float32")
+        DraftGolden.from_tensors(tensors | {"roots_C": torch.zeros(5, dtype=torch.int64)}, "float32")
     del tensors["logq_CDV"]
     with pytest.raises(ArtifactError, match="lacks logq_CDV"):
-        Golden.from_tensors(tensors, "float32")
+        DraftGolden.from_tensors(tensors, "float32")

@@ -250,11 +250,15 @@ def test_one_stop_string_needs_no_list(composed, stop):
         ),
         (("prompt=a", "evict=snapkv", "+evict.adaptive=0"), ConfigError, "adaptive=0; allowed: false"),
         (("prompt=a", "evict=snapkv", "+evict.budget=5"), ConfigError, "'snapkv' has no option 'budget'"),
-        (("prompt=a", "evict=speckv", "evict.draft=5"), ConfigError, "^evict.draft=5; allowed: text or"),
+        (
+            ("prompt=a", "evict=speckv", "evict.draft=[5]"),
+            ConfigError,
+            r"^evict.draft=\[5\]; allowed: text or",
+        ),
         (
             ("prompt=a", "evict=adakv", "+evict.options.window=abc"),
             ConfigError,
-            "^evict.options.window=abc; allowed: a whole number$",
+            "^evict.options.window=abc; allowed: a whole number, 0 or more$",
         ),
         (
             ("prompt=a", "evict=snapkv", "evict.budget_tokens=few"),

@@ -97,10 +97,10 @@ def test_fresh_modules_begin_where_the_target_is(three_layers):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_lookahead": 0}, "method.n_lookahead=0; allowed: 1 or more"),
+        ({"n_lookahead": 0}, "method.n_lookahead=0; allowed: a whole number, 1 or more"),
         ({"lora_rank": 0}, "method.lora_rank=0"),
-        ({"pool_kernel": 4}, "method.pool_kernel=4; allowed: odd"),
-        ({"lora_alpha": 0.0}, "method.lora_alpha=0.0; allowed: above 0"),
+        ({"pool_kernel": 4}, "method.pool_kernel=4; allowed: 1 (off), 3"),
+        ({"lora_alpha": 0.0}, "method.lora_alpha=0.0; allowed: a number, above 0"),
         ({"lora_targets": "q"}, "method.lora_targets=q; allowed: all, qv, none, or a list of q, k"),
         ({"lora_targets": ["q", "embed"]}, "method.lora_targets"),
         ({"reduction": "sum"}, "method.reduction=sum; allowed: mean, max"),

@@ -281,7 +281,7 @@ def test_what_it_refuses(target):
         SPEC.attach(SPEC.build(Config(), None), target, Config(), {"budget_tokens": 3})
     for keys, message in (
         ({"policy": "h2o"}, "method.policy=h2o; allowed: streaming_llm, snapkv"),
-        ({"budget": 0.0}, "method.budget=0.0; allowed: above 0"),
+        ({"budget": 0.0}, "method.budget=0.0; allowed: a number, above 0"),
         ({"budget": 1.5}, "method.budget=1.5"),
         ({"kernel": 4}, r"method.kernel=4; allowed: 1 \(off\)"),
         ({"sinks": -1}, "method.sinks=-1"),

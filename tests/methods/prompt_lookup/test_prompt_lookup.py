@@ -211,5 +211,5 @@ def test_what_it_refuses(target):
     with pytest.raises(ConfigError, match="no inference keys"):
         SPEC.attach(SPEC.build(Config(), None), target, Config(), {"budget_tokens": 3})
     for ngram in (0, 17):
-        with pytest.raises(ConfigError, match=f"method.ngram={ngram}; allowed: 1 to 16"):
+        with pytest.raises(ConfigError, match=f"method.ngram={ngram}; allowed: a whole number from 1 to 16"):
             Config(ngram=ngram)
