@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from longtrain.methods.target_cache import TargetCache
+from longtrain.methods import target_cache
 from longtrain.settings import Count, CountOrZero, Kernel, OneOf, Positive, check, wrong
 
 
@@ -26,7 +26,9 @@ class Config:
     window: Count = 32  # snapkv: last rows of the prompt whose attention chooses
     kernel: Kernel = 7  # snapkv: rows of the max-pool over scores, odd; 1: off
     recent_tokens: Count = 512  # snapkv: newest rows of the text among the budget, at most half of it
-    cache: TargetCache = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
+    cache: target_cache.TargetCache = (
+        "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
+    )
 
     def __post_init__(self) -> None:
         check(self, "method")

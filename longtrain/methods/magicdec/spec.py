@@ -8,10 +8,10 @@ from torch import nn
 
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
+from longtrain.methods import target_cache
 from longtrain.methods.magicdec.config import Config
 from longtrain.methods.magicdec.runtime import MagicDecRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.methods.target_cache import cache_law, with_cache
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -26,7 +26,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     if keys:
         raise ConfigError(f"MagicDec takes no inference keys; got: {', '.join(keys)}")
     parts = Parts(draft=MagicDecRuntime(target, config), name=f"magicdec {config.policy}")
-    return with_cache(parts, config.cache, target)
+    return target_cache.with_cache(parts, config.cache, target)
 
 
 SPEC = MethodSpec(
@@ -36,5 +36,5 @@ SPEC = MethodSpec(
     "Decoding, arXiv 2408.11049",
     build=_build,
     attach=_attach,
-    cache_law=cache_law,
+    cache_law=target_cache.cache_law,
 )

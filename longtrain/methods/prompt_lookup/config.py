@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from longtrain.methods.target_cache import TargetCache
+from longtrain.methods import target_cache
 from longtrain.settings import check, within
 
 
@@ -16,7 +16,9 @@ class Config:
     ngram: Annotated[int, within(1, 16)] = (
         3  # most tokens at the end of the text that are looked up; fewer where these are not found
     )
-    cache: TargetCache = "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
+    cache: target_cache.TargetCache = (
+        "plain"  # the target's: plain, or hierarchical (QuantSpec's INT8, with its defaults)
+    )
 
     def __post_init__(self) -> None:
         check(self, "method")

@@ -8,10 +8,10 @@ from torch import nn
 
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
+from longtrain.methods import target_cache
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.methods.target_cache import cache_law, with_cache
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -26,7 +26,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     if keys:
         raise ConfigError(f"prompt look-up takes no inference keys; got: {', '.join(keys)}")
     parts = Parts(draft=PromptLookupRuntime(target, config.ngram), name="prompt_lookup")
-    return with_cache(parts, config.cache, target)
+    return target_cache.with_cache(parts, config.cache, target)
 
 
 SPEC = MethodSpec(
@@ -35,5 +35,5 @@ SPEC = MethodSpec(
     paper="Inference with Reference: Lossless Acceleration of Large Language Models, arXiv 2304.04487",
     build=_build,
     attach=_attach,
-    cache_law=cache_law,
+    cache_law=target_cache.cache_law,
 )
