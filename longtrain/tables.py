@@ -16,15 +16,20 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
-def of_rows(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+def of_rows(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, all_columns: bool = False
+) -> str:
     """A Markdown table of measurements.
 
     Args:
         rows: one mapping a line.
-        columns: heading -> key; a dotted key reaches into a mapping. Columns without any value are left out.
+        columns: heading -> key; a dotted key reaches into a mapping.
+        all_columns: keep columns without any value; else they are left out.
     """
     found = {head: [_find(row, key) for row in rows] for head, key in columns.items()}
-    used = [head for head, values in found.items() if any(value is not None for value in values)]
+    used = [
+        head for head, values in found.items() if all_columns or any(value is not None for value in values)
+    ]
     return markdown(used, [[number(found[head][i]) for head in used] for i in range(len(rows))])
 
 

@@ -25,17 +25,34 @@ class PackedRow:
     Args:
         tokens: length of the packed row.
         doc_tokens: length of its documents.
-        chunk_tokens: rows of the draft's step whose activations exist at once; 0: all.
+        response_tokens: tokens of each document's response, where it has one.
     """
 
     tokens: int
     doc_tokens: int
-    chunk_tokens: int
+    response_tokens: int = 0
 
     @property
-    def chunk(self) -> int:
-        """Rows at once."""
-        return min(self.chunk_tokens or self.tokens, self.tokens)
+    def documents(self) -> int:
+        """Documents in the row, each as long as they may be."""
+        return max(1, self.tokens // self.doc_tokens)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a module's step of a packed row takes, beside the target's pass and the weights.
+
+    Args:
+        inputs: bytes of what the step reads of the whole row.
+        module: most bytes of activations that exist at once.
+        flops: floating-point operations, forward and backward.
+        chunk: rows whose activations exist at once.
+    """
+
+    inputs: int
+    module: int
+    flops: int
+    chunk: int
 
 
 def target_parameters(size: Sizes, *, tied: bool) -> int:
@@ -48,23 +65,10 @@ def kv_bytes_per_token(size: Sizes, *, itemsize: int) -> int:
     return 2 * size.n_layers * size.n_kv_heads * size.head_dim * itemsize
 
 
-def input_bytes(size: Sizes, row: PackedRow, *, itemsize: int, hidden: bool) -> int:
-    """What the draft reads of the whole row: K and V of one layer, and hidden states for a KL loss."""
-    width = 2 * size.n_kv_heads * size.head_dim + (size.hidden_size if hidden else 0)
-    return row.tokens * (width * itemsize + 8)
-
-
 def target_pass_bytes(size: Sizes, row: PackedRow, *, itemsize: int) -> int:
     """Most activations of the target's no-grad pass: the residual stream and the MLP's three wide tensors."""
     width = 3 * size.hidden_size + 3 * size.intermediate_size
     return row.tokens * width * itemsize
-
-
-def draft_chunk_bytes(size: Sizes, row: PackedRow, *, itemsize: int) -> int:
-    """Activations that one chunk of the draft keeps for its backward, gradients of the widest included."""
-    heads = size.n_heads * size.head_dim
-    width = 14 * size.hidden_size + 6 * heads + 6 * size.intermediate_size
-    return row.chunk * width * itemsize + HEAD_BLOCK_BYTES
 
 
 def target_flops(size: Sizes, row: PackedRow) -> int:
@@ -74,40 +78,39 @@ def target_flops(size: Sizes, row: PackedRow) -> int:
     return linear + 2 * size.n_layers * heads * row.tokens * row.doc_tokens
 
 
-def draft_flops(size: Sizes, row: PackedRow, *, trained: int, window: int) -> int:
-    """The draft's forward and backward over a row, its two attentions and the LM-head loss included."""
-    heads = size.n_heads * size.head_dim
-    linear = 6 * trained * row.tokens
-    cross = 3 * 2 * heads * row.tokens * row.doc_tokens
-    own = 3 * 4 * heads * row.tokens * min(window, row.doc_tokens)
-    head = 6 * size.hidden_size * size.vocab_size * row.tokens
-    return linear + cross + own + head
+def draft_step(
+    size: Sizes,
+    row: PackedRow,
+    *,
+    trained: int,
+    itemsize: int,
+    hidden: bool = True,
+    chunk_tokens: int = 0,
+    window: int | None = None,
+) -> StepCost:
+    """A step of a draft that reads one layer's K and V, in chunks of rows that are computed one by one.
 
-
-def suffix_input_bytes(size: Sizes, row: PackedRow, *, itemsize: int) -> int:
-    """What rows behind prompts read of a packed row: K and V of all layers, scores and their gradient."""
-    scores = 2 * size.n_layers * size.n_heads * 4
-    return row.tokens * (kv_bytes_per_token(size, itemsize=itemsize) + scores)
-
-
-def suffix_bytes(size: Sizes, row: PackedRow, *, rows: int, itemsize: int) -> int:
-    """Activations that `rows` rows behind each document keep in all layers for their backward."""
-    width = 4 * size.hidden_size + 3 * size.n_heads * size.head_dim + 3 * size.intermediate_size
-    return _documents(row) * rows * size.n_layers * width * itemsize
-
-
-def suffix_flops(size: Sizes, row: PackedRow, *, rows: int, response: int) -> int:
-    """Forward and backward of `rows` rows behind each document, and the scores of both sides.
-
-    Weights are frozen: 2 a weight and row forward, 2 backward. Attention reads all of a document: products
-    with K and V forward, five backward, one for the scores; the response's scores take two.
+    Args:
+        size: the target.
+        row: what is read.
+        trained: weights of the draft.
+        itemsize: bytes of a number.
+        hidden: whether hidden states are read too, for a loss against the target's distribution.
+        chunk_tokens: rows whose activations exist at once; 0: all.
+        window: tokens that the draft's own attention sees; None: the whole document.
     """
     heads = size.n_heads * size.head_dim
-    linear = 4 * size.weights * rows
-    attention = 2 * size.n_layers * heads * row.doc_tokens * (8 * rows + 2 * response)
-    return _documents(row) * (linear + attention)
-
-
-def _documents(row: PackedRow) -> int:
-    """Documents in a packed row, each as long as they may be."""
-    return max(1, row.tokens // row.doc_tokens)
+    kv = 2 * size.n_kv_heads * size.head_dim
+    read = kv + (size.hidden_size if hidden else 0)
+    chunk = min(chunk_tokens or row.tokens, row.tokens)
+    width = 14 * size.hidden_size + 6 * heads + 6 * size.intermediate_size
+    linear = 6 * trained * row.tokens
+    cross = 3 * 2 * heads * row.tokens * row.doc_tokens
+    own = 3 * 4 * heads * row.tokens * min(window or row.doc_tokens, row.doc_tokens)
+    head = 6 * size.head * row.tokens
+    return StepCost(
+        inputs=row.tokens * (read * itemsize + 8),
+        module=chunk * width * itemsize + HEAD_BLOCK_BYTES,
+        flops=linear + cross + own + head,
+        chunk=chunk,
+    )

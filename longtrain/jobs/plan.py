@@ -4,28 +4,93 @@ from __future__ import annotations
 
 import glob
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
 from longtrain import methods
 from longtrain.assets import asset_dir
-from longtrain.bench.report import GIB, table
-from longtrain.costs import roofline
-from longtrain.costs import training as estimate
-from longtrain.costs.hardware import Gpu
+from longtrain.costs import decoding, hardware, roofline, training
+from longtrain.costs.decoding import Served
+from longtrain.costs.hardware import GIB, Gpu
 from longtrain.costs.model import Sizes
+from longtrain.costs.training import PackedRow
 from longtrain.errors import ConfigError
-from longtrain.jobs.plan_decoding import gpu_of, told
 from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain, typed
-from longtrain.methods.quantspec.config import Config as QuantSpec
+from longtrain.methods.spec import MethodSpec
+from longtrain.settings import Count, Share, Tokens, Words, convert
+from longtrain.tables import of_rows, say
 from longtrain.targets.info import TargetInfo
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+CHAIN = (1, 1, 1, 1)
+"""Drafted tokens of a cycle where `decode.shape` names no chain."""
+CONTEXTS = Annotated[tuple[Tokens, ...], Words("token counts such as [8k, 128k]")]
+STAGE_COLUMNS = {
+    "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk", "inputs GiB": "inputs",
+    "target pass GiB": "target_pass", "module GiB": "module", "peak GiB": "peak",
+    "PFLOP a row": "pflop", "tokens/s": "tokens_per_s", "s a step": "step_s", "steps": "steps",
+    "hours": "hours",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is planned.
+
+    Args:
+        cfg: the resolved configuration.
+        info: the target.
+        tied: whether the target's head is its embedding.
+        spec: the method; None where none is chosen.
+        config: its settings.
+    """
+
+    cfg: DictConfig
+    info: TargetInfo
+    tied: bool
+    spec: MethodSpec | None
+    config: Any
+
+    @property
+    def size(self) -> Sizes:
+        """The target in numbers."""
+        return Sizes.of(self.info)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one of the target's numbers."""
+        return ITEMSIZE.get(str(self.cfg.target.dtype), 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the target's weights."""
+        return training.target_parameters(self.size, tied=self.tied) * self.itemsize
+
+    @property
+    def gpu(self) -> Gpu:
+        """The device of `gpu=`."""
+        return hardware.named(str(self.cfg.gpu), "gpu")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether training runs on a processor, of whose speed nothing is known here."""
+        return str(self.cfg.trainer.get("accelerator")) == "cpu"
+
+    @property
+    def facts(self) -> list[str]:
+        """Lines about the target."""
+        kv = training.kv_bytes_per_token(self.size, itemsize=self.itemsize)
+        billions = self.weight_bytes / self.itemsize / 1e9
+        return [
+            f"target    {self.info.name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB",
+            f"KV cache  {kv / 1024:.4g} KiB a token; {kv * self.info.max_positions / GIB:.3g} GiB at its "
+            f"{self.info.max_positions} positions",
+        ]
 
 
 def run(cfg: DictConfig) -> None:
@@ -38,121 +103,127 @@ def run(cfg: DictConfig) -> None:
     if not cfg.target or (spec is not None and spec.objective is not None and not cfg.data):
         raise ConfigError(
             "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
-            "target=NAME, with method=quantspec say"
+            "target=NAME, with a method that needs no training where one is wanted"
         )
     info, tied = _target(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
-    console = Console(soft_wrap=True, highlight=False)
-    size = ITEMSIZE.get(str(cfg.target.dtype), 2)
-    parameters = estimate.target_parameters(Sizes.of(info), tied=tied)
-    kv = estimate.kv_bytes_per_token(Sizes.of(info), itemsize=size)
-    facts = [
-        ("target", f"{info.name}: {parameters / 1e9:.3g} B weights, {parameters * size / GIB:.3g} GiB"),
-        ("KV cache", f"{kv / 1024:.4g} KiB a token; {kv * info.max_positions / GIB:.3g} GiB at its "
-                     f"{info.max_positions} positions"),
-    ]  # fmt: skip
-    if spec is None or spec.objective is None or not cfg.data:
-        lines = [f"{name:<10}{text}" for name, text in facts]
-        quantspec = config if isinstance(config, QuantSpec) else None
-        lines += told(cfg, info, quantspec, itemsize=size, weight_bytes=parameters * size)
-        lines.append(
-            "Estimates by arithmetic; measure with: longtrain bench suite=engine, or suite=quantspec"
+    plan = Plan(cfg, info, tied, spec, config)
+    trains = spec is not None and spec.objective is not None and cfg.data
+    say(*plan.facts, *(_training(plan) if trains else _decoding(plan)))
+
+
+def _decoding(plan: Plan) -> list[str]:
+    """A table of plain decoding and, where the method's cycles are known, one of them.
+
+    Raises:
+        ConfigError: a key has a wrong value, or the method does not serve the target.
+    """
+    cfg, gpu, batch = plan.cfg, plan.gpu, convert(plan.cfg.batch, Count, "batch")
+    acceptance = convert(cfg.acceptance, Share, "acceptance")
+    contexts = sorted(set(convert(plain(cfg.contexts), CONTEXTS, "contexts")))
+    within = [context for context in contexts if context <= plan.info.max_positions]
+    if not within:
+        raise ConfigError(
+            f"contexts={plain(cfg.contexts)}; allowed: 1 to the target's {plan.info.max_positions} positions"
         )
-        console.print("\n".join(lines), markup=False)
-        return
-    with torch.device("meta"):
-        trained = sum(p.numel() for p in spec.build(config, info).parameters() if p.requires_grad)
-    facts += [
-        ("decoding", _decoding(info, size, gpu_of(cfg))),
-        ("trained", f"{trained / 1e6:.4g} M weights; {trained * estimate.STATE_BYTES / GIB:.3g} GiB with "
-                    "gradients and Adam"),
-    ]  # fmt: skip
-    console.print("\n".join(f"{name:<10}{text}" for name, text in facts), markup=False)
-    rows = [
-        _stage(cfg, info, stage, config, trained=trained, fixed=parameters * size)
-        for stage in cfg.data.stages
+    served = Served(plan.size, gpu, batch, plan.itemsize, plan.weight_bytes)
+    rows = [decoding.plain(served, context) for context in within]
+    lines = [
+        f"Decoding {batch} sequence{'s' if batch > 1 else ''} on one {gpu.name} of "
+        f"{gpu.memory_bytes / 1e9:.0f} GB; least: no implementation is faster.",
+        of_rows(rows, decoding.PLAIN_COLUMNS),
     ]
+    if plan.spec is not None and plan.spec.cost.cycle is not None:
+        widths = _chain(cfg)
+        cost = plan.spec.cost.cycle(plan.config, plan.size, widths, plan.itemsize)
+        lines += [
+            f"{cost.title}: expected times; {len(widths)} drafted tokens a cycle, each accepted with "
+            f"probability {acceptance:g} (acceptance=); speed is over plain decoding on the plain cache."
+            if cost.draft
+            else f"The cache of {cost.title} without its draft: expected times.",
+            of_rows(
+                [row | decoding.speculative(served, cost, row, rate=acceptance) for row in rows],
+                decoding.CYCLE_COLUMNS,
+            ),
+        ]
+    return [*lines, "Estimates by arithmetic; measure with: longtrain bench suite=engine"]
+
+
+def _chain(cfg: DictConfig) -> tuple[int, ...]:
+    """The chain that `decode.shape` names; the default one where it names none."""
+    shape = plain(cfg.decode.shape)
+    is_chain = isinstance(shape, list) and bool(shape) and all(width == 1 for width in shape)
+    return tuple(shape) if is_chain else CHAIN
+
+
+def _training(plan: Plan) -> list[str]:
+    """What is trained, and a table of the stages.
+
+    Raises:
+        ConfigError: there are no stages.
+    """
+    cfg, spec = plan.cfg, plan.spec
+    assert spec is not None
+    with torch.device("meta"):
+        module = spec.build(plan.config, plan.info)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    rows = [_stage(plan, stage, trained) for stage in cfg.data.stages]
     if not rows:
         raise ConfigError("data.stages is empty; a recipe says how its rows are packed")
-    columns = {
-        "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk", "inputs GiB": "inputs",
-        "target pass GiB": "target_pass", "module GiB": "module", "peak GiB": "peak",
-        "PFLOP a row": "pflop", "tokens/s": "tokens_per_s", "s a step": "step_s", "steps": "steps",
-        "hours": "hours",
-    }  # fmt: skip
-    console.print(table(rows, columns), markup=False)
     times = (
         "No times are estimated for trainer.accelerator=cpu."
-        if _on_cpu(cfg)
+        if plan.on_cpu
         else f"Times assume {cfg.gpu_tflops:g} TFLOP/s on each of {cfg.devices} device(s)."
     )
-    console.print(
-        f"{times} All figures are estimates; measure with: longtrain bench suite={_suite(config)}",
-        markup=False,
-    )
+    lines = [
+        f"decoding  {_longest_step(plan)}",
+        f"trained   {trained / 1e6:.4g} M weights; {trained * training.STATE_BYTES / GIB:.3g} GiB with "
+        "gradients and Adam",
+        of_rows(rows, STAGE_COLUMNS, all_columns=True),
+        f"{times} All figures are estimates; measure with: longtrain bench suite={spec.cost.suite}",
+    ]
     if spec.data is None and data_config(cfg).asks_target:
-        console.print(
+        lines.append(
             "data.answers=target: the target's answers are written first, by prepare, and are not in the "
-            "estimate.",
-            markup=False,
+            "estimate."
         )
+    return lines
 
 
-def _decoding(info: TargetInfo, itemsize: int, gpu: Gpu) -> str:
+def _longest_step(plan: Plan) -> str:
     """Where a decoding step's time goes at the target's longest context, at best."""
-    width = roofline.Width(8 * itemsize, 8 * itemsize)
-    parts = roofline.step(Sizes.of(info), batch=1, context=info.max_positions, width=width)
-    found = roofline.figures(parts, gpu)
+    longest, gpu = plan.info.max_positions, plan.gpu
+    width = roofline.Width(8 * plan.itemsize, 8 * plan.itemsize)
+    found = roofline.figures(roofline.step(plan.size, batch=1, context=longest, width=width), gpu)
     return (
-        f"a step at {info.max_positions} tokens takes {found['ms']:.3g} ms or more on an {gpu.name}, "
+        f"a step at {longest} tokens takes {found['ms']:.3g} ms or more on an {gpu.name}, "
         f"{found['attention_share']:.0%} of it attention ({found['aggregate_intensity']:.3g} FLOP a byte, "
         f"{found['aggregate_bound']} bound)"
     )
 
 
-def _on_cpu(cfg: DictConfig) -> bool:
-    """Whether the run is on a processor, of whose speed nothing is known here."""
-    return str(cfg.trainer.get("accelerator")) == "cpu"
-
-
-def _suite(config: Any) -> str:
-    """The suite of `bench` that measures what is planned here."""
-    return "eviction" if hasattr(config, "n_lookahead") else "draft_memory"
-
-
-def _stage(
-    cfg: DictConfig, info: TargetInfo, stage: DictConfig, config: Any, *, trained: int, fixed: int
-) -> dict[str, Any]:
-    """One line of the table."""
-    item = ITEMSIZE.get(str(cfg.target.dtype), 2)
-    size = Sizes.of(info)
-    row = estimate.PackedRow(stage.row_tokens, stage.doc_tokens, getattr(config, "chunk_tokens", 0))
-    target_pass = estimate.target_pass_bytes(size, row, itemsize=item)
-    flops = estimate.target_flops(size, row)
-    if rows := getattr(config, "n_lookahead", 0):
-        inputs = estimate.suffix_input_bytes(size, row, itemsize=item)
-        module = estimate.suffix_bytes(size, row, rows=rows, itemsize=item)
-        flops += estimate.suffix_flops(size, row, rows=rows, response=int(cfg.data.get("answer_tokens") or 0))
-    else:
-        hidden = getattr(config, "objective", "kl") == "kl"
-        inputs = estimate.input_bytes(size, row, itemsize=item, hidden=hidden)
-        module = estimate.draft_chunk_bytes(size, row, itemsize=item)
-        window = getattr(config, "window", row.doc_tokens)
-        flops += estimate.draft_flops(size, row, trained=trained, window=window)
-    seconds = flops / (cfg.gpu_tflops * 1e12)
-    devices = int(cfg.devices)
-    asked = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own
-    all_rows = int(asked) if asked else int(cfg.trainer.accumulate_grad_batches) * devices
+def _stage(plan: Plan, stage: DictConfig, trained: int) -> dict[str, Any]:
+    """One line of the table of stages."""
+    cfg, size, spec = plan.cfg, plan.size, plan.spec
+    assert spec is not None
+    row = PackedRow(stage.row_tokens, stage.doc_tokens, int(cfg.data.get("answer_tokens") or 0))
+    cost = spec.cost.training(plan.config, size, row, trained, plan.itemsize)
+    target_pass = training.target_pass_bytes(size, row, itemsize=plan.itemsize)
+    flops = training.target_flops(size, row) + cost.flops
+    seconds, devices = flops / (cfg.gpu_tflops * 1e12), int(cfg.devices)
+    together = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own
+    all_rows = int(together) if together else int(cfg.trainer.accumulate_grad_batches) * devices
     steps, rows_per_step = _steps(cfg, stage, all_rows), all_rows / devices
-    step_s = None if _on_cpu(cfg) else seconds * rows_per_step
+    step_s = None if plan.on_cpu else seconds * rows_per_step
+    fixed = plan.weight_bytes + trained * training.STATE_BYTES
     return {
         "row_tokens": row.tokens,
         "doc_tokens": row.doc_tokens,
-        "chunk": row.chunk,
-        "inputs": inputs / GIB,
+        "chunk": cost.chunk,
+        "inputs": cost.inputs / GIB,
         "target_pass": target_pass / GIB,
-        "module": module / GIB,
-        "peak": (fixed + trained * estimate.STATE_BYTES + inputs + max(target_pass, module)) / GIB,
+        "module": cost.module / GIB,
+        "peak": (fixed + cost.inputs + max(target_pass, cost.module)) / GIB,
         "pflop": flops / 1e15,
         "tokens_per_s": None if step_s is None else row.tokens / seconds * devices,
         "step_s": step_s,

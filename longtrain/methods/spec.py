@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from longtrain.costs.method import MethodCost
 from longtrain.data.rows.batch import Batch
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class MethodSpec:
         check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
+        cost: what training and decoding with it cost, for `plan` and `bench`.
     """
 
     name: str
@@ -119,3 +121,4 @@ class MethodSpec:
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     check_data: Callable[[Any, DataConfig], None] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
+    cost: MethodCost = field(default_factory=MethodCost)

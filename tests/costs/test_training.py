@@ -11,7 +11,11 @@ import pytest
 
 from longtrain.costs import training as estimate
 from longtrain.costs.model import Sizes
+from longtrain.costs.training import PackedRow, StepCost, draft_step
+from longtrain.methods import get
+from longtrain.methods.lookaheadkv.config import Config
 from longtrain.targets.loading import random_target
+from longtrain.targets.shapes import SHAPES
 
 
 @pytest.mark.parametrize("shape", ["llama_micro", "qwen3_micro"])
@@ -30,33 +34,24 @@ def test_cache_bytes_are_those_of_the_cache() -> None:
 
 def test_memory_grows_by_the_inputs_and_flops_with_the_documents() -> None:
     size = Sizes.of(random_target("llama_micro").info)
-    short, long = (estimate.PackedRow(n, n, chunk_tokens=32) for n in (64, 128))
-    assert estimate.draft_chunk_bytes(size, short, itemsize=2) == estimate.draft_chunk_bytes(
-        size, long, itemsize=2
-    )
-    assert estimate.input_bytes(size, long, itemsize=2, hidden=True) == 2 * estimate.input_bytes(
-        size, short, itemsize=2, hidden=True
-    )
+    short, long = (PackedRow(n, n) for n in (64, 128))
+    costs = [draft_step(size, row, trained=10, itemsize=2, chunk_tokens=32) for row in (short, long)]
+    assert costs[0].module == costs[1].module and costs[1].inputs == 2 * costs[0].inputs
     assert estimate.target_flops(size, long) > 2 * estimate.target_flops(size, short)
 
 
 def test_a_suffix_costs_what_it_reads_and_little_else() -> None:
-    from dataclasses import replace
+    """Llama-3.1-8B at 16K: K and V 2.15 GB, score vectors 67 MB twice; rows 2.2 TF, true scores 4.4."""
+    size, cost = Sizes.of_keys(SHAPES["llama31_8b"]), get("lookaheadkv").cost
 
-    size = replace(
-        Sizes.of(random_target("llama_micro").info),
-        n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=14336,
-    )  # fmt: skip
-    row = estimate.PackedRow(16384, 16384, chunk_tokens=0)
-    # Llama-3.1-8B at 16K: K and V 2.15 GB, score vectors 67 MB twice; 2.2 TF of rows, 4.4 TF of true scores.
-    assert estimate.suffix_input_bytes(size, row, itemsize=2) == 16384 * (131072 + 2 * 32 * 32 * 4)
-    alone = estimate.suffix_flops(size, row, rows=32, response=0)
-    assert 0.9e12 < alone < 2.7e12
-    assert estimate.suffix_flops(size, row, rows=32, response=512) - alone == 4 * 32 * 4096 * 512 * 16384
-    packed = estimate.PackedRow(16384, 4096, chunk_tokens=0)
-    assert estimate.suffix_bytes(size, packed, rows=32, itemsize=2) == 4 * estimate.suffix_bytes(
-        size, row, rows=32, itemsize=2
-    )
+    def step(doc_tokens: int, response: int = 0) -> StepCost:
+        return cost.training(Config(), size, PackedRow(16384, doc_tokens, response), 0, 2)
+
+    alone = step(16384)
+    assert alone.inputs == 16384 * (131072 + 2 * 32 * 32 * 4)
+    assert 0.9e12 < alone.flops < 2.7e12
+    assert step(16384, 512).flops - alone.flops == 4 * 32 * 4096 * 512 * 16384
+    assert step(4096).module == 4 * alone.module
 
 
 def test_plan_of_an_eviction_module(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, mon
     (manifest,) = (tmp_path / "data").glob("*/manifest.json")
     counts = json.loads(manifest.read_text())["counts"]
     tables = []
-    monkeypatch.setattr(plan, "table", lambda rows, columns: tables.append(rows) or "")
+    monkeypatch.setattr(plan, "of_rows", lambda rows, columns, **_: tables.append(rows) or "")
     plan.run(composed("plan", "method=longspec", *data, "devices=2", rows))
     steps = 2 * (counts["tokens"] - counts["val_tokens"]) // (64 * 2)
     assert steps > 2 and [row["steps"] for row in tables[0]] == [steps]
@@ -26,14 +26,14 @@ def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, mon
 
 def test_without_data_the_steps_are_not_known(composed, text, monkeypatch):
     tables = []
-    monkeypatch.setattr(plan, "table", lambda rows, columns: tables.append(rows) or "")
+    monkeypatch.setattr(plan, "of_rows", lambda rows, columns, **_: tables.append(rows) or "")
     plan.run(composed("plan", "method=longspec", "data=text", f"data.text={text}", STAGE))
     assert tables[0][0]["steps"] is None
 
 
 def test_no_times_on_a_processor_and_what_prepare_writes_is_told(composed, text, monkeypatch, capsys):
     tables = []
-    monkeypatch.setattr(plan, "table", lambda rows, columns: tables.append(rows) or "")
+    monkeypatch.setattr(plan, "of_rows", lambda rows, columns, **_: tables.append(rows) or "")
     base = ("data=text", f"data.text={text}", "data.stages=[{steps: 3, row_tokens: 64, doc_tokens: 32}]")
     plan.run(composed("plan", "method=longspec", *base, "trainer.accelerator=cuda"))
     assert tables[-1][0]["hours"] > 0 and "written first" not in capsys.readouterr().out

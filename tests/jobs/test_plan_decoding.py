@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from longtrain.bench.report import GIB
 from longtrain.cache.hierarchical import HierarchicalCache
-from longtrain.costs.hardware import GPUS
+from longtrain.costs import decoding
+from longtrain.costs.hardware import GIB, GPUS
+from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs import plan
-from longtrain.jobs.plan_decoding import plain_row, quantised_row
 from longtrain.methods.quantspec.config import Config
+from longtrain.methods.quantspec.cost import COST
 from longtrain.targets.info import TargetInfo
 
 INFO = TargetInfo(
@@ -17,7 +18,16 @@ INFO = TargetInfo(
     intermediate_size=14336, vocab_size=128256, max_positions=131072, rms_norm_eps=1e-5, rope={},
     qk_norm=False, attention_bias=False,
 )  # fmt: skip
-SIZES = {"itemsize": 2, "weight_bytes": 16_060_522_496}
+WEIGHTS = 16_060_522_496
+
+
+def row_of(gpu, *, batch, context, draft=True, rate=0.9):
+    """Plain decoding and QuantSpec's cycles of four drafted tokens."""
+    served = decoding.Served(Sizes.of(INFO), GPUS[gpu], batch, 2, WEIGHTS)
+    row = decoding.plain(served, context)
+    return row | decoding.speculative(
+        served, COST.cycle(Config(draft=draft), served.size, (1,) * 4, 2), row, rate=rate
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,8 +40,7 @@ SIZES = {"itemsize": 2, "weight_bytes": 16_060_522_496}
 )
 def test_the_step_model_at_8b_shape(context, plain_ms, verify_ms, draft_ms, speedup, own):
     """Figures worked out by hand for one H200 at an acceptance of 0.9, to 2%."""
-    row = plain_row(INFO, GPUS["H200"], batch=1, context=context, **SIZES)
-    row |= quantised_row(INFO, GPUS["H200"], Config(), row, **SIZES, drafted=4, rate=0.9)
+    row = row_of("H200", batch=1, context=context)
     want = {"plain_ms": plain_ms, "verify_ms": verify_ms, "draft_ms": draft_ms, "speedup": speedup}
     for key, value in (want | {"own_speedup": own}).items():
         assert row[key] == pytest.approx(value, rel=0.02), key
@@ -39,17 +48,16 @@ def test_the_step_model_at_8b_shape(context, plain_ms, verify_ms, draft_ms, spee
 
 
 def test_the_bytes_are_those_of_the_cache():
-    row = plain_row(INFO, GPUS["H100"], batch=2, context=4096, **SIZES)
-    row |= quantised_row(INFO, GPUS["H100"], Config(), row, **SIZES, drafted=4, rate=0.9)
+    row = row_of("H100", batch=2, context=4096)
     cache = HierarchicalCache(
         n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, batch=2, max_tokens=4096, max_nodes=8,
         device="meta", dtype=torch.bfloat16,
     )  # fmt: skip
-    assert row["quantised_gib"] == cache.bytes() / GIB and row["kv_gib"] == 1
-    int4_gib = row["quantised_all_gib"] - row["quantised_gib"] - SIZES["weight_bytes"] / GIB
+    assert row["own_gib"] == cache.bytes() / GIB and row["kv_gib"] == 1
+    int4_gib = row["own_all_gib"] - row["own_gib"] - WEIGHTS / GIB
     assert int4_gib == pytest.approx(7.505e9 * (0.5 + 4 / 128) / GIB, rel=1e-3)
-    alone = quantised_row(INFO, GPUS["H100"], Config(draft=False), row, **SIZES, drafted=0, rate=0.9)
-    assert "speedup" not in alone and alone["quantised_all_gib"] < row["quantised_all_gib"] - 3
+    alone = row_of("H100", batch=2, context=4096, draft=False)
+    assert "speedup" not in alone and alone["own_all_gib"] < row["own_all_gib"] - 3
 
 
 @pytest.mark.parametrize("recipe", ["quantspec_llama8b", "quantspec_llama2_7b_32k", "quantspec_lwm_7b_128k"])
@@ -73,7 +81,7 @@ def test_plain_decoding_needs_a_target_alone(composed, capsys):
     ("words", "message"),
     [
         (["method=longspec"], "plan needs a recipe"),
-        (["gpu=B200"], "gpu=B200; known: A100"),
+        (["gpu=B200"], "gpu=B200; known: H100"),
         (["contexts=[1m]"], "16384 positions"),
         (["batch=0"], "batch=0"),
         (["acceptance=1.5"], "acceptance=1.5"),

@@ -11,6 +11,7 @@ from torch import nn
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.longspec.config import Config
+from longtrain.methods.longspec.cost import COST
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
@@ -68,4 +69,5 @@ SPEC = MethodSpec(
     objective=_objective,
     attach=_attach,
     inference_keys=("head_bits",),
+    cost=COST,
 )

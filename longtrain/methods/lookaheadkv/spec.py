@@ -14,6 +14,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.cost import COST
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
@@ -102,4 +103,5 @@ SPEC = MethodSpec(
     golden_keys={"budget_ratio": 1.0},
     check_data=_check_data,
     files=peft_files,
+    cost=COST,
 )

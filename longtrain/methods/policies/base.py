@@ -11,6 +11,8 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.method import Prompt
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top
 from longtrain.settings import CountOrZero, Kernel, check, wrong
@@ -75,6 +77,11 @@ class BasePolicy:
     def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
         """Which rows stay; called where at least one prompt is above its budget."""
         raise NotImplementedError
+
+    @classmethod
+    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+        """What the policy adds to the first token, as `costs.method.FirstToken`; nothing is known here."""
+        return {}
 
     def with_budget(self, budget: Budget) -> Self:
         """See `Scorer`."""

@@ -10,6 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.method import Prompt
+from longtrain.costs.model import decode, score
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
 from longtrain.decoding.select import max_pool, top
@@ -54,6 +57,18 @@ class LAQ(SnapKV):
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`: the pseudo answer."""
         return self.n_tokens
+
+    @classmethod
+    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+        """See `BasePolicy`: SnapKV's scores, a pseudo answer on the evicted copy, and scores again."""
+        seen = score(prompt.size, cls.window, prompt.tokens)
+        pseudo = decode(prompt.size, cls.n_tokens, prompt.budget)
+        added = [seen, pseudo, seen]
+        return {
+            "ms": sum(part.ms(gpu) for part in added),
+            "tflop": (prompt.prefill.flops + sum(part.flops for part in added)) * 1e-12,
+            "decode_gb": pseudo.bytes * 1e-9,
+        }
 
     def scores(self, run: PromptRun) -> Tensor:
         """See `Scorer`."""

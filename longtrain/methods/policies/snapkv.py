@@ -11,6 +11,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.method import Prompt
+from longtrain.costs.model import score
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import LastQueries, observed
 from longtrain.methods.policies.base import Policy
@@ -31,6 +34,11 @@ class SnapKV(Policy):
     def watch(self, lengths: Sequence[int]) -> LastQueries:
         """See `Evictor`: the window's queries."""
         return LastQueries(lengths, self.window)
+
+    @classmethod
+    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+        """See `BasePolicy`: the window's attention weights on all keys."""
+        return {"ms": score(prompt.size, cls.window, prompt.tokens).ms(gpu)}
 
     def scores(self, run: PromptRun) -> Tensor:
         """See `Scorer`; 0 within the window."""

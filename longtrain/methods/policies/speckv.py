@@ -13,6 +13,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.method import Prompt
+from longtrain.costs.model import decode, prefill, score
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
@@ -65,6 +68,22 @@ class SpecKV(Policy):
     def watch(self, lengths: Sequence[int]) -> LastQueries:
         """See `Evictor`: the window's queries."""
         return LastQueries(lengths, self.window + 1)
+
+    @classmethod
+    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+        """See `BasePolicy`: the draft reads and answers, and the target reads prompt and answer."""
+        if prompt.draft is None:
+            return {}
+        work = [
+            prefill(prompt.draft, prompt.tokens, causal=prompt.causal),
+            decode(prompt.draft, cls.n_tokens, prompt.tokens),
+            prefill(prompt.size, prompt.tokens + cls.n_tokens, causal=prompt.causal),
+            score(prompt.size, 2 * cls.window + 1, prompt.tokens),
+        ]
+        return {
+            "ms": sum(part.ms(gpu) for part in work) - prompt.prefill.ms(gpu),
+            "tflop": sum(part.flops for part in work) * 1e-12,
+        }
 
     def scores(self, run: PromptRun) -> Tensor:
         """See `Scorer`; 0 from the first observer on."""

@@ -11,6 +11,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import Split, check_shape
 from longtrain.methods.quantspec.config import Config
+from longtrain.methods.quantspec.cost import COST
 from longtrain.methods.quantspec.runtime import QuantSpecRuntime
 from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
@@ -86,4 +87,5 @@ SPEC = MethodSpec(
     build=_build,
     attach=_attach,
     cache_law=lambda config: {"split": config.split} if config.strict_flush else None,
+    cost=COST,
 )

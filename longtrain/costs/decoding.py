@@ -1,0 +1,121 @@
+"""What decoding takes at a context: cache, memory and the time of a step or a cycle on a given device.
+
+Least times are the bounds of `costs.roofline` at the data sheet's peaks; expected ones those of
+`costs.cycle`, which takes what good kernels reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from longtrain.costs import roofline
+from longtrain.costs.cycle import Forward, expected_ms
+from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
+from longtrain.costs.method import CycleCost
+from longtrain.costs.model import ITEM, Sizes
+from longtrain.costs.roofline import Width
+
+PLAIN_COLUMNS = {
+    "context": "context",
+    "prefill s, least": "prefill_s",
+    "KV GiB": "kv_gib",
+    "weights and KV GiB": "all_gib",
+    "of memory": "memory_share",
+    "step ms, least": "least_ms",
+    "step ms, expected": "plain_ms",
+    "attention's share": "attention_share",
+}
+CYCLE_COLUMNS = {
+    "context": "context",
+    "KV GiB": "own_gib",
+    "of the plain one": "own_share",
+    "weights and KV GiB": "own_all_gib",
+    "of memory": "own_memory_share",
+    "plain step ms": "own_ms",
+    "draft step ms": "draft_ms",
+    "verify ms": "verify_ms",
+    "cycle ms": "cycle_ms",
+    "tokens a cycle": "cycle_tokens",
+    "speed": "speedup",
+    "over plain on this cache": "own_speedup",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A target on a device.
+
+    Args:
+        size: the target.
+        gpu: the device.
+        batch: sequences decoded together.
+        itemsize: bytes of one of the target's numbers.
+        weight_bytes: bytes of the target's weights.
+    """
+
+    size: Sizes
+    gpu: Gpu
+    batch: int
+    itemsize: int
+    weight_bytes: int
+
+    def expected_ms(self, forwards: list[Forward], context: int) -> float:
+        """Milliseconds of some forwards at the share of the peak bandwidth that is reached."""
+        bytes_per_s = BYTES_SHARE * self.gpu.bytes_per_s
+        return expected_ms(forwards, self.size, batch=self.batch, context=context, bytes_per_s=bytes_per_s)
+
+
+def plain(served: Served, context: int) -> dict[str, Any]:
+    """Memory and step time of plain decoding at one context."""
+    size, gpu, batch = served.size, served.gpu, served.batch
+    width = Width(8 * served.itemsize, 8 * served.itemsize)
+    step = roofline.figures(roofline.step(size, batch=batch, context=context, width=width), gpu)
+    read = roofline.figures(roofline.prefill(size, batch=batch, context=context), gpu)
+    kv = batch * roofline.stored(size.kv_bytes(context) // ITEM, 8 * served.itemsize)
+    return {
+        "batch": batch,
+        "context": context,
+        "prefill_s": 1e-3 * read["ms"],
+        "kv_gib": kv / GIB,
+        "all_gib": (served.weight_bytes + kv) / GIB,
+        "memory_share": (served.weight_bytes + kv) / gpu.memory_bytes,
+        "least_ms": step["ms"],
+        "plain_ms": served.expected_ms([Forward(width)], context),
+        "attention_share": step["attention_share"],
+    }
+
+
+def speculative(served: Served, cost: CycleCost, row: dict[str, Any], *, rate: float) -> dict[str, Any]:
+    """The same with a method's cache and in cycles with its draft.
+
+    Args:
+        served: the target on a device.
+        cost: what the method's cycle takes.
+        row: of plain decoding at this context.
+        rate: with which each drafted token is accepted where all before it were.
+    """
+    context, own = row["context"], cost.cache_bytes
+    kv = row["kv_gib"] * GIB if own is None else own(served.batch, context)
+    weights = served.weight_bytes + cost.weight_bytes
+    found: dict[str, Any] = {
+        "own_gib": kv / GIB,
+        "own_share": kv / GIB / row["kv_gib"],
+        "own_all_gib": (weights + kv) / GIB,
+        "own_memory_share": (weights + kv) / served.gpu.memory_bytes,
+        "own_ms": served.expected_ms([cost.alone], context),
+    }
+    if not cost.draft:
+        return found
+    drafted = sum(forward.times for forward in cost.draft)
+    drafts_ms = served.expected_ms(list(cost.draft), context)
+    verify_ms = served.expected_ms([cost.verify], context)
+    tokens = sum(rate**i for i in range(drafted + 1))
+    return found | {
+        "draft_ms": drafts_ms / drafted,
+        "verify_ms": verify_ms,
+        "cycle_ms": drafts_ms + verify_ms,
+        "cycle_tokens": tokens,
+        "speedup": tokens * row["plain_ms"] / (drafts_ms + verify_ms),
+        "own_speedup": tokens * found["own_ms"] / (drafts_ms + verify_ms),
+    }

@@ -1,0 +1,83 @@
+"""What LookaheadKV costs: a training step of its lookahead rows, and what they add to the first token.
+
+Source: LookaheadKV Appendix B (the phases of the first token).
+Shapes: S prompt tokens, M lookahead tokens.
+"""
+
+from __future__ import annotations
+
+from longtrain.costs.hardware import Gpu
+from longtrain.costs.method import MethodCost, Prompt
+from longtrain.costs.model import ITEM, Sizes, Work, score
+from longtrain.costs.training import PackedRow, StepCost, kv_bytes_per_token
+from longtrain.methods.lookaheadkv.config import Config
+
+
+def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
+    """Forward and backward of the lookahead rows behind each document, and the scores of both sides.
+
+    K and V of all layers, the scores and their gradient are read of the whole row. Weights are frozen: 2
+    operations a weight and row forward, 2 backward. Attention reads all of a document: products with K and V
+    forward, five backward, one for the scores; the response's scores take two.
+    """
+    rows, heads = config.n_lookahead, size.n_heads * size.head_dim
+    scores = 2 * size.n_layers * size.n_heads * 4
+    width = 4 * size.hidden_size + 3 * heads + 3 * size.intermediate_size
+    linear = 4 * size.weights * rows
+    attention = 2 * size.n_layers * heads * row.doc_tokens * (8 * rows + 2 * row.response_tokens)
+    return StepCost(
+        inputs=row.tokens * (kv_bytes_per_token(size, itemsize=itemsize) + scores),
+        module=row.documents * rows * size.n_layers * width * itemsize,
+        flops=row.documents * (linear + attention),
+        chunk=row.tokens,
+    )
+
+
+def adapter(config: Config, size: Sizes) -> int:
+    """Weights of soft tokens, and of LoRA on all linears that the scores depend on."""
+    weights = {name: config.lora_rank * (a + b) for name, (a, b) in size.linears.items()}
+    dead = weights["o"] + weights["gate"] + weights["up"] + weights["down"]
+    return config.n_lookahead * size.hidden_size + size.n_layers * sum(weights.values()) - dead
+
+
+def lookahead_rows(config: Config, prompt: Prompt) -> Work:
+    """The lookahead tokens' own forward, as rows of the prefill's products: nothing more is read."""
+    size = prompt.size
+    linear = 2 * config.n_lookahead * (size.weights + adapter(config, size))
+    return Work(linear + 4 * size.width * config.n_lookahead * prompt.tokens, 0.0)
+
+
+def second_pass(config: Config, prompt: Prompt) -> Work:
+    """The lookahead tokens' own forward as a pass of its own: weights and cache are read once more."""
+    again = ITEM * prompt.size.weights + prompt.size.kv_bytes(prompt.tokens)
+    return lookahead_rows(config, prompt) + Work(0.0, again)
+
+
+def first_token(config: Config, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+    """Milliseconds with the rows inside the prefill's products or as a second pass of their own.
+
+    `fused`: the attention weights of the observing rows are never written out.
+    """
+    base = prompt.prefill
+    inside_ms = (base + lookahead_rows(config, prompt)).ms(gpu) - base.ms(gpu)
+    apart_ms = second_pass(config, prompt).ms(gpu)
+    seen_ms, fused_ms = (
+        score(prompt.size, config.n_lookahead, prompt.tokens, fused=fused).ms(gpu) for fused in (False, True)
+    )
+    return {
+        "ms": inside_ms + seen_ms,
+        "fused_ms": inside_ms + fused_ms,
+        "second_pass_ms": apart_ms + seen_ms,
+        "second_pass_fused_ms": apart_ms + fused_ms,
+    }
+
+
+COST = MethodCost(
+    training=training,
+    first_token=first_token,
+    as_built="second_pass_fused_ms",
+    note="LookaheadKV's paper measured, at 8K on an H100 over a forward of about 187 ms: LookaheadKV + 11 "
+    "ms, SnapKV + 20, SpecKV + 121, LAQ + 509 (Fig. 2). Our rows are a second pass without written weights.",
+    response_tokens=512,
+    suite="eviction",
+)
