@@ -1,42 +1,95 @@
-"""One chat completion from any OpenAI-compatible server, asked again while the server has a bad moment."""
+"""One chat completion from any OpenAI-compatible server; the package `openai` sends failed requests again."""
 
 from __future__ import annotations
 
 import json
 import logging
-import random
+import os
 import re
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from longtrain.errors import ConfigError
-from longtrain.evaluation.judge.errors import JudgeError, RefusedError, StoppedError
-from longtrain.log import get_logger
-
-log = get_logger(__name__)
+from longtrain.errors import ConfigError, LongtrainError
+from longtrain.settings import Count, CountOrZero, Text, read, within, wrong
 
 Message = Mapping[str, str]
 
-AGAIN = frozenset({408, 409, 425, 429})
-"""Statuses below 500 that pass; of 500 and above all are tried again."""
-
-LONGEST_PAUSE_S = 60.0
-"""Of the growing pauses between tries. A server's own Retry-After may be longer, up to `LONGEST_WAIT_S`."""
-
-LONGEST_WAIT_S = 600.0
-
-_REFUSALS = re.compile(
+REFUSALS = re.compile(
     r"context.{0,3}length|context (window|size)|(prompt|input) is too long|`inputs` tokens|"
     r"content.{0,10}(filter|policy|management)",
     re.IGNORECASE,
 )
 """Words by which servers say that one question is too long or not to be answered."""
+
+NO_QUOTA = "insufficient_quota"
+"""What OpenAI's status 429 says where no waiting helps."""
+
+
+class JudgeError(LongtrainError):
+    """The judge cannot be used as it is: it is unreachable, or the key, the model or the address is wrong."""
+
+
+class RefusedError(Exception):
+    """The judge works, but does not take this one question, too long or filtered; the text says why."""
+
+
+class NotAskedError(Exception):
+    """The run is ending, so this question was not asked."""
+
+
+class NoCompletionError(Exception):
+    """A response of status 200 is no chat completion: not JSON, cut off, or without a message."""
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """The keys of `suite.judge`; conf/suite/mtbench.yaml describes them."""
+
+    url: Text | None
+    model: Text | None
+    key_env: Text | None
+    prompts: Text | None
+    temperature: Annotated[float, within(0, 2)] | None
+    max_tokens: Count | None
+    body: Mapping[str, Any] | None
+    tries: Annotated[int, within(1, 100)]
+    retries: CountOrZero
+    concurrency: Annotated[int, within(1, 256)]
+    timeout_s: Annotated[float, within(0.1, 3600)]
+
+    def endpoint(self) -> Endpoint | None:
+        """The endpoint; None where no address is given. What is wrong is said before anything is generated.
+
+        Raises:
+            ConfigError: a wrong address or request field; a missing model, key or package.
+        """
+        if self.url is None:
+            return None
+        _check_address(self.url)
+        if self.model is None:
+            raise ConfigError(
+                "suite.judge.url is set and suite.judge.model is not; pass the name the server gives it"
+            )
+        _need_openai()
+        return Endpoint(
+            self.url.rstrip("/").removesuffix("/chat/completions"),
+            self.model,
+            _key(self.key_env),
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            body=_request_fields(self.body or {}),
+            concurrency=self.concurrency,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+        )
+
+
+def judge_settings(values: Mapping[str, Any]) -> JudgeSettings:
+    """The settings of the judge from the value of `suite.judge`."""
+    return read(JudgeSettings, values, "suite.judge")
 
 
 @dataclass(frozen=True)
@@ -46,14 +99,13 @@ class Endpoint:
     Args:
         url: the base address, e.g. `https://api.openai.com/v1`; `/chat/completions` is put behind it.
         model: the model's name on that server.
-        key: the API key; never written anywhere.
-        temperature: of the judge's sampling; None leaves it to the server.
+        key: the API key; it is never written anywhere.
+        temperature: the temperature of the judge's sampling; None leaves it to the server.
         max_tokens: most tokens of a reply; None leaves it to the server.
         body: further fields of the request, e.g. `{"chat_template_kwargs": {"enable_thinking": False}}`.
         concurrency: requests under way at once.
         timeout_s: seconds without a byte after which a request has failed.
         retries: how often a request that failed is sent again.
-        backoff_s: first pause before that, doubled each time.
     """
 
     url: str
@@ -64,8 +116,7 @@ class Endpoint:
     body: Mapping[str, Any] | None = None
     concurrency: int = 8
     timeout_s: float = 120.0
-    retries: int = 6
-    backoff_s: float = 1.0
+    retries: int = 10
 
     @property
     def host(self) -> str:
@@ -99,33 +150,38 @@ class Reply:
 
 
 class Client:
-    """Asks an endpoint; may be used by many threads at once.
+    """Asks an endpoint; many threads may use it at once.
 
-    A server that says how long to wait is not asked by any thread before that time.
+    The package `openai` sends a request again after a timeout, a broken connection and the statuses 408, 409,
+    429 and 500 and above, with growing pauses or as long as the server's Retry-After says (up to its own
+    maximum, one or two minutes; a longer wait ends the run). `_inspect` adds what it does not know: a
+    response that is no chat completion and status 425 are tried again, an account without quota is not.
 
     Args:
-        endpoint: where, which and how.
+        endpoint: where the judge is and how it is asked.
 
     Raises:
         ConfigError: the package `openai` is not installed.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        need_openai()
-        from openai import OpenAI
+        _need_openai()
+        from openai import DefaultHttpxClient, OpenAI
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
         self.endpoint = endpoint
         self._openai = OpenAI(
-            base_url=endpoint.url, api_key=endpoint.key, timeout=endpoint.timeout_s, max_retries=0
+            base_url=endpoint.url,
+            api_key=endpoint.key,
+            timeout=endpoint.timeout_s,
+            max_retries=endpoint.retries,
+            http_client=DefaultHttpxClient(event_hooks={"response": [_inspect]}),
         )
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._open_at = 0.0  # time.monotonic() before which the server asked to be left alone
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """No further request; threads that wait for their next try end with `StoppedError`."""
-        self._stop.set()
+        """Ask no further question; what is under way goes on."""
+        self._stopped.set()
 
     def close(self) -> None:
         """End the connections."""
@@ -138,149 +194,79 @@ class Client:
         Raises:
             JudgeError: no reply after all tries, or an answer that trying again cannot change.
             RefusedError: the server does not take this question.
-            StoppedError: `stop` was called.
+            NotAskedError: `stop` was called.
         """
-        for attempt in range(self.endpoint.retries + 1):
-            self._wait_for_opening()
-            try:
-                return self._send(messages)
-            except PassingError as problem:
-                if attempt == self.endpoint.retries:
-                    often = f", {attempt + 1} times in a row" if attempt else ""
-                    raise JudgeError(
-                        f"judge {self.endpoint.model} at {self.endpoint.host}: {problem}{often}"
-                    ) from problem
-                self._pause(attempt, problem)
-        raise AssertionError("unreachable")
-
-    def _send(self, messages: Sequence[Message]) -> Reply:
         import openai
 
+        if self._stopped.is_set():
+            raise NotAskedError
         end = self.endpoint
         fields: dict[str, Any] = {"model": end.model, "messages": [dict(message) for message in messages]}
-        if end.temperature is not None:
-            fields["temperature"] = end.temperature
-        if end.max_tokens is not None:
-            fields["max_tokens"] = end.max_tokens
+        chosen = {"temperature": end.temperature, "max_tokens": end.max_tokens}
+        fields |= {name: value for name, value in chosen.items() if value is not None}
+        often = f", {end.retries + 1} times in a row" if end.retries else ""
         try:
             raw = self._openai.chat.completions.with_raw_response.create(
                 **fields, extra_body=dict(end.body or {})
             )
             return read_reply(raw.http_response.text)
         except openai.APITimeoutError as error:
-            raise PassingError(f"no answer within {end.timeout_s:g} s") from error
+            raise self._error(f"no answer within {end.timeout_s:g} s{often}") from error
         except openai.APIConnectionError as error:
-            raise PassingError(f"no connection ({error.__cause__ or error})") from error
+            cause = error.__cause__ or error
+            said = str(cause) if isinstance(cause, NoCompletionError) else f"no connection ({cause})"
+            raise self._error(f"{said}{often}") from error
         except openai.APIStatusError as error:
             raise self._problem(error.status_code, error.response.text, error.response.headers) from error
 
     def _problem(self, status: int, text: str, headers: Mapping[str, str]) -> Exception:
         """What a status other than 200 means."""
-        end = self.endpoint
-        said = _said(text)
-        if status in AGAIN or status >= 500:
-            if "insufficient_quota" in text:
-                return JudgeError(f"judge {end.model} at {end.host}: the account has no quota left ({said})")
-            return PassingError(f"status {status} ({said})", wait_s=retry_after(headers))
-        if status in (400, 413, 422) and _REFUSALS.search(text):
-            return RefusedError(f"status {status}: {said}")
+        said = f"status {status} ({_said(text)})"
+        if status in (400, 413, 422) and REFUSALS.search(text):
+            return RefusedError(f"status {status}: {_said(text)}")
+        if NO_QUOTA in text:
+            return self._error(f"the account has no quota left; {said}")
+        if status in (408, 409, 425, 429) or status >= 500:
+            wait = headers.get("retry-after")
+            asks = f"; it asks to be left alone for {wait} (seconds, or until then)" if wait else ""
+            return self._error(f"{said} after {self.endpoint.retries} retries or fewer{asks}")
         advice = {
             401: "is the key right? suite.judge.key_env names the variable that holds it",
             403: "is the key right? suite.judge.key_env names the variable that holds it",
             404: "is suite.judge.url whole, with its /v1, and suite.judge.model one that the server has?",
         }.get(status, "see suite.judge.{model,temperature,max_tokens,body}; null leaves a field out")
-        return JudgeError(f"judge {end.model} at {end.host} answers status {status} ({said}); {advice}")
+        return self._error(f"{said}; {advice}")
 
-    def _pause(self, attempt: int, problem: PassingError) -> None:
-        """Wait before the next try; as long as the server asks, for every thread."""
-        if self._stop.is_set():
-            raise StoppedError
-        if problem.wait_s is None:
-            pause = min(LONGEST_PAUSE_S, self.endpoint.backoff_s * 2**attempt)
-            pause *= random.uniform(0.75, 1.25)  # so that many threads do not come back at once
-            log.info("judge: %s; next try in %.1f s", problem, pause)
-            if self._stop.wait(pause):
-                raise StoppedError
-            return
-        if problem.wait_s > LONGEST_WAIT_S:
-            raise JudgeError(
-                f"judge {self.endpoint.model} at {self.endpoint.host}: {problem}; it asks to be left alone "
-                f"for {problem.wait_s:.0f} s"
-            ) from problem
-        log.info("judge: %s; it asks for a pause of %.1f s", problem, problem.wait_s)
-        with self._lock:
-            self._open_at = max(self._open_at, time.monotonic() + problem.wait_s)
-
-    def _wait_for_opening(self) -> None:
-        while (left := self._open_at - time.monotonic()) > 0:
-            if self._stop.wait(left):
-                break
-        if self._stop.is_set():
-            raise StoppedError
-
-
-class PassingError(Exception):
-    """A failure that may be over at the next try; `wait_s` is how long the server asks to wait."""
-
-    def __init__(self, text: str, wait_s: float | None = None) -> None:
-        super().__init__(text)
-        self.wait_s = wait_s
-
-
-def need_openai() -> None:
-    """Refuse early where the client's package is missing.
-
-    Raises:
-        ConfigError: the package `openai` is not installed.
-    """
-    try:
-        import openai  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "a judge is asked through the package openai, which is not installed; run "
-            "pip install 'longtrain[judge]', or leave out suite.judge.url"
-        ) from error
+    def _error(self, text: str) -> JudgeError:
+        return JudgeError(f"judge {self.endpoint.model} at {self.endpoint.host}: {text}")
 
 
 def read_reply(text: str) -> Reply:
     """The message in a response's body.
 
     Raises:
-        PassingError: it is no chat completion: not JSON, cut off, or without choices.
+        NoCompletionError: it is no chat completion.
     """
     try:
         body = json.loads(text)
         choice = body["choices"][0]
-        message = choice["message"]
-        content = message["content"]
+        content = choice["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise PassingError(f"the response is no chat completion: {_said(text)!r}") from error
+        raise NoCompletionError(f"the response is no chat completion: {_said(text)!r}") from error
     if not isinstance(content, str | type(None)):
-        raise PassingError(f"the response's content is a {type(content).__name__}, not text")
+        raise NoCompletionError(f"the response's content is a {type(content).__name__}, not text")
     return Reply(content or "", str(body.get("model") or ""), str(choice.get("finish_reason") or ""))
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait; None where it does not say, or not in a way that can be read.
-
-    Source: RFC 9110, 10.2.3 (seconds or a date); `retry-after-ms` is OpenAI's.
-    """
-    for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
-        value = headers.get(name)
-        if value is None:
-            continue
-        try:
-            seconds = float(value) / unit
-        except ValueError:
-            try:
-                date = parsedate_to_datetime(value)
-            except ValueError:
-                continue
-            date = date if date.tzinfo else date.replace(tzinfo=UTC)
-            seconds = (date - datetime.now(UTC)).total_seconds()
-        if seconds == seconds:  # "nan" reads as a number
-            return max(0.0, seconds)
-    return None
+def _inspect(response: Any) -> None:
+    """Tell `openai` what to send again beside what it does on its own: by an error, or by its own header."""
+    response.read()
+    if response.status_code == 200:
+        read_reply(response.text)
+    elif response.status_code == 425:
+        response.headers["x-should-retry"] = "true"
+    elif response.status_code == 429 and NO_QUOTA in response.text:
+        response.headers["x-should-retry"] = "false"
 
 
 def _said(text: str) -> str:
@@ -293,3 +279,51 @@ def _said(text: str) -> str:
         said = text
     line = " ".join(str(said).split())
     return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+def _need_openai() -> None:
+    try:
+        import openai  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "a judge is asked through the package openai, which is not installed; run "
+            "pip install 'longtrain[judge]', or leave out suite.judge.url"
+        ) from error
+
+
+def _check_address(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        secret = "@" in parts.netloc
+    except ValueError:
+        good = secret = False
+    if secret:
+        raise ConfigError(
+            "suite.judge.url holds a user name or password, which would be saved with the settings; put the "
+            "key into an environment variable and pass suite.judge.key_env=NAME"
+        )
+    if not good:
+        raise wrong("suite.judge.url", url, "an address such as http://localhost:8000/v1, or null")
+
+
+def _key(variable: str | None) -> str:
+    """The API key; a server that needs none is sent the word `none`."""
+    if variable is None:
+        return "none"
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(
+            f"suite.judge.key_env={variable} and no such variable is set; set it to the key, or pass "
+            "suite.judge.key_env=null for a server that needs none"
+        )
+    return key
+
+
+def _request_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    if taken := {"model", "messages", "stream", "n"} & set(body):
+        raise ConfigError(f"suite.judge.body.{min(taken)} cannot be set there; pass other request fields")
+    try:
+        return dict(json.loads(json.dumps(dict(body), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"suite.judge.body cannot be sent as JSON: {error}") from None

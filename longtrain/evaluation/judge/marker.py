@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from longtrain.evaluation.judge.client import Client, Endpoint, Reply
-from longtrain.evaluation.judge.errors import JudgeError, RefusedError, StoppedError
-from longtrain.evaluation.judge.rubric import Question, Rubric
+from longtrain.evaluation.judge.client import (
+    Client,
+    Endpoint,
+    JudgeError,
+    JudgeSettings,
+    NotAskedError,
+    RefusedError,
+    Reply,
+)
+from longtrain.evaluation.judge.rubrics import JudgeQuestion, Rubric
 from longtrain.evaluation.task import Task
 from longtrain.log import get_logger
 
@@ -30,7 +37,12 @@ Json = dict[str, Any]
 UNREADABLE = "no mark in the reply"
 EMPTY = "empty reply"
 COURSE = ("host", "tries")
-"""What of a judgement is for the ledger and the timings: a second run may have it otherwise."""
+"""Values of a judgement that may differ in a second run; they go to the ledger and the timings alone."""
+
+UNJUDGED = (
+    "not judged: pass suite.judge.url=http://HOST/v1 suite.judge.model=NAME; what was generated is kept"
+)
+"""Note of a result without a judge."""
 
 
 class JudgeMarker:
@@ -98,7 +110,7 @@ class JudgeMarker:
             for record, some in zip(records, asked, strict=True)
         ]
 
-    def _judge(self, questions: Sequence[Question], book: Ledger, advance: Advance) -> None:
+    def _judge(self, questions: Sequence[JudgeQuestion], book: Ledger, advance: Advance) -> None:
         """Ask what has no mark in the book and was not asked by this run."""
         times = Counter(question.key for question in questions)
         what = f"judge {self.endpoint.model}"
@@ -115,7 +127,7 @@ class JudgeMarker:
                     failure = failure or result
                     client.stop()  # what is under way is waited for, it may still bring a judgement
                 elif isinstance(result, Exception):
-                    if not isinstance(result, StoppedError):
+                    if not isinstance(result, NotAskedError):
                         raise result
                 else:
                     _keep(book, question, result)
@@ -132,14 +144,14 @@ class JudgeMarker:
             ) from failure
 
     def _ask_all(
-        self, client: Client, questions: Sequence[Question], book: Ledger
-    ) -> Iterator[tuple[Question, Json | Exception]]:
+        self, client: Client, questions: Sequence[JudgeQuestion], book: Ledger
+    ) -> Iterator[tuple[JudgeQuestion, Json | Exception]]:
         """Judgements or what went wrong, as they come.
 
         The threads are daemons: whoever is interrupted and leaves the loop waits for no reply.
         """
-        waiting: SimpleQueue[tuple[Question, int]] = SimpleQueue()
-        done: SimpleQueue[tuple[Question, Json | Exception]] = SimpleQueue()
+        waiting: SimpleQueue[tuple[JudgeQuestion, int]] = SimpleQueue()
+        done: SimpleQueue[tuple[JudgeQuestion, Json | Exception]] = SimpleQueue()
         for question in questions:
             before = _kept(book, question)
             waiting.put((question, before[-1]["tries"] if before else 0))
@@ -160,30 +172,30 @@ class JudgeMarker:
         for _ in questions:
             yield done.get()
 
-    def _ask(self, client: Client, question: Question, tried: int) -> Json:
+    def _ask(self, client: Client, question: JudgeQuestion, tried: int) -> Json:
         """The judgement of one question: its mark, or why there is none.
 
-        `tries` in it counts replies, those of earlier runs included; a refusal is none.
+        `tries` in it counts replies as the rubric does, those of earlier runs included; a refusal is none.
         """
-        reply, reason, tries = Reply(""), "", tried
-        for _ in range(self.tries):
+        reply, reason, spent = Reply(""), "", 0
+        while spent < self.tries:
             try:
                 reply = client.ask(question.messages)
             except RefusedError as refusal:
                 reply, reason = Reply(""), f"refused: {refusal}"
                 break
-            tries += 1
             mark = self.rubric.parse(reply.text)
             if mark is not None:
-                return self._judgement(question, reply, tries, mark=mark)
+                return self._judgement(question, reply, tried + spent + 1, mark=mark)
+            spent += self.rubric.tries_of(reply.text)
             reason = UNREADABLE if reply.text.strip() else EMPTY
             if reply.finish == "length":
                 reason += " (cut off at suite.judge.max_tokens)"
-        log.info("judge: %s after %d tries, left unjudged", reason, tries)
-        return self._judgement(question, reply, tries, reason=reason)
+        log.info("judge: %s after %d tries, left unjudged", reason, tried + spent)
+        return self._judgement(question, reply, tried + spent, reason=reason)
 
     def _judgement(
-        self, question: Question, reply: Reply, tries: int, *, mark: Json | None = None, reason: str = ""
+        self, question: JudgeQuestion, reply: Reply, tries: int, *, mark: Json | None = None, reason: str = ""
     ) -> Json:
         return {
             "about": question.about,
@@ -195,11 +207,11 @@ class JudgeMarker:
             "host": self.endpoint.host,
         }
 
-    def _unmarked(self, book: Ledger, question: Question) -> bool:
+    def _unmarked(self, book: Ledger, question: JudgeQuestion) -> bool:
         kept = _kept(book, question)
         return not kept or (kept[-1]["mark"] is None and question.key not in self._seen)
 
-    def _marked(self, record: Record, example: Example, questions: Sequence[Question]) -> Record:
+    def _marked(self, record: Record, example: Example, questions: Sequence[JudgeQuestion]) -> Record:
         judgements = []
         for question in questions:
             seen = self._seen[question.key]
@@ -210,6 +222,12 @@ class JudgeMarker:
         marks = [judgement["mark"] for judgement in judgements]
         score = self.rubric.score(example, record.texts, marks)
         return record.marked(score, {"judgements": judgements})
+
+
+def marker_from(settings: JudgeSettings, rubric: Callable[[], Rubric]) -> JudgeMarker | None:
+    """The marker that `suite.judge` asks for; None, and the rubric is not made, where it names no address."""
+    endpoint = settings.endpoint()
+    return None if endpoint is None else JudgeMarker(endpoint, rubric(), tries=settings.tries)
 
 
 def marks_of(record: Record) -> list[Json | None]:
@@ -239,20 +257,20 @@ def quoted(reply: str) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def _kept(book: Ledger, question: Question) -> list[Json]:
+def _kept(book: Ledger, question: JudgeQuestion) -> list[Json]:
     """The judgements of a question in the book, one of each run that asked."""
     names = (_name(question, number) for number in itertools.count(1))
     return [book.done[name] for name in itertools.takewhile(book.done.__contains__, names)]
 
 
-def _keep(book: Ledger, question: Question, judgement: Json) -> None:
+def _keep(book: Ledger, question: JudgeQuestion, judgement: Json) -> None:
     """Put a judgement behind those of earlier runs; the last one's equal is not put."""
     kept = _kept(book, question)
     if not kept or kept[-1] != judgement:
         book.put(_name(question, len(kept) + 1), judgement)
 
 
-def _name(question: Question, number: int) -> str:
+def _name(question: JudgeQuestion, number: int) -> str:
     return question.key if number == 1 else f"{question.key}.{number}"
 
 

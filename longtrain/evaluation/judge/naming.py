@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.evaluation.judge.errors import JudgeError
-from longtrain.evaluation.judge.marker import JudgeMarker, judge_facts
-from longtrain.evaluation.judge.settings import UNJUDGED
+from longtrain.evaluation.judge.client import JudgeError
+from longtrain.evaluation.judge.marker import UNJUDGED, JudgeMarker, judge_facts
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Summary
 from longtrain.evaluation.suites.shared import narrowed
@@ -18,6 +17,9 @@ from longtrain.log import get_logger
 log = get_logger(__name__)
 
 Json = dict[str, Any]
+
+PUBLISHED_TOP_K = 50
+"""Hugging Face's default, with which the official programs decode, since they set none."""
 
 SAME = frozenset({"chat_template_kwargs"})
 """Request fields that make a judge work as meant (thinking off) and are told beside its name."""
@@ -30,8 +32,8 @@ class Published:
     Args:
         name: what only a result without departures is called.
         max_new_tokens: most tokens of an answer.
-        temperature: of the judge.
-        max_tokens: of the judge's reply.
+        temperature: the temperature of the judge.
+        max_tokens: most tokens of the judge's reply.
         tries: how often the judge is asked for a reply that can be read.
     """
 
@@ -42,8 +44,13 @@ class Published:
     tries: int
 
     def decoding_departures(self, *, max_new_tokens: int, chat: bool, sampling: Sampling) -> list[str]:
-        """Of the answers' decoding; the temperature is the suite's own matter."""
+        """Departures of the answers' decoding; the temperature is the suite's own matter.
+
+        top_k may be off or 50: the paper sets none, and the official program decodes with the default of 50.
+        """
         notes = []
+        if sampling.top_k == PUBLISHED_TOP_K:
+            sampling = replace(sampling, top_k=0)
         if max_new_tokens != self.max_new_tokens:
             notes.append(f"answers of up to {max_new_tokens} tokens, not {self.max_new_tokens}")
         notes += [
@@ -54,7 +61,7 @@ class Published:
         return notes
 
     def judge_departures(self, marker: JudgeMarker | None) -> list[str]:
-        """Of the judge's prompts and settings; its model is told beside the name."""
+        """Departures of the judge's prompts and settings; its model is told beside the name."""
         if marker is None:
             return []
         notes, end = [], marker.endpoint
@@ -92,13 +99,13 @@ class Published:
 
         Args:
             task: the suite's only one.
-            records: of the system.
+            records: the records of the system.
             departures: with any of them the result does not have the benchmark's name.
             marker: None where nothing was judged.
             score: the benchmark's figure; None where there is none.
             extra: further values for the result, beside the judge's.
             unverified: notes that leave the name as it is.
-            of: what is judged.
+            of: what is judged, for the notes.
         """
         wrong = list(departures)
         if cut := sum(record.cut for record in records):
@@ -126,13 +133,13 @@ class Published:
 
 
 def check_judged(results: Json) -> None:
-    """Tell loudly what a judge left unjudged.
+    """Warn of what a judge left unjudged.
 
     Args:
-        results: as they are written.
+        results: the content of results.json.
 
     Raises:
-        JudgeError: of a system's answers none could be judged.
+        JudgeError: none of a system's answers could be judged.
     """
     nothing = []
     for system in results["systems"]:

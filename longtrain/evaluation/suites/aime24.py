@@ -1,20 +1,23 @@
-"""AIME 2024 as a suite: 30 contest problems with whole numbers as answers; short prompts, long solutions."""
+"""AIME 2024 as a suite: 30 contest problems with whole numbers as answers; short prompts, long solutions.
+
+There is no official scorer for generated texts; `longtrain.evaluation.metrics.aime` says what counts.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.metrics.aime import LARGEST, THOUGHT, THOUGHT_END, right
+from longtrain.evaluation.metrics.aime import LARGEST, SCORER, THOUGHT, THOUGHT_END, right
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import not_greedy, read_rows
+from longtrain.evaluation.suites.shared import not_greedy, read_rows, settings_of
 from longtrain.evaluation.task import Example, Task
+from longtrain.settings import Count, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,11 +62,22 @@ class ContestTask(Task):
         return [str(example.fields["answer"])]
 
 
+@dataclass(frozen=True)
+class Aime24Settings:
+    """The keys of conf/suite/aime24.yaml that are this suite's own."""
+
+    data: Text
+    limit: Count | None
+    max_new_tokens: Count
+    chat: bool
+    thinking: bool
+
+
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The problems at `suite.data`.
 
     Args:
-        settings: `data`, `limit`, `max_new_tokens`, `chat`, `thinking`; see conf/suite/aime24.yaml.
+        settings: the group `suite`; see conf/suite/aime24.yaml.
         target: answers are no longer than its window leaves.
         seed: of the run; nothing is drawn here.
         sampling: how the run decodes; the suite's own is greedy.
@@ -72,46 +86,57 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or no room for an answer.
         DataError: a problem or an answer is missing, or an answer is no whole number from 0 to 999.
     """
-    read = Settings(settings)
-    limit, chat = read.optional_integer("limit"), read.flag("chat")
-    rows = problems(read.text("data"))[:limit]
+    own = settings_of(Aime24Settings, settings)
+    protocol: dict[str, Any] = {"thinking": own.thinking, "scorer": SCORER}
     task = ContestTask(
-        "aime24", rows, TEMPLATE, 1, "exact_number", None, chat, protocol={"thinking": read.flag("thinking")}
+        "aime24",
+        problems(own.data)[: own.limit],
+        TEMPLATE,
+        own.max_new_tokens,
+        "whole_number",
+        None,
+        own.chat,
+        protocol=protocol,
     )
-    opened = _opens_thoughts(task, target)
+    prompts = [_prompt_ids(task, one, target) for one in task.rows]
+    opened = own.chat and _opens_thoughts(str(target.require_tokenizer().decode(list(prompts[0]))))
+    window = target.info.max_positions
+    room = window - max(map(len, prompts)) - MARGIN
+    if room < 1:
+        raise ConfigError(
+            f"suite aime24: the target reads {window} tokens, its longest prompt leaves no room for an "
+            "answer; take a target with a longer window"
+        )
     task = replace(
         task,
         judge=lambda text, row: right(text, row.fields["answer"], opened=opened),
-        protocol={**task.protocol, "prompt_opens_thoughts": opened},
+        protocol={**protocol, "prompt_opens_thoughts": opened},
+        max_new_tokens=min(own.max_new_tokens, room),
     )
-    asked = read.integer("max_new_tokens")
-    room = target.info.max_positions - _longest(task, target) - MARGIN
-    if room < 1:
-        raise ConfigError(
-            f"suite aime24: the target reads {target.info.max_positions} tokens, its longest prompt leaves "
-            "no room for an answer; take a target with a longer window"
-        )
-    found = replace(task, max_new_tokens=min(asked, room))
-    notes = []
-    if len(rows) != PROBLEMS:
-        notes.append(f"{len(rows)} of {PROBLEMS} problems")
-    elif fingerprint(rows) != PUBLISHED:
-        notes.append("problems or answers are not those published")
-    if asked != MAX_NEW_TOKENS:
-        notes.append(f"solutions of up to {asked} tokens instead of {MAX_NEW_TOKENS}")
-    if asked > room:
-        notes.append(f"the target's window ends solutions after {room} tokens, before the {asked} asked for")
-    notes += not_greedy(sampling)
-    if not chat:
-        notes.append("without chat template")
-    title = f"Variant of {TITLE}" if notes else TITLE
-    if asked <= room and asked == MAX_NEW_TOKENS:
-        notes.append(f"solutions of up to {asked} tokens")
+    wrong = departures(task, own, room, sampling)
+    title = f"Variant of {TITLE}" if wrong else TITLE
+    notes = wrong or [f"solutions of up to {own.max_new_tokens} tokens"]
 
     def summarise(records: ByTask) -> Summary:
         return mean_summary(title, records, notes=notes)
 
-    return Suite("aime24", (found,), summarise=summarise)
+    return Suite("aime24", (task,), summarise=summarise)
+
+
+def departures(task: ContestTask, own: Aime24Settings, room: int, sampling: Sampling) -> list[str]:
+    """What is not as usual, with which the result is a variant; `room` is what the window leaves answers."""
+    notes = []
+    if len(task.rows) != PROBLEMS:
+        notes.append(f"{len(task.rows)} of {PROBLEMS} problems")
+    elif fingerprint(task.rows) != PUBLISHED:
+        notes.append("problems or answers are not those published")
+    if own.max_new_tokens != MAX_NEW_TOKENS:
+        notes.append(f"solutions of up to {own.max_new_tokens} tokens instead of {MAX_NEW_TOKENS}")
+    if own.max_new_tokens > room:
+        ends = f"the target's window ends solutions after {room} tokens"
+        notes.append(f"{ends}, before the {own.max_new_tokens} asked for")
+    notes += not_greedy(sampling)
+    return notes if own.chat else [*notes, "without chat template"]
 
 
 def problems(where: str) -> tuple[Example, ...]:
@@ -144,18 +169,11 @@ def fingerprint(rows: Sequence[Example]) -> str:
     return hashlib.sha256("\n".join(plain).encode()).hexdigest()
 
 
-def _opens_thoughts(task: Task, target: Target) -> bool:
-    """Whether the chat template ends prompts inside the model's thoughts, as QwQ's does."""
-    if not task.chat or target.tokenizer is None:
-        return False
-    ids = task.encode(task.rows[0], target.tokenizer, max_tokens=target.info.max_positions).ids
-    prompt = str(target.tokenizer.decode(list(ids)))
+def _prompt_ids(task: ContestTask, one: Example, target: Target) -> tuple[int, ...]:
+    tokenizer = target.require_tokenizer()
+    return task.encode(one, tokenizer, max_tokens=target.info.max_positions).ids
+
+
+def _opens_thoughts(prompt: str) -> bool:
+    """Whether a prompt ends inside the model's thoughts, as QwQ's chat template has it."""
     return prompt.rfind(THOUGHT) > prompt.rfind(THOUGHT_END)
-
-
-def _longest(task: Task, target: Target) -> int:
-    """Tokens of the longest prompt."""
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer, so no problem can be given to it")
-    most = target.info.max_positions
-    return max(len(task.encode(row, target.tokenizer, max_tokens=most).ids) for row in task.examples())

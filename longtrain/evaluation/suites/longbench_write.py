@@ -9,26 +9,26 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import SLACK
-from longtrain.evaluation.judge.longwrite import (
-    DIMENSIONS,
-    LongWrite,
-    count_words,
-    figures,
-    required,
-)
-from longtrain.evaluation.judge.marker import JudgeMarker, marks_of
+from longtrain.evaluation.judge.client import judge_settings
+from longtrain.evaluation.judge.marker import JudgeMarker, marker_from, marks_of
 from longtrain.evaluation.judge.naming import Published
 from longtrain.evaluation.judge.prompts import longbench_write_prompts
-from longtrain.evaluation.judge.settings import endpoint_from, judge_settings
+from longtrain.evaluation.judge.rubrics import (
+    DIMENSIONS,
+    LongWriteRubric,
+    count_words,
+    long_write_figures,
+    required,
+)
 from longtrain.evaluation.prompts import encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import read_rows
+from longtrain.evaluation.suites.shared import read_rows, settings_of
 from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.settings import Count, Text, within
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
@@ -60,7 +60,7 @@ class LongWriteTask(Task):
     """The requests.
 
     Args:
-        fixed_temperature: of all answers.
+        fixed_temperature: the temperature of all answers.
     """
 
     fixed_temperature: float = TEMPERATURE
@@ -81,6 +81,18 @@ def group(words: int) -> str:
     return f"{low}-{high or ''}"
 
 
+@dataclass(frozen=True)
+class LongWriteSettings:
+    """The keys of conf/suite/longbench_write.yaml that are this suite's own."""
+
+    data: Text | None
+    limit: Count | None
+    chat: bool
+    temperature: Annotated[float, within(0, 2)]
+    max_new_tokens: Count | None
+    judge: Mapping[str, Any]
+
+
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The suite, see `longtrain.evaluation.suites`.
 
@@ -88,28 +100,22 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or no requests.
         DataError: a wrong row.
     """
-    values = Settings(settings)
-    judge = judge_settings(values)
-    endpoint = endpoint_from(judge)
-    rows = _read(values)[: values.optional_integer("limit")]
-    most = values.optional_integer("max_new_tokens")
+    own = settings_of(LongWriteSettings, settings)
+    judge = judge_settings(own.judge)
     task = LongWriteTask(
         NAME,
-        rows,
+        _read(own.data)[: own.limit],
         template="{prompt}",
-        max_new_tokens=most or OFFICIAL.max_new_tokens,
+        max_new_tokens=own.max_new_tokens or OFFICIAL.max_new_tokens,
         metric="judge and length",
         judge=None,
-        chat=values.flag("chat"),
+        chat=own.chat,
         protocol={"length_score": "LongWriter"},
-        fixed_temperature=values.number("temperature", least=0, most=2),
+        fixed_temperature=own.temperature,
     )
-    if most is None:
+    if own.max_new_tokens is None:
         task = replace(task, max_new_tokens=min(OFFICIAL.max_new_tokens, _room(task, target)))
-    marker = None
-    if endpoint is not None:
-        rubric = LongWrite(longbench_write_prompts(judge.optional_text("judge.prompts")))
-        marker = JudgeMarker(endpoint, rubric, tries=judge.integer("judge.tries", most=100))
+    marker = marker_from(judge, lambda: LongWriteRubric(longbench_write_prompts(judge.prompts)))
 
     def summarise(records: ByTask) -> Summary:
         return _summary(task, departures(task, marker, sampling), marker, records)
@@ -143,7 +149,8 @@ def _summary(task: LongWriteTask, wrong: list[str], marker: JudgeMarker | None, 
     every = records.get(NAME, ())
     wanted = {row.id: required(row) for row in task.rows}
     marks = [(marks_of(record) or [None])[0] for record in every]
-    found = figures(marks, [(wanted[record.example], count_words(record.texts[0])) for record in every])
+    lengths = [(wanted[record.example], count_words(record.texts[0])) for record in every]
+    found = long_write_figures(marks, lengths)
     found |= {"texts_at_limit": sum(record.turns[0].finish == "length" for record in every)}
     return OFFICIAL.summary(
         NAME,
@@ -177,9 +184,7 @@ def _room(task: Task, target: Target) -> int:
     Raises:
         ConfigError: none.
     """
-    window, tokenizer = target.info.max_positions, target.tokenizer
-    if tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
+    window, tokenizer = target.info.max_positions, target.require_tokenizer()
     around = len(encode_chat(tokenizer, [{"role": "user", "content": ""}])) if task.chat else 0
     texts: list[Any] = [tokenizer(task.prompt(row), verbose=False).input_ids for row in task.examples()]
     longest = max(map(len, texts))
@@ -191,19 +196,17 @@ def _room(task: Task, target: Target) -> int:
     return room
 
 
-def _read(values: Settings) -> tuple[Example, ...]:
-    data = values.optional_text("data")
+def _read(data: str | None) -> tuple[Example, ...]:
     if data is None:
         raise ConfigError(
             "suite longbench_write needs its requests; pass suite.data=FILE (LongWriter's "
             "evaluation/longbench_write.jsonl)"
         )
-    rows = read_rows(data, "LongBench-Write", FIELDS)
-    for number, row in enumerate(rows, 1):
+    found = []
+    for number, row in enumerate(read_rows(data, "LongBench-Write", FIELDS), 1):
         if row["length"] < 1:
             raise DataError(
                 f"{data}: row {number}: field 'length' is {row['length']}; it must be 1 or more words"
             )
-    return tuple(
-        Example(str(number), {key: row[key] for key in FIELDS}) for number, row in enumerate(rows, 1)
-    )
+        found.append(Example(str(number), {key: row[key] for key in FIELDS}))
+    return tuple(found)

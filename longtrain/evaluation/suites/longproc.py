@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.data.read.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import not_greedy, prompts_up_to, read_rows
-from longtrain.evaluation.task import Example, Task
+from longtrain.evaluation.suites.shared import not_greedy, prompts_up_to, read_rows, settings_of
+from longtrain.evaluation.task import Example, Task, rows_sha256
+from longtrain.settings import Count, Text, some_of, within
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
@@ -24,6 +25,17 @@ MAX_NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 
 ROWS = {"0.5k": 100, "2k": 189, "8k": 120}
 """Length group -> published rows."""
+
+ROWS_SHA256 = {"0.5k": "e5b24a7df041466270d163f377d0a02094946abead5685f41a1f109243ee39ff"}
+"""Length group -> `rows_sha256` of the published rows with their filled prompts, in the published order
+(princeton-pli/LongProc, commit 78e873ae)."""
+
+if TYPE_CHECKING:
+    Groups = tuple[str, ...]
+else:
+    Groups = some_of(MAX_NEW_TOKENS)
+
+UNVERIFIED = "the rows of {} are not compared with the published ones, those of 0.5k are"
 
 FIELDS = {"task_id": (str,), "gt": (str,)}
 FILLED = ("html_path", "task_topic", "task_description", "tsv_header", "filtering_instruction")
@@ -43,11 +55,22 @@ class TableTask(Task):
         return [str(example.fields["gt"])]
 
 
+@dataclass(frozen=True)
+class LongProcSettings:
+    """The keys of conf/suite/longproc.yaml that are this suite's own."""
+
+    data: Text | None
+    groups: Groups
+    limit: Count | None
+    max_prompt_tokens: Annotated[int, within(2)] | None
+    chat: bool
+
+
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The length groups that `suite.groups` names, of the rows at `suite.data`.
 
     Args:
-        settings: `data`, `groups`, `limit`, `max_prompt_tokens`, `chat`; see conf/suite/longproc.yaml.
+        settings: the group `suite`; see conf/suite/longproc.yaml.
         target: whose window must hold the answers.
         seed: of the run; nothing is drawn here.
         sampling: how the run decodes; LongProc is greedy.
@@ -56,34 +79,41 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or prompts or answers longer than the target's window.
         DataError: a missing file or field.
     """
-    read = Settings(settings)
-    where, limit, chat = _where(read), read.optional_integer("limit"), read.flag("chat")
-    most = read.optional_integer("max_prompt_tokens", least=2)
-    groups = read.names("groups", tuple(MAX_NEW_TOKENS))
-    tasks = [_task(where, group, limit, chat, alone=len(groups) == 1) for group in groups]
-    tasks = prompts_up_to(most, tasks, target)
+    own = settings_of(LongProcSettings, settings)
+    if own.data is None:
+        raise ConfigError(
+            "suite.data=null, and LongProc's rows come from there; pass suite.data=FOLDER, the folder data "
+            "of github.com/princeton-pli/LongProc with web pages unpacked, or a file of rows with 'prompt'"
+        )
+    alone = len(own.groups) == 1
+    rows = [table_rows(own.data, group, alone=alone)[: own.limit] for group in own.groups]
+    tasks = [_task(group, some, own.chat) for group, some in zip(own.groups, rows, strict=True)]
+    tasks = prompts_up_to(own.max_prompt_tokens, tasks, target)
     notes = []
-    if len(groups) < len(ROWS):
-        notes.append(f"{len(groups)} of {len(ROWS)} output lengths")
-    for group, task in zip(groups, tasks, strict=True):
+    if len(own.groups) < len(ROWS):
+        notes.append(f"{len(own.groups)} of {len(ROWS)} output lengths")
+    for group, task in zip(own.groups, tasks, strict=True):
         if len(task.rows) != ROWS[group]:
             notes.append(f"{len(task.rows)} of {ROWS[group]} rows of {group}")
+        elif rows_sha256(task.rows) != ROWS_SHA256.get(group, rows_sha256(task.rows)):
+            notes.append(f"rows of {group} that are not the published ones")
     notes += not_greedy(sampling)
-    if not chat:
+    if not own.chat:
         notes.append("without chat template")
+    unverified = [group for group in own.groups if group not in ROWS_SHA256]
 
     def summarise(records: ByTask) -> Summary:
         cut = sum(record.cut for some in records.values() for record in some)
-        said = [*notes, f"prompts cut in the middle: {cut}"] if cut else notes
-        return mean_summary(f"Variant of {TITLE}" if said else TITLE, records, notes=said)
+        departures = [*notes, f"prompts cut in the middle: {cut}"] if cut else notes
+        title = f"Variant of {TITLE}" if departures else TITLE
+        more = [UNVERIFIED.format(" and ".join(unverified))] if unverified else []
+        return mean_summary(title, records, notes=[*departures, *more])
 
     return Suite("longproc", tuple(tasks), summarise=summarise)
 
 
-def _task(where: str, group: str, limit: int | None, chat: bool, *, alone: bool) -> TableTask:
-    rows = table_rows(where, group, alone=alone)[:limit]
-    new = MAX_NEW_TOKENS[group]
-    return TableTask(f"html_to_tsv_{group}", rows, "{prompt}", new, "row_f1", _judge, chat)
+def _task(group: str, rows: tuple[Example, ...], chat: bool) -> TableTask:
+    return TableTask(f"html_to_tsv_{group}", rows, "{prompt}", MAX_NEW_TOKENS[group], "row_f1", _judge, chat)
 
 
 def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, ...]:
@@ -126,16 +156,6 @@ def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, 
         id_ = name if seen[name] == 1 else f"{name}#{seen[name]}"
         found.append(Example(id_, {"prompt": prompt, "gt": row["gt"]}))
     return tuple(found)
-
-
-def _where(read: Settings) -> str:
-    where = read.optional_text("data")
-    if where is None:
-        raise ConfigError(
-            "suite.data=null, and LongProc's rows come from there; pass suite.data=FOLDER, the folder data "
-            "of github.com/princeton-pli/LongProc with web pages unpacked, or a file of rows with 'prompt'"
-        )
-    return where
 
 
 def _judge(text: str, example: Example) -> float:

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.data.read.files import PACKED_SUFFIXES, read_jsonl
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.fields import check_fields
-from longtrain.evaluation.judge.marker import JudgeMarker, marks_of
-from longtrain.evaluation.judge.mtbench import HIGHEST, MtBench, figures
+from longtrain.evaluation.judge.client import judge_settings
+from longtrain.evaluation.judge.marker import JudgeMarker, marker_from, marks_of
 from longtrain.evaluation.judge.naming import Published
 from longtrain.evaluation.judge.prompts import mt_bench_prompts
-from longtrain.evaluation.judge.settings import endpoint_from, judge_settings
+from longtrain.evaluation.judge.rubrics import HIGHEST_RATING, MtBenchRubric, mt_bench_figures
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import existing_file, read_rows
+from longtrain.evaluation.suites.shared import existing_file, read_rows, settings_of
 from longtrain.evaluation.task import Example, Facet, Task, rows_sha256
+from longtrain.settings import Count, Text, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ QUESTIONS = 80
 QUESTIONS_SHA256 = "a557e3ba9d6ec240"
 """First digits of `rows_sha256` of FastChat's question.jsonl."""
 REFERENCES_SHA256 = "6bf4df98dfa8a105"
-"""`references_sha256` of its reference_answer/gpt-4.jsonl, see `longtrain.evaluation.judge.mtbench`."""
+"""`references_sha256` of its reference_answer/gpt-4.jsonl, see `MtBenchRubric`."""
 
 FIELDS: dict[str, tuple[type, ...]] = {"question_id": (int, str), "category": (str,), "turns": (list,)}
 NAME = "mt_bench"
@@ -59,7 +59,7 @@ class MtBenchTask(Task):
 
     Args:
         known: question id -> reference answers of the two turns.
-        fixed_temperature: of all answers; None: by category.
+        fixed_temperature: the temperature of all answers; None: by category.
     """
 
     known: Mapping[str, tuple[str, ...]] | None = None
@@ -135,6 +135,19 @@ class MtBenchTask(Task):
         return tuple(ids)
 
 
+@dataclass(frozen=True)
+class MtBenchSettings:
+    """The keys of conf/suite/mtbench.yaml that are this suite's own."""
+
+    data: Text | None
+    references: Text | None
+    limit: Count | None
+    chat: bool
+    temperature: Annotated[float, within(0, 2)] | None
+    max_new_tokens: Count
+    judge: Mapping[str, Any]
+
+
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The suite, see `longtrain.evaluation.suites`.
 
@@ -142,35 +155,31 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or no questions.
         DataError: a wrong row, or a judge is set and a question's reference answer is missing.
     """
-    values = Settings(settings)
-    judge = judge_settings(values)
-    endpoint = endpoint_from(judge)
-    rows, references = _read(values)
-    rows = rows[: values.optional_integer("limit")]
-    temperature = values.get("temperature")
+    own = settings_of(MtBenchSettings, settings)
+    judge = judge_settings(own.judge)
+    rows, references = _read(own)
+    rows = rows[: own.limit]
     task = MtBenchTask(
         NAME,
         rows,
         template="{turns}",
-        max_new_tokens=values.integer("max_new_tokens"),
+        max_new_tokens=own.max_new_tokens,
         metric="judge",
         judge=None,
-        chat=values.flag("chat"),
+        chat=own.chat,
         n_turns=2,
         known=references,
-        fixed_temperature=None if temperature is None else values.number("temperature", least=0, most=2),
+        fixed_temperature=own.temperature,
     )
-    marker = None
-    if endpoint is not None:
-        rubric = MtBench(mt_bench_prompts(judge.optional_text("judge.prompts")), references)
+    marker = marker_from(judge, lambda: MtBenchRubric(mt_bench_prompts(judge.prompts), references))
+    if marker is not None:
         for row in rows:
-            rubric.questions(row, ("", ""))  # a reference answer that is missing is told now
-        marker = JudgeMarker(endpoint, rubric, tries=judge.integer("judge.tries", most=100))
+            marker.rubric.questions(row, ("", ""))  # a reference answer that is missing is told now
 
     def summarise(records: ByTask) -> Summary:
         return _summary(task, departures(task, marker, sampling), marker, records)
 
-    scale = Scale("rating", HIGHEST)
+    scale = Scale("rating", HIGHEST_RATING)
     return Suite("mtbench", (task,), scale, summarise=summarise, marker=marker)
 
 
@@ -193,7 +202,10 @@ def departures(task: MtBenchTask, marker: JudgeMarker | None, sampling: Sampling
 
 def _summary(task: MtBenchTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
     every = records.get(NAME, ())
-    found = figures([(record.facets["category"], _ratings(marks_of(record))) for record in every])
+    ratings = [[mark and float(mark["rating"]) for mark in marks_of(record)] for record in every]
+    found = mt_bench_figures(
+        [(str(record.facets["category"]), some) for record, some in zip(every, ratings, strict=True)]
+    )
     table = {
         "title": "Mean rating by turn, 1 to 10",
         "columns": {"all ratings": found["score"], **found["turns"]},
@@ -209,13 +221,9 @@ def _summary(task: MtBenchTask, wrong: list[str], marker: JudgeMarker | None, re
     )
 
 
-def _ratings(marks: Sequence[Mapping[str, Any] | None]) -> list[float | None]:
-    return [None if mark is None else float(mark["rating"]) for mark in marks]
-
-
-def _read(values: Settings) -> tuple[tuple[Example, ...], dict[str, tuple[str, ...]]]:
+def _read(own: MtBenchSettings) -> tuple[tuple[Example, ...], dict[str, tuple[str, ...]]]:
     """The questions and the reference answers."""
-    data, references = values.optional_text("data"), values.optional_text("references")
+    data, references = own.data, own.references
     if data is None:
         raise ConfigError(
             "suite mtbench needs its questions; pass suite.data=FOLDER with question.jsonl and "

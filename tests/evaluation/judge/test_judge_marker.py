@@ -12,11 +12,10 @@ import pytest
 from judge_server import Answer, Judge, in_turn, serve
 
 from longtrain.evaluation.harness.ledger import Ledger
-from longtrain.evaluation.judge.client import Endpoint
-from longtrain.evaluation.judge.errors import JudgeError
+from longtrain.evaluation.judge.client import Endpoint, JudgeError
 from longtrain.evaluation.judge.marker import EMPTY, UNREADABLE, JudgeMarker, judge_facts, marks_of
-from longtrain.evaluation.judge.mtbench import MtBench
-from longtrain.evaluation.judge.prompts import mt_bench_prompts
+from longtrain.evaluation.judge.prompts import JudgePrompts, longbench_write_prompts, mt_bench_prompts
+from longtrain.evaluation.judge.rubrics import DIMENSIONS, LongWriteRubric, MtBenchRubric
 from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
@@ -38,9 +37,9 @@ def records_of(*systems: str) -> list[Record]:
 
 
 def marker(url: str, *, tries: int = 2, **values: Any) -> JudgeMarker:
-    fast = {"backoff_s": 0.01, "retries": 1, "timeout_s": 5.0, "concurrency": 3}
+    fast = {"retries": 1, "timeout_s": 5.0, "concurrency": 3}
     return JudgeMarker(
-        Endpoint(url, "judge", **{**fast, **values}), MtBench(mt_bench_prompts(), {}), tries=tries
+        Endpoint(url, "judge", **{**fast, **values}), MtBenchRubric(mt_bench_prompts(), {}), tries=tries
     )
 
 
@@ -142,6 +141,21 @@ def test_nonsense_is_asked_again_and_then_left_unjudged(desk: Desk) -> None:
     assert facts["first_unjudged"] == "I like it a lot!"
 
 
+@pytest.mark.parametrize(("missing", "asked"), [("Accuracy", 3), ("Reading Experience", 5)])
+def test_a_reply_without_a_dimension_counts_as_officially(desk: Desk, missing: str, asked: int) -> None:
+    """Twice of five tries, as the official loop counts it; once where the last dimension alone is missing."""
+    reply = json.dumps({name: 4 for name in DIMENSIONS if name != missing})
+    rows = (Example("1", {"prompt": "Write.", "type": "x", "length": 4}),)
+    suite = Suite("longbench_write", (Task("mt_bench", rows, "{prompt}", 8, "judge", None),))
+    with serve(in_turn(Answer(reply))) as judge:
+        end = marker(judge.url)
+        end = JudgeMarker(end.endpoint, LongWriteRubric(longbench_write_prompts()), tries=5)
+        end.mark(
+            [record("full", rows[0], "a")], suite, lambda name, s: Ledger(desk.folder, name, s), desk.advance
+        )
+        assert len(judge.requests) == asked
+
+
 def test_nonsense_that_passes(desk: Desk) -> None:
     with serve(in_turn(Answer("hm"), Answer(""), Answer("[[8]]"))) as judge:
         marked = desk.mark(end := marker(judge.url, tries=3, concurrency=1), records_of("full"))
@@ -224,7 +238,7 @@ def break_after(count: int, bad: Answer) -> Callable[[dict[str, Any], int], Answ
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (Answer(status=500, body=b"down"), r"status 500 \(down\), 2 times"),
+        (Answer(status=500, body=b"down"), r"status 500 \(down\) after 1 retries"),
         (Answer(delay_s=2.0), r"no answer within 0\.8 s"),
         (Answer(status=401, body=b"key"), "key_env"),
         (Answer(stop=True), "no connection|no chat completion"),
@@ -265,10 +279,8 @@ def test_an_interrupted_run_waits_for_nobody_and_keeps_what_came(desk: Desk) -> 
 
 
 def test_other_judges_and_prompts_are_kept_apart(desk: Desk) -> None:
-    other = MtBench(
-        type(mt_bench_prompts())(
-            {**mt_bench_prompts().texts, "single-v1": ("", "{question} {answer}")}, False, "own"
-        ),
+    other = MtBenchRubric(
+        JudgePrompts({**mt_bench_prompts().texts, "single-v1": ("", "{question} {answer}")}, "own"),
         {},
     )
 

@@ -11,15 +11,8 @@ import pandas as pd
 import pytest
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.judge import longwrite, mtbench
-from longtrain.evaluation.judge.prompts import (
-    LONGBENCH_WRITE,
-    MT_BENCH,
-    PLACES,
-    longbench_write_prompts,
-    mt_bench_prompts,
-)
-from longtrain.evaluation.judge.rubric import without_thoughts
+from longtrain.evaluation.judge import rubrics
+from longtrain.evaluation.judge.prompts import PLACES, longbench_write_prompts, mt_bench_prompts
 from longtrain.evaluation.task import Example
 
 PUBLISHED = {
@@ -29,6 +22,9 @@ PUBLISHED = {
     "single-math-v1-multi-turn": ("4b8fe8086dbdf4a8", "6a2b8ad2961c275c"),
 }
 """First digits of the SHA-256 of FastChat's `system_prompt` and `prompt_template`."""
+
+MT_BENCH = mt_bench_prompts().texts
+LONGBENCH_WRITE = longbench_write_prompts().texts["judge"][1]
 
 WRITING = Example("81", {"question_id": 81, "category": "writing", "turns": ["Compose {a}.", "Again."]})
 MATHS = Example("111", {"question_id": 111, "category": "math", "turns": ["2+2?", "And +1?"]})
@@ -97,7 +93,7 @@ def test_wrong_prompt_files(tmp_path: Path) -> None:
 
 
 def test_mt_bench_questions() -> None:
-    rubric = mtbench.MtBench(mt_bench_prompts(), {"111": ("4", "5")})
+    rubric = rubrics.MtBenchRubric(mt_bench_prompts(), {"111": ("4", "5")})
     first, second = rubric.questions(WRITING, [" An {b}. \n", "More."])
     assert [message["role"] for message in first.messages] == ["system", "user"]
     assert first.messages[0]["content"] == "You are a helpful assistant."
@@ -119,7 +115,7 @@ def test_mt_bench_questions() -> None:
         in two.messages[1]["content"]
     )
     with pytest.raises(DataError, match=r"question 111 \(math\).*suite\.references=FILE"):
-        mtbench.MtBench(mt_bench_prompts(), {}).questions(MATHS, ["5", "6"])
+        rubrics.MtBenchRubric(mt_bench_prompts(), {}).questions(MATHS, ["5", "6"])
     assert set(PLACES) == set(MT_BENCH)
 
 
@@ -145,7 +141,7 @@ def test_mt_bench_questions() -> None:
     ],
 )
 def test_ratings(reply: str, rating: float | None) -> None:
-    mark = mtbench.MtBench(mt_bench_prompts(), {}).parse(reply)
+    mark = rubrics.MtBenchRubric(mt_bench_prompts(), {}).parse(reply)
     assert mark == (None if rating is None else {"rating": rating})
 
 
@@ -163,24 +159,24 @@ def test_mt_bench_figures_are_those_of_fastchat() -> None:
     ]
     frame = pd.DataFrame(rows)
     frame = frame[frame["score"] != -1]
-    found = mtbench.figures(ratings)
+    found = rubrics.mt_bench_figures(ratings)
     assert found["score"] == pytest.approx(frame["score"].mean())
     assert found["ratings"] == len(frame)
     for turn, mean in frame.groupby("turn")["score"].mean().items():
         assert found["turns"][f"turn {turn}"] == pytest.approx(mean)
     for category, mean in frame.groupby("category")["score"].mean().items():
         assert found["categories"][category] == pytest.approx(mean)
-    assert mtbench.figures([("math", [None, None])])["score"] is None
+    assert rubrics.mt_bench_figures([("math", [None, None])])["score"] is None
 
 
 def test_mt_bench_score_of_an_example() -> None:
-    rubric = mtbench.MtBench(mt_bench_prompts(), {})
+    rubric = rubrics.MtBenchRubric(mt_bench_prompts(), {})
     assert rubric.score(WRITING, [], [{"rating": 7.0}, {"rating": 4.0}]) == pytest.approx(0.55)
     assert rubric.score(WRITING, [], [{"rating": 7.0}, None]) == pytest.approx(0.7)
     assert rubric.score(WRITING, [], [None, None]) is None
 
 
-GOOD = {name: 4 for name in longwrite.DIMENSIONS}
+GOOD = {name: 4 for name in rubrics.DIMENSIONS}
 REQUEST = Example("1", {"prompt": "Write $RESPONSE$ in 4 words", "type": "x", "length": 4})
 
 
@@ -212,12 +208,43 @@ REQUEST = Example("1", {"prompt": "Write $RESPONSE$ in 4 words", "type": "x", "l
     ],
 )
 def test_marks(reply: str, good: bool) -> None:
-    mark = longwrite.LongWrite(longbench_write_prompts()).parse(reply)
-    assert mark == ({name: 4.0 for name in longwrite.DIMENSIONS} if good else None)
+    mark = rubrics.LongWriteRubric(longbench_write_prompts()).parse(reply)
+    assert mark == ({name: 4.0 for name in rubrics.DIMENSIONS} if good else None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "tries"),
+    [
+        ("not JSON", 1),
+        ("null", 1),
+        ("5", 1),
+        ("[4, 4, 4]", 2),
+        ("{}", 2),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "Relevance"}), 2),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "Breadth and Depth"}), 2),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "Reading Experience"}), 1),
+        (json.dumps({k: v for k, v in GOOD.items() if k not in ("Clarity", "Reading Experience")}), 2),
+    ],
+)
+def test_tries_are_those_of_the_official_loop(reply: str, tries: int) -> None:
+    def official() -> int:
+        """THUDM/LongWriter, eval_quality.py, `process_data`: one turn of its loop."""
+        trys = 0
+        try:
+            scores = json.loads(reply.replace("\n", ""))
+            for dim in rubrics.DIMENSIONS:
+                if dim not in scores:
+                    scores = None
+                    trys += 1
+        except Exception:
+            trys += 1
+        return trys
+
+    assert rubrics.LongWriteRubric(longbench_write_prompts()).tries_of(reply) == tries == official()
 
 
 def test_longbench_write_question() -> None:
-    (question,) = longwrite.LongWrite(longbench_write_prompts()).questions(REQUEST, ["My $INST$ text"])
+    (question,) = rubrics.LongWriteRubric(longbench_write_prompts()).questions(REQUEST, ["My $INST$ text"])
     (message,) = question.messages
     assert message["role"] == "user"
     # one replacement after the other, as in the official runner: the request's own mark is filled as well
@@ -238,18 +265,18 @@ def test_longbench_write_question() -> None:
     ],
 )
 def test_length_scores(wanted: int, written: int, score: float) -> None:
-    assert longwrite.length_score(wanted, written) == pytest.approx(score)
+    assert rubrics.length_score(wanted, written) == pytest.approx(score)
 
 
 def test_words() -> None:
-    assert longwrite.count_words("Don't stop: 12 apples, naïve 中文 x_y") == 6  # Don t stop apples 中 文
-    assert longwrite.count_words("") == 0
+    assert rubrics.count_words("Don't stop: 12 apples, naïve 中文 x_y") == 6  # Don t stop apples 中 文
+    assert rubrics.count_words("") == 0
 
 
 def test_longbench_write_figures() -> None:
-    low, high = {name: 2.0 for name in longwrite.DIMENSIONS}, {name: 4.0 for name in longwrite.DIMENSIONS}
+    low, high = {name: 2.0 for name in rubrics.DIMENSIONS}, {name: 4.0 for name in rubrics.DIMENSIONS}
     high["Clarity"] = 5.0
-    found = longwrite.figures([low, None, high], [(100, 100), (100, 50), (100, 400)])
+    found = rubrics.long_write_figures([low, None, high], [(100, 100), (100, 50), (100, 400)])
     assert found["dimensions"]["Clarity"] == 3.5
     assert found["dimensions"]["Relevance"] == 3.0
     assert found["dimensions_mean"] == pytest.approx((5 * 3.0 + 3.5) / 6)
@@ -257,17 +284,17 @@ def test_longbench_write_figures() -> None:
     assert found["length"] == pytest.approx(50.0)
     assert found["score"] == pytest.approx((found["quality"] + 50.0) / 2)
     assert (found["marked"], found["words"]) == (2, 550 / 3)
-    none = longwrite.figures([None], [(100, 100)])
+    none = rubrics.long_write_figures([None], [(100, 100)])
     assert (none["score"], none["quality"], none["dimensions"], none["length"]) == (None, None, None, 100.0)
 
 
 def test_score_of_a_text() -> None:
-    rubric = longwrite.LongWrite(longbench_write_prompts())
-    marks = {name: 4.0 for name in longwrite.DIMENSIONS}
+    rubric = rubrics.LongWriteRubric(longbench_write_prompts())
+    marks = {name: 4.0 for name in rubrics.DIMENSIONS}
     assert rubric.score(REQUEST, ["two words"], [marks]) == pytest.approx((75 + 50) / 200)
     assert rubric.score(REQUEST, ["two words"], [None]) is None
 
 
 def test_thoughts() -> None:
-    assert without_thoughts("a <think>b</think> c") == "a <think>b</think> c"  # only in front
-    assert without_thoughts("\n<think>b\n</think>c</think>") == "c</think>"
+    assert rubrics.without_thoughts("a <think>b</think> c") == "a <think>b</think> c"  # only in front
+    assert rubrics.without_thoughts("\n<think>b\n</think>c</think>") == "c</think>"

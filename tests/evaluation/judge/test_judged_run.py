@@ -15,7 +15,7 @@ from judge_server import Answer, Judge, in_turn, serve
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.judge.longwrite import DIMENSIONS
+from longtrain.evaluation.judge.rubrics import DIMENSIONS
 from longtrain.jobs import eval_harness
 
 QUESTIONS = [

@@ -16,9 +16,8 @@ from longtrain.assets import asset_dir
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness.protocol import prompt_room
-from longtrain.evaluation.judge.longwrite import DIMENSIONS
-from longtrain.evaluation.judge.mtbench import MtBench
 from longtrain.evaluation.judge.prompts import mt_bench_prompts
+from longtrain.evaluation.judge.rubrics import DIMENSIONS, MtBenchRubric
 from longtrain.evaluation.records import Record, Turn
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.suites import longbench_write, mtbench
@@ -51,7 +50,11 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def target(tokenizer: PreTrainedTokenizerBase) -> Any:
-    return SimpleNamespace(info=SimpleNamespace(name="tiny", max_positions=4096), tokenizer=tokenizer)
+    return SimpleNamespace(
+        info=SimpleNamespace(name="tiny", max_positions=4096),
+        tokenizer=tokenizer,
+        require_tokenizer=lambda: tokenizer,
+    )
 
 
 def questions() -> list[dict[str, Any]]:
@@ -80,7 +83,7 @@ def _published(monkeypatch: pytest.MonkeyPatch) -> None:
         Example(str(row["question_id"]), {key: row[key] for key in mtbench.FIELDS}) for row in questions()
     ]
     texts = {str(row["question_id"]): row["choices"][0]["turns"] for row in references()}
-    sha256 = MtBench(mt_bench_prompts(), texts).settings()["references_sha256"]
+    sha256 = MtBenchRubric(mt_bench_prompts(), texts).settings()["references_sha256"]
     monkeypatch.setattr(mtbench, "QUESTIONS_SHA256", rows_sha256(rows)[:16])
     monkeypatch.setattr(mtbench, "REFERENCES_SHA256", sha256)
     english = frozenset(longbench_write.row_hash(Example("", row)) for row in requests(60))
@@ -200,6 +203,20 @@ def test_departures_of_mt_bench_are_in_its_name(
     assert summary.notes[0] == said
 
 
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_the_default_top_k_of_the_official_programs_keeps_the_name(
+    target: Any, folder: str, tmp_path: Path, top_k: int
+) -> None:
+    sampling = Sampling(0.7, top_k=top_k)
+    questions_, requests_ = (
+        mt_bench(target, folder, sampling),
+        long_write(target, write(tmp_path / "all.jsonl", requests()), sampling),
+    )
+    for suite, title in ((questions_, "MT-Bench"), (requests_, "LongBench-Write")):
+        (task,) = suite.tasks
+        assert suite.summary({task.name: answered(suite, "x")}).title == title
+
+
 @pytest.mark.parametrize(
     ("judge", "said"),
     [
@@ -254,11 +271,8 @@ def test_other_rows_do_not_have_the_name(target: Any, tmp_path: Path) -> None:
 
 
 def test_own_prompts_and_short_contexts_are_in_the_name(target: Any, folder: str, tmp_path: Path) -> None:
-    from longtrain.evaluation.judge.prompts import MT_BENCH
-
-    rows = [
-        {"name": name, "system_prompt": "", "prompt_template": text} for name, (_, text) in MT_BENCH.items()
-    ]
+    texts = mt_bench_prompts().texts
+    rows = [{"name": name, "system_prompt": "", "prompt_template": text} for name, (_, text) in texts.items()]
     own = write(tmp_path / "own.jsonl", rows)
     suite = mt_bench(target, folder, judge={**HERE, "prompts": own})
     summary = suite.summary({"mt_bench": answered(suite, "x", cut=True)})
@@ -315,7 +329,7 @@ def test_figures_of_mt_bench(target: Any, folder: str) -> None:
         ({"timeout_s": 0}, r"suite\.judge\.timeout_s=0; allowed"),
         ({"body": "x"}, r"suite\.judge\.body=x; allowed"),
         ({"body": {"model": "y"}}, r"suite\.judge\.body\.model cannot be set"),
-        ({"keyenv": "x"}, r"suite\.judge\.keyenv is no setting; allowed: url"),
+        ({"keyenv": "x"}, r"unknown key 'suite\.judge\.keyenv'; known: url"),
     ],
 )
 def test_a_wrong_judge_is_refused_before_anything_runs(

@@ -11,6 +11,7 @@ import yaml
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.suites import longproc
+from longtrain.evaluation.task import rows_sha256
 
 TABLE = "name\tprice\nThe Cat\t$5\nDog\t7"
 PAGE = "<html><li>The {Cat} $5</li><li>Dog 7</li></html>"
@@ -46,7 +47,13 @@ def build(tiny, settings_of, folder):
     return make
 
 
-def test_all_of_it(build, answered) -> None:
+@pytest.fixture
+def as_published(build, monkeypatch):
+    """The rows of these tests count as the published ones."""
+    monkeypatch.setitem(longproc.ROWS_SHA256, "0.5k", rows_sha256(build(groups=["0.5k"]).tasks[0].rows))
+
+
+def test_all_of_it(build, as_published, answered) -> None:
     suite = build()
     assert {task.name: task.max_new_tokens for task in suite.tasks} == {
         "html_to_tsv_0.5k": 1024,
@@ -57,7 +64,15 @@ def test_all_of_it(build, answered) -> None:
     one = next(task.examples())
     assert task.prompt(one) == f"{PAGE}\nWrite a table of 0." and task.references(one) == [TABLE]
     summary = suite.summary(answered(suite, lambda task, one: f"Here:\n```tsv\n{TABLE}\n```\nDone."))
-    assert (summary.title, summary.notes, summary.average) == ("LongProc html_to_tsv", (), 100.0)
+    unverified = ("the rows of 2k and 8k are not compared with the published ones, those of 0.5k are",)
+    assert (summary.title, summary.notes, summary.average) == ("LongProc html_to_tsv", unverified, 100.0)
+
+
+def test_other_rows_do_not_bear_the_name(build, answered) -> None:
+    suite = build()
+    summary = suite.summary(answered(suite, lambda task, one: ""))
+    assert summary.title == "Variant of LongProc html_to_tsv"
+    assert summary.notes[0] == "rows of 0.5k that are not the published ones"
 
 
 def test_half_the_rows_of_a_table_are_worth_two_thirds(build, answered) -> None:
@@ -76,7 +91,7 @@ def test_the_target_reads_it(build, tiny, run_suite, monkeypatch) -> None:
     suite = build(groups=["0.5k"], limit=2, max_prompt_tokens=20)
     records = run_suite(suite, tiny)
     assert all(record.cut and len(record.turns[0].tokens) <= 8 for record in records["html_to_tsv_0.5k"])
-    assert suite.summary(records).notes[-1] == "prompts cut in the middle: 2"
+    assert "prompts cut in the middle: 2" in suite.summary(records).notes
 
 
 def test_longprocs_own_files_are_filled(tiny, settings_of, tmp_path) -> None:
@@ -141,12 +156,10 @@ def test_a_folder_without_a_group_says_which_there_are(build, folder) -> None:
         build()
 
 
-def test_sampling_makes_a_variant(build) -> None:
+def test_sampling_makes_a_variant(build, as_published) -> None:
     summary = build(Sampling(0.5)).summary({})
-    assert (summary.title, summary.notes) == (
-        "Variant of LongProc html_to_tsv",
-        ("sampled (temperature 0.5), not greedy",),
-    )
+    assert summary.title == "Variant of LongProc html_to_tsv"
+    assert summary.notes[0] == "sampled (temperature 0.5), not greedy"
 
 
 @pytest.mark.parametrize(
