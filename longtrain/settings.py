@@ -111,18 +111,13 @@ Counts = Annotated[
 ]
 
 
+def between(low: float, high: float, kind: type = float) -> Any:
+    """The annotation of a number from `low` to `high`, both included; `kind` may be `int`."""
+    return Annotated[kind, Field(ge=low, le=high)]  # type: ignore[valid-type]
+
+
 def within(least: float, most: float | None = None) -> Any:
     """Bounds of a number, to stand in an annotation such as `Annotated[int, BOUNDS]`.
-
-    Args:
-        least: the smallest value that is allowed.
-        most: the largest one; None: there is none.
-    """
-    return Field(ge=least, le=most)
-
-
-def within(least: int, most: int | None = None) -> Any:
-    """Bounds of a whole number, to stand in an annotation such as `Annotated[int, BOUNDS]`.
 
     Args:
         least: the smallest value that is allowed.

@@ -8,12 +8,12 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.settings import Count, CountOrZero, Text, read, within, wrong
+from longtrain.settings import Count, Text, read, within, wrong
 
 Message = Mapping[str, str]
 
@@ -46,92 +46,80 @@ class NoCompletionError(Exception):
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """The keys of `suite.judge`; conf/suite/mtbench.yaml describes them."""
+    """Where the judge is, which model it is, and how it is asked: the keys of `suite.judge`.
+
+    Args:
+        url: the base address, e.g. `https://api.openai.com/v1`; None: nothing is judged.
+        model: the model's name on that server.
+        key_env: the environment variable that holds the API key; None: the server needs none.
+        prompts: a file of prompts; None: the published ones.
+        temperature: the temperature of the judge's sampling; None leaves it to the server.
+        max_tokens: most tokens of a reply; None leaves it to the server.
+        body: further fields of the request, e.g. `{"chat_template_kwargs": {"enable_thinking": False}}`.
+        tries: how often a question is asked until the reply holds a mark.
+        retries: how often a request that failed is sent again.
+        concurrency: requests under way at once.
+        timeout_s: seconds without a byte after which a request has failed.
+
+    Raises:
+        ConfigError: a wrong address or request field; a missing model, key or package.
+    """
 
     url: Text | None
     model: Text | None
-    key_env: Text | None
-    prompts: Text | None
-    temperature: Annotated[float, within(0, 2)] | None
-    max_tokens: Count | None
-    body: Mapping[str, Any] | None
-    tries: Annotated[int, within(1, 100)]
-    retries: CountOrZero
-    concurrency: Annotated[int, within(1, 256)]
-    timeout_s: Annotated[float, within(0.1, 3600)]
+    key_env: Text | None = None
+    prompts: Text | None = None
+    temperature: Annotated[float, within(0, 2)] | None = 0.0
+    max_tokens: Count | None = 2048
+    body: Mapping[str, Any] | None = None
+    tries: Annotated[int, within(1, 100)] = 1
+    retries: Annotated[int, within(0, 100)] = 10
+    concurrency: Annotated[int, within(1, 256)] = 8
+    timeout_s: Annotated[float, within(0.1, 3600)] = 120.0
 
-    def endpoint(self) -> Endpoint | None:
-        """The endpoint; None where no address is given. What is wrong is said before anything is generated.
-
-        Raises:
-            ConfigError: a wrong address or request field; a missing model, key or package.
-        """
+    def __post_init__(self) -> None:
         if self.url is None:
-            return None
+            return
         _check_address(self.url)
         if self.model is None:
             raise ConfigError(
                 "suite.judge.url is set and suite.judge.model is not; pass the name the server gives it"
             )
+        _check_request_fields(self.body or {})
+        _ = self.key
         _need_openai()
-        return Endpoint(
-            self.url.rstrip("/").removesuffix("/chat/completions"),
-            self.model,
-            _key(self.key_env),
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            body=_request_fields(self.body or {}),
-            concurrency=self.concurrency,
-            timeout_s=self.timeout_s,
-            retries=self.retries,
-        )
 
-
-def judge_settings(values: Mapping[str, Any]) -> JudgeSettings:
-    """The settings of the judge from the value of `suite.judge`."""
-    return read(JudgeSettings, values, "suite.judge")
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the judge is, which model it is, and how it is asked.
-
-    Args:
-        url: the base address, e.g. `https://api.openai.com/v1`; `/chat/completions` is put behind it.
-        model: the model's name on that server.
-        key: the API key; it is never written anywhere.
-        temperature: the temperature of the judge's sampling; None leaves it to the server.
-        max_tokens: most tokens of a reply; None leaves it to the server.
-        body: further fields of the request, e.g. `{"chat_template_kwargs": {"enable_thinking": False}}`.
-        concurrency: requests under way at once.
-        timeout_s: seconds without a byte after which a request has failed.
-        retries: how often a request that failed is sent again.
-    """
-
-    url: str
-    model: str
-    key: str = field(default="none", repr=False)
-    temperature: float | None = 0.0
-    max_tokens: int | None = 2048
-    body: Mapping[str, Any] | None = None
-    concurrency: int = 8
-    timeout_s: float = 120.0
-    retries: int = 10
+    @property
+    def key(self) -> str:
+        """The API key, which is never written anywhere; a server that needs none is sent the word `none`."""
+        if self.key_env is None:
+            return "none"
+        key = os.environ.get(self.key_env, "").strip()
+        if not key:
+            raise ConfigError(
+                f"suite.judge.key_env={self.key_env} and no such variable is set; set it to the key, or pass "
+                "suite.judge.key_env=null for a server that needs none"
+            )
+        return key
 
     @property
     def host(self) -> str:
-        """Host and port, without a user's name or password that may stand in the address."""
-        parts = urlsplit(self.url)
-        return f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
+        """Host and port of the address."""
+        return urlsplit(self.url or "").netloc
 
     def settings(self) -> dict[str, Any]:
-        """JSON values that the judge's replies follow from; not where it is, nor how it is asked again."""
+        """JSON values that a reply follows from; not where the judge is, nor how it is asked again."""
         return {
             "model": self.model,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
             "body": dict(self.body or {}),
         }
+
+
+def judge_settings(values: Mapping[str, Any]) -> JudgeSettings:
+    """The settings of the judge from the value of `suite.judge`."""
+    return read(JudgeSettings, values, "suite.judge")
 
 
 @dataclass(frozen=True)
@@ -158,23 +146,19 @@ class Client:
     response that is no chat completion and status 425 are tried again, an account without quota is not.
 
     Args:
-        endpoint: where the judge is and how it is asked.
-
-    Raises:
-        ConfigError: the package `openai` is not installed.
+        judge: where the judge is and how it is asked.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        _need_openai()
+    def __init__(self, judge: JudgeSettings) -> None:
         from openai import DefaultHttpxClient, OpenAI
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
-        self.endpoint = endpoint
+        self.judge = judge
         self._openai = OpenAI(
-            base_url=endpoint.url,
-            api_key=endpoint.key,
-            timeout=endpoint.timeout_s,
-            max_retries=endpoint.retries,
+            base_url=str(judge.url).rstrip("/").removesuffix("/chat/completions"),
+            api_key=judge.key,
+            timeout=judge.timeout_s,
+            max_retries=judge.retries,
             http_client=DefaultHttpxClient(event_hooks={"response": [_inspect]}),
         )
         self._stopped = threading.Event()
@@ -200,7 +184,7 @@ class Client:
 
         if self._stopped.is_set():
             raise NotAskedError
-        end = self.endpoint
+        end = self.judge
         fields: dict[str, Any] = {"model": end.model, "messages": [dict(message) for message in messages]}
         chosen = {"temperature": end.temperature, "max_tokens": end.max_tokens}
         fields |= {name: value for name, value in chosen.items() if value is not None}
@@ -229,7 +213,7 @@ class Client:
         if status in (408, 409, 425, 429) or status >= 500:
             wait = headers.get("retry-after")
             asks = f"; it asks to be left alone for {wait} (seconds, or until then)" if wait else ""
-            return self._error(f"{said} after {self.endpoint.retries} retries or fewer{asks}")
+            return self._error(f"{said} after {self.judge.retries} retries or fewer{asks}")
         advice = {
             401: "is the key right? suite.judge.key_env names the variable that holds it",
             403: "is the key right? suite.judge.key_env names the variable that holds it",
@@ -238,7 +222,7 @@ class Client:
         return self._error(f"{said}; {advice}")
 
     def _error(self, text: str) -> JudgeError:
-        return JudgeError(f"judge {self.endpoint.model} at {self.endpoint.host}: {text}")
+        return JudgeError(f"judge {self.judge.model} at {self.judge.host}: {text}")
 
 
 def read_reply(text: str) -> Reply:
@@ -307,23 +291,10 @@ def _check_address(url: str) -> None:
         raise wrong("suite.judge.url", url, "an address such as http://localhost:8000/v1, or null")
 
 
-def _key(variable: str | None) -> str:
-    """The API key; a server that needs none is sent the word `none`."""
-    if variable is None:
-        return "none"
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(
-            f"suite.judge.key_env={variable} and no such variable is set; set it to the key, or pass "
-            "suite.judge.key_env=null for a server that needs none"
-        )
-    return key
-
-
-def _request_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+def _check_request_fields(body: Mapping[str, Any]) -> None:
     if taken := {"model", "messages", "stream", "n"} & set(body):
         raise ConfigError(f"suite.judge.body.{min(taken)} cannot be set there; pass other request fields")
     try:
-        return dict(json.loads(json.dumps(dict(body), allow_nan=False)))
+        json.dumps(dict(body), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"suite.judge.body cannot be sent as JSON: {error}") from None

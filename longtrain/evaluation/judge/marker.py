@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.evaluation.judge.client import (
     Client,
-    Endpoint,
     JudgeError,
     JudgeSettings,
     NotAskedError,
@@ -53,18 +52,17 @@ class JudgeMarker:
     marks took more replies than `tries`. Equal answers of two systems are judged once.
 
     Args:
-        endpoint: the judge.
+        judge: where the judge is and how it is asked.
         rubric: what it is asked and how replies are read.
-        tries: how often a question is asked.
     """
 
-    def __init__(self, endpoint: Endpoint, rubric: Rubric, *, tries: int) -> None:
-        self.endpoint, self.rubric, self.tries = endpoint, rubric, tries
+    def __init__(self, judge: JudgeSettings, rubric: Rubric) -> None:
+        self.judge, self.rubric, self.tries = judge, rubric, judge.tries
         self._seen: dict[str, Json] = {}
 
     def settings(self) -> Json:
         """JSON values that marks follow from."""
-        return {**self.endpoint.settings(), **self.rubric.settings(), "tries": self.tries}
+        return {**self.judge.settings(), **self.rubric.settings(), "tries": self.tries}
 
     def course(self) -> Json:
         """How the judgements were had: where, and how many took several tries."""
@@ -96,9 +94,9 @@ class JudgeMarker:
         asked = [
             self.rubric.questions(examples[record.task, record.example], record.texts) for record in records
         ]
-        follows = {**self.endpoint.settings(), "prompts_sha256": self.rubric.prompts.sha256}
+        follows = {**self.judge.settings(), "prompts_sha256": self.rubric.prompts.sha256}
         mark = hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest()[:8]
-        book = ledger(f"judge {self.endpoint.model} {mark}", follows)  # one of each judge, side by side
+        book = ledger(f"judge {self.judge.model} {mark}", follows)  # one of each judge, side by side
         try:
             self._judge([question for some in asked for question in some], book, advance)
             for question in {question.key: question for some in asked for question in some}.values():
@@ -113,13 +111,13 @@ class JudgeMarker:
     def _judge(self, questions: Sequence[JudgeQuestion], book: Ledger, advance: Advance) -> None:
         """Ask what has no mark in the book and was not asked by this run."""
         times = Counter(question.key for question in questions)
-        what = f"judge {self.endpoint.model}"
+        what = f"judge {self.judge.model}"
         wanted = {question.key: question for question in questions if self._unmarked(book, question)}
         if ready := sum(count for key, count in times.items() if key not in wanted):
             advance(what, ready)
         if not wanted:
             return
-        client = Client(self.endpoint)
+        client = Client(self.judge)
         failure: JudgeError | None = None
         try:
             for question, result in self._ask_all(client, list(wanted.values()), book):
@@ -167,7 +165,7 @@ class JudgeMarker:
                 except Exception as error:
                     done.put((question, error))
 
-        for _ in range(min(self.endpoint.concurrency, len(questions))):
+        for _ in range(min(self.judge.concurrency, len(questions))):
             threading.Thread(target=work, name="judge", daemon=True).start()
         for _ in questions:
             yield done.get()
@@ -204,7 +202,7 @@ class JudgeMarker:
             "reply": reply.text,
             "tries": tries,
             "answered_as": reply.model,
-            "host": self.endpoint.host,
+            "host": self.judge.host,
         }
 
     def _unmarked(self, book: Ledger, question: JudgeQuestion) -> bool:
@@ -226,8 +224,7 @@ class JudgeMarker:
 
 def marker_from(settings: JudgeSettings, rubric: Callable[[], Rubric]) -> JudgeMarker | None:
     """The marker that `suite.judge` asks for; None, and the rubric is not made, where it names no address."""
-    endpoint = settings.endpoint()
-    return None if endpoint is None else JudgeMarker(endpoint, rubric(), tries=settings.tries)
+    return None if settings.url is None else JudgeMarker(settings, rubric())
 
 
 def marks_of(record: Record) -> list[Json | None]:

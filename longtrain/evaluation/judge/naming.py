@@ -64,7 +64,7 @@ class Published:
         """Departures of the judge's prompts and settings; its model is told beside the name."""
         if marker is None:
             return []
-        notes, end = [], marker.endpoint
+        notes, end = [], marker.judge
         body = dict(end.body or {})
         if not marker.rubric.prompts.official:
             notes.append("judge prompts that are not the published ones")
@@ -164,9 +164,9 @@ def check_judged(results: Json) -> None:
 
 
 def _judged_by(marker: JudgeMarker) -> str:
-    body = marker.endpoint.body or {}
+    body = marker.judge.body or {}
     settings = "".join(f", {name}: {body[name]}" for name in sorted(SAME & set(body)))
-    return f"judged by {marker.endpoint.model}{settings}"
+    return f"judged by {marker.judge.model}{settings}"
 
 
 def _replies(count: int) -> str:

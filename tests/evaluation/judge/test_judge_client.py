@@ -10,8 +10,8 @@ from judge_server import Answer, in_turn, serve
 
 from longtrain.evaluation.judge.client import (
     Client,
-    Endpoint,
     JudgeError,
+    JudgeSettings,
     NoCompletionError,
     NotAskedError,
     RefusedError,
@@ -22,12 +22,15 @@ ASK = [{"role": "user", "content": "How good is this?"}]
 
 
 def client(url: str, **values: Any) -> Client:
-    return Client(Endpoint(url, "judge", **{"timeout_s": 5.0, "retries": 3, **values}))
+    return Client(JudgeSettings(url, "judge", **{"timeout_s": 5.0, "retries": 3, **values}))
 
 
-def test_a_request_holds_what_was_set() -> None:
+def test_a_request_holds_what_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
     with serve(in_turn(Answer("fine"))) as judge:
-        end = client(judge.url, key="secret", temperature=0.5, max_tokens=77, body={"seed": 3, "x": {"y": 1}})
+        end = client(
+            judge.url, key_env="JUDGE_KEY", temperature=0.5, max_tokens=77, body={"seed": 3, "x": {"y": 1}}
+        )
         reply = end.ask([{"role": "system", "content": "s"}, *ASK])
     assert (reply.text, reply.model, reply.finish) == ("fine", "judge-1", "stop")
     assert judge.requests == [
@@ -42,6 +45,12 @@ def test_a_request_holds_what_was_set() -> None:
         }
     ]
     assert judge.keys == ["Bearer secret"]
+
+
+def test_the_whole_path_may_be_given() -> None:
+    with serve(in_turn(Answer())) as judge:
+        client(f"{judge.url}/chat/completions/").ask(ASK)
+    assert judge.requests[0]["path"] == "/v1/chat/completions"
 
 
 def test_null_fields_are_not_sent() -> None:
@@ -159,7 +168,6 @@ def test_an_empty_message_is_a_reply() -> None:
         read_reply('{"choices": [{}]}')
 
 
-def test_the_host_holds_no_password() -> None:
-    assert Endpoint("http://me:secret@host:81/v1", "m").host == "host:81"
-    assert Endpoint("https://api.example.org/v1", "m").host == "api.example.org"
-    assert "secret" not in str(Endpoint("http://me:secret@host/v1", "m", "secret").settings())
+def test_the_host() -> None:
+    assert JudgeSettings("http://host:81/v1", "m").host == "host:81"
+    assert JudgeSettings("https://api.example.org/v1", "m").host == "api.example.org"

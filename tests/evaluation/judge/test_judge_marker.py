@@ -12,7 +12,7 @@ import pytest
 from judge_server import Answer, Judge, in_turn, serve
 
 from longtrain.evaluation.harness.ledger import Ledger
-from longtrain.evaluation.judge.client import Endpoint, JudgeError
+from longtrain.evaluation.judge.client import JudgeError, JudgeSettings
 from longtrain.evaluation.judge.marker import EMPTY, UNREADABLE, JudgeMarker, judge_facts, marks_of
 from longtrain.evaluation.judge.prompts import JudgePrompts, longbench_write_prompts, mt_bench_prompts
 from longtrain.evaluation.judge.rubrics import DIMENSIONS, LongWriteRubric, MtBenchRubric
@@ -39,7 +39,7 @@ def records_of(*systems: str) -> list[Record]:
 def marker(url: str, *, tries: int = 2, **values: Any) -> JudgeMarker:
     fast = {"retries": 1, "timeout_s": 5.0, "concurrency": 3}
     return JudgeMarker(
-        Endpoint(url, "judge", **{**fast, **values}), MtBenchRubric(mt_bench_prompts(), {}), tries=tries
+        JudgeSettings(url, "judge", tries=tries, **{**fast, **values}), MtBenchRubric(mt_bench_prompts(), {})
     )
 
 
@@ -91,7 +91,7 @@ def test_marks_reach_the_right_records(desk: Desk) -> None:
     assert facts["judgements"] == 24
     assert facts["unjudged"] == 0
     assert facts["tries"] == 2
-    assert end.course() == {"hosts": [end.endpoint.host], "judgements": 24, "asked_again": 0}
+    assert end.course() == {"hosts": [end.judge.host], "judgements": 24, "asked_again": 0}
     said = json.dumps([one.marks for one in marked] + [facts])
     assert "127.0.0.1" not in said  # where a judge is changes from run to run, and no result with it
     assert facts["answered_as"] == ["judge-1"]
@@ -148,8 +148,7 @@ def test_a_reply_without_a_dimension_counts_as_officially(desk: Desk, missing: s
     rows = (Example("1", {"prompt": "Write.", "type": "x", "length": 4}),)
     suite = Suite("longbench_write", (Task("mt_bench", rows, "{prompt}", 8, "judge", None),))
     with serve(in_turn(Answer(reply))) as judge:
-        end = marker(judge.url)
-        end = JudgeMarker(end.endpoint, LongWriteRubric(longbench_write_prompts()), tries=5)
+        end = JudgeMarker(marker(judge.url, tries=5).judge, LongWriteRubric(longbench_write_prompts()))
         end.mark(
             [record("full", rows[0], "a")], suite, lambda name, s: Ledger(desk.folder, name, s), desk.advance
         )
@@ -239,7 +238,7 @@ def break_after(count: int, bad: Answer) -> Callable[[dict[str, Any], int], Answ
     ("bad", "why"),
     [
         (Answer(status=500, body=b"down"), r"status 500 \(down\) after 1 retries"),
-        (Answer(delay_s=2.0), r"no answer within 0\.8 s"),
+        (Answer(delay_s=6.0), r"no answer within 3 s"),
         (Answer(status=401, body=b"key"), "key_env"),
         (Answer(stop=True), "no connection|no chat completion"),
     ],
@@ -251,7 +250,7 @@ def test_a_judge_that_breaks_down_loses_nothing(desk: Desk, bad: Answer, why: st
         with pytest.raises(
             JudgeError, match=rf"(?s)({why}).*; 5 of 12 judgements are kept, the same command"
         ):
-            desk.mark(marker(judge.url, timeout_s=0.8), records)
+            desk.mark(marker(judge.url, timeout_s=3.0), records)
     assert len(desk.kept()) == 5
     with serve(in_turn(Answer())) as judge:  # elsewhere by now: where the judge is does not matter
         marked = desk.mark(marker(judge.url), records)
@@ -291,20 +290,18 @@ def test_other_judges_and_prompts_are_kept_apart(desk: Desk) -> None:
         run(judge)
         run(judge, temperature=0.7)
         run(judge, body={"seed": 1})
-        end = marker(judge.url)
-        desk.mark(JudgeMarker(end.endpoint, other, tries=1), records_of("full"))
+        desk.mark(JudgeMarker(marker(judge.url).judge, other), records_of("full"))
         assert len(judge.requests) == 48
         run(judge, timeout_s=4.0, concurrency=1)
         assert len(judge.requests) == 48
     assert len(list(desk.folder.glob("*.jsonl"))) == 4
 
 
-def test_the_key_is_written_nowhere(desk: Desk) -> None:
+def test_the_key_is_written_nowhere(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
     with serve(in_turn(Answer())) as judge:
-        end = marker(judge.url, key="s3cret")
+        end = marker(judge.url, key_env="JUDGE_KEY")
         marked = desk.mark(end, records_of("full"))
         assert judge.keys[0] == "Bearer s3cret"
-    everything = json.dumps([judge_facts(end, marked), [one.to_json() for one in marked]]) + repr(
-        end.endpoint
-    )
+    everything = json.dumps([judge_facts(end, marked), [one.to_json() for one in marked]]) + repr(end.judge)
     assert "s3cret" not in everything + "".join(path.read_text() for path in desk.folder.iterdir())
