@@ -162,6 +162,7 @@ def gap_of(
     rivals: tuple[int, int],
     parts: Parts | None = None,
     barred: Sequence[int] = (),
+    after: Sequence[int] = (),
 ) -> float:
     """How far the worse rival lies below the best logit after prompt and text.
 
@@ -175,6 +176,7 @@ def gap_of(
         rivals: the two tokens that follow.
         parts: evictor and cache.
         barred: tokens that were impossible there (`min_new_tokens`).
+        after: token ids between prompt and text that were read after eviction.
     """
     parts = parts or Parts()
     new_cache = parts.cache or target.new_cache
@@ -186,8 +188,9 @@ def gap_of(
         nodes=1,
         hidden=(-1,),
         evictor=parts.evictor,
+        after=[after] if after else None,
     )
-    hidden_E, at = read.step.hidden[-1][0, len(prompt) - 1], len(prompt)
+    hidden_E, at = read.step.hidden[-1][0, len(prompt) + len(after) - 1], len(prompt) + len(after)
     for ids in [list(text)] if parts.cache is None and text else [[token] for token in text]:
         ids_BT = torch.tensor([ids], device=target.device)
         pos_BT = torch.arange(at, at + len(ids), device=target.device)[None]

@@ -28,10 +28,17 @@ _DIRECTIVES = "aAbBcdHIjmMpSuUwWxXyYzZ"
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a prompt, and whether its middle was left out."""
+    """A prompt as token ids.
+
+    Args:
+        ids: what is there when rows are evicted.
+        cut: whether the middle was left out.
+        after: what is read after eviction, such as a question that no policy is to see.
+    """
 
     ids: tuple[int, ...]
     cut: bool = False
+    after: tuple[int, ...] = ()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool, max_tokens: int) -> Encoded:

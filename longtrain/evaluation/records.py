@@ -22,6 +22,8 @@ class Turn:
         finish: why it ended: `stop_id`, `stop_string` or `length`.
         prompt_tokens: tokens of what was before it.
         kept_rows: rows of the prompt in the cache while it was decoded, mean over layers and KV heads.
+        cache_bytes: this answer's part of the batch's cache while decoding.
+        full_cache_bytes: the same before eviction.
     """
 
     text: str
@@ -29,11 +31,22 @@ class Turn:
     finish: str
     prompt_tokens: int
     kept_rows: float
+    cache_bytes: int = 0
+    full_cache_bytes: int = 0
 
     @property
     def output_tokens(self) -> int:
         """Tokens of the answer, what ended it included."""
         return len(self.tokens)
+
+    def to_json(self) -> Json:
+        """Plain JSON values."""
+        return asdict(self) | {"tokens": list(self.tokens)}
+
+    @classmethod
+    def from_json(cls, values: Json) -> Turn:
+        """The inverse of `to_json`."""
+        return cls(**{**values, "tokens": tuple(values["tokens"])})
 
 
 @dataclass(frozen=True)
@@ -48,11 +61,13 @@ class Record:
         prompt_tokens: of the first turn; 0 where nothing was generated.
         prompt_sha256: 16 hex digits of the hash of the first turn's ids.
         cut: whether the prompt's middle was left out.
-        turns: the answers; empty where nothing was generated.
-        score: 0 to 1, or a judge's; None where there is none (yet).
-        measures: figures of a `Measured` task.
+        turns: the answers; empty where nothing was generated. Of several samples the first.
+        score: 0 to 1, or a judge's; None where there is none (yet). Of several samples the mean.
+        measures: figures of a `Measured` task, or those beside the score.
         cycles: of each turn, where a draft ran.
         marks: what a judge said; only after marking.
+        samples: the answers of further samples.
+        failed: why there is no outcome (`out of memory`); empty where there is one.
     """
 
     system: str
@@ -67,6 +82,8 @@ class Record:
     measures: dict[str, float] | None = None
     cycles: tuple[tuple[Cycle, ...], ...] | None = None
     marks: Json | None = None
+    samples: tuple[tuple[Turn, ...], ...] = ()
+    failed: str = ""
 
     @property
     def texts(self) -> list[str]:
@@ -96,7 +113,7 @@ class Record:
             "prompt_tokens": self.prompt_tokens,
             "prompt_sha256": self.prompt_sha256,
             "cut": self.cut,
-            "turns": [asdict(turn) | {"tokens": list(turn.tokens)} for turn in self.turns],
+            "turns": [turn.to_json() for turn in self.turns],
             "score": self.score,
         }
         if self.measures is not None:
@@ -105,15 +122,20 @@ class Record:
             values["cycles"] = [[_numbers(cycle) for cycle in turn] for turn in self.cycles]
         if self.marks is not None:
             values["marks"] = self.marks
+        if self.samples:
+            values["samples"] = [[turn.to_json() for turn in turns] for turns in self.samples]
+        if self.failed:
+            values["failed"] = self.failed
         return values
 
     @classmethod
     def from_json(cls, values: Json) -> Record:
         """The inverse of `to_json`."""
-        turns = tuple(Turn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in values["turns"])
+        turns = tuple(map(Turn.from_json, values["turns"]))
+        samples = tuple(tuple(map(Turn.from_json, some)) for some in values.get("samples", ()))
         cycles = values.get("cycles")
         known = None if cycles is None else tuple(tuple(_cycle(c) for c in turn) for turn in cycles)
-        return cls(**{**values, "turns": turns, "cycles": known})
+        return cls(**{**values, "turns": turns, "samples": samples, "cycles": known})
 
 
 def ids_sha256(ids: Sequence[int]) -> str:

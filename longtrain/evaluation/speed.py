@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,8 +17,10 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats
 from longtrain.evaluation import acceptance
 from longtrain.evaluation.acceptance import PLAIN, Advance, Variant
+from longtrain.evaluation.harness.answers import DecodingRequest, sequence_id
+from longtrain.evaluation.harness.plan import groups
 from longtrain.evaluation.harness.protocol import prompt_room
-from longtrain.evaluation.harness.run import Asked, sequence_id
+from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
 from longtrain.systems import System
@@ -49,13 +52,13 @@ class Batch:
     """Prompts that are timed together.
 
     Args:
-        prompts: token ids.
-        asked: of each.
+        prompts: as they are given to the engine.
+        request: of each.
         sequence_ids: what random coins know them by; None numbers them.
     """
 
-    prompts: list[list[int]]
-    asked: Asked
+    prompts: list[Encoded]
+    request: DecodingRequest
     sequence_ids: tuple[int, ...] | None = None
 
 
@@ -81,11 +84,11 @@ def measure_speed(
     Returns:
         One row a length: figures by name (`plain` first) and each variant's ratio to plain decoding.
     """
-    asked = Asked(protocol.max_new_tokens, protocol.sampling, protocol.ignore_eos)
+    request = DecodingRequest(protocol.max_new_tokens, protocol.sampling, protocol.ignore_eos)
     rows = []
     for length in protocol.lengths:
-        texts = protocol.prompts(length)[:prompts]
-        batches = [Batch(texts[first : first + batch], asked) for first in range(0, len(texts), batch)]
+        texts = [Encoded(tuple(prompt)) for prompt in protocol.prompts(length)[:prompts]]
+        batches = [Batch(texts[first : first + batch], request) for first in range(0, len(texts), batch)]
         figures = time_ways(target, [PLAIN, *variants], batches, what=str(length), advance=advance)
         rows.append({"length": length, "batch": batch, "figures": figures})
     return rows
@@ -99,9 +102,10 @@ def speed_rows(
     sampling: Sampling,
     prompts: int = 3,
     batch: int = 1,
+    tokens: int | None = None,
     advance: Advance = lambda what, done: None,
 ) -> dict[str, Any]:
-    """Time every system of a suite on its first prompts, in turn on each batch.
+    """Time the systems of a suite on its first prompts, in turn on each batch.
 
     Args:
         target: the frozen model.
@@ -110,29 +114,37 @@ def speed_rows(
         sampling: of the run.
         prompts: how many of each task or length are timed, after one short run that is not counted.
         batch: prompts decoded together.
+        tokens: of each answer, where a task has longer ones; 1 times the first token alone.
         advance: told of progress.
 
     Returns:
         `device`, and one row a task or length: `task`, `length` (or None), `prompts`, `batch`,
         `max_new_tokens` and `figures` by system.
     """
-    rows = []
+    rows, timed = [], timed_systems(systems, tokens=tokens)
     for task in suite.tasks:
         if not isinstance(task, Task):
             continue
         for length, some in _first(task, prompts).items():
-            batches = list(_batches(task, some, target, sampling=sampling, batch=batch))
+            batches = list(_batches(task, some, target, sampling=sampling, batch=batch, tokens=tokens))
             what = task.name if length is None else f"{task.name} @ {length}"
-            figures = time_ways(target, systems, batches, what=what, advance=advance)
+            figures = time_ways(target, timed, batches, what=what, advance=advance)
             about = {"task": task.name, "length": length, "prompts": len(some), "batch": batch}
-            rows.append({**about, "max_new_tokens": task.max_new_tokens, "figures": figures})
+            rows.append({**about, "max_new_tokens": batches[0].request.max_new_tokens, "figures": figures})
     return {"device": str(target.device), "rows": rows}
 
 
-def speed_steps(systems: Sequence[System], suite: Suite, *, prompts: int) -> int:
+def speed_steps(systems: Sequence[System], suite: Suite, *, prompts: int, tokens: int | None = None) -> int:
     """How often `speed_rows` tells of a prompt done."""
     tasks = [task for task in suite.tasks if isinstance(task, Task)]
-    return len(systems) * sum(len(some) for task in tasks for some in _first(task, prompts).values())
+    each = sum(len(some) for task in tasks for some in _first(task, prompts).values())
+    return len(timed_systems(systems, tokens=tokens)) * each
+
+
+def timed_systems(systems: Sequence[System], *, tokens: int | None) -> list[System]:
+    """The systems that are timed: where answers are cut to so many tokens, each at its first budget alone."""
+    some = [system for system in systems if system.timed]
+    return some if tokens is None else [group[0] for group in groups(some)]
 
 
 def time_ways(
@@ -156,22 +168,17 @@ def time_ways(
         Figures by name.
     """
     for way in ways:
-        asked = batches[0].asked
-        short = min(WARMUP_TOKENS, asked.max_new_tokens)
-        few = replace(asked, max_new_tokens=short, min_new_tokens=min(short, asked.min_new_tokens))
-        _timed(target, way, replace(batches[0], asked=few))
-    stats = {way.name: Stats() for way in ways}
+        _timed(target, way, replace(batches[0], request=batches[0].request.shortened(WARMUP_TOKENS)))
+    stats: dict[str, list[Stats]] = {way.name: [] for way in ways}
     peak = dict.fromkeys(stats, 0)
     for some in batches:
         for way in ways:
             found, held = _timed(target, way, some)
-            stats[way.name] += found
+            stats[way.name].append(found)
             peak[way.name] = max(peak[way.name], held)
             advance(f"speed of {way.name} @ {what}", len(some.prompts))
     plain = stats[ways[0].name]
-    return {
-        name: _figures(one, plain, n_prefills=len(batches), peak=peak[name]) for name, one in stats.items()
-    }
+    return {name: _figures(mine, plain, peak=peak[name]) for name, mine in stats.items()}
 
 
 def _first(task: Task, prompts: int) -> dict[int | None, list[Example]]:
@@ -186,30 +193,42 @@ def _first(task: Task, prompts: int) -> dict[int | None, list[Example]]:
 
 
 def _batches(
-    task: Task, some: Sequence[Example], target: Target, *, sampling: Sampling, batch: int
+    task: Task,
+    some: Sequence[Example],
+    target: Target,
+    *,
+    sampling: Sampling,
+    batch: int,
+    tokens: int | None,
 ) -> Iterator[Batch]:
     """Examples as they are decoded in the suite: those of one temperature together."""
-    assert target.tokenizer is not None
-    room = prompt_room(task, target)
+    tokenizer, room = target.require_tokenizer(), prompt_room(task, target)
     for heat in dict.fromkeys(task.temperature(example) for example in some):
         alike = [example for example in some if task.temperature(example) == heat]
         for first in range(0, len(alike), batch):
             mine = alike[first : first + batch]
-            prompts = [list(task.encode(one, target.tokenizer, max_tokens=room).ids) for one in mine]
-            asked = Asked.of(task, target, sampling, temperature=heat)
-            yield Batch(prompts, asked, tuple(sequence_id((task.name, one.id)) for one in mine))
+            prompts = [task.encode(one, tokenizer, max_tokens=room) for one in mine]
+            request = DecodingRequest.of(task, target, sampling, temperature=heat)
+            request = request if tokens is None else request.shortened(tokens)
+            yield Batch(prompts, request, tuple(sequence_id((task.name, one.id)) for one in mine))
 
 
-def _figures(one: Stats, plain: Stats, *, n_prefills: int, peak: int) -> dict[str, Any]:
+def _figures(mine: Sequence[Stats], full: Sequence[Stats], *, peak: int) -> dict[str, Any]:
+    """Figures over all batches, which `full` ran in turn with `mine`; first tokens by batch."""
+    one, plain = sum(mine, Stats()), sum(full, Stats())
     ours, theirs = one.end_to_end_tokens_per_s, plain.end_to_end_tokens_per_s
+    overheads = [a.prefill_s - b.prefill_s for a, b in zip(mine, full, strict=True)]
     return {
         "tokens_per_s": _known(one.tokens_per_s),
         "end_to_end_tokens_per_s": _known(ours),
         "ratio": _over(one.tokens_per_s, plain.tokens_per_s),
         "end_to_end_ratio": _over(ours, theirs),
-        "ms_per_cycle": 1e3 * one.decode_s / max(1, one.target_forwards - n_prefills),
+        "ms_per_cycle": 1e3 * one.decode_s / max(1, one.target_forwards - len(mine)),
         "prefill_s": one.prefill_s,
         "decode_s": one.decode_s,
+        "first_token_s": median(stats.prefill_s for stats in mine),
+        "first_token_overhead_s": median(overheads),
+        "first_token_overhead": median(overheads) / median(stats.prefill_s for stats in full),
         "tokens": one.decode_tokens,
         "cache_bytes": one.cache_bytes,
         "draft_bytes": one.draft_bytes,
@@ -232,8 +251,8 @@ def _timed(target: Target, way: Way, some: Batch) -> tuple[Stats, int]:
     if on_gpu:
         torch.cuda.synchronize(target.device)
         torch.cuda.reset_peak_memory_stats(target.device)
-    longest = max(map(len, some.prompts))
-    limits = Limits(len(some.prompts), longest + some.asked.max_new_tokens, way.shape.n_nodes)
+    longest = max(len(prompt.ids) + len(prompt.after) for prompt in some.prompts)
+    limits = Limits(len(some.prompts), longest + some.request.max_new_tokens, way.shape.n_nodes)
     engine = Engine(target, way.parts, limits=limits)
-    generation = some.asked.decode(engine, some.prompts, shape=way.shape, sequence_ids=some.sequence_ids)
+    generation = some.request.decode(engine, some.prompts, shape=way.shape, sequence_ids=some.sequence_ids)
     return generation.stats, torch.cuda.max_memory_allocated(target.device) if on_gpu else 0

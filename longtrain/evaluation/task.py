@@ -13,9 +13,11 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation.prompts import Encoded, encode
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.decoding.roles import Parts
+    from longtrain.evaluation.records import Record
     from longtrain.targets.model import Target
 
 Facet = int | float | str
@@ -53,6 +55,8 @@ class Task:
         n_turns: answers asked of an example, one after the other.
         ignore_eos: let no token end an answer, so that each has `max_new_tokens`.
         max_prompt_tokens: most tokens of the prompt's text; None: what the target's window leaves.
+        samples: answers to each prompt, each drawn with a seed of its own; the score is their mean.
+        keep_special: leave special tokens in the texts of answers, all but the one that ended it.
         protocol: further JSON values that prompts, decoding or scores follow from, to be hashed.
     """
 
@@ -69,6 +73,8 @@ class Task:
     n_turns: int = 1
     ignore_eos: bool = False
     max_prompt_tokens: int | None = None
+    samples: int = 1
+    keep_special: bool = False
     protocol: Mapping[str, Any] = field(default_factory=dict)
 
     def examples(self) -> Iterator[Example]:
@@ -117,6 +123,45 @@ class Task:
         """The score of a generated text, 0 to 1; None where a judge model gives it."""
         return None if self.judge is None else self.judge(text, example)
 
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """Further figures of a generated text, by name; the same names for every text of the task."""
+        return {}
+
+    def related(self, record: Record, full: Record, example: Example) -> Record:
+        """A record, scored anew if its score follows from what the full cache gave for the same example.
+
+        Args:
+            record: of any system, the full cache among them.
+            full: the full cache's record.
+            example: theirs.
+        """
+        return record
+
+    def sequence_id(self, example: Example) -> int | None:
+        """What random coins know an example by; None: a hash of the names of task and example."""
+        return None
+
+    def answer_ids(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+        """Tokens of the expected answer, for an evictor that may know it (an oracle)."""
+        return ()
+
+    def compares_scores(self, examples: Sequence[Example]) -> bool:
+        """Whether the importance scores that an evictor gives these prompts are to be looked at."""
+        return False
+
+    def compare_scores(
+        self, target: Target, examples: Sequence[Example], prompts: Sequence[Encoded], s_LBGS: Tensor
+    ) -> list[dict[str, float]]:
+        """Figures of an evictor's scores, one mapping an example.
+
+        Args:
+            target: the frozen model.
+            examples: decoded together.
+            prompts: of these examples.
+            s_LBGS: importance of every prompt token for each layer and KV head, not pooled.
+        """
+        raise NotImplementedError
+
     def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """Tokens that end an answer, beside the target's own end tokens.
 
@@ -150,6 +195,8 @@ class Task:
             "n_turns": self.n_turns,
             "ignore_eos": self.ignore_eos,
             **({"stop_strings": list(self.stop_strings)} if self.stop_strings else {}),
+            **({"samples": self.samples} if self.samples > 1 else {}),
+            **({"keep_special": True} if self.keep_special else {}),
             "temperatures": self._temperatures(),
             "protocol": dict(self.protocol),
             "rows": len(self.rows),
@@ -172,6 +219,8 @@ class Measured(ABC):
 
     name: str
     rows: tuple[Example, ...]
+    against_full: bool = False
+    """Whether figures follow from what the full cache gives too; all systems then run unit by unit."""
 
     def examples(self) -> Iterator[Example]:
         """The examples, in a fixed order."""
@@ -192,6 +241,20 @@ class Measured(ABC):
     @abstractmethod
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
         """One mapping an example: `{"nats": .., "tokens": .., "bytes": ..}`."""
+
+    def measure_against_full(
+        self, target: Target, parts: Parts, examples: Sequence[Example], known: dict[str, Any]
+    ) -> list[dict[str, float]]:
+        """As `measure`, with figures beside the full cache's.
+
+        Args:
+            target: the frozen model.
+            parts: of the system.
+            examples: measured together.
+            known: example -> what the full cache gave, kept while the systems run over the same examples;
+                what is missing is computed and put there.
+        """
+        raise NotImplementedError
 
     def score(self, measures: Mapping[str, float], example: Example) -> float | None:
         """The score of an example, 0 to 1, that follows from what was measured; None where there is none."""

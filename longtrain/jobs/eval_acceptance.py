@@ -18,7 +18,7 @@ from longtrain.evaluation.contexts import Document, choose_points, prefix_of
 from longtrain.evaluation.exactness import enforce
 from longtrain.evaluation.harness.protocol import json_hash
 from longtrain.evaluation.harness.run import ledger_settings, times_of
-from longtrain.evaluation.harness.session import Session, jsonl
+from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.scores import scores
 from longtrain.evaluation.suites.continuation import runs_of, suite_of
 from longtrain.evaluation.suites.drafting import told
@@ -131,7 +131,7 @@ def finish(cfg: DictConfig, session: AcceptanceSession) -> None:
         "acceptance.png": report.acceptance_picture(found),
     }
     files_.write_files(folder, files)
-    more = {"results.json": files_.as_json(outcome.results), "examples.jsonl": jsonl(outcome.examples)}
+    more = {"results.json": files_.as_json(outcome.results), "examples.jsonl": files_.jsonl(outcome.examples)}
     files_.write_files(folder / str(cfg.suite.name), {**more, **reports(cfg, outcome, outcome.timings)})
     places = {name: str(one.folder) for name, one in session.artifacts.items()}
     provenance.write(folder, plain(cfg), artifacts=places)

@@ -183,7 +183,6 @@ def finish(cfg: DictConfig, session: Session) -> None:
         LongtrainError: a draft's texts are not those of plain decoding, or a judge judged no answer at all.
     """
     from longtrain.evaluation.exactness import enforce
-    from longtrain.evaluation.harness.session import jsonl
     from longtrain.evaluation.judge.naming import check_judged
 
     if cfg.suite.name == "acceptance":
@@ -199,7 +198,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     timings = {**outcome.timings, **speed_of(cfg, session)}
     files = {
         "results.json": files_.as_json(outcome.results),
-        "examples.jsonl": jsonl(outcome.examples),
+        "examples.jsonl": files_.jsonl(outcome.examples),
         "timings.json": files_.as_json(timings),
         **reports(cfg, outcome, timings),
     }

@@ -120,7 +120,9 @@ class Builder:
             return self._policies(entry, roles, taker)
         return list(self._combined(entry, roles, taker))
 
-    def evicting(self, name: str, kind: str, make: MakeEvictor, facts: Json) -> list[System]:
+    def evicting(
+        self, name: str, kind: str, make: MakeEvictor, facts: Json, *, timed: bool = True
+    ) -> list[System]:
         """Systems that evict and nothing else, one a budget.
 
         Args:
@@ -128,8 +130,9 @@ class Builder:
             kind: see `System`.
             make: their evictor with a budget.
             facts: see `System`.
+            timed: see `System`.
         """
-        plain = System(name, kind, name, parts=Parts(name=name), facts=facts)
+        plain = System(name, kind, name, parts=Parts(name=name), facts=facts, timed=timed)
         return list(self._at_budgets(plain, make))
 
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:

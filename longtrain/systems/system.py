@@ -34,6 +34,7 @@ class System:
         lossless_of: the system with the same cache and no draft, whose texts it must repeat; None where there
             is none, nothing is drafted, or drafts are sampled.
         acceptance: the chance that a drafted token is accepted, where it is given and not measured.
+        timed: whether its speed says something; that of an upper bound which nobody can run does not.
     """
 
     name: str
@@ -45,6 +46,7 @@ class System:
     facts: Json = field(default_factory=dict)
     lossless_of: str | None = None
     acceptance: float | None = None
+    timed: bool = True
 
     @property
     def drafts(self) -> bool:

@@ -75,7 +75,7 @@ def test_scores_do_not_change_on_a_rerun(run, tmp_path):
 
 
 def test_a_run_that_was_cut_off_goes_on(run, tmp_path, monkeypatch):
-    from longtrain.evaluation.harness import run as harness
+    from longtrain.evaluation.harness import answers as harness
 
     folder = tmp_path / "runs" / "one" / "eval"
     run("suite.speed_prompts=0")

@@ -56,13 +56,18 @@ def numbers_of(record: Record) -> dict[str, float]:
     """Everything about a record that a figure can be made of, by name.
 
     `score`, the task's own measures, and: `one`, which is 1; of what was generated `prompt_tokens`,
-    `output_tokens` and `kept_rows` (rows of the prompt in the cache, mean over turns, layers and KV heads);
+    `output_tokens`, `kept_rows` (rows of the prompt in the cache, mean over turns, layers and KV heads),
+    `cache_bytes` and `full_cache_bytes` (the first answer's cache while decoding and before eviction);
     of drafts `cycle_tokens` over `cycles`, which is the acceptance length.
     """
     found = {"one": 1.0, **({} if record.score is None else {"score": record.score})}
+    if record.failed:
+        return {}
     if record.turns:
         found |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
         found["kept_rows"] = math.fsum(turn.kept_rows for turn in record.turns) / len(record.turns)
+        found["cache_bytes"] = record.turns[0].cache_bytes
+        found["full_cache_bytes"] = record.turns[0].full_cache_bytes
     if record.cycles is not None:
         tokens, cycles = tau_of(record.rows())
         found |= {"cycle_tokens": sum(tokens), "cycles": sum(cycles)}

@@ -185,7 +185,8 @@ class _Figures:
             "rows": len(some),
             "score": self._mean([some]),
             "cut": sum(record.cut for record in some),
-            "unjudged": sum(self.reading.share(one) is None for one in numbers),
+            "unjudged": sum(self.reading.share(one) is None for one in numbers if one),
+            **({"out_of_memory": failed} if (failed := sum(bool(one.failed) for one in some)) else {}),
             **{
                 key: mean(one.get(key) for one in numbers)
                 for key in ("prompt_tokens", "output_tokens", "kept_rows")
@@ -270,7 +271,8 @@ def verdict(difference: Interval) -> Json:
 def _paired(some: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
     """Records of two systems in one task, by example, where both have it."""
     there = {record.example: record for record in others}
-    return [(record, there[record.example]) for record in some if record.example in there]
+    pairs = [(record, there[record.example]) for record in some if record.example in there]
+    return [(a, b) for a, b in pairs if not (a.failed or b.failed)]
 
 
 def _by_task(some: Iterable[Record]) -> dict[str, list[Record]]:

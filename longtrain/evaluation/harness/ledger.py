@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator
-from io import FileIO
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.log import get_logger
-
-log = get_logger(__name__)
+from longtrain.files import Journal, whole_lines
 
 Json = dict[str, Any]
 
@@ -45,13 +39,15 @@ class Ledger:
     ) -> None:
         self.folder, self.name, self.settings = folder, name, _plain(settings)
         self.done: dict[str, Json] = {}
-        self._stream: FileIO | None = None
+        self._journal: Journal | None = None
         mark = hashlib.sha256(name.encode()).hexdigest()[:8]  # two names may read alike without their marks
         readable = re.sub(r"[^A-Za-z0-9.=@+]+", "-", name).strip("-")
         self._stem = f"{readable}-{mark}"
-        if write:
-            self._open(folder / f"{self._stem}.{shard}.jsonl")
         try:
+            if write:
+                self._journal = Journal(folder / f"{self._stem}.{shard}.jsonl")
+                if self._journal.empty:
+                    self._journal.append(_line({"settings": self.settings}))
             self.reload()
         except BaseException:
             self.close()
@@ -67,11 +63,11 @@ class Ledger:
         """Keep a unit, whole or not at all; gives it back as it will be read.
 
         Raises:
-            ConfigError: the disk is full or not writable; what was there before is still there.
+            LongtrainError: the disk is full or not writable; what was there before is still there.
         """
-        assert self._stream is not None, "a ledger opened for reading"
+        assert self._journal is not None, "a ledger opened for reading"
         payload = _plain(payload)
-        self._write({"key": key, "payload": payload})
+        self._journal.append(_line({"key": key, "payload": payload}))
         self.done[key] = payload
         return payload
 
@@ -79,54 +75,15 @@ class Ledger:
         """Read all shards' files anew: what other processes have finished since."""
         self.done = {}
         for path in sorted(self.folder.glob(f"{_escaped(self._stem)}.*.jsonl")):
-            for number, line in enumerate(_lines(path), 1):
+            for number, line in enumerate(whole_lines(path), 1):
                 self._take(path, number, line)
         return self.done
 
     def close(self) -> None:
         """Let others write this shard."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _open(self, path: Path) -> None:
-        """Lock the file, drop what a kill left after its last line; a new file gets the settings."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = path.open("ab+", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}; pass home=FOLDER") from None
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(
-                f"{path} is being written by another run; wait for it, or pass name=OTHER"
-            ) from None
-        except OSError as error:  # a file system without locks
-            log.warning("lock=none path=%s error=%s; let no second run write it", path, error.strerror)
-        self._stream.seek(0)
-        content = self._stream.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            log.info("torn line dropped path=%s bytes=%d", path, len(content) - whole)
-            self._stream.truncate(whole)
-        if not whole:
-            self._write({"settings": self.settings})
-
-    def _write(self, line: Json) -> None:
-        assert self._stream is not None
-        end = self._stream.seek(0, os.SEEK_END)
-        try:
-            rest = json.dumps(line, allow_nan=False).encode() + b"\n"
-            while rest:
-                rest = rest[self._stream.write(rest) :]
-            os.fsync(self._stream.fileno())
-        except OSError as error:
-            self._stream.truncate(end)
-            raise ConfigError(
-                f"cannot write {self._stream.name}: {error.strerror}; free space and run the same again"
-            ) from None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     def _take(self, path: Path, number: int, line: bytes) -> None:
         try:
@@ -165,12 +122,8 @@ def first_difference(one: Json, other: Json, *, prefix: str = "") -> tuple[str, 
 _MISSING = object()
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file."""
-    with path.open("rb") as stream:
-        for line in stream:
-            if line.endswith(b"\n"):
-                yield line
+def _line(values: Json) -> bytes:
+    return json.dumps(values, allow_nan=False).encode()
 
 
 def _escaped(name: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from longtrain.errors import ConfigError
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.systems import System
 
 Place = tuple[str, str]
 """(task, example)."""
@@ -39,8 +40,13 @@ class Unit:
 
     @property
     def temperature(self) -> float | None:
-        """Of its examples; None: the run's own."""
+        """The temperature of its examples; None: the run's own."""
         return _temperature(self.task, self.examples[0])
+
+    def split(self, size: int) -> list[Unit]:
+        """The same examples in units of at most `size`."""
+        starts = range(0, len(self.examples), size)
+        return [replace(self, examples=self.examples[at : at + size]) for at in starts]
 
 
 def plan(suite: Suite, *, batch: int) -> list[Unit]:
@@ -77,6 +83,29 @@ def remaining(units: list[Unit], done: Collection[Place]) -> list[Unit]:
         if rest:
             left.append(replace(unit, examples=rest))
     return left
+
+
+def groups(systems: Sequence[System]) -> list[list[System]]:
+    """Systems that are run together, unit by unit: those that differ in their budget alone."""
+    found: dict[str, list[System]] = {}
+    for system in systems:
+        found.setdefault(system.family if system.evicts else system.name, []).append(system)
+    return list(found.values())
+
+
+def lanes(systems: Sequence[System], units: Sequence[Unit]) -> list[tuple[list[System], list[Unit]]]:
+    """The order of a run: which systems run together on which units, the full cache first.
+
+    Units whose figures follow from the full cache's own come last, for all systems together.
+
+    Args:
+        systems: the full cache first.
+        units: of all tasks.
+    """
+    beside = [unit for unit in units if isinstance(unit.task, Measured) and unit.task.against_full]
+    alone = [unit for unit in units if not (isinstance(unit.task, Measured) and unit.task.against_full)]
+    found = [(group, alone) for group in groups(systems)] if alone else []
+    return [*found, (list(systems), beside)] if beside else found
 
 
 def _units(task: Task | Measured, batch: int) -> Iterator[Unit]:

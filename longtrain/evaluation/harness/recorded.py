@@ -5,22 +5,20 @@ Two files hold them: `results/baselines.json` among the recipes that ship, and `
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.errors import DataError, LongtrainError
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
 from longtrain.evaluation.suite import Scale, Suite
 from longtrain.evaluation.task import Task
-from longtrain.files import as_json, write_files
+from longtrain.files import as_json, lock, write_files
 from longtrain.log import get_logger
 from longtrain.systems import FULL_CACHE
 
@@ -97,7 +95,7 @@ class Baselines:
             "high": average["high"],
             "source": "home",
         }
-        with _alone(self.path):
+        with lock(self.path.with_name(f".{self.path.name}.lock"), wait=True):
             kept = [old for old in _read(self.path) if _place(old) != _place(entry)]
             write_files(self.path.parent, {self.path.name: as_json({"baselines": [*kept, entry]})})
         return entry
@@ -180,23 +178,6 @@ def _sampled(suite: Suite, protocol: Json) -> bool:
             if any((default if heat is None else heat) > 0 for heat in own):
                 return True
     return False
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Inside, no other run adds to the file."""
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = lock.open("w")
-    except OSError as error:
-        raise ConfigError(f"cannot write {lock}: {error.strerror}; pass home=FOLDER") from None
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks
-            log.warning("lock=none path=%s error=%s; let no second run record", lock, error.strerror)
-        yield
 
 
 def _point(scale: Scale, recorded: float) -> float:

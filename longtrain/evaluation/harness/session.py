@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +17,13 @@ from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
-from longtrain.evaluation.harness.partings import Partings
-from longtrain.evaluation.harness.plan import Unit, part_of, plan
+from longtrain.evaluation.harness.lossless import LosslessCheck
+from longtrain.evaluation.harness.plan import Unit, lanes, part_of, plan
 from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
 from longtrain.evaluation.harness.run import (
     Runner,
     StoppedError,
+    halved_to,
     ledger_settings,
     places_of,
     records_of,
@@ -32,6 +31,8 @@ from longtrain.evaluation.harness.run import (
 )
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Advance, Suite
+from longtrain.evaluation.task import Task
+from longtrain.files import lock
 from longtrain.log import get_logger
 from longtrain.systems import System
 
@@ -150,17 +151,20 @@ class Session:
         _ = self.baseline  # another protocol is refused before anything is run
         runner = Runner(self.target, self.sampling, advance, stopping)
         units = part_of(self.units, shard=shard, shards=shards)
-        for number, system in enumerate(self.systems):
+        for group, some in lanes(self.systems, units):
             try:
-                with self.ledger(system, shard=shard, write=True) as ledger:
-                    runner.run(system, units, ledger)
+                with ExitStack() as stack:
+                    ledgers = [
+                        stack.enter_context(self.ledger(system, shard=shard, write=True)) for system in group
+                    ]
+                    runner.run(list(zip(group, ledgers, strict=True)), some)
             except StoppedError:
                 total, done = self.counts(shard=shard, shards=shards)
                 raise StoppedError(
-                    f"stopped as asked at {system.name}, with {total - done} of {total} examples left in "
+                    f"stopped as asked at {group[0].name}, with {total - done} of {total} examples left in "
                     "this part over all systems; what is done is kept, and the same command goes on from here"
                 ) from None
-            if number == 0 and not self.missing(self.systems[:1]):
+            if group[0] is self.systems[0] and not self.missing(self.systems[:1]):
                 self._compare(self._marked_early() if shards == 1 else None)
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
@@ -193,24 +197,15 @@ class Session:
             self._compare(records)
             records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
-        Partings(self.target, self.suite, self.systems, self.sampling).settle(found, records)
+        LosslessCheck(self.target, self.suite, self.systems, self.sampling).add_to(found, records)
+        found["notes"] += self._memory_notes(records)
         if self.record and not recorded.exempt(self.suite):
             found["baseline"] = self._recorded(found)
         return Outcome(found, self._examples(records), self._timings())
 
-    @contextmanager
-    def finishing(self) -> Iterator[bool]:
-        """Whether this process may write the result; False while another one does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "ledger" / ".finish.lock").open("w") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            except OSError as error:  # a file system without locks
-                log.warning("lock=none path=%s error=%s", stream.name, error.strerror)
-            yield True
+    def finishing(self) -> AbstractContextManager[bool]:
+        """Whether this process may write the result inside the block; False while another one does."""
+        return lock(self.folder / "ledger" / ".finish.lock")
 
     def _compare(self, records: Sequence[Record] | None = None) -> None:
         """Set the verdict on the full cache's score."""
@@ -226,6 +221,9 @@ class Session:
             return  # no score before it is marked
         full = self.systems[:1]
         own = self.records(full) if records is None else [r for r in records if r.system == full[0].name]
+        if failed := sum(bool(record.failed) for record in own):
+            self.verdict = recorded.unchecked("off", reason=f"memory ran out in {failed} examples")
+            return
         average = recorded.average_of(self._assemble(full, own))
         if average is None:
             verdict = recorded.unchecked("no_score")
@@ -240,7 +238,9 @@ class Session:
     def _marked(self, records: Sequence[Record], advance: Advance = lambda what, done: None) -> list[Record]:
         """Records with a judge's marks."""
         assert self.suite.marker is not None
-        return self.suite.marker.mark(records, self.suite, self._judge_ledger, advance)
+        answered = [record for record in records if not record.failed]
+        marked = self.suite.marker.mark(answered, self.suite, self._judge_ledger, advance)
+        return [*marked, *(record for record in records if record.failed)]
 
     def _marked_early(self) -> list[Record] | None:
         """The full cache's records, marked before any other system runs; None where no score hangs on it."""
@@ -264,13 +264,35 @@ class Session:
         recorded.tell(self.suite, verdict)
         return verdict
 
+    def _memory_notes(self, records: Sequence[Record]) -> list[str]:
+        """What is to be said of systems for which memory ran out."""
+        notes = []
+        for system in self.systems:
+            failed = sum(bool(record.failed) for record in records if record.system == system.name)
+            if failed:
+                notes.append(
+                    f"memory ran out with {system.name} in {failed} examples, which have no score; to run "
+                    "them again pass name=OTHER, or remove its ledgers"
+                )
+            elif size := halved_to(self.ledger(system)):
+                notes.append(
+                    f"memory ran out with {system.name} at a batch of {self.batch}; the least batch "
+                    f"was {size}"
+                )
+        return notes
+
     def records(self, systems: Sequence[System] | None = None) -> list[Record]:
         """Of all examples of the suite that are done, in the suite's order, system by system."""
-        order = [(task.name, one.id) for task in self.suite.tasks for one in task.examples()]
+        full = records_of(self.ledger(self.systems[0]))
         found = []
         for system in systems or self.systems:
-            known = records_of(self.ledger(system))
-            found += [known[place] for place in order if place in known]
+            known = full if system is self.systems[0] else records_of(self.ledger(system))
+            for task in self.suite.tasks:
+                for example in task.examples():
+                    record, other = (some.get((task.name, example.id)) for some in (known, full))
+                    if record and other and isinstance(task, Task) and not (record.failed or other.failed):
+                        record = task.related(record, other, example)
+                    found += [record] if record else []
         return found
 
     def _assemble(self, systems: Sequence[System], records: Sequence[Record]) -> Json:
@@ -292,8 +314,7 @@ class Session:
         )
 
     def _examples(self, records: Sequence[Record]) -> list[Json]:
-        tokenizer, tasks = self.target.tokenizer, self.protocol.settings["tasks"]
-        assert tokenizer is not None
+        tokenizer, tasks = self.target.require_tokenizer(), self.protocol.settings["tasks"]
         rooms = {
             name: task["max_prompt_tokens"] for name, task in tasks.items() if "max_prompt_tokens" in task
         }
@@ -311,8 +332,3 @@ class Session:
 
     def _judge_ledger(self, name: str, settings: Json) -> Ledger:
         return Ledger(self.folder / "ledger", name, settings)
-
-
-def jsonl(values: Sequence[Json]) -> bytes:
-    """One JSON line each."""
-    return "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()

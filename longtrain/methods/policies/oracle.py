@@ -1,18 +1,22 @@
-"""Oracle: the scores that the answer itself gives, the upper bound of every scorer.
+"""Oracles: the scores that the answer itself gives, the upper bound of every scorer.
 
 Shapes: L layers, B prompts, S prompt slots, G KV heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import AllQueries, observed
 from longtrain.decoding.sampling import Sampling
+from longtrain.decoding.select import reduce_heads
+from longtrain.kernels.importance import Span, importance, suffix_lse
 from longtrain.methods.policies.base import Policy
 from longtrain.settings import Count, CountOrZero
 
@@ -57,3 +61,57 @@ class Oracle(Policy):
         rows = AllQueries(run.lengths)
         run.follow(answers, rows)
         return observed(run, rows)
+
+
+@dataclass
+class ToldOracle(Policy):
+    """Knows the question that comes after eviction and its expected answer: keeps what that answer reads.
+
+    It has no name in `POLICIES`, since nobody can run it who does not know the answers.
+
+    Args:
+        questions: tokens of what follows each prompt of the next batch (`tell`).
+        answers: tokens of each expected answer.
+    """
+
+    window: int = 0
+    questions: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    name: ClassVar[str] = "oracle"
+
+    def tell(self, questions: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+        """Say what follows each prompt of the next batch, and what its expected answer is."""
+        self.questions, self.answers = list(map(list, questions)), list(map(list, answers))
+
+    def extra_rows(self, longest: int) -> int:
+        """See `Evictor`: the question and its answer."""
+        return max(map(len, self._rows()))
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """See `Scorer`: attention of the answer's rows, whose softmax is over question and answer too."""
+        watch = AllQueries(run.lengths)
+        run.follow(self._rows(), watch)
+        info, found, spans = run.target.info, [], watch.spans()
+        places, answers = self._answers(spans)
+        row_N = torch.tensor(places, device=run.n_B.device)
+        for layer in range(info.n_layers):
+            k_BTGD = run.cache.prefix(layer)[0][:, : max(run.lengths)]
+            q_NHD, own_k_NGD = watch.layer(layer)
+            scale = info.head_dim**-0.5
+            lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
+            s_BHT = importance(q_NHD[row_N], lse_NH[row_N], k_BTGD, answers, scale=scale)
+            found.append(reduce_heads(s_BHT, info.n_kv_heads))
+        return torch.stack(found)
+
+    def _rows(self) -> list[list[int]]:
+        return [[*one, *answer] for one, answer in zip(self.questions, self.answers, strict=True)]
+
+    def _answers(self, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
+        """Of all rows those of the answers: their places, and their spans among themselves."""
+        places: list[int] = []
+        answers = []
+        for span in spans:
+            start = len(places)
+            places += range(span.rows[0] + len(self.questions[span.seq]), span.rows[1])
+            answers.append(replace(span, rows=(start, len(places))))
+        return places, answers

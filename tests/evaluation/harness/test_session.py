@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from longtrain.decoding.engine import Engine
+from longtrain.decoding.evict import Budget
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.evaluation.harness import answers as running
 from longtrain.evaluation.harness import recorded
-from longtrain.evaluation.harness import run as running
-from longtrain.evaluation.harness.run import StoppedError, sequence_id
+from longtrain.evaluation.harness.answers import sequence_id
+from longtrain.evaluation.harness.run import StoppedError
+from longtrain.evaluation.speed import timed_systems
 from longtrain.evaluation.task import Example, Measured, Task
 from longtrain.files import as_json
+from longtrain.methods.policies import snapkv
+from longtrain.methods.policies.oracle import ToldOracle
+from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.systems import Builder
 
 from .toys import suite, task
 
@@ -166,22 +174,158 @@ def test_stops_minimum_and_temperature_reach_the_engine(session, target, monkeyp
     assert heats == want and all(s["sampling"].seed == 5 for s in asked)
 
 
-def test_memory_that_runs_out_is_told_with_what_to_lower(session, monkeypatch):
-    made = session(entries=())
+class Crowded(Engine):
+    """Has room for two prompts, and for none of 41 tokens, which is that of `copy-4`."""
 
-    class Full(Engine):
-        def generate(self, prompts, **settings):
-            if len(prompts) > 1 and settings["max_new_tokens"] == 5:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().generate(prompts, **settings)
+    calls: list[int] = []
 
-    monkeypatch.setattr(running, "Engine", Full)
-    made = session(asked=suite(task(examples=2), task("large", examples=2, new=5)), entries=())
-    with pytest.raises(ConfigError, match=r"memory ran out in task large with full .*pass suite\.batch=1"):
-        made.work()
-    assert made.missing() == {"full": 2}
-    replace(made, batch=1).work()
-    assert not made.missing()
+    def generate(self, prompts, **settings):
+        Crowded.calls.append(len(prompts))
+        if len(prompts) > 2 or any(len(prompt) == 41 for prompt in prompts):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().generate(prompts, **settings)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_an_example_that_does_not_is_a_result(session, monkeypatch):
+    want = json.loads(whole(session("roomy", entries=("snapkv",), batch=2))[0])
+    monkeypatch.setattr(running, "Engine", Crowded)
+    Crowded.calls = []
+    made = session("crowded", entries=("snapkv",), batch=4)
+    found = json.loads(whole(made)[0])
+    sizes, calls = {1, 2}, list(Crowded.calls)
+    assert calls.count(4) == 2 and set(calls) <= {4, 3, *sizes}  # one try of each system, then halves
+    lost = [record for record in made.records() if record.failed]
+    assert {(record.system, record.example) for record in lost} == {
+        (system, example) for system in ("full", "snapkv@40") for example in ("copy-4",)
+    }
+    assert all(record.score is None and record.prompt_sha256 and not record.turns for record in lost)
+    for system, whole_ in zip(found["systems"], want["systems"], strict=True):
+        assert system["tasks"][0]["out_of_memory"] == 1 and "out_of_memory" not in system["tasks"][1]
+        assert system["tasks"][0]["score"]["n"] == 4 and system["tasks"][1] == whole_["tasks"][1]
+    assert any("memory ran out with full in 1 examples" in note for note in found["notes"])
+    assert found["baseline"] == {
+        "status": "off",
+        "measured": None,
+        "reason": "memory ran out in 1 examples",
+    }
+    Crowded.calls = []
+    whole(session("crowded", entries=("snapkv",), batch=4))
+    assert not Crowded.calls  # what did not fit is a result, and not tried again
+
+
+def test_a_run_that_goes_on_keeps_to_the_batch_that_fits(session, monkeypatch):
+    monkeypatch.setattr(running, "Engine", Crowded)
+    asked = suite(task(examples=4), task("more", examples=4))
+    cut = session("run", asked, entries=(), batch=4)
+    turns = iter(range(1))
+    with pytest.raises(StoppedError):
+        cut.work(stopping=lambda: next(turns, None) is None)
+    Crowded.calls = []
+    again = session("run", asked, entries=(), batch=4)
+    again.work()
+    assert max(Crowded.calls) == 2
+    (note,) = again.finish().results["notes"]
+    assert note == "memory ran out with full at a batch of 4; the least batch was 2"
+
+
+class Counting(SnapKV):
+    """Counts how often a batch is scored."""
+
+    scored: ClassVar[list[int]] = []
+
+    def scores(self, run):
+        Counting.scored.append(len(run.lengths))
+        return super().scores(run)
+
+
+def test_a_batch_is_scored_once_for_all_budgets(session, monkeypatch):
+    plain = session("plain", suite(task(examples=3)), budgets=(33, 40, 48), batch=3)
+    want = whole(plain)
+    monkeypatch.setattr(snapkv, "SnapKV", Counting)
+    Counting.scored.clear()
+    made = session("counted", suite(task(examples=3)), budgets=(33, 40, 48), batch=3)
+    assert whole(made) == want and Counting.scored == [3]
+    cut = session("cut", suite(task(examples=3)), budgets=(33, 40, 48), batch=3)
+    turns = iter(range(2))
+    with pytest.raises(StoppedError, match="6 of 12 examples left"):
+        cut.work(stopping=lambda: next(turns, None) is None)
+    assert cut.missing() == {"snapkv@40": 3, "snapkv@48": 3}
+    assert whole(session("cut", suite(task(examples=3)), budgets=(33, 40, 48), batch=3)) == want
+
+
+class After(Task):
+    """Asks once rows are evicted, counts how often, and is told what the oracle may know."""
+
+    def encode(self, example, tokenizer, *, max_tokens, answers=()):
+        found = super().encode(example, tokenizer, max_tokens=max_tokens)
+        return replace(found, ids=found.ids[:-9], after=found.ids[-9:])
+
+    def answer_ids(self, example, tokenizer):
+        return tokenizer.encode(example.fields["text"][-3:])
+
+    def measures(self, text, example):
+        return {"letters": float(len(text))}
+
+    def compares_scores(self, examples):
+        return True
+
+    def compare_scores(self, target, examples, prompts, s_LBGS):
+        assert s_LBGS.shape[1] == len(examples) == len(prompts)
+        return [{"slots": float(s_LBGS.shape[-1])} for _ in examples]
+
+    def related(self, record, full, example):
+        same = [a == b for a, b in zip(record.turns[0].tokens, full.turns[0].tokens, strict=False)]
+        return replace(record, measures={**(record.measures or {}), "same": sum(same) / len(same)})
+
+
+def told(builder):
+    return builder.evicting("oracle", "oracle", ToldOracle, {"policy": "oracle", "told": True}, timed=False)
+
+
+def test_a_question_after_eviction_and_what_is_known_beside_a_score(session, target):
+    asked = suite(After(**vars(task(examples=3, chat=False))))
+    builder = Builder(target, [Budget(40), Budget(48)], [], {}.__getitem__)
+    made = session(asked=asked, systems=builder.systems(["snapkv"], own=told), batch=3)
+    made.work()
+    by = {(record.system, record.example): record for record in made.records()}
+    ids = [asked.tasks[0].encode(e, target.tokenizer, max_tokens=500) for e in asked.tasks[0].rows]
+    alone = Engine(target, builder.systems(["snapkv"])[1].parts).generate(
+        [one.ids for one in ids], after=[one.after for one in ids], max_new_tokens=6
+    )
+    for number, one in enumerate(ids):
+        record = by["snapkv@40", f"copy-{number}"]
+        assert list(record.turns[0].tokens) == alone.tokens[number]
+        assert record.prompt_tokens == len(one.ids) and record.turns[0].kept_rows <= 40
+    some = [record.turns[0] for (name, _), record in by.items() if name == "snapkv@40"]
+    assert sum(turn.cache_bytes for turn in some) == alone.stats.cache_bytes
+    assert sum(turn.full_cache_bytes for turn in some) == alone.stats.cache_bytes_full
+    assert by["snapkv@40", "copy-0"].measures["slots"] == max(len(one.ids) for one in ids)
+    assert "slots" in by["oracle@40", "copy-0"].measures and "slots" not in by["oracle@48", "copy-0"].measures
+    assert all(record.measures["same"] == 1 for record in by.values() if record.system == "full")
+    assert {system.name for system in timed_systems(made.systems, tokens=1)} == {"full", "snapkv@40"}
+
+
+class Numbered(Task):
+    def sequence_id(self, example):
+        return int(example.id.split("-")[1])
+
+
+def test_several_samples_are_drawn_with_seeds_of_their_own_and_their_mean_counts(session, target):
+    sampled = Numbered(**vars(task(examples=2, samples=3)))
+    made = session(asked=suite(sampled), entries=(), sampling=Sampling(temperature=1.0, seed=4))
+    made.work()
+    records = sorted(made.records(), key=lambda record: record.example)
+    prompts = [sampled.encode(e, target.tokenizer, max_tokens=100).ids for e in sampled.rows]
+    for sample in range(3):
+        heat = Sampling(temperature=1.0, seed=4 + sample)
+        alone = Engine(target).generate(prompts, max_new_tokens=6, sampling=heat, sequence_ids=[0, 1])
+        for record, tokens in zip(records, alone.tokens, strict=True):
+            turns = [record.turns, *record.samples][sample]
+            assert list(turns[0].tokens) == tokens
+    for record, example in zip(records, sampled.rows, strict=True):
+        texts = [turns[0].text for turns in (record.turns, *record.samples)]
+        assert record.score == pytest.approx(sum(sampled.score(text, example) for text in texts) / 3)
+    assert sampled.settings()["samples"] == 3 and "samples" not in task().settings()
 
 
 def test_a_prompt_beyond_the_window_is_named(session, target):
@@ -204,6 +348,28 @@ class Lengths(Measured):
 
     def measure(self, target, parts, examples):
         return [{"nats": float(len(e.fields["text"])), "tokens": 1.0} for e in examples]
+
+
+class Beside(Lengths):
+    """Needs what the full cache gave for the same examples."""
+
+    against_full = True
+    asked: ClassVar[list[str]] = []
+
+    def measure_against_full(self, target, parts, examples, known):
+        for example in examples:
+            if example.id not in known:
+                Beside.asked.append(example.id)
+                known[example.id] = len(example.fields["text"])
+        return [{"nats": 1.0 + known[e.id], "tokens": 1.0} for e in examples]
+
+
+def test_what_the_full_cache_gives_is_computed_once_a_unit(session):
+    Beside.asked.clear()
+    made = session(asked=suite(Beside(), task(examples=1)), budgets=(40, 48), batch=1)
+    made.work()
+    assert Beside.asked == ["a", "b"] and not made.missing()
+    assert [record.measures["nats"] for record in made.records() if record.measures] == [4.0, 2.0] * 3
 
 
 def test_a_measured_task_has_figures_and_no_texts(session):

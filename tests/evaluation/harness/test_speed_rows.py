@@ -5,7 +5,7 @@ from __future__ import annotations
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.sampling import Sampling
 from longtrain.evaluation import speed
-from longtrain.evaluation.harness import run as running
+from longtrain.evaluation.harness import answers as running
 from longtrain.evaluation.speed import WARMUP_TOKENS, speed_rows, speed_steps
 from longtrain.evaluation.task import Task
 from longtrain.systems import FULL_CACHE

@@ -7,9 +7,8 @@ import pytest
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.figures import compare
 from longtrain.evaluation.figures.statistics import Bootstrap
-from longtrain.evaluation.harness.session import jsonl
 from longtrain.evaluation.reporting.page import compare_page
-from longtrain.files import as_json
+from longtrain.files import as_json, jsonl
 
 
 @pytest.fixture

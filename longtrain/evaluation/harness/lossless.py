@@ -1,4 +1,4 @@
-"""Where drafted texts leave those of the same cache without the draft, and whether rounding explains it."""
+"""Compares drafted texts with those of the same cache without the draft: can rounding explain them?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Partings:
+class LosslessCheck:
     """Compares the texts of a run's drafts with plain decoding.
 
     Args:
@@ -41,7 +41,7 @@ class Partings:
     systems: Sequence[System]
     sampling: Sampling
 
-    def settle(self, found: Json, records: Sequence[Record]) -> None:
+    def add_to(self, found: Json, records: Sequence[Record]) -> None:
         """Put into assembled results what the differences are worth, and notes of what is amiss.
 
         Args:
@@ -91,7 +91,10 @@ class Partings:
         self, system: System, task: Task, drafted: Mapping[str, Record], *, plain: Mapping[str, Record]
     ) -> Exactness:
         """As `exactness.compare`, over records."""
-        examples = [one for one in task.examples() if one.id in drafted and one.id in plain]
+        there = {name for name, one in drafted.items() if not one.failed} & {
+            name for name, one in plain.items() if not one.failed
+        }
+        examples = [one for one in task.examples() if one.id in there]
         strict = is_strict(self.target)
         judged = strict or all(self._sampling(task, example).greedy for example in examples)
         differences = []
@@ -104,7 +107,7 @@ class Partings:
             differences.append(Difference(number, place["position"], gap))
         if differences:
             log.info(
-                "partings system=%s task=%s texts=%d of=%d",
+                "differing texts: system=%s task=%s texts=%d of=%d",
                 system.name,
                 task.name,
                 len(differences),
@@ -125,8 +128,7 @@ class Partings:
         if any(answer is None or at >= len(answer.tokens) for answer in answers):
             return float("inf")  # one text goes on where the other is over
         a, b = (answer.tokens for answer in answers if answer is not None)
-        tokenizer, info = self.target.tokenizer, self.target.info
-        assert tokenizer is not None
+        tokenizer, info = self.target.require_tokenizer(), self.target.info
         prompt = task.encode(
             example, tokenizer, max_tokens=prompt_room(task, self.target), answers=records[1].texts[:turn]
         )
@@ -138,4 +140,5 @@ class Partings:
             rivals=(a[at], b[at]),
             parts=system.parts,
             barred=(*info.eos_ids, *task.stop_ids(tokenizer)) if barred else (),
+            after=prompt.after,
         )

@@ -1,0 +1,75 @@
+"""Importance scores that systems which differ in their budget alone share.
+
+Shapes: L layers, B batch, G KV heads, S prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from longtrain.decoding.evict import Evictor, Keep, PromptRun
+from longtrain.methods.policies.base import Scorer, fits
+
+if TYPE_CHECKING:
+    from longtrain.targets.attention import Watch
+
+
+class BatchScores:
+    """Scores of the prompts that are decoded now, computed by the first evictor that needs them.
+
+    Args:
+        reuse: whether later evictors take the scores of the first.
+    """
+
+    def __init__(self, *, reuse: bool) -> None:
+        self.reuse = reuse
+        self.wanted = False
+        """Whether somebody looks at the scores, so that they are computed where nothing has to be evicted."""
+        self.known = False
+        self.s_LBGS: Tensor | None = None
+        self._prompts: Sequence[Sequence[int]] = ()
+
+    def expect(self, prompts: Sequence[Sequence[int]], *, wanted: bool = False) -> None:
+        """Say which prompts come next; scores of other prompts are forgotten."""
+        if prompts != self._prompts:
+            self._prompts, self.known, self.s_LBGS = prompts, False, None
+        self.wanted = wanted
+
+    def put(self, s_LBGS: Tensor | None) -> None:
+        """Keep the scores of the prompts that were said to come."""
+        self.known, self.s_LBGS = True, s_LBGS
+
+
+class SharingEvictor:
+    """An evictor that takes a batch's scores where they are known, and leaves them there where they are not.
+
+    Args:
+        evictor: the policy at one budget.
+        scores: of the batch.
+    """
+
+    def __init__(self, evictor: Evictor, scores: BatchScores) -> None:
+        self.evictor, self.scores, self.name = evictor, scores, evictor.name
+        self.scorer = evictor if isinstance(evictor, Scorer) else None
+        own = self.scorer is None or bool(getattr(evictor, "scores_depend_on_budget", False))
+        self.reuses = scores.reuse and not own
+
+    def extra_rows(self, longest: int) -> int:
+        """See `Evictor`."""
+        return self.evictor.extra_rows(longest)
+
+    def watch(self, lengths: Sequence[int]) -> Watch | None:
+        """See `Evictor`; there is nothing to see where the scores are known."""
+        return None if self.reuses and self.scores.known else self.evictor.watch(lengths)
+
+    def select(self, run: PromptRun) -> Keep | None:
+        """See `Evictor`."""
+        budget = getattr(self.evictor, "budget", None)
+        if self.scorer is None or budget is None or (fits(run.lengths, budget) and not self.scores.wanted):
+            return self.evictor.select(run)
+        if not (self.reuses and self.scores.known):
+            self.scores.put(self.scorer.scores(run))
+        return self.scorer.select(run, self.scores.s_LBGS)
