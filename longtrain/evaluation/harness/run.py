@@ -72,22 +72,30 @@ class Runner:
                     size = self._halved(answerer, system, left, ledger, known=known, size=sizes[system.name])
                     sizes[system.name] = size
 
-    def unit(self, answerer: Answerer, system: System, unit: Unit, known: dict[str, Any]) -> Json:
+    def unit(
+        self,
+        system: System,
+        unit: Unit,
+        *,
+        answerer: Answerer | None = None,
+        known: dict[str, Any] | None = None,
+    ) -> Json:
         """Records and times of one unit, as JSON values.
 
         Args:
-            answerer: of the system's group.
-            system: that is run.
+            system: the one that is run.
             unit: examples that fit into memory together.
+            answerer: of the system's group; None: one for this call alone.
             known: what the full cache gave for the unit's examples (`Measured.measure_against_full`).
         """
+        answerer = answerer or Answerer(self.target, self.sampling, [system])
         started = time.perf_counter()
         times: Json = {}
         on_gpu = self.target.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.target.device)
         if isinstance(unit.task, Measured):
-            records = answerer.measured(system, unit.task, unit.examples, known)
+            records = answerer.measured(system, unit.task, unit.examples, {} if known is None else known)
         else:
             records, times = answerer.generated(system, unit.task, unit)
         if on_gpu:
@@ -133,7 +141,7 @@ class Runner:
     def _tried(self, answerer: Answerer, system: System, unit: Unit, known: dict[str, Any]) -> Json | None:
         """What a unit gave; None where memory ran out, all that can be freed being freed then."""
         try:
-            return self.unit(answerer, system, unit, known)
+            return self.unit(system, unit, answerer=answerer, known=known)
         except torch.OutOfMemoryError:
             pass  # the error holds the frames, and with them their tensors, until here
         answerer.free()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from longtrain.evaluation.systems import Builder
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longtrain.assets import asset_dir
@@ -20,6 +19,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.suites import lm_eval as suite_module
+from longtrain.systems import Builder
 from longtrain.targets.weights import _tensors, weight_files
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -66,7 +66,7 @@ def outcome(tiny, settings_of, include, tmp_path_factory):
         settings = settings_of("lm_eval", tasks=list(tasks), include=include, **keys)
         suite = suite_module.build(settings, tiny, seed=0, sampling=Sampling())
         builder = Builder(tiny, [Budget(32)], list(shapes), {}.__getitem__)
-        systems = builder.systems(suite, list(entries))
+        systems = builder.systems(list(entries))
         session = Session(
             target=tiny, suite=suite, systems=systems, sampling=Sampling(), folder=folder, home=folder,
             batch=2, resamples=50,
@@ -136,7 +136,7 @@ def test_systems_beside_the_full_cache(outcome) -> None:
 def test_a_run_goes_on_where_it_was_stopped(outcome, include, tiny, settings_of, tmp_path) -> None:
     settings = settings_of("lm_eval", tasks=["lt_answer"], include=include, limit=4)
     suite = suite_module.build(settings, tiny, seed=0, sampling=Sampling())
-    systems = Builder(tiny, [], [], {}.__getitem__).systems(suite, [])
+    systems = Builder(tiny, [], [], {}.__getitem__).systems([])
 
     def session() -> Session:
         return Session(tiny, suite, systems, Sampling(), tmp_path, tmp_path, batch=2, resamples=20)
