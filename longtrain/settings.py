@@ -272,6 +272,8 @@ def _no_flags(kind: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if kind in (int, float):
         return Annotated[kind, BeforeValidator(_number)]
+    if origin is Literal:
+        return Annotated[kind, BeforeValidator(lambda value: _same_type(value, args))]
     if origin is Annotated:
         return Annotated[(_no_flags(args[0]), *args[1:])]  # type: ignore[return-value]
     if origin in (Union, types.UnionType):
@@ -280,6 +282,12 @@ def _no_flags(kind: Any) -> Any:
         inner = tuple(arg if arg is Ellipsis else _no_flags(arg) for arg in args)
         return {Mapping: dict, Sequence: list}.get(origin, origin)[inner if len(inner) > 1 else inner[0]]
     return kind
+
+
+def _same_type(value: Any, allowed: Sequence[Any]) -> Any:
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise ValueError("another value")  # 0 is not false here
+    return value
 
 
 def _number(value: Any) -> Any:

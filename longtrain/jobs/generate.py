@@ -6,14 +6,13 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.setup import (
     budget_keys,
-    convert,
     drafting_from,
     evictor_from,
     load_target_from,
@@ -21,6 +20,7 @@ from longtrain.jobs.setup import (
     plain,
     sampling_from,
 )
+from longtrain.settings import Text, Words, convert, wrong
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -95,10 +95,10 @@ def _named(widths: Sequence[int]) -> str:
 
 def _names(cfg: DictConfig) -> list[str]:
     """The artifacts asked for: `artifact=NAME` or `artifact=[DRAFT,EVICTION]`."""
-    asked = cfg.artifact if isinstance(cfg.artifact, str | None) else plain(cfg.artifact)
-    names = asked if isinstance(asked, list) else [asked] if asked else []
+    value = plain(cfg.artifact)
+    names = value if isinstance(value, list) else [value] if value else []
     if not all(isinstance(name, str) and name for name in names):
-        raise ConfigError(f"artifact={asked}; allowed: a name, or a list of names such as [draft,eviction]")
+        raise wrong("artifact", value, "a name, or a list of names such as [draft,eviction]")
     return names
 
 
@@ -120,11 +120,10 @@ def _check_method(cfg: DictConfig) -> None:
 
 def _stop(cfg: DictConfig) -> list[str]:
     """The strings that end the text: `stop=TEXT` or `stop=[TEXT,TEXT]`."""
-    asked = plain(cfg.stop)
-    listed = asked if isinstance(asked, list) else [] if asked is None else [asked]
-    if any(one is None or one == "" or isinstance(one, list | dict) for one in listed):
-        raise ConfigError(f"stop={asked!r}; allowed: a string, or a list of strings, none of them empty")
-    return [str(one) for one in listed]
+    value = plain(cfg.stop)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    texts = Annotated[list[Text], Words("a string, or a list of strings, none of them empty")]
+    return convert(listed, texts, "stop")
 
 
 def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Parts:
@@ -151,8 +150,8 @@ def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Pa
         )
     if keys["adaptive"] is not False and "adaptive" not in taken:
         raise ConfigError(
-            f"evict.adaptive={keys['adaptive']} and nothing that takes it; allowed: with a LookaheadKV "
-            "artifact; for a policy pass evict=adakv evict.over=snapkv, say"
+            f"evict.adaptive={keys['adaptive']} and nothing that takes it; pass the artifact of a method "
+            "that does, or for a policy evict=adakv evict.over=snapkv, say"
         )
     return parts
 
@@ -172,9 +171,7 @@ def _prompt(cfg: DictConfig) -> str:
 
 
 def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
+    tokenizer = target.require_tokenizer()
     if not chat:
         ids: Any = tokenizer(prompt).input_ids
         return list(ids)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import types
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longtrain.errors import ConfigError
-from longtrain.settings import AUTO, convert
+from longtrain.settings import AUTO, Count, convert, one_of, within
 from longtrain.settings import read as typed
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def load_target_from(
         fuse: do as `target.fused` says; False keeps the model's own decoder.
 
     Raises:
-        ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is none of its values.
+        ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is not allowed.
     """
     from longtrain.targets.loading import load_target
 
@@ -56,10 +55,9 @@ def load_target_from(
         )
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
     target = load_target(str(where), dtype=dtype, device=device or device_of(cfg), **target_overrides(cfg))
-    wanted = cfg.target.get("fused", "auto") if cfg.target else "auto"
-    if wanted not in ("auto", True, False):
-        raise ConfigError(f"target.fused={wanted}; allowed: auto, true, false")
-    fused = target.device.type == "cuda" if wanted == "auto" else wanted
+    wanted = cfg.target.get("fused", AUTO) if cfg.target else AUTO
+    wanted = convert(wanted, Literal["auto", True, False], "target.fused")
+    fused = target.device.type == "cuda" if wanted == AUTO else wanted
     return target.fuse() if fuse and fused else target
 
 
@@ -70,35 +68,32 @@ def target_overrides(cfg: DictConfig) -> dict[str, Any]:
         ConfigError: `target.max_positions` is no count.
     """
     most, template = ((cfg.target or {}).get(key) for key in ("max_positions", "chat_template"))
-    if most is not None and (not isinstance(most, int) or most < 1):
-        raise ConfigError(f"target.max_positions={most}; allowed: 1 or more tokens, or null (config.json's)")
+    most = convert(most, Count | None, "target.max_positions")
     return {"max_positions": most, "chat_template": None if template is None else str(template)}
 
 
 def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShape:
-    """What to draft, as `cfg.decode` says.
+    """What to draft, as `cfg.decode` says; `decode.law=auto` is `decoding.roles.usual_law`.
 
     Args:
         cfg: the resolved configuration.
         widths: over `decode.shape`.
-
-    `decode.law=auto` is `decoding.roles.usual_law`.
 
     Raises:
         ConfigError: no such law, or a shape that is not a list of widths.
     """
     from longtrain.decoding.roles import TreeShape, usual_law
 
-    asked: Any = plain(cfg.decode.shape) if widths is None else list(widths)
-    if asked == AUTO:
+    typed_widths: Any = plain(cfg.decode.shape) if widths is None else list(widths)
+    if typed_widths == AUTO:
         raise ConfigError(
             "decode.shape=auto chooses a shape for each cycle, and this job wants one for all; pass widths, "
             "e.g. decode.shape=[1,1,1,1]"
         )
-    widths = _widths(asked, "decode.shape")
+    shape: tuple[int, ...] = convert(typed_widths, tuple[Count, ...], "decode.shape")
     law = _law_from(cfg)
     sampled = convert(cfg.decode.temperature, float, "decode.temperature") > 0
-    return TreeShape(widths, law or usual_law(widths, sampled=sampled))
+    return TreeShape(shape, law or usual_law(shape, sampled=sampled))
 
 
 def drafting_from(cfg: DictConfig) -> TreeShape | Menu:
@@ -117,29 +112,15 @@ def drafting_from(cfg: DictConfig) -> TreeShape | Menu:
                 "decode.shape=auto, leave one out"
             )
         return shape_from(cfg)
-    listed = [] if menu is None else convert(plain(menu), list[list[int]], "decode.menu")
-    return Menu(tuple(_widths(one, "decode.menu") for one in listed), _law_from(cfg))
-
-
-def _widths(asked: Any, key: str) -> tuple[int, ...]:
-    """A shape as typed."""
-    widths = tuple(convert(asked, list[int], key))
-    if any(width < 1 for width in widths):
-        raise ConfigError(f"{key}={list(widths)}; allowed: widths of 1 or more")
-    return widths
+    return Menu(convert(plain(menu) or [], tuple[tuple[Count, ...], ...], "decode.menu"), _law_from(cfg))
 
 
 def _law_from(cfg: DictConfig) -> Law | None:
     """How children are chosen; None: as usual."""
     from longtrain.decoding.roles import Law
 
-    name = str(cfg.decode.law)
-    if name == AUTO:
-        return None
-    if name not in {law.value for law in Law}:
-        allowed = ", ".join([AUTO, *(law.value for law in Law)])
-        raise ConfigError(f"decode.law={name}; allowed: {allowed}")
-    return Law(name)
+    name = convert(cfg.decode.law, one_of([AUTO, *(law.value for law in Law)]), "decode.law")
+    return None if name == AUTO else Law(name)
 
 
 def sampling_from(cfg: DictConfig) -> Sampling:
@@ -171,17 +152,11 @@ def evictor_from(cfg: DictConfig) -> Evictor | None:
         options.pop("adaptive", None)
     if name is None:
         return None
-    hints = get_type_hints(policies.policy_class(str(name)))
-    budget = Budget(keys["budget_tokens"], keys["budget_ratio"])
-    checked = {
-        key: convert(value, hints[key], f"evict.{key}") if _plain_kind(hints.get(key)) else value
-        for key, value in options.items()
-    }
-    return policies.make(str(name), budget, checked)
+    return policies.make(str(name), Budget(keys["budget_tokens"], keys["budget_ratio"]), options)
 
 
 def method_parts(cfg: DictConfig, target: Target) -> Parts | None:
-    """What `cfg.method` brings to an engine where it is a method without training (QuantSpec); else None.
+    """What `cfg.method` brings to an engine where it is a method without training; else None.
 
     Raises:
         ConfigError: a setting is not allowed, or the target is not served.
@@ -228,18 +203,18 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
 
 
 def budget_keys(cfg: DictConfig) -> dict[str, Any]:
-    """`evict.budget_tokens`, `budget_ratio` and `adaptive`: what an eviction artifact is attached with.
+    """The values of `evict` that an eviction artifact is attached with: the budget and how it is shared out.
 
     Raises:
         ConfigError: a budget that is no number, or another way to share it out than there is.
     """
-    kinds: dict[str, Any] = {"budget_tokens": int | None, "budget_ratio": float | None}
-    keys = {key: convert(cfg.evict.get(key), kind, f"evict.{key}") for key, kind in kinds.items()}
-    adaptive = cfg.evict.get("adaptive", False)
-    if adaptive is not False and adaptive not in ("heads", "layers"):
-        shown = {None: "null", True: "true"}.get(adaptive, adaptive)
-        raise ConfigError(f"evict.adaptive={shown}; allowed: false, heads, layers")
-    return {**keys, "adaptive": adaptive}
+    kinds: dict[str, Any] = {
+        "budget_tokens": int | None,
+        "budget_ratio": float | None,
+        "adaptive": Literal[False, "heads", "layers"],
+    }
+    values = {"adaptive": False, **plain(cfg.evict)}
+    return {key: convert(values.get(key), kind, f"evict.{key}") for key, kind in kinds.items()}
 
 
 def at_least(value: Any, least: int, key: str) -> int:
@@ -248,16 +223,7 @@ def at_least(value: Any, least: int, key: str) -> int:
     Raises:
         ConfigError: no whole number, or a lower one than `least`.
     """
-    count = int(convert(value, int, key))
-    if count < least:
-        raise ConfigError(f"{key}={count}; allowed: {least} or more")
-    return count
-
-
-def _plain_kind(kind: Any) -> bool:
-    """Whether `convert` knows what to do with a value of this kind."""
-    rest = [arg for arg in get_args(kind) if arg is not types.NoneType] or [kind]
-    return len(rest) == 1 and rest[0] in (bool, int, float, str)
+    return int(convert(value, Annotated[int, within(least)], key))
 
 
 def plain(cfg: Any) -> Any:

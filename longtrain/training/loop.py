@@ -22,13 +22,13 @@ from longtrain import files
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
-from longtrain.training import checkpoint, curves, strategy
-from longtrain.training.callbacks import Checkpoints
+from longtrain.settings import Count, CountOrZero, NotNegative, check, wrong
+from longtrain.training import checkpoint, strategy, table
+from longtrain.training.callbacks import Checkpoints, ProgressBar
 from longtrain.training.checkpoint import AtomicIO
 from longtrain.training.metrics import Metrics, peak_memory
 from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
-from longtrain.training.progress import ProgressBar
 
 log = get_logger(__name__)
 
@@ -71,31 +71,25 @@ class LoopConfig:
         lightning: further arguments of `lightning.pytorch.Trainer`.
     """
 
-    max_steps: int | None = None
-    rows_per_step: int | None = None
-    accumulate_grad_batches: int = 1
+    max_steps: Count | None = None
+    rows_per_step: Count | None = None
+    accumulate_grad_batches: Count = 1
     accelerator: str = "auto"
     devices: Any = 1
-    num_nodes: int = 1
+    num_nodes: Count = 1
     strategy: Any = "auto"
     precision: str = "auto"
     gradient_clip_val: float | None = 1.0
-    val_every: int = 0
-    log_every: int = 10
-    checkpoint_every_steps: int = 0
-    checkpoint_every_minutes: float = 10.0
+    val_every: CountOrZero = 0
+    log_every: Count = 10
+    checkpoint_every_steps: CountOrZero = 0
+    checkpoint_every_minutes: NotNegative = 10.0
     matmul_precision: str = "high"
     deterministic: Any = False
     lightning: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError(f"trainer.max_steps={self.max_steps} must be at least 1, or null")
-        for key in ("accumulate_grad_batches", "log_every"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"trainer.{key}={getattr(self, key)} must be at least 1")
-        if self.rows_per_step is not None and self.rows_per_step < 1:
-            raise ConfigError(f"trainer.rows_per_step={self.rows_per_step} must be at least 1, or null")
+        check(self, "trainer")
         if self.rows_per_step is not None and self.accumulate_grad_batches != 1:
             raise ConfigError(
                 f"trainer.rows_per_step={self.rows_per_step} (of all ranks) and "
@@ -112,10 +106,8 @@ class LoopConfig:
         if self.rows_per_step is None:
             return self
         if self.rows_per_step % ranks:
-            raise ConfigError(
-                f"trainer.rows_per_step={self.rows_per_step} does not divide among {ranks} ranks (devices x "
-                f"num_nodes); allowed: a multiple of {ranks}"
-            )
+            allowed = f"a multiple of {ranks}, the number of ranks (devices x num_nodes)"
+            raise wrong("trainer.rows_per_step", self.rows_per_step, allowed)
         return replace(self, rows_per_step=None, accumulate_grad_batches=self.rows_per_step // ranks)
 
     def settled(self) -> LoopConfig:
@@ -278,9 +270,9 @@ def fit(
         module, metrics, first=first, step=trainer.global_step, seconds=time.perf_counter() - began
     )
     if trainer.is_global_zero:
-        files.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        files.write_files(folder, {"summary.json": files.as_json(summary)})
         if draw_curves:
-            curves.draw(folder / "metrics.csv", folder / "curves.png")
+            table.draw(folder / "metrics.csv", folder / "curves.png")
     return summary
 
 

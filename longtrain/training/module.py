@@ -6,10 +6,12 @@ Shapes: T tokens of one packed row.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 from longtrain.data.rows.batch import Batch
 from longtrain.errors import ArtifactError, DataError
 from longtrain.methods.spec import Objective
-from longtrain.training import random_state
 from longtrain.training.figures import Number, Pool
 from longtrain.training.optim import Optim
 
@@ -164,7 +165,7 @@ class TrainModule(LightningModule):
             "step": self.trainer.global_step,
             "facts": self.facts,
             "seen": dict(self.seen),
-            "rng": gather(self.trainer, random_state.get()),
+            "rng": gather(self.trainer, random_state()),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ class TrainModule(LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """After a resume, set the random state that the run had here."""
         if self._rng is not None and len(self._rng) == self.trainer.world_size:
-            random_state.set_(self._rng[self.trainer.global_rank])
+            set_random_state(self._rng[self.trainer.global_rank])
         self._rng = None
 
 
@@ -202,3 +203,26 @@ def gather(trainer: Any, value: Any) -> list[Any]:
     found: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's generators, loadable without running pickled code."""
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, gauss = state
+    return {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` gave."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

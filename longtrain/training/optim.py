@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from longtrain.errors import ConfigError
-
-SCHEDULES = ("cosine", "linear", "constant")
+from longtrain.settings import CountOrZero, OneOf, Positive, Share, check, wrong
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Optim:
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: of tensors with two or more dimensions; norms, biases and other vectors have none.
-        schedule: one of `SCHEDULES`, after the warmup.
+        schedule: `cosine`, `linear` or `constant`, after the warmup.
         warmup_ratio: share of the optimizer steps over which the rate rises linearly.
         warmup_steps: the same in steps; over `warmup_ratio` when set.
         min_lr_ratio: where cosine and linear end, as a share of `lr`.
@@ -37,28 +37,20 @@ class Optim:
         ConfigError: a value is out of its range.
     """
 
-    lr: float = 5e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: Positive = 5e-4
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = 1e-6
     weight_decay: float = 0.1
-    schedule: str = "cosine"
-    warmup_ratio: float = 0.1
-    warmup_steps: int | None = None
-    min_lr_ratio: float = 0.0
+    schedule: Annotated[str, OneOf("cosine", "linear", "constant")] = "cosine"
+    warmup_ratio: Share = 0.1
+    warmup_steps: CountOrZero | None = None
+    min_lr_ratio: Share = 0.0
     lr_multipliers: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"unknown optim.schedule={self.schedule}; known: {', '.join(SCHEDULES)}")
-        if not self.lr > 0:
-            raise ConfigError(f"optim.lr={self.lr} must be greater than 0")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"optim.betas={list(self.betas)}; allowed: two numbers from 0 up to, not including, 1"
-            )
-        for key in ("warmup_ratio", "min_lr_ratio"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(f"optim.{key}={getattr(self, key)} must be between 0 and 1")
+        check(self, "optim")
+        if 1 in self.betas:
+            raise wrong("optim.betas", list(self.betas), "two numbers from 0 up to, not including, 1")
 
     def factor(self, step: int, *, max_steps: int) -> float:
         """Share of the peak rate at an optimizer step (0-based); never 0 at the first one."""

@@ -1,15 +1,22 @@
-"""A CSV file of figures that survives kills: rows are appended whole, new columns rewrite it atomically."""
+"""Figures of a run as a CSV file that survives kills, and as a picture.
+
+Rows are appended whole; a new column rewrites the file atomically.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from longtrain import files
+from longtrain import files, plots
 from longtrain.errors import LongtrainError, TrainingError
+
+SMOOTH = 0.02
+"""Width of the running mean, as a share of the steps."""
 
 
 class Table:
@@ -59,14 +66,11 @@ class Table:
                 os.fsync(file.fileno())
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        header = dict(zip(self.columns, self.columns, strict=True))
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            header = dict(zip(self.columns, self.columns, strict=True))
             files.write_text(self.path, _lines(self.columns, [header, *rows]))
-        except OSError as error:
-            raise self._failed(error) from error
         except LongtrainError as error:
-            raise self._failed(error.__cause__ or error) from error
+            raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> TrainingError:
         reason = getattr(error, "strerror", None) or error
@@ -86,6 +90,38 @@ def read(path: Path) -> list[dict[str, str]]:
     return [row for row in rows if None not in row and None not in row.values() and row["step"].isdigit()]
 
 
+def draw(metrics: Path, picture: Path) -> bool:
+    """Draw one panel for the loss and one for each family of figures (`acc_1`, `acc_2` share one), as a PNG.
+
+    Args:
+        metrics: `metrics.csv` of a run.
+        picture: the PNG to write.
+
+    Returns:
+        False when there is nothing to draw.
+    """
+    rows = read(metrics)
+    if not rows:
+        return False
+    families: dict[str, list[str]] = {}
+    for name in rows[0]:
+        if name.startswith(("train/", "val/")):
+            stem = re.sub(r"[_/@.-]?(depth|d)?[_/]?\d+$", "", name.split("/", 1)[1])
+            families.setdefault(stem, []).append(name)
+    figure, panels = plots.panels(len(families), columns=3, size=(4.6, 3.1))
+    for axes, (title, members) in zip(panels, families.items(), strict=True):
+        for name in members:
+            points = [(int(row["step"]), float(row[name])) for row in rows if row[name] not in ("", "nan")]
+            steps, values = [step for step, _ in points], [value for _, value in points]
+            if name.startswith("train/"):
+                values = _running_mean(values, max(1, int(SMOOTH * len(values))))
+            marker = "o" if name.startswith("val/") else ""
+            axes.plot(steps, values, label=name, linewidth=1.2, marker=marker, markersize=3)
+        plots.label(axes, "optimizer step", title=title, legend=len(members) > 1)
+    files.write_files(picture.parent, {picture.name: plots.png(figure)})
+    return True
+
+
 def _lines(columns: list[str], rows: Iterable[Mapping[str, str]]) -> str:
     text = io.StringIO(newline="")
     csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
@@ -95,3 +131,11 @@ def _lines(columns: list[str], rows: Iterable[Mapping[str, str]]) -> str:
 def _text(value: float | int) -> str:
     """Every digit of a float, so that equal text means equal bits."""
     return repr(float(value)) if isinstance(value, float) else str(value)
+
+
+def _running_mean(values: list[float], width: int) -> list[float]:
+    """Mean of the last `width` values at each place."""
+    return [
+        sum(part) / len(part)
+        for part in (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    ]

@@ -62,7 +62,7 @@ def test_as_much_is_drafted_as_pays(composed, artifact, plain_text, capsys):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("decode=auto", "decode.menu=[[1,0]]"), r"decode.menu=\[1, 0\]; allowed: widths of 1 or more"),
+        (("decode=auto", "decode.menu=[[1,0]]"), r"decode.menu=\[\[1, 0\]\]; allowed: .* 1 or more"),
         (("decode=auto", "decode.menu=4"), "decode.menu=4; allowed: a list"),
         (("decode.menu=[[1,1]]",), r"a menu is for decode.shape=auto"),
         (("decode=auto", "decode.law=beam"), "decode.law=beam; allowed: auto, point, iid, no_replace"),
@@ -296,7 +296,7 @@ def test_bad_input_is_one_clear_error(composed, overrides, error, message):
 
 @pytest.mark.parametrize("shape", ["[1,x]", "[1,1.5]", "[1,0]", "4", "wide"])
 def test_a_shape_is_a_list_of_widths(composed, artifact, shape):
-    with pytest.raises(ConfigError, match=r"decode.shape=.*; allowed: (a list|widths)"):
+    with pytest.raises(ConfigError, match=r"decode.shape=.*; allowed: a list"):
         generate.run(composed("generate", "prompt=a", "artifact=draft", f"decode.shape={shape}"))
 
 
