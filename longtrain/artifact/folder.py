@@ -60,8 +60,8 @@ class Artifact:
         target: the target it was trained for.
         tensors: the module's state, by name.
         golden: recorded outputs; None only for methods that neither draft nor evict.
-        provenance: where it comes from: command, versions, data.
-        folder: where it was read from.
+        provenance: the command, versions and data that made it.
+        folder: the folder that it was read from.
     """
 
     method: str
@@ -189,7 +189,7 @@ class Artifact:
         """Write the folder, whole or not at all; an older artifact in its place is replaced.
 
         Args:
-            folder: where to.
+            folder: the folder to write.
             pictures: PNG files for the model card, by file name.
 
         Raises:
@@ -241,7 +241,7 @@ class Artifact:
 
         Args:
             repo: ORG/NAME on the Hub (`HF_ENDPOINT` decides which one).
-            private: of a repository made by this call; None: the account's default.
+            private: whether a repository made by this call is private; None: the account's default.
 
         Returns:
             The address of the commit.
@@ -266,7 +266,7 @@ class Artifact:
         return {"dtype": self.golden.dtype, **kind}
 
     def _without_folders(self) -> Artifact:
-        """As others may read it: the target's folder and the paths of provenance by their last part."""
+        """The artifact as others may read it: of folders and paths only the last part is left."""
         name = self.target.name
         name = Path(name).expanduser().absolute().name if is_path(name) else name
         target = dataclasses.replace(self.target, name=name)

@@ -53,7 +53,7 @@ def model_card(
         spec: the method.
         config: its configuration as plain values.
         target: the target that the module was trained for.
-        provenance: where the artifact comes from.
+        provenance: the command, versions and data that made the artifact.
         name: the artifact's name.
         parameters: numbers in all of its tensors.
         evicts: whether the module chooses what stays in the cache; else it drafts.
@@ -110,7 +110,7 @@ def upload(folder: Path, repo: str, *, patterns: Sequence[str], private: bool | 
         folder: an artifact.
         repo: ORG/NAME.
         patterns: file names to upload; anything else in the folder stays.
-        private: of a new repository; None: the account's default.
+        private: whether a new repository is private; None: the account's default.
 
     Returns:
         The address of the commit.
@@ -154,7 +154,7 @@ def download(repo: str, *, patterns: Sequence[str], known: Sequence[str] = ()) -
         known: local artifacts, named in the error.
 
     Raises:
-        ArtifactError: it is not there, or the Hub cannot be reached.
+        ArtifactError: the artifact is not there, or the Hub cannot be reached.
     """
     import httpx
     import huggingface_hub as hub

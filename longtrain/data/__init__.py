@@ -1,1 +1,1 @@
-"""data."""
+"""Brings text and conversations to rows of tokens: read, render, prepare, pack and batch them."""

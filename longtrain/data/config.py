@@ -134,24 +134,25 @@ class DataConfig:
 
     Args:
         name: folder under `${home}/data`.
-        sources: where documents come from.
+        sources: the sources of documents.
         max_doc_tokens: longest document; None: the target's context.
         min_doc_tokens: shorter documents, and shorter tails of split ones, are left out.
         long_documents: what to do with a document above the limit: `error`, `truncate`, or `split` (kept
             whole; stages cut it into pieces).
         val_fraction: share of documents held out, chosen by a hash of their names.
-        seed: for the held-out choice.
+        seed: the seed of the choice of held-out documents.
         answers: `source` keeps recorded answers, `target` has the target write the last one anew, and what
             follows prompts of running text.
         answer_tokens: longest answer the target writes, and longest recorded one that is the only label.
         answer_batch: prompts that the target answers together.
         answer_batch_tokens: most tokens of them, answers and padding included.
-        labels: of conversations: `answers`, or `last_answer`, which makes all before it the prompt.
+        labels: what is a label in conversations: `answers`, or `last_answer`, which makes all before it the
+            prompt.
         question: `prompt` leaves questions unlabelled; `response` makes the last one a label together with
             its answer, where it can be told from the context, so that the prompt is the context alone.
         prompt_tokens: shortest and longest prompt that running text is cut into; None: all of it is labels.
-        mask: labels of conversations: `template` reads the chat template's generation marks, `prefix` renders
-            the turns one by one, `all` makes every token a label.
+        mask: how labels of conversations are found: `template` reads the chat template's generation marks,
+            `prefix` renders the turns one by one, `all` makes every token a label.
         append_eos: end raw text with the end-of-sequence token.
         stages: how rows are packed over the run.
         val_rows: most packed rows of validation data.

@@ -38,7 +38,7 @@ def load_target_from(
 
     Args:
         cfg: the resolved configuration.
-        device: where to put it, over `target.device`.
+        device: the device to put it on, instead of `target.device`.
         path: what to load when `target.path` is not set (the target an artifact was trained for, say).
         fuse: do as `target.fused` says; False keeps the model's own decoder.
 
@@ -77,7 +77,7 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
 
     Args:
         cfg: the resolved configuration.
-        widths: over `decode.shape`.
+        widths: the shape, instead of `decode.shape`.
 
     Raises:
         ConfigError: no such law, or a shape that is not a list of widths.

@@ -62,7 +62,7 @@ class DataRun:
         accumulate: micro-batches of one rank in an optimizer step.
         world: ranks.
         rank: this rank.
-        seed: of the run.
+        seed: the seed of the run.
         pin_memory: batches are copied to a CUDA device.
     """
 

@@ -39,7 +39,7 @@ class Stopped(Exception):  # noqa: N818 - not a failure
     """A signal asked the run to leave; it is saved and can be resumed.
 
     Args:
-        name: of the signal.
+        name: the name of the signal.
         step: optimizer steps done and saved.
         path: the checkpoint.
     """
@@ -58,8 +58,8 @@ class Checkpoints(Callback):
     before, validation included, is done and written.
 
     Args:
-        folder: of the checkpoints.
-        metrics: whose rows must be on disk first.
+        folder: the folder of the checkpoints.
+        metrics: the figures, whose rows must be on the disk first.
         every_steps: optimizer steps between checkpoints; 0: none.
         every_minutes: minutes between checkpoints; 0: none.
     """
@@ -75,7 +75,7 @@ class Checkpoints(Callback):
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """From here on signals wait for the end of the step."""
+        """Let signals wait for the end of the optimizer step, until training ends."""
         self._saved_step = trainer.global_step
         self._saved_time = time.monotonic()
         if threading.current_thread() is threading.main_thread():
@@ -227,7 +227,7 @@ def short(figures: dict[str, float], *, equals: str = " ") -> str:
     """Figures in a few words; a family that ends in a number (`acc_1`, `acc_2`) becomes one list.
 
     Args:
-        figures: as in `metrics.csv`, with `speed/` ones.
+        figures: those of `metrics.csv`, and the `speed/` ones.
         equals: between a name and its value.
     """
     families: dict[str, list[str]] = {}

@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 LAST, PREVIOUS, INCOMING = "last.ckpt", "previous.ckpt", "incoming.ckpt"
 FACTS = "longtrain.json"
-"""In a DeepSpeed folder: step and facts, which a file holds inside."""
+"""The file of a DeepSpeed folder that holds the step and the facts; other checkpoints hold them inside."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def verify(path: Path) -> None:
     """Check that a checkpoint is whole, byte by byte.
 
     Raises:
-        ArtifactError: it is not; names the good one beside it.
+        ArtifactError: it is damaged; the message names the good one beside it.
     """
     if (reason := _damage(path)) is None:
         return

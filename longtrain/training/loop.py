@@ -66,7 +66,7 @@ class LoopConfig:
         log_every: optimizer steps between readings of the device.
         checkpoint_every_steps: optimizer steps between checkpoints; 0: none but the last.
         checkpoint_every_minutes: minutes between checkpoints; 0: none but the last.
-        matmul_precision: of fp32 products on CUDA: highest, high (TF32) or medium.
+        matmul_precision: the precision of fp32 products on CUDA: highest, high (TF32) or medium.
         deterministic: true, false or warn: torch's deterministic algorithms.
         lightning: further arguments of `lightning.pytorch.Trainer`.
     """
@@ -210,10 +210,10 @@ def fit(
     Args:
         objective: what is trained.
         data: yields `Batch`; takes up at its `start_batch`.
-        trainer: from `build_trainer`.
+        trainer: what `build_trainer` gave.
         optim: optimizer and schedule.
         loop: the loop's settings.
-        folder: of the run; checkpoints, figures and the summary go there.
+        folder: the folder of the run; checkpoints, figures and the summary go there.
         max_steps: optimizer steps.
         facts: settings that a checkpoint must share with the run that resumes from it.
         begin: called on rank 0 once it is certain that the run may go on in this folder, before it trains.

@@ -63,7 +63,7 @@ class Metrics(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of an optimizer step, close its record; read at the cadence."""
+        """Close the record of an optimizer step that has ended, and read the records when they are due."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             pl_module.end_step()

@@ -25,11 +25,12 @@ class Optim:
         lr: peak learning rate.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: of tensors with two or more dimensions; norms, biases and other vectors have none.
+        weight_decay: the decay of tensors with two or more dimensions; norms, biases and other vectors have
+            none.
         schedule: `cosine`, `linear` or `constant`, after the warmup.
         warmup_ratio: share of the optimizer steps over which the rate rises linearly.
-        warmup_steps: the same in steps; over `warmup_ratio` when set.
-        min_lr_ratio: where cosine and linear end, as a share of `lr`.
+        warmup_steps: the same in steps; it goes before `warmup_ratio` when set.
+        min_lr_ratio: the share of `lr` that cosine and linear end at.
         lr_multipliers: pattern of parameter names (`*` matches anything) -> factor on `lr`; the first match
             counts.
 

@@ -31,7 +31,7 @@ class Conversations:
         config: the mixture.
         tokenizer: the target's.
         limit: most tokens of a conversation; None: no limit.
-        counts: of what is met.
+        counts: how often each case was met; counted on.
     """
 
     config: DataConfig
@@ -65,7 +65,7 @@ class Conversations:
         """A conversation without its last answer, its longest turn shortened where that is asked for.
 
         Args:
-            document: with messages.
+            document: a document with messages.
             recorded: keep the last answer, up to `answer_tokens`, as the response.
 
         Returns:

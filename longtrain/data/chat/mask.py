@@ -34,7 +34,7 @@ def check_template(tokenizer: Any, how: str) -> None:
     """Refuse a tokenizer whose chat template cannot say which tokens are the assistant's.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: the tokenizer of the target.
         how: `template` or `prefix`.
 
     Raises:
@@ -58,12 +58,12 @@ def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) 
     """A conversation as token ids and label mask.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: the tokenizer of the target.
         messages: turns with `role` and `content`.
         how: `template`: the template's generation marks say what the assistant wrote. `prefix`: every turn is
             rendered on its own prefix, and must be a token-exact prefix of the whole. `all`: every token is a
             label.
-        name: for error messages.
+        name: what error messages call it.
 
     Raises:
         DataError: the template refuses the conversation, or (`prefix`) rewrites earlier turns.
@@ -100,10 +100,10 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
     """Check that the labels decode to exactly the assistant's words, each followed by its end marker alone.
 
     Args:
-        tokenizer: of the target.
+        tokenizer: the tokenizer of the target.
         rendered: the conversation's tokens and mask.
         messages: what they were made from.
-        name: for error messages.
+        name: what error messages call it.
 
     Returns:
         The end marker behind the last answer, among the labels; empty if there is none.

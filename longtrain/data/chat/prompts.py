@@ -29,7 +29,7 @@ class PromptDocument:
     """A prompt, and the response that the corpus has for it.
 
     Args:
-        document: where it is from, for names and kinds.
+        document: the document that it was made of, for its name and kind.
         ids_T: what the target is given, int64.
         begin: first token of the labels: `len(ids_T)`, or where the question begins if it is to be out of an
             evictor's view.
@@ -123,7 +123,7 @@ class Answers:
     A line is on the disk before the next batch is begun, so a run that was stopped goes on where it was.
 
     Args:
-        path: created when the first answer is written.
+        path: the file; created when the first answer is written.
         settings: what an answer depends on besides its prompt (writer, sampling, length); part of each key.
 
     Raises:
@@ -173,7 +173,7 @@ def respond(
     Args:
         prompts: token ids.
         generate: writes answers.
-        answers: those there are; new ones are added batch by batch.
+        answers: the answers that are already there; new ones are added batch by batch.
         batch: prompts a call; prompts of like length go together, the longest first.
         batch_tokens: most tokens of a call, each prompt counted as the longest of them with its answer; a
             longer prompt is answered alone.

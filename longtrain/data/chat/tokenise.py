@@ -50,9 +50,9 @@ class Tokenise:
     Args:
         config: the mixture.
         tokenizer: the target's.
-        limit: longest document, tokens; None: none.
+        limit: tokens of the longest document; None: there is no limit.
         generate: writes answers, for `answers: target`.
-        answers: those already written.
+        answers: the answers that are already there.
         bar: whether a terminal shows a bar.
     """
 

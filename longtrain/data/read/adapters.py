@@ -35,12 +35,12 @@ class Document:
     """One document of a corpus: exactly one of text, messages and ids.
 
     Args:
-        name: for error messages.
+        name: what error messages call it.
         kind: text kind (book, code, chat, ...).
         text: running text; every token is a label.
         messages: turns with `role` (system, user, assistant) and `content`; the assistant's are labels.
         ids_T: token ids.
-        mask_T: with `ids_T`; True where the token itself is a label.
+        mask_T: comes with `ids_T`; True where the token itself is a label.
         val: held out; None: decided by `val_fraction`.
         group: documents of one group are held out together; empty: the name decides.
     """
@@ -60,9 +60,9 @@ def adapt(adapter: str, row: Row, columns: Columns, *, name: str, kind: str) -> 
 
     Args:
         adapter: a key of `ADAPTERS`.
-        row: of the corpus.
+        row: a row of the corpus.
         columns: the corpus's column for each of the adapter's, where they differ.
-        name: of the row.
+        name: the name of the row.
         kind: text kind; empty: the adapter's own.
 
     Raises:

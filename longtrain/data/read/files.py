@@ -139,7 +139,7 @@ def need(where: str | None, reader: str) -> str:
     """The path of a source that must have one.
 
     Raises:
-        ConfigError: it is not set.
+        ConfigError: the source has no path.
     """
     if not where:
         raise ConfigError(

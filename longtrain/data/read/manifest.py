@@ -28,19 +28,19 @@ class Part:
 
     Args:
         hub: dataset id on the Hub.
-        licence: as its card states, and what else is known.
+        licence: the licence that its card states, and what else is known of it.
         adapter: a key of `adapters.ADAPTERS`.
         revision: commit, or `main`.
         format: `datasets` (streamed by that library), or `jsonl` / `mds` files of the repository.
         config: configuration of the dataset.
-        split: of the dataset.
-        files: for `jsonl` and `mds`: patterns of paths in the repository.
+        split: the split of the dataset.
+        files: what `jsonl` and `mds` read: patterns of paths in the repository.
         columns: the corpus's column for each of the adapter's, where they differ.
         kind: text kind; empty: the adapter's.
-        share: of the manifest's rows, when there are several parts.
+        share: the share of the manifest's rows, when there are several parts.
         shuffle_buffer: rows held to draw the next one from, so that a few rows of a large corpus are not its
             first ones; 0: the order of the corpus. Of `datasets` the order of its files is drawn too.
-        shuffle_seed: of those draws.
+        shuffle_seed: the seed of those draws.
         source_tokenizer: tokenizer of already tokenised corpora, a Hub id; they are decoded to text with it.
     """
 
@@ -70,7 +70,7 @@ class Manifest:
 
     @classmethod
     def load(cls, name: str) -> Manifest:
-        """By name (a file of `data_prep/`) or by path.
+        """Read a manifest by its name (a file of `data_prep/`) or by its path.
 
         Raises:
             ConfigError: no such manifest, an unknown key, adapter or format.
@@ -93,7 +93,7 @@ def resolve(part: Part, known: str | None = None) -> str:
     """The commit that a part's revision stands for now.
 
     Args:
-        part: of a manifest.
+        part: a part of a manifest.
         known: the commit resolved last time, used when the Hub cannot be reached.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From a data config's sources to documents, and to what decides whether prepared data is still current."""
+"""The documents of a config's sources, and what decides whether prepared data is still current."""
 
 from __future__ import annotations
 

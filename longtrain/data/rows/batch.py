@@ -27,8 +27,8 @@ class Batch:
             one may be padding (its loss mask is all False).
         loss_mask_T: bool; token t is a label to be learned (predicted from the tokens before it in its
             document). Never True at a document's first token.
-        seed: for all randomness of this micro-batch (shifts, offsets); a function of run seed and data
-            position.
+        seed: the seed of all randomness in this micro-batch (shifts, offsets); a function of run seed and
+            data position.
         tokens_in_step: supervised labels in the whole optimizer step, over all ranks and accumulated
             micro-batches.
         names: one name a document, for error messages.
@@ -80,8 +80,8 @@ def batch_at(data: Prepared, plan: Plan, index: int, *, seed: int, pad_id: int =
     Args:
         data: what `plan` was made from.
         plan: rows of the run.
-        index: over all ranks and steps, 0..n_rows-1.
-        seed: of the run; the batch's own seed is a function of it and `index`.
+        index: the number of the row over all ranks and steps, 0..n_rows-1.
+        seed: the seed of the run; the batch's own seed is a function of it and `index`.
         pad_id: fills the rest of the row, as a last document without labels.
 
     Returns:

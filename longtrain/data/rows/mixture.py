@@ -32,10 +32,10 @@ class Mixture:
         streams: running text, drawn by tokens times `stream_weights`.
         chats: whole conversations with roles.
         shares: how often each kind is drawn: a task of the writer, `text` or `chat`.
-        stream_weights: as the writer's.
+        stream_weights: how often each stream is drawn, as in the writer.
         min_doc_tokens: shortest document; lengths are log-uniform from here to the stage's `doc_tokens`.
         role_weights: loss weight of each `Role`, by its number; 0 takes it out of the labels.
-        manifest: what the corpus is made of, with hashes.
+        manifest: the parts of the corpus with their hashes.
     """
 
     writer: RetrievalWriter
@@ -129,7 +129,7 @@ class MixtureRows(Dataset[Batch]):
         stages: lengths over the run, each with `steps` or `fraction`.
         total_steps: optimizer steps of the run.
         rows_per_step: micro-batches of a step, over ranks and accumulation.
-        seed: of the run.
+        seed: the seed of the run.
         rank: this process.
         world: processes.
         start: items to leave out at the front.

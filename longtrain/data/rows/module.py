@@ -26,7 +26,7 @@ class PlannedRows(Dataset[Batch]):
     Args:
         data: prepared data.
         plan: rows of the run.
-        seed: of the run.
+        seed: the seed of the run.
         rank: this process.
         world: processes.
         start: items to leave out at the front.
@@ -67,11 +67,11 @@ class DataModule(lightning.LightningDataModule):
         folder: prepared data.
         config: stages, `min_doc_tokens`, `val_rows` and `workers` are used.
         accumulate: micro-batches of a rank in an optimizer step.
-        seed: of the run.
+        seed: the seed of the run.
         total_steps: what a stage's `fraction` is a fraction of.
         start_batch: micro-batches of a rank already trained on: optimizer steps done times `accumulate`.
         context_tokens: the target's context; no document piece may be longer.
-        pin_memory: for a CUDA device.
+        pin_memory: put batches in page-locked memory, for a CUDA device.
         world: ranks, when there is no trainer to ask.
         rank: this rank, when there is no trainer to ask.
     """
@@ -212,9 +212,9 @@ class MixtureModule(lightning.LightningDataModule):
         stages: lengths over the run, each with `steps` or `fraction`.
         total_steps: optimizer steps of the run.
         accumulate: micro-batches of a rank in an optimizer step.
-        seed: of the run.
+        seed: the seed of the run.
         workers: writing processes; the order does not depend on it.
-        pin_memory: for a CUDA device.
+        pin_memory: put batches in page-locked memory, for a CUDA device.
         world: ranks.
         rank: this rank.
     """

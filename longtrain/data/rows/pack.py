@@ -24,7 +24,7 @@ CARRY_BELOW = 0.9
 
 
 @dataclass(frozen=True)
-class Segments:
+class DocumentSpans:
     """Stretches of documents: `ids[start:start + length]` of the prepared data.
 
     Args:
@@ -39,9 +39,9 @@ class Segments:
     doc: np.ndarray
     labels: np.ndarray
 
-    def take(self, index: np.ndarray) -> Segments:
+    def take(self, index: np.ndarray) -> DocumentSpans:
         """The pieces at `index`, in that order."""
-        return Segments(self.start[index], self.length[index], self.doc[index], self.labels[index])
+        return DocumentSpans(self.start[index], self.length[index], self.doc[index], self.labels[index])
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     """All micro-batches of a run. Row i holds pieces `row_ptr[i]:row_ptr[i + 1]`.
 
     Args:
-        pieces: in row order, P.
+        pieces: all spans in the order of the rows, P.
         row_ptr: int64, R + 1.
         row_tokens: length of each row, int64, R.
         tokens_in_step: labels of each optimizer step over all ranks and accumulated rows, int64, N.
@@ -58,7 +58,7 @@ class Plan:
         stage_steps: steps of each stage.
     """
 
-    pieces: Segments
+    pieces: DocumentSpans
     row_ptr: np.ndarray
     row_tokens: np.ndarray
     tokens_in_step: np.ndarray
@@ -81,7 +81,7 @@ class Plan:
         """Share of the rows' tokens that are not padding."""
         return float(self.pieces.length.sum() / max(1, self.row_tokens.sum()))
 
-    def row(self, index: int) -> Segments:
+    def row(self, index: int) -> DocumentSpans:
         """The pieces of one row."""
         return self.pieces.take(np.arange(self.row_ptr[index], self.row_ptr[index + 1]))
 
@@ -100,9 +100,9 @@ def plan_run(
 
     Args:
         data: prepared data; its held-out documents are not used.
-        stages: in order.
+        stages: the stages of the run, in their order.
         rows_per_step: `accumulate_grad_batches` times ranks.
-        seed: of the run.
+        seed: the seed of the run.
         total_steps: what `fraction` is a fraction of, and the most steps of all; None: the stages' own sum.
         min_doc_tokens: shorter pieces are left out.
         weights: passes over each source in an epoch; None: those in the manifest.
@@ -115,7 +115,7 @@ def plan_run(
     given = data.manifest.get("weights") if weights is None else weights
     per_doc = np.asarray(given, np.float64)[data.source] if given else np.ones(len(data.start))
     docs = np.flatnonzero(~data.val & (data.labels > 0))
-    rows: list[list[Segments]] = []
+    rows: list[list[DocumentSpans]] = []
     left = total_steps
     for number, (stage, steps) in enumerate(zip(stages, lengths, strict=True)):
         packer = _Packer(data, docs, per_doc[docs], stage, (seed, number), min_doc_tokens)
@@ -200,18 +200,18 @@ class _Packer:
                 f"tokens or more with a label in it; check sources, masks and data.min_doc_tokens"
             )
 
-    def steps(self, steps: int, rows_per_step: int) -> list[Segments]:
+    def steps(self, steps: int, rows_per_step: int) -> list[DocumentSpans]:
         """Rows of that many steps, over as many epochs as it takes."""
-        rows: list[Segments] = []
+        rows: list[DocumentSpans] = []
         epoch = 0
         while len(rows) < steps * rows_per_step:
             rows.extend(self._epoch(epoch, 1.0))
             epoch += 1
         return rows[: steps * rows_per_step]
 
-    def epochs(self, rows_per_step: int) -> list[Segments]:
+    def epochs(self, rows_per_step: int) -> list[DocumentSpans]:
         """Rows of the stage's epochs, cut to whole steps; at least one step."""
-        rows: list[Segments] = []
+        rows: list[DocumentSpans] = []
         wanted = self.stage.epochs or 0.0
         epoch = 0
         while epoch < wanted or len(rows) < rows_per_step:
@@ -219,7 +219,7 @@ class _Packer:
             epoch += 1
         return rows[: len(rows) // rows_per_step * rows_per_step]
 
-    def _epoch(self, epoch: int, share: float) -> Iterator[Segments]:
+    def _epoch(self, epoch: int, share: float) -> Iterator[DocumentSpans]:
         """One pass: documents by weight, cut, shuffled, packed window by window."""
         rng = np.random.default_rng([*self.seed, epoch])
         weight = self.weight * share
@@ -256,13 +256,15 @@ class _Packer:
         keep = np.setdiff1d(np.arange(len(groups)), loose)
         return [groups[i] for i in keep], np.concatenate([np.zeros(0, np.int64), *(groups[i] for i in loose)])
 
-    def _cut(self, docs: np.ndarray, phase: np.ndarray) -> Segments:
+    def _cut(self, docs: np.ndarray, phase: np.ndarray) -> DocumentSpans:
         return cut(
             self.data, docs, doc_tokens=self.stage.doc_tokens, phase=phase, min_tokens=self.min_doc_tokens
         )
 
 
-def cut(data: Prepared, docs: np.ndarray, *, doc_tokens: int, phase: np.ndarray, min_tokens: int) -> Segments:
+def cut(
+    data: Prepared, docs: np.ndarray, *, doc_tokens: int, phase: np.ndarray, min_tokens: int
+) -> DocumentSpans:
     """Cut documents into pieces of at most `doc_tokens`; short pieces and those without a label are left out.
 
     Args:
@@ -284,7 +286,7 @@ def cut(data: Prepared, docs: np.ndarray, *, doc_tokens: int, phase: np.ndarray,
     keep = np.flatnonzero(size >= min_tokens)
     labels = count_labels(data.mask, first[keep], size[keep])
     keep, labels = keep[labels > 0], labels[labels > 0]
-    return Segments(first[keep], size[keep], docs[owner[keep]], labels)
+    return DocumentSpans(first[keep], size[keep], docs[owner[keep]], labels)
 
 
 def count_labels(mask: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -308,7 +310,7 @@ def count_labels(mask: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.
     return counts
 
 
-def _join(stages: Sequence[PackingStage], rows: list[list[Segments]], rows_per_step: int) -> Plan:
+def _join(stages: Sequence[PackingStage], rows: list[list[DocumentSpans]], rows_per_step: int) -> Plan:
     widths = [
         np.full(len(made), stage.row_tokens, np.int64) for stage, made in zip(stages, rows, strict=True)
     ]
@@ -321,7 +323,7 @@ def _join(stages: Sequence[PackingStage], rows: list[list[Segments]], rows_per_s
     sizes = np.array([len(row.start) for row in flat], np.int64)
     labels = np.array([row.labels.sum() for row in flat], np.int64)
     return Plan(
-        pieces=Segments(*columns),
+        pieces=DocumentSpans(*columns),
         row_ptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         row_tokens=np.concatenate([empty, *widths]),
         tokens_in_step=labels.reshape(-1, rows_per_step).sum(1),

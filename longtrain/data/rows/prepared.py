@@ -86,7 +86,7 @@ class PreparedWriter:
         Args:
             ids_T: token ids, any integer type.
             mask_T: 1 where the token is a label.
-            name: for error messages; newlines become spaces.
+            name: what error messages call it; newlines become spaces.
             kind: text kind.
             source: index into the manifest's sources.
             val: whether it is held out.
@@ -152,14 +152,14 @@ class Prepared:
     """A prepared folder, open for reading.
 
     Args:
-        folder: where it is.
+        folder: the folder itself.
         manifest: sources, revisions, tokenizer hash, counts, sha256.
         ids: all token ids, memory-mapped.
         mask: label mask, memory-mapped; 1: the token is a label.
         start, length, labels: per document; `labels` does not count its first token.
         kind: index into `kinds`.
         source: index into `manifest["sources"]`.
-        val: held out.
+        val: whether it is held out.
         names: one a document.
     """
 

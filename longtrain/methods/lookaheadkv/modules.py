@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 STD = 0.02
-"""Of fresh soft tokens until the target's own embeddings are known."""
+"""The spread of fresh soft tokens until the target's own embeddings are known."""
 
 
 class LookaheadKV(nn.Module):

@@ -97,7 +97,7 @@ class LookaheadKVPress(ScorerPress):
         self._length = 0
 
     def _get_ratio(self) -> float:
-        """With a budget, the ratio at which a wrapper keeps that many rows of the prompt it has just scored.
+        """The share that is dropped: with a budget, what keeps that many rows of the prompt just scored.
 
         Wrappers do not score at a ratio of 0, so where all fits it is the smallest number above.
         """

@@ -26,7 +26,7 @@ def lookahead_rows(
         module: the lookahead tokens.
         keys: start and stop of each prompt in its sequence.
         seqs: the sequence of each.
-        dtype: to compute in.
+        dtype: the type to compute in.
 
     Returns:
         embeds_NE; pos_N on the host, going on where each prompt ends; spans.

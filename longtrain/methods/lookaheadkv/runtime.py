@@ -132,7 +132,7 @@ class LookaheadRows:
     """The lookahead rows of a batch of prompts, a layer behind the prefill (`target.attention.Watch`).
 
     Args:
-        evictor: whose rows they are.
+        evictor: the evictor whose rows they are.
         lengths: prompt tokens, on the host.
     """
 

@@ -87,7 +87,7 @@ class ObserverRows:
     Args:
         rows: start and stop of each prompt's observing rows, in the packed row.
         keys: start and stop of the keys before them.
-        device: where the row is.
+        device: the device that the row is on.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Truth:
 
     Args:
         found: the samples of the row.
-        scale: of the softmax.
+        scale: the scale of the softmax.
         then: called with (layer, k_BTGD, v_BTGD) when the layer's scores are there.
         windows: numbers of last rows of a prompt whose scores are wanted too (SnapKV's).
-        device: where the row is.
+        device: the device that the row is on.
 
     Source: LookaheadKV §3.2 (GT forward pass): softmax over the whole causal row, the response's own keys
         included, then the columns of the prompt.

@@ -76,7 +76,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
 
 
 def _check_data(config: Config, data: DataConfig) -> None:
-    """That the response the module foretells is what the data labels.
+    """Check that the data labels the response that the module is to foretell.
 
     Raises:
         ConfigError: one of the two holds the question and the other does not.

@@ -30,7 +30,7 @@ class FirstRows:
     """The first rows: attention sinks.
 
     Args:
-        layout: of the prompts.
+        layout: the layout of the prompts.
 
     Source: StreamingLLM (arXiv 2309.17453) §3.2; the newest rows are every choice's.
     """
@@ -49,7 +49,7 @@ class ScoredRows:
     """The rows that the prompt's last ones attend to most, max-pooled, each KV head its own.
 
     Args:
-        layout: of the prompts.
+        layout: the layout of the prompts.
         config: window and kernel.
 
     Source: SnapKV (arXiv 2404.14469), Algorithm 1, as `evict=snapkv` has it.

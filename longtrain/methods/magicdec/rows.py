@@ -72,7 +72,7 @@ class SparseRows:
     not count.
 
     Args:
-        target: whose rows they are.
+        target: the target whose rows they are.
         batch: sequences.
         rows: most rows of a sequence.
     """

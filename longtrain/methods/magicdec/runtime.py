@@ -92,7 +92,7 @@ class MagicDecRuntime:
         """Refuse what is no chain, or a longer one than the newest rows hold (`decoding.roles.Draft`).
 
         Raises:
-            ConfigError: it is such a shape.
+            ConfigError: the shape is no chain, or a longer one.
         """
         check_chain(shape, "MagicDec")
         if shape.depth > self.most:
@@ -161,8 +161,8 @@ class _Reader:
 
     Args:
         rows: take the prompts.
-        layout: of the prompts.
-        choice: of the rows that stay.
+        layout: the layout of the prompts.
+        choice: chooses the rows that stay.
     """
 
     def __init__(self, rows: SparseRows, layout: Layout, choice: Choice) -> None:

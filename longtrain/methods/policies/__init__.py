@@ -58,7 +58,7 @@ def get(name: str, *, budget: Budget, **options: Any) -> BasePolicy:
 
 
 def make(name: str, budget: Budget, options: Mapping[str, Any], *, group: str = "evict") -> BasePolicy:
-    """As `get`, from options that were typed, whatever their names.
+    """Make a policy as `get` does, from options that were typed, whatever their names.
 
     Args:
         name: a key of `POLICIES`.
@@ -67,7 +67,7 @@ def make(name: str, budget: Budget, options: Mapping[str, Any], *, group: str = 
         group: what options are called in messages: `evict.window`.
 
     Raises:
-        ConfigError: as in `get`.
+        ConfigError: see `get`.
     """
     kind = policy_class(name)
     known = {field.name: field for field in fields(kind) if field.init and field.name != "budget"}

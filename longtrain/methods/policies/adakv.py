@@ -22,7 +22,7 @@ from longtrain.targets.attention import Watch
 
 
 class ScoringEvictor(Scorer, Evictor, Protocol):
-    """What can be wrapped."""
+    """An evictor that can be wrapped: it chooses by scores."""
 
 
 @dataclass
@@ -33,7 +33,8 @@ class AdaKV(BasePolicy):
     and a head keeps round(c (1 - floor) + int(b floor)) of its own best rows and the protected ones.
 
     Args:
-        over: whose scores: the name of a policy that is `wrappable`, or such an evictor (LookaheadKV's).
+        over: who gives the scores: the name of a policy that is `wrappable`, or such an evictor
+            (LookaheadKV's).
         options: options of the policy named by `over`.
         floor: share of the budget that every head keeps.
         normalise: weigh each head's scores by the share of its mass that its best b rows hold, before heads
@@ -68,7 +69,7 @@ class AdaKV(BasePolicy):
 
     @property
     def wrapped(self) -> ScoringEvictor:
-        """Whose scores these are."""
+        """The policy that gives the scores."""
         found: ScoringEvictor = self.over
         return found
 

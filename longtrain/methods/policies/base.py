@@ -26,10 +26,10 @@ class Scorer(Protocol):
     name: str
 
     def scores(self, run: PromptRun) -> Tensor | None:
-        """Importance of each prompt token, s_LBGS in fp32, reduced over heads, not pooled; None: has none."""
+        """The importance s_LBGS of each prompt token in fp32, not pooled; None where there is none."""
 
     def select(self, run: PromptRun, scores: Tensor | None = None) -> Keep | None:
-        """As `Evictor.select`; `scores` are those of this run where they are known already."""
+        """Choose rows as `Evictor.select` does; `scores` are those of this run if they are known."""
 
     def with_budget(self, budget: Budget) -> Self:
         """The same policy with another budget."""

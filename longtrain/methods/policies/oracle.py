@@ -30,11 +30,11 @@ class Oracle(Policy):
 
     Args:
         window: 0: nothing stays but for its score.
-        kernel: of the selection's max-pool; 1 keeps the true best tokens.
+        kernel: width of the selection's max-pool; 1 keeps the true best tokens.
         n_tokens: most tokens of the answer that are looked at, where more are asked for.
-        temperature: of the answer looked at; above 0 it is sampled, which shows how far scores depend on the
-            words (LookaheadKV, Table 8).
-        seed: of its coins.
+        temperature: the temperature of the answer looked at; above 0 it is sampled, which shows how far
+            scores depend on the words (LookaheadKV, Table 8).
+        seed: the seed of its random numbers.
 
     Source: LookaheadKV (arXiv 2603.10899), section 3 (ground-truth scores); 512 tokens as in its training.
     """

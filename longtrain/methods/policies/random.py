@@ -25,7 +25,7 @@ class Random(Policy):
 
     Args:
         kernel: 1, that is none: draws are not pooled.
-        seed: of the draws.
+        seed: the seed of the draws.
     """
 
     name: ClassVar[str] = "random"

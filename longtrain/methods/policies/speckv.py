@@ -34,7 +34,8 @@ class SpecKV(Policy):
         window: rows at the end of each prompt that stay.
         draft: a target folder, Hub id or `tiny` that shares the target's tokenizer, or a loaded target.
         n_tokens: tokens drafted.
-        reduction: over rows and heads of a KV head: "max" (the authors' settings) or "mean" (their paper).
+        reduction: how rows and heads of a KV head become one: "max" (the authors' settings) or "mean" (their
+            paper).
 
     Raises:
         ConfigError: no draft, or an option out of range.

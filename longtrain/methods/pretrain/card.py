@@ -53,11 +53,11 @@ def card(
 
     Args:
         config: the model's shape.
-        facts: of the run; `argv` or `command`, `step`, `tokens`, `seconds`, `hardware` and `held_out` are
-            shown if there.
+        facts: facts of the run; `argv` or `command`, `step`, `tokens`, `seconds`, `hardware` and `held_out`
+            are shown if there.
         scores: `needle` (of `evaluation.needle.run`), `prose` and `code` (of `bits_per_byte`); None: not
             measured yet.
-        name: of the target.
+        name: the name of the target.
     """
     kv, q = config.n_kv_heads * config.head_dim, config.n_heads * config.head_dim
     layer = 2 * config.hidden_size * (q + kv) + 3 * config.hidden_size * config.intermediate_size

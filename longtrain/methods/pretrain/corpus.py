@@ -60,7 +60,7 @@ def build_corpus(
     """Train the tokenizer and tokenise what is not held out. Does nothing if `folder` has all of it.
 
     Args:
-        folder: where it goes; written whole or not at all.
+        folder: the folder to write, whole or not at all.
         config: vocabulary size and context.
         books: file or folder of prose (.txt, also .xz or .gz).
         code: file or folder of JSONL with a `text` column, or of source files; None: no code.
@@ -122,7 +122,7 @@ def load_mixture(
     """The training mixture over a corpus.
 
     Args:
-        folder: from `build_corpus`.
+        folder: what `build_corpus` wrote.
         config: loss weights.
         shares: how often each kind of document is drawn.
         stream_weights: how often each kind of running text is drawn, e.g. `{book: 0.7, code: 0.3}`.

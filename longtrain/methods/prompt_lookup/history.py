@@ -11,7 +11,7 @@ from torch import Tensor
 _SPARE = 4096
 """Least room for new tokens; beyond it the oldest are forgotten."""
 _NONE = -1
-"""In a slot without a token."""
+"""What a slot without a token holds."""
 
 
 class History:
@@ -24,7 +24,7 @@ class History:
         batch: texts.
         longest: tokens of the longest prompt.
         ngram: W, most tokens of the end that are compared.
-        device: of the tokens.
+        device: the device that the tokens are on.
     """
 
     def __init__(self, batch: int, longest: int, ngram: int, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class PromptLookupRuntime:
     token is repeated, for a tree has one shape.
 
     Args:
-        target: for its vocabulary.
+        target: the target, for the size of its vocabulary.
         ngram: most tokens that are looked up.
 
     Source: LLMA (arXiv 2304.04487) §3; prompt look-up decoding (Saxena 2023) for n-grams from long to short.

@@ -30,7 +30,7 @@ class QuantSpecRuntime:
 
     Args:
         model: the target, or the target with 4-bit weights.
-        kv_bits: at which quantised tokens are read.
+        kv_bits: the bits that quantised tokens are read with.
 
     Source: QuantSpec §4.1 and Algorithm 1.
     """
@@ -43,10 +43,10 @@ class QuantSpecRuntime:
         self._growth = TreeGrowth()
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """Look at the target's cache.
+        """Take the draft's view of the target's cache.
 
         Raises:
-            ConflictError: it is not a hierarchical one.
+            ConflictError: the cache is not a hierarchical one.
         """
         if not isinstance(cache, HierarchicalCache):
             raise ConflictError(
@@ -90,5 +90,5 @@ class QuantSpecRuntime:
         return self.model.int4_bytes() if isinstance(self.model, Int4Target) else 0
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """None of its own; those of the cache are the cache's."""
+        """An empty tuple: the draft keeps no tensors, and those of the cache belong to the cache."""
         return ()
