@@ -1,23 +1,23 @@
-"""RULER: 13 synthetic tasks at any length for any tokenizer, generated as the official release does."""
+"""The 13 synthetic tasks at any length for any tokenizer, generated as the official release does."""
 
-from longtrain.evaluation.ruler.generate import Example, Generator, generate
-from longtrain.evaluation.ruler.haystack import Haystack
+from longtrain.evaluation.ruler.generate import Generator, RulerExample
 from longtrain.evaluation.ruler.questions import DATASETS, Questions, read_hotpotqa, read_squad
 from longtrain.evaluation.ruler.sizing import Framing
-from longtrain.evaluation.ruler.tasks import METRICS, TASKS
-from longtrain.evaluation.ruler.vocabulary import Vocabulary, vocabulary
+from longtrain.evaluation.ruler.sources import Haystack, Vocabulary, is_published, vocabulary
+from longtrain.evaluation.ruler.tasks import METRICS, SEED, TASKS
 
 __all__ = [
     "DATASETS",
     "METRICS",
+    "SEED",
     "TASKS",
-    "Example",
     "Framing",
     "Generator",
     "Haystack",
     "Questions",
+    "RulerExample",
     "Vocabulary",
-    "generate",
+    "is_published",
     "read_hotpotqa",
     "read_squad",
     "vocabulary",

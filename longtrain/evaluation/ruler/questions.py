@@ -12,16 +12,15 @@ from random import Random
 from typing import Any, TypeVar
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.ruler.tasks import Draft, Task
+from longtrain.evaluation.ruler.tasks import DOCUMENT, PromptText, RulerSpec
 
 Row = TypeVar("Row")
 
 STEP = 10
-DOCUMENT = "Document {i}:\n{document}"
 
 
 @dataclass(frozen=True)
-class Question:
+class RulerQuestion:
     """A question with its answers and documents (indices into `Questions.documents`).
 
     Args:
@@ -43,7 +42,7 @@ class Questions:
 
     name: str
     documents: tuple[str, ...]
-    items: tuple[Question, ...]
+    items: tuple[RulerQuestion, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -90,7 +89,7 @@ def squad(data: Any, file: str | Path) -> Questions:
     documents = sorted({_string(p["context"]) for article in data["data"] for p in article["paragraphs"]})
     place = {document: i for i, document in enumerate(documents)}
     items = [
-        Question(query, tuple(texts), (place[own],), tuple(place[p] for p in article if p != own))
+        RulerQuestion(query, tuple(texts), (place[own],), tuple(place[p] for p in article if p != own))
         for query, texts, own, article in read
     ]
     return _made(file, documents, items)
@@ -127,7 +126,7 @@ def hotpotqa(data: Any, file: str | Path) -> Questions:
     read = _checked(rows, file, "HotpotQA", "[].{question, answer, context[].[title, [sentence]]}")
     documents = sorted({document for _, _, own in read for document in own})
     place = {document: i for i, document in enumerate(documents)}
-    items = [Question(query, (answer,), tuple(place[d] for d in own)) for query, answer, own in read]
+    items = [RulerQuestion(query, (answer,), tuple(place[d] for d in own)) for query, answer, own in read]
     return _made(file, documents, items)
 
 
@@ -200,7 +199,7 @@ DATASETS = {
 }
 
 
-class QuestionWriter:
+class DocumentWriter:
     """Writes `qa_1` and `qa_2`. Sizes are documents; example i asks question i.
 
     Note: HotpotQA's questions that are answered with yes or no stay, as in the official data.
@@ -217,7 +216,7 @@ class QuestionWriter:
     unit = 1
     step = STEP
 
-    def __init__(self, task: Task, *, seed: int, questions: Questions | None) -> None:
+    def __init__(self, task: RulerSpec, *, seed: int, questions: Questions | None) -> None:
         if questions is None:
             name = str(task.options["dataset"])
             raise ConfigError(
@@ -231,8 +230,8 @@ class QuestionWriter:
         """The question's own documents."""
         return len(self._question(index).own)
 
-    def write(self, size: int, index: int, stream: str) -> Draft:
-        """See `Writer`."""
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """See `PromptWriter`."""
         rng = Random(stream)
         question, documents = self._question(index), self.questions.documents
         chosen = self._choose(question, size, rng)
@@ -240,11 +239,11 @@ class QuestionWriter:
         context = "\n\n".join(
             DOCUMENT.format(i=place, document=documents[which]) for place, which in enumerate(chosen, 1)
         )
-        return Draft(
+        return PromptText(
             self.template.format(context=context, query=question.query), self.prefix, question.answers
         )
 
-    def _choose(self, question: Question, size: int, rng: Random) -> list[int]:
+    def _choose(self, question: RulerQuestion, size: int, rng: Random) -> list[int]:
         """The question's own documents, then near ones, then any; all, repeated, where they run out."""
         own, near, total = list(question.own), list(question.near), len(self.questions.documents)
         if size >= total:
@@ -256,7 +255,7 @@ class QuestionWriter:
         others = [i for i in range(total) if i not in taken]
         return own + near + rng.sample(others, missing - len(near))
 
-    def _question(self, index: int) -> Question:
+    def _question(self, index: int) -> RulerQuestion:
         items = self.questions.items
         if index >= len(items):
             raise DataError(
@@ -287,7 +286,7 @@ def _checked(rows: Callable[[], list[Row]], file: str | Path, what: str, where: 
     return found
 
 
-def _made(file: str | Path, documents: list[str], items: list[Question]) -> Questions:
+def _made(file: str | Path, documents: list[str], items: list[RulerQuestion]) -> Questions:
     for item in items:
         if not item.answers or not item.own:
             raise DataError(

@@ -11,7 +11,7 @@ from longtrain.evaluation.framing import around_message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.evaluation.ruler.tasks import Draft, Writer
+    from longtrain.evaluation.ruler.tasks import PromptText, PromptWriter
 
 _BISECT_EVERY = 4
 
@@ -48,17 +48,17 @@ class Framing:
         self.tokens = self._count([self.before + self.after])[0]
         """Tokens of the frame alone."""
 
-    def text(self, prompt: str, answer_prefix: str = "") -> str:
-        """What the model reads."""
-        return f"{self.before}{prompt}{self.after}{answer_prefix}"
+    def text(self, prompt: str, answer_prefix: str = "", solved: str = "") -> str:
+        """What the model reads: a solved example, the user's message in its frame, the answer's beginning."""
+        return f"{solved}{self.before}{prompt}{self.after}{answer_prefix}"
 
-    def ids(self, prompt: str, answer_prefix: str = "") -> list[int]:
-        """What the model reads, in tokens; `Example.prompt_tokens` of them."""
-        return list(self._encode([self.text(prompt, answer_prefix)])[0])
+    def ids(self, prompt: str, answer_prefix: str = "", solved: str = "") -> list[int]:
+        """What the model reads, in tokens; `RulerExample.prompt_tokens` of them."""
+        return list(self._encode([self.text(prompt, answer_prefix, solved)])[0])
 
-    def count(self, drafts: Sequence[Draft]) -> list[int]:
+    def count(self, prompts: Sequence[PromptText]) -> list[int]:
         """Tokens of each prompt, frame and answer prefix included."""
-        return self._count([self.text(draft.input, draft.answer_prefix) for draft in drafts])
+        return self._count([self.text(one.input, one.answer_prefix, one.solved) for one in prompts])
 
     def count_text(self, text: str) -> int:
         """Tokens of a text without any frame."""
@@ -110,7 +110,7 @@ def largest(count: Callable[[int], int], limit: int, *, least: int, unit: int = 
     return least + low * unit
 
 
-def back_off(writer: Writer, size: int, index: int) -> int:
+def back_off(writer: PromptWriter, size: int, index: int) -> int:
     """The next size to try after a prompt turned out too long: a step less, as the official generator does.
 
     Note: below one step the official generator draws again for ever; here it goes on by eighths.

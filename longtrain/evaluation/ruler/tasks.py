@@ -1,15 +1,21 @@
-"""The 13 tasks of RULER as data: wording, parameters and answer lengths of the official release.
+"""The 13 tasks of RULER; their wording, parameters and answer lengths are in benchmarks/ruler.json.
+
+Kept by hand: the official generator needs downloads and its own processes, and it draws from one stream of
+random numbers, so that no example can be written alone. The wording here is that of its task templates; the
+chat template stands where its run.sh puts it.
 
 Source: Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?", and
-the official generator (NVIDIA/RULER, Apache-2.0), whose prompts these are, to the letter.
+the official generator (NVIDIA/RULER, Apache-2.0).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.evaluation.metrics.ruler import clean, match_all, match_part
 
@@ -40,48 +46,14 @@ class Family:
     metric: str = "string_match_all"
 
 
-FAMILIES = {
-    "niah": Family(
-        "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic "
-        "{type_needle_v} for {query} mentioned in the provided text?",
-        " The special magic {type_needle_v} for {query} mentioned in the provided text are",
-        128,
-    ),
-    "variable_tracking": Family(
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-        "Question: Find all variables that are assigned the value {query} in the text above.",
-        " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are "
-        "assigned the value {query}, they are: ",
-        30,
-    ),
-    "common_words_extraction": Family(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
-        "ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the above "
-        "list?",
-        " Answer: The top 10 words that appear most often in the list are:",
-        120,
-    ),
-    "freq_words_extraction": Family(
-        "Read the following coded text and track the frequency of each coded word. Find the three most "
-        "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore "
-        "the dots '....'. What are the three most frequently appeared words in the above coded text?",
-        " Answer: According to the coded text above, the three most frequently appeared words are:",
-        50,
-    ),
-    "qa": Family(
-        "Answer the question based on the given documents. Only give me the answer and do not output any "
-        "other words.\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the "
-        "given documents. Only give me the answer and do not output any other words.\n\nQuestion: {query}",
-        " Answer:",
-        32,
-        "string_match_part",
-    ),
-}
+_DATA = json.loads((asset_dir("benchmarks") / "ruler.json").read_text(encoding="utf-8"))
+FAMILIES = {name: Family(**values) for name, values in _DATA["families"].items()}
+NEEDLE, NOISE, DOCUMENT = str(_DATA["needle"]), str(_DATA["noise"]), str(_DATA["document"])
+"""A needle, the line that noise haystacks repeat, and a document of the tasks with questions."""
 
 
 @dataclass(frozen=True)
-class Task:
+class RulerSpec:
     """A task: its name, its family's name and the parameters that its writer takes."""
 
     name: str
@@ -116,40 +88,14 @@ class Task:
         return METRICS[self.metric](clean(prediction), answers)
 
 
-def _niah(name: str, haystack: str, key: str, value: str, *, keys: int, values: int, queries: int) -> Task:
-    options = {
-        "haystack": haystack,
-        "key": key,
-        "value": value,
-        "keys": keys,
-        "values": values,
-        "queries": queries,
-    }
-    return Task(name, "niah", options)
-
-
 TASKS = {
-    task.name: task
-    for task in (
-        _niah("niah_single_1", "noise", "words", "numbers", keys=1, values=1, queries=1),
-        _niah("niah_single_2", "essay", "words", "numbers", keys=1, values=1, queries=1),
-        _niah("niah_single_3", "essay", "words", "uuids", keys=1, values=1, queries=1),
-        _niah("niah_multikey_1", "essay", "words", "numbers", keys=4, values=1, queries=1),
-        _niah("niah_multikey_2", "needle", "words", "numbers", keys=1, values=1, queries=1),
-        _niah("niah_multikey_3", "needle", "uuids", "uuids", keys=1, values=1, queries=1),
-        _niah("niah_multivalue", "essay", "words", "numbers", keys=1, values=4, queries=1),
-        _niah("niah_multiquery", "essay", "words", "numbers", keys=1, values=1, queries=4),
-        Task("vt", "variable_tracking", {"chains": 1, "hops": 4}),
-        Task("cwe", "common_words_extraction", {"common_repeats": 30, "other_repeats": 3, "common": 10}),
-        Task("fwe", "freq_words_extraction", {"alpha": 2.0}),
-        Task("qa_1", "qa", {"dataset": "squad"}),
-        Task("qa_2", "qa", {"dataset": "hotpotqa"}),
-    )
+    name: RulerSpec(name, values["family"], {key: value for key, value in values.items() if key != "family"})
+    for name, values in _DATA["tasks"].items()
 }
 """The official 13, by name, in the official order."""
 
 
-def find_task(name: str) -> Task:
+def find_task(name: str) -> RulerSpec:
     """A task by its name.
 
     Raises:
@@ -161,15 +107,16 @@ def find_task(name: str) -> Task:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A prompt that was written but not yet counted; see `Example` for the fields."""
+class PromptText:
+    """A prompt that is written but not yet counted; see `RulerExample` for the fields."""
 
     input: str
     answer_prefix: str
     answers: tuple[str, ...]
+    solved: str = ""
 
 
-class Writer(Protocol):
+class PromptWriter(Protocol):
     """Writes prompts of a wanted size: words, lines or documents of haystack, by task.
 
     Sizes are `least + k * unit`; `step` is what the official generator takes off a prompt that is too long.
@@ -182,6 +129,6 @@ class Writer(Protocol):
         """The smallest size that example `index` can have."""
         ...
 
-    def write(self, size: int, index: int, stream: str) -> Draft:
-        """Example `index` of a size. All chance comes from `random.Random(stream)`."""
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """RulerExample `index` of a size. All chance comes from `random.Random(stream)`."""
         ...

@@ -14,12 +14,11 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import ruler
 from longtrain.evaluation.metrics.ruler import percent
 from longtrain.evaluation.prompts import Encoded
-from longtrain.evaluation.ruler.published import is_published
-from longtrain.evaluation.ruler.tasks import SEED
+from longtrain.evaluation.ruler.sources import SOURCES
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import existing_file, not_greedy
+from longtrain.evaluation.suites.shared import existing_file, not_greedy, settings_of
 from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, some_of, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,9 +29,27 @@ if TYPE_CHECKING:
 TITLE = "RULER"
 SAMPLES = 500
 """Published examples of a task at a length."""
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+"""Published lengths."""
 
 KEPT = 64
 """Prompts of a task kept in memory between encoding and scoring."""
+
+
+@dataclass(frozen=True)
+class RulerSettings:
+    """The keys of the suite; see conf/suite/ruler.yaml."""
+
+    lengths: Lengths
+    tasks: some_of(ruler.TASKS)  # type: ignore[valid-type]
+    samples: Count
+    seed: CountOrZero
+    haystack: Text | None
+    words: one_of(SOURCES)  # type: ignore[valid-type]
+    more_words: Text | None
+    squad: Text | None
+    hotpotqa: Text | None
+    chat: bool | None
 
 
 @dataclass(frozen=True)
@@ -76,37 +93,40 @@ class Sources:
             found["haystack"] = {"name": self.haystack.name, "sha256": self.haystack.digest}
         if options.get("key") == "words" or task == "cwe":
             found["words"] = {"name": self.words.name, "sha256": self.words.digest}
+        if task == "cwe" and self.framing.chat:
+            found["solved_example"] = "a chat turn of its own"
         if "dataset" in options:
             questions = self.questions[str(options["dataset"])]
             found["questions"] = {"name": questions.name, "sha256": questions.digest}
         return found
 
 
-class Writer:
+class WrittenExamples:
     """Writes examples when they are asked for; the last ones are kept."""
 
     def __init__(self, task: str, sources: Sources) -> None:
         self.generator = lru_cache(maxsize=None)(lambda length: sources.generator(task, length))
         self.example = lru_cache(maxsize=KEPT)(self._example)
 
-    def _example(self, length: int, index: int) -> ruler.Example:
-        return self.generator(length).example(index)
+    def _example(self, length: int, index: int) -> ruler.RulerExample:
+        (found,) = self.generator(length).examples(range(index, index + 1))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class RulerTask(Task):
     """A task at every length: rows hold a length and an index, the prompt is written from these."""
 
-    writer: Writer = field(kw_only=True)
+    writer: WrittenExamples = field(kw_only=True)
 
-    def written(self, example: Example) -> ruler.Example:
+    def written(self, example: Example) -> ruler.RulerExample:
         """Input, answer prefix and answers."""
         return self.writer.example(example.fields["length"], example.fields["index"])
 
     def prompt(self, example: Example) -> str:
-        """Input and answer prefix, without the chat template that stands between them."""
+        """Solved example, input and answer prefix, without the chat template around the input."""
         found = self.written(example)
-        return found.input + found.answer_prefix
+        return found.solved + found.input + found.answer_prefix
 
     def size(self, example: Example) -> int:
         """The stated length."""
@@ -123,7 +143,7 @@ class RulerTask(Task):
         """The prompt in the chat template, the answer's beginning behind it; never cut."""
         found = self.written(example)
         framing = ruler.Framing(tokenizer, chat=self.chat, options=CHAT_OPTIONS)
-        return Encoded(tuple(framing.ids(found.input, found.answer_prefix)))
+        return Encoded(tuple(framing.ids(found.input, found.answer_prefix, found.solved)))
 
     def facets(self, example: Example) -> dict[str, Facet]:
         """The length."""
@@ -156,21 +176,17 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             without its questions.
         DataError: a file is missing or of another format.
     """
-    read = Settings(settings)
-    names = read.names("tasks", tuple(ruler.TASKS))
-    lengths, samples = read.tokens("lengths"), read.integer("samples")
+    options = settings_of(RulerSettings, settings)
     window = target.info.max_positions
-    if lengths[-1] > window:
-        raise ConfigError(
-            f"suite.lengths={list(lengths)}; allowed: up to {window}, the tokens that target "
-            f"{target.info.name} reads"
-        )
-    sources = _sources(read, names, target)
-    tasks = tuple(_task(name, lengths, samples, sources) for name in names)
+    if options.lengths[-1] > window:
+        tokens = f"up to {window}, the tokens that target {target.info.name} reads"
+        raise wrong("suite.lengths", list(options.lengths), tokens)
+    sources = _sources(options, target)
+    tasks = tuple(_task(name, options, sources) for name in options.tasks)
     for task in tasks:
         task.written(task.rows[0])  # the shortest length of each task: one that does not fit is refused now
-        task.written(Example("", {"length": lengths[0], "index": samples - 1}))
-    notes = [*_notes(read, names, samples, sources), *not_greedy(sampling)]
+        task.written(Example("", {"length": options.lengths[0], "index": options.samples - 1}))
+    notes = [*_notes(options, sources), *not_greedy(sampling)]
     title = f"Variant of {TITLE}" if notes else TITLE
 
     def summarise(records: ByTask) -> Summary:
@@ -182,7 +198,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             str(length): _figures(
                 {name: [mark for at, mark in some if at == length] for name, some in marks.items()}
             )
-            for length in lengths
+            for length in options.lengths
         }
         overall = _figures({name: [mark for _, mark in some] for name, some in marks.items()})
         return Summary(title, tuple(notes), overall["tasks"], overall["average"], {"lengths": by_length})
@@ -206,37 +222,33 @@ def _from_hub(dataset: str) -> ruler.Questions:
     return known.of_rows(found, hub)
 
 
-def _sources(read: Settings, names: Sequence[str], target: Target) -> Sources:
-    if target.tokenizer is None:
-        raise ConfigError(
-            f"target {target.info.name} has no tokenizer, and RULER's lengths are counted with it"
-        )
+def _sources(options: RulerSettings, target: Target) -> Sources:
+    tokenizer = target.require_tokenizer()
     others: list[str] = []
 
     def file(key: str, where: str, what: str, note: str) -> Path:
         path = existing_file(where, what)
-        if not is_published(key, path):
+        if not ruler.is_published(key, path):
             others.append(note.format(path.name))
         return path
 
-    words = ruler.vocabulary(read.choice("words", ("longtrain", "wonderwords")))
-    more, essays = read.optional_text("more_words"), read.optional_text("haystack")
-    if more is not None:
+    words = ruler.vocabulary(options.words)
+    if options.more_words is not None:
         note = "more words from {}, which is not RULER's english_words.json"
-        words = words.with_more(file("more_words", more, "RULER's list of more words", note))
-    if essays is None:
+        words = words.with_more(file("more_words", options.more_words, "RULER's list of more words", note))
+    if options.haystack is None:
         haystack = ruler.Haystack.bundled()
-        if _has_essays(names):
+        if _has_essays(options.tasks):
             others.append(
                 "needles hidden in the novels that ship with longtrain, not in Paul Graham's essays"
             )
     else:
         note = "needles hidden in {}, which is no known copy of RULER's PaulGrahamEssays.json"
-        haystack = ruler.Haystack.read(file("haystack", essays, "RULER's haystack", note))
-    needed = {str(ruler.TASKS[name].options["dataset"]) for name in names if name.startswith("qa")}
+        haystack = ruler.Haystack.read(file("haystack", options.haystack, "RULER's haystack", note))
+    needed = {str(ruler.TASKS[name].options["dataset"]) for name in options.tasks if name.startswith("qa")}
     questions = {}
     for dataset in sorted(needed):
-        known, where = ruler.DATASETS[dataset], read.optional_text(dataset)
+        known, where = ruler.DATASETS[dataset], getattr(options, dataset)
         if where is None:
             raise ConfigError(
                 f"suite.{dataset}=null, and RULER's questions come from there; pass suite.{dataset}=FILE, to "
@@ -247,16 +259,16 @@ def _sources(read: Settings, names: Sequence[str], target: Target) -> Sources:
         else:
             note = f"questions of {dataset} from {{}}, which is not the published file"
             questions[dataset] = known.read(file(dataset, where, f"RULER's questions of {dataset}", note))
-    framing = ruler.Framing(target.tokenizer, chat=read.optional_flag("chat"), options=CHAT_OPTIONS)
-    return Sources(framing, haystack, words, questions, read.integer("seed", least=0), tuple(others))
+    framing = ruler.Framing(tokenizer, chat=options.chat, options=CHAT_OPTIONS)
+    return Sources(framing, haystack, words, questions, options.seed, tuple(others))
 
 
-def _task(name: str, lengths: Sequence[int], samples: int, sources: Sources) -> RulerTask:
+def _task(name: str, options: RulerSettings, sources: Sources) -> RulerTask:
     known = ruler.TASKS[name]
     rows = tuple(
         Example(f"{length}-{index}", {"length": length, "index": index})
-        for length in lengths
-        for index in range(samples)
+        for length in options.lengths
+        for index in range(options.samples)
     )
     return RulerTask(
         name,
@@ -267,26 +279,28 @@ def _task(name: str, lengths: Sequence[int], samples: int, sources: Sources) -> 
         None,
         chat=sources.framing.chat,
         protocol=sources.settings(name),
-        writer=Writer(name, sources),
+        writer=WrittenExamples(name, sources),
     )
 
 
-def _notes(read: Settings, names: Sequence[str], samples: int, sources: Sources) -> list[str]:
+def _notes(options: RulerSettings, sources: Sources) -> list[str]:
     """Every departure from the published benchmark."""
     notes = []
-    if len(names) < len(ruler.TASKS):
-        notes.append(f"{len(names)} of {len(ruler.TASKS)} tasks")
-    if samples != SAMPLES:
-        notes.append(f"examples of a task at each length: {samples} instead of {SAMPLES}")
-    if sources.seed != SEED:
-        notes.append(f"seed {sources.seed} instead of {SEED}")
+    if len(options.tasks) < len(ruler.TASKS):
+        notes.append(f"{len(options.tasks)} of {len(ruler.TASKS)} tasks")
+    if others := [str(length) for length in options.lengths if length not in LENGTHS]:
+        notes.append(f"lengths that are not published: {', '.join(others)}")
+    if options.samples != SAMPLES:
+        notes.append(f"examples of a task at each length: {options.samples} instead of {SAMPLES}")
+    if options.seed != ruler.SEED:
+        notes.append(f"seed {options.seed} instead of {ruler.SEED}")
     notes += sources.others
-    if read.get("words") != "wonderwords":
+    if options.words != "wonderwords":
         notes.append("keys and words from longtrain's lists, not from wonderwords")
     if not sources.framing.chat:
         if sources.framing.tokenizer.chat_template:
             notes.append("without chat template")
-        elif read.get("chat") is None:
+        elif options.chat is None:
             notes.append("without chat template: the tokenizer has none (suite.chat=false says it is meant)")
     return notes
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from longtrain.assets import asset_dir
-from longtrain.evaluation.ruler import Haystack, read_hotpotqa, read_squad
+from longtrain.evaluation.ruler import Framing, Generator, Haystack, read_hotpotqa, read_squad
 
 
 @pytest.fixture(scope="session")
@@ -90,14 +90,11 @@ def questions(tmp_path_factory, squad_rows, hotpot_rows):
 
 @pytest.fixture(scope="session")
 def make(tokenizer, haystack, questions):
-    """`make(task, length=..., n=...)`: a list of examples."""
-    from longtrain.evaluation.ruler import generate
+    """`make(task, length=..., n=..., start=..., chat=...)`: a list of examples."""
 
-    def call(task, **options):
-        return list(
-            generate(
-                task, tokenizer, **{"haystack": haystack, "questions": questions.get(task), "n": 2, **options}
-            )
-        )
+    def call(task, *, length, n=2, start=0, chat=None, **options):
+        framing = Framing(tokenizer, chat=chat)
+        known = {"haystack": haystack, "questions": questions.get(task), **options}
+        return list(Generator(task, framing, length=length, **known).examples(range(start, start + n)))
 
     return call

@@ -10,7 +10,7 @@ import pytest
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.ruler import Haystack, read_hotpotqa, read_squad, vocabulary
-from longtrain.evaluation.ruler.vocabulary import Vocabulary, _wonderwords
+from longtrain.evaluation.ruler.sources import Vocabulary, _wonderwords
 
 TEXT = (
     'It rained.  Mr. Bell said: "Go!" She went\nat 3.5 miles an hour, e.g. slowly. "Why?" he asked. '

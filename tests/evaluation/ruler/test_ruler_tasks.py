@@ -8,8 +8,7 @@ import pytest
 
 from longtrain.evaluation.metrics.ruler import percent
 from longtrain.evaluation.ruler import TASKS, vocabulary
-from longtrain.evaluation.ruler.haystack import NOISE
-from longtrain.evaluation.ruler.needles import NEEDLE
+from longtrain.evaluation.ruler.tasks import NEEDLE, NOISE
 from tests.evaluation.ruler.conftest import TRADES
 from tests.evaluation.ruler.readers import ignorant, oracle
 
@@ -24,7 +23,7 @@ def examples(make):
 def rendered(tokenizer, example) -> str:
     message = [{"role": "user", "content": example.input}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return text + example.answer_prefix
+    return example.solved + text + example.answer_prefix
 
 
 def unit_tokens(task: str, example, tokenizer) -> float:
@@ -87,14 +86,11 @@ def test_oracle_solves_everything(examples, task: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_reader_without_the_context_fails(examples, task: str) -> None:
-    words = list(vocabulary().pool)
-    marks = [
-        TASKS[task].mark(
-            ignorant(task, example.input, example.answer_prefix, Random(example.index), words, TRADES),
-            example.answers,
-        )
-        for example in examples[task]
-    ]
+    words, marks = list(vocabulary().pool), []
+    for example in examples[task]:
+        text, rng = example.solved + example.input, Random(example.index)
+        guess = ignorant(task, text, example.answer_prefix, rng, words, TRADES)
+        marks.append(TASKS[task].mark(guess, example.answers))
     assert percent(marks) <= (5.0 if task.startswith("qa") else 1.0)
 
 

@@ -14,14 +14,11 @@ UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 @pytest.fixture(scope="module")
 def row(make):
-    """`row(task)`: a short example as the official generator would write it."""
+    """`row(task)`: a short example's texts."""
 
     def call(task: str, length: int = 1024, **options):
         (example,) = make(task, length=length, n=1, **options)
-        row = example.to_row()
-        assert list(row) == ["index", "input", "outputs", "length", "length_w_model_temp", "answer_prefix"]
-        assert row["length_w_model_temp"] == row["length"] + 2 == example.length_tokens
-        return row
+        return {**vars(example), "outputs": list(example.answers)}
 
     return call
 
@@ -131,9 +128,11 @@ def test_common_words(row, length: int, solved: tuple[int, int, int], main: tupl
         r"Question: What are the 10 most common words in the above list\?"
     )
     prefix = " Answer: The top 10 words that appear most often in the list are:"
-    first, shown, second = whole(
-        section + re.escape(prefix) + r" ([^\n]*)\n" + section, got["input"]
-    ).groups()
+    turn = r"<\|user\|>" + section + r"<\|assistant\|>" + re.escape(prefix) + r" ([^\n]*)\n"
+    first, shown = whole(turn, got["solved"]).groups()  # a chat turn of its own, as in the official run.sh
+    second = whole(section, got["input"])[1]
+    plain = row("cwe", length=length, chat=False)
+    assert whole(section + re.escape(prefix) + r" ([^\n]*)\n", plain["solved"])
     assert got["answer_prefix"] == prefix
     answers = [word.split(". ")[1] for word in re.split(r" (?=\d+\. )", shown)]
     for text, common, times in ((first, answers, solved[1:]), (second, got["outputs"], main)):
@@ -207,7 +206,7 @@ def test_orders_are_the_seeds(make, questions) -> None:
             own = questions["qa_1"].documents[questions["qa_1"].items[example.index].own[0]]
             assert f"Document {order.index(0) + 1}:\n{own}" in example.input
         for example in make("cwe", length=2048, n=3, seed=seed):
-            words = re.findall(r"\d+\. (\S+)", example.input[example.input.rindex("often.\n") :])
+            words = re.findall(r"\d+\. (\S+)", example.input)
             order = [*(list(range(10)) * 6), *range(10, example.size)]
             Random(seed).shuffle(order)
             assert [words[place] for place in map(order.index, range(10))] == list(example.answers)

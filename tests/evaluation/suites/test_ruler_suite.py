@@ -15,8 +15,8 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import ruler as library
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.ruler import TASKS, read_hotpotqa, read_squad, vocabulary
-from longtrain.evaluation.ruler.published import SHA256
 from longtrain.evaluation.ruler.questions import DATASETS
+from longtrain.evaluation.ruler.sources import SHA256
 from longtrain.evaluation.suites import ruler
 from tests.evaluation.ruler.conftest import TRADES, hotpot_rows, squad_rows  # noqa: F401 (fixtures)
 from tests.evaluation.ruler.readers import ignorant, oracle
@@ -68,7 +68,9 @@ def test_a_reader_without_the_context_gets_nothing(build, answered) -> None:
 
     def blind(task, one) -> str:
         found = task.written(one)
-        return ignorant(task.name, found.input, found.answer_prefix, Random(one.id), words, TRADES)
+        return ignorant(
+            task.name, found.solved + found.input, found.answer_prefix, Random(one.id), words, TRADES
+        )
 
     records = answered(suite, blind)
     tasks = suite.summary(records).tasks
@@ -89,7 +91,7 @@ def test_prompts_are_those_of_the_generator_and_fit_their_length(suite, tiny) ->
             assert len(prompt.ids) + task.max_new_tokens == found.length_tokens <= length == task.size(one)
             message = [{"role": "user", "content": found.input}]
             chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            assert tokenizer.decode(prompt.ids) == chat + found.answer_prefix
+            assert tokenizer.decode(prompt.ids) == found.solved + chat + found.answer_prefix
             assert task.facets(one) == {"length": length} and task.references(one) == list(found.answers)
             asked = found.input.rindex("\n")
             wanted = found.answers[:1] if task.name == "qa_1" else found.answers
@@ -104,14 +106,13 @@ def test_the_same_settings_give_the_same_bytes_in_any_order(suite, build, tiny) 
         assert all(task.written(one).input != different.written(one).input for one in rows)
         for length in LENGTHS:
             questions = {"qa_1": "squad", "qa_2": "hotpotqa"}.get(task.name)
-            sources = task.writer.generator(length)._writer
-            made = library.generate(
+            sources = task.writer.generator(length).writer
+            made = library.Generator(
                 task.name,
-                tiny.tokenizer,
+                library.Framing(tiny.tokenizer),
                 length=length,
-                n=3,
                 questions=sources.questions if questions else None,
-            )
+            ).examples(range(3))
             assert [task.written(one) for one in rows if one.fields["length"] == length] == list(made)
     hashes = [protocol_of(one, tiny, Sampling()).hash for one in (suite, again, other)]
     assert hashes[0] == hashes[1] != hashes[2]
@@ -148,7 +149,7 @@ def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkey
     essays.write_text(json.dumps({"text": "One may write. Another may read what was written. " * 300}))
     monkeypatch.setattr(ruler.ruler, "vocabulary", lambda source: vocabulary())
     monkeypatch.setattr(ruler, "SAMPLES", 1)
-    few = {"lengths": [2048], "samples": 1, "haystack": str(essays), "words": "wonderwords"}
+    few = {"lengths": [4096], "samples": 1, "haystack": str(essays), "words": "wonderwords"}
 
     def called(sampling=Sampling(), **changed) -> tuple[str, tuple[str, ...]]:  # noqa: B008 (frozen)
         named = build(sampling, **{**few, **changed}).summary({})
@@ -165,6 +166,8 @@ def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkey
     for what, file in {**files, "haystack": str(essays)}.items():
         monkeypatch.setitem(SHA256, what, (hashlib.sha256(Path(file).read_bytes()).hexdigest(),))
     assert called() == ("RULER", ())
+    note = "lengths that are not published: 1536"
+    assert called(lengths=[1536, 4096], tasks=list(TASKS)[:11])[1][1] == note
     packed = tmp_path / "essays.json.xz"
     packed.write_bytes(lzma.compress(essays.read_bytes()))
     assert called(haystack=str(packed)) == ("RULER", ())
@@ -235,7 +238,7 @@ def test_the_hubs_rows_are_the_files_questions(files, squad_rows, hotpot_rows) -
         ({"squad": "rajpurkar/squad_v2"}, DataError, "could not be read from the Hub.*suite.squad=FILE"),
         ({"hotpotqa": "/nowhere.json"}, DataError, "hotpotqa: nothing at /nowhere.json"),
         ({"haystack": "/nowhere"}, DataError, "haystack: nothing at /nowhere"),
-        ({"words": "english"}, ConfigError, "suite.words=english; allowed: one of longtrain, wonderwords"),
+        ({"words": "english"}, ConfigError, "suite.words=english; allowed: longtrain, wonderwords"),
         ({"samples": 0}, ConfigError, "suite.samples=0"),
         ({"samples": 400}, DataError, "question 399 of"),
     ],

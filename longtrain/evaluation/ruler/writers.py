@@ -1,0 +1,357 @@
+"""Writes RULER's needles, variable chains and word lists: everything but the questions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from string import ascii_lowercase, ascii_uppercase
+
+import numpy as np
+
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.ruler.sizing import Framing, largest
+from longtrain.evaluation.ruler.sources import Haystack, Vocabulary
+from longtrain.evaluation.ruler.tasks import NEEDLE, NOISE, SHORT, PromptText, RulerSpec
+
+STEP, SHORT_STEP = 10, 5
+"""What the official generators take off a prompt that is too long, from 4096 tokens on and below."""
+
+DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
+"""Places in an essay where needles can stand, percent."""
+
+NEEDLE_STEPS = {"essay": 500, "noise": 25, "needle": 25}
+SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
+"""What becomes of the template where one value is asked for, in order."""
+
+
+class NeedleWriter:
+    """Writes the eight needle tasks. Sizes are words of an essay, or lines.
+
+    Keys of one prompt differ from each other, distractors' too, so that a question has one answer (the
+    official generator leaves that to chance).
+
+    Args:
+        task: a task of the family `niah`.
+        length: the stated length, tokens.
+        seed: of the run; it orders the needles, alike in every example.
+        haystack: the text of essay haystacks.
+        vocabulary: where keys come from.
+    """
+
+    unit = 1
+
+    def __init__(
+        self, task: RulerSpec, length: int, *, seed: int, haystack: Haystack, vocabulary: Vocabulary
+    ) -> None:
+        self.kind = str(task.options["haystack"])
+        self.key, self.value = str(task.options["key"]), str(task.options["value"])
+        self.values, self.queries = int(task.options["values"]), int(task.options["queries"])
+        self.keys = max(int(task.options["keys"]), self.queries)
+        self.step = SHORT_STEP if self.kind != "essay" and length < SHORT else NEEDLE_STEPS[self.kind]
+        self.seed, self.haystack, self.vocabulary = seed, haystack, vocabulary
+        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+
+    def least(self, index: int) -> int:
+        """A word of an essay, or as many lines as there are needles."""
+        return 1 if self.kind == "essay" else self.keys * self.values
+
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """See `PromptWriter`."""
+        rng = Random(stream)
+        seen: set[str] = set()
+        keys = [self._key(rng, seen) for _ in range(self.keys)]
+        values = [self._values(rng) for _ in keys]
+        needles = [self._needle(key, value) for key, row in zip(keys, values, strict=True) for value in row]
+        Random(self.seed).shuffle(needles)
+        hide = self._essay if self.kind == "essay" else self._lines
+        context = hide(needles, size, rng, seen)
+        asked = rng.sample(range(self.keys), self.queries)
+        names = [keys[i] for i in asked]
+        query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+        template, prefix, what = self.template, self.prefix, self.value
+        if self.queries * self.values == 1:
+            what = what.removesuffix("s")
+            for old, new in SINGULAR:
+                template, prefix = template.replace(old, new), prefix.replace(old, new)
+        return PromptText(
+            template.format(type_needle_v=what, context=context, query=query),
+            prefix.format(type_needle_v=what, query=query),
+            tuple(value for i in asked for value in values[i]),
+        )
+
+    def _essay(self, needles: list[str], size: int, rng: Random, seen: set[str]) -> str:
+        sentences = self.haystack.sentences(size)
+        depths = rng.sample(DEPTHS, len(needles))
+        places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
+        parts = []
+        for i, needle in enumerate([*needles, None]):
+            parts.append(" ".join(sentences[places[i] : places[i + 1]]))
+            if needle is not None:
+                parts.append(needle)
+        return " ".join(parts)
+
+    def _lines(self, needles: list[str], size: int, rng: Random, seen: set[str]) -> str:
+        if self.kind == "noise":
+            lines = [NOISE] * size
+        else:
+            lines = [self._needle(self._key(rng, seen), draw(self.value, rng)) for _ in range(size)]
+        places = sorted(rng.sample(range(size), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            lines.insert(place, needle)
+        return "\n".join(lines)
+
+    def _needle(self, key: str, value: str) -> str:
+        return NEEDLE.format(type_needle_v=self.value, key=key, value=value)
+
+    def _key(self, rng: Random, seen: set[str]) -> str:
+        """A key that no needle of this prompt has yet."""
+        adjectives, nouns = self.vocabulary.adjectives, self.vocabulary.nouns
+        if self.key == "words" and 2 * len(seen) >= len(adjectives) * len(nouns):
+            raise DataError(
+                f"a prompt needs more than {len(seen)} different keys, and the word lists "
+                f"'{self.vocabulary.name}' make {len(adjectives) * len(nouns)}; use words=wonderwords, or a "
+                "shorter length"
+            )
+        while True:
+            if self.key == "words":
+                key = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+            else:
+                key = draw(self.key, rng)
+            if key not in seen:
+                seen.add(key)
+                return key
+
+    def _values(self, rng: Random) -> list[str]:
+        found: dict[str, None] = {}
+        while len(found) < self.values:
+            found[draw(self.value, rng)] = None
+        return list(found)
+
+
+def draw(kind: str, rng: Random) -> str:
+    """A random seven-digit number or version 4 uuid.
+
+    Raises:
+        ConfigError: another kind.
+    """
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    if kind == "uuids":
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    raise ConfigError(f"needles of kind '{kind}'; allowed: numbers, uuids (keys also words)")
+
+
+NAME_LETTERS = 5
+SOLVED_NAME_LETTERS = 3
+SOLVED_TOKENS = 500
+"""Most tokens of the solved example without its answer."""
+
+
+class VariableWriter:
+    """Writes `vt`. Sizes are lines of noise.
+
+    The solved example's lines stand alike in every prompt of a run; its names and value are drawn anew.
+
+    Args:
+        task: the task of the family `variable_tracking`.
+        length: the stated length, tokens.
+        stream: the stream that places the solved example's lines.
+        framing: counts the solved example.
+    """
+
+    unit = 1
+
+    def __init__(self, task: RulerSpec, length: int, *, stream: str, framing: Framing) -> None:
+        self.chains, self.hops = int(task.options["chains"]), int(task.options["hops"])
+        self.step = SHORT_STEP if length < SHORT else STEP
+        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+        self._solved_stream = stream
+        least = max(SHORT_STEP, self.least(0))
+        fits = largest(lambda lines: framing.count_text(self._example(lines)), SOLVED_TOKENS, least=least)
+        self._solved_lines = fits or least
+
+    def least(self, index: int) -> int:
+        """As many lines as a chain has assignments."""
+        return self.hops + 1
+
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """See `PromptWriter`."""
+        rng = Random(stream)
+        chains = self._names(rng, NAME_LETTERS)
+        values = [_value(rng) for _ in chains]
+        context = self._context(chains, values, size, rng)
+        solved_chains = self._names(rng, SOLVED_NAME_LETTERS)
+        solved_values = self._fresh_values(rng, set(values))
+        solved = self._solved(solved_chains, solved_values, self._solved_lines)
+        shown = " ".join(solved_chains[0])
+        return PromptText(
+            f"{solved} {shown}\n\n" + self.template.format(context=context, query=values[0]),
+            self._answer_prefix(values[0]),
+            tuple(chains[0]),
+        )
+
+    def _solved(self, chains: list[list[str]], values: list[str], lines: int) -> str:
+        context = self._context(chains, values, lines, Random(self._solved_stream))
+        return self.template.format(context=context, query=values[0]) + self._answer_prefix(values[0])
+
+    def _example(self, lines: int) -> str:
+        """A solved example to count."""
+        rng = Random(self._solved_stream)
+        return self._solved(self._names(rng, SOLVED_NAME_LETTERS), self._fresh_values(rng, set()), lines)
+
+    def _answer_prefix(self, value: str) -> str:
+        return self.prefix.format(num_v=self.hops + 1, query=value)
+
+    def _context(self, chains: list[list[str]], values: list[str], size: int, rng: Random) -> str:
+        """Noise with each chain's assignments in it, in their order."""
+        lines = [NOISE] * size
+        for names, value in zip(chains, values, strict=True):
+            chain = [f"VAR {names[0]} = {value}"]
+            chain += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+            places = sorted(rng.sample(range(len(lines)), len(chain)))
+            for shift, (place, statement) in enumerate(zip(places, chain, strict=True)):
+                lines.insert(place + shift, statement)
+        return "\n".join(lines).replace(". \n", ".\n")
+
+    def _names(self, rng: Random, letters: int) -> list[list[str]]:
+        """Different names for every chain; none reads `VAR`."""
+        wanted = (self.hops + 1) * self.chains
+        found: dict[str, None] = {}
+        while len(found) < wanted:
+            name = "".join(rng.choices(ascii_uppercase, k=letters))
+            if name != "VAR":
+                found[name] = None
+        names = list(found)
+        return [names[i : i + self.hops + 1] for i in range(0, wanted, self.hops + 1)]
+
+    def _fresh_values(self, rng: Random, taken: set[str]) -> list[str]:
+        values: list[str] = []
+        while len(values) < self.chains:
+            if (value := _value(rng)) not in taken:
+                values.append(value)
+        return values
+
+
+def _value(rng: Random) -> str:
+    return str(rng.randrange(10000, 99999))
+
+
+CODED_LETTERS = 6
+TOKENS_A_CODED_WORD = 50
+"""One coded word of the vocabulary for so many tokens."""
+
+DOTS = "..."
+"""The most frequent coded word: to be ignored."""
+
+
+class CommonWordsWriter:
+    """Writes `cwe`, after one solved example. Sizes are different words of the list.
+
+    Args:
+        task: the task of the family `common_words_extraction`.
+        length: the stated length, tokens.
+        seed: of the run; it orders the lists, alike in every example.
+        vocabulary: where words come from.
+        framing: stands around the solved example, too: the official run puts it into a chat turn of its own.
+    """
+
+    unit = 1
+    step = STEP
+
+    def __init__(
+        self, task: RulerSpec, length: int, *, seed: int, vocabulary: Vocabulary, framing: Framing
+    ) -> None:
+        repeats = (int(task.options["common_repeats"]), int(task.options["other_repeats"]))
+        self.common = int(task.options["common"])
+        self.repeats = (6, 1) if length < SHORT else repeats
+        self.solved_size, self.solved_repeats = (20, (3, 1)) if length < SHORT else (40, (10, 3))
+        self.seed, self.vocabulary, self.framing = seed, vocabulary, framing
+        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+
+    def least(self, index: int) -> int:
+        """The common words alone."""
+        return self.common
+
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """See `PromptWriter`."""
+        rng = Random(stream)
+        solved, solved_answers = self._list(self.solved_size, self.solved_repeats, rng)
+        context, answers = self._list(size, self.repeats, rng)
+        shown = self.framing.text(self.template.format(context=solved), self.prefix)
+        return PromptText(
+            self.template.format(context=context),
+            self.prefix,
+            tuple(answers),
+            solved=f"{shown} {_numbered(solved_answers)}\n",
+        )
+
+    def _list(self, size: int, repeats: tuple[int, int], rng: Random) -> tuple[str, list[str]]:
+        chosen = rng.sample(self.vocabulary.words(size), size)
+        common, others = chosen[: self.common], chosen[self.common :]
+        words = common * repeats[0] + others * repeats[1]
+        Random(self.seed).shuffle(words)
+        return _numbered(words), common
+
+
+class CodedWordsWriter:
+    """Writes `fwe`. Sizes are words of a Zeta distribution's text, cut to whole counts.
+
+    Args:
+        task: the task of the family `freq_words_extraction`.
+        seed: of the run; it orders vocabulary and text, alike in every example.
+        room: tokens for the prompt without frame and answer.
+    """
+
+    def __init__(self, task: RulerSpec, *, seed: int, room: int) -> None:
+        self.seed = seed
+        self.coded_words = max(room // TOKENS_A_CODED_WORD, 4)
+        alpha = float(task.options["alpha"])
+        self.shares = [rank**-alpha / _zeta(alpha) for rank in range(1, self.coded_words + 1)]
+        self.unit = self.step = max(room // 32, 1)
+        self._least = self._aligned(max(room, 0) // CODED_LETTERS)
+        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+
+    def least(self, index: int) -> int:
+        """The smallest size on the official grid from which on the third place is never shared."""
+        return self._least
+
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """See `PromptWriter`."""
+        rng = Random(stream)
+        found: set[str] = set()
+        while len(found) < self.coded_words:
+            found.add("".join(rng.choices(ascii_lowercase, k=CODED_LETTERS)))
+        coded = sorted(found)
+        Random(self.seed).shuffle(coded)
+        coded[0] = DOTS
+        counts = self._counts(size)
+        words = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
+        Random(self.seed).shuffle(words)
+        return PromptText(self.template.format(context=" ".join(words)), self.prefix, tuple(coded[1:4]))
+
+    def _counts(self, size: int) -> list[int]:
+        return [int(size * share) for share in self.shares]
+
+    def _aligned(self, first: int) -> int:
+        fourth, fifth = self.shares[3], (*self.shares, 0.0)[4]
+        safe = next(
+            n for n in range(int(1 / (fourth - fifth)) + 1, 0, -1) if not _apart(n - 1, fourth, fifth)
+        )
+        return first - (first - safe) // self.unit * self.unit
+
+
+def _apart(size: int, more: float, less: float) -> bool:
+    """Whether two words of these shares come out with different counts."""
+    return int(size * more) > int(size * less)
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
+
+
+def _zeta(alpha: float, terms: int = 1000) -> float:
+    """Riemann's zeta for alpha > 1: a sum and Euler and Maclaurin's rest, exact to fp64 here."""
+    rest = terms ** (1 - alpha) / (alpha - 1) - 0.5 * terms**-alpha + alpha / 12 * terms ** (-alpha - 1)
+    return sum(k**-alpha for k in range(terms, 0, -1)) + rest
