@@ -1,21 +1,29 @@
-"""LongBench's 16 English tasks: prompts, truncation, generation lengths, official scores."""
+"""The 16 English tasks: prompts, truncation, generation lengths, official scores."""
 
-from longtrain.evaluation.longbench.files import HUB
-from longtrain.evaluation.longbench.results import Ran, Title, summarise, task_score, title
-from longtrain.evaluation.longbench.tasks import NAMES, SPECS, Spec, load
-from longtrain.evaluation.prompts import Encoded, encode
+from longtrain.evaluation.longbench.files import HUB, TEMPLATES, published, read_tasks, unlike_published
+from longtrain.evaluation.longbench.tasks import (
+    NAMES,
+    SPECS,
+    WHOLE,
+    LongBenchSpec,
+    TaskRun,
+    load,
+    task_score,
+    title,
+)
 
 __all__ = [
     "HUB",
     "NAMES",
     "SPECS",
-    "Encoded",
-    "Ran",
-    "Spec",
-    "Title",
-    "encode",
+    "TEMPLATES",
+    "WHOLE",
+    "LongBenchSpec",
+    "TaskRun",
     "load",
-    "summarise",
+    "published",
+    "read_tasks",
     "task_score",
     "title",
+    "unlike_published",
 ]

@@ -1,14 +1,20 @@
-"""The published rows of LongBench, from a local folder, a zip file or the Hub."""
+"""LongBench's rows, from a local folder, a zip file or the Hub, and whether they are those published.
+
+Kept by hand: the data set's own loader is a script that needs the Hub, and the scores are compared digit by digit.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longtrain.assets import asset_dir
 from longtrain.data.read.files import PACKED_SUFFIXES, local_file, read_jsonl
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.fields import check_fields
@@ -19,6 +25,12 @@ PUBLISHED = (HUB, "zai-org/LongBench")
 """The authors' data set on the Hub, under its first name and the one it has now."""
 ARCHIVE = "data.zip"
 """The file of the Hub's data set that holds `data/TASK.jsonl` of every task."""
+
+DATA = json.loads((asset_dir("benchmarks") / "longbench.json").read_text(encoding="utf-8"))
+TEMPLATES: dict[str, str] = DATA["templates"]
+"""Task -> prompt, to the letter, in the order of the paper's tables."""
+WORDS_OFF = 0.05
+"""How far the mean words of a copy's rows may lie from those published, which are rounded."""
 
 FIELDS: dict[str, tuple[type, ...]] = {
     "input": (str,),
@@ -35,6 +47,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 CODE = ("lcc", "repobench-p")
 """Tasks whose `language` is that of the code; of the others it is `en`."""
 
+_PUBLISHED_ID = re.compile(r"[0-9a-f]{48}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -75,6 +88,36 @@ def published(where: str) -> bool:
     return where in PUBLISHED and not Path(where).exists()
 
 
+def unlike_published(name: str, rows: Sequence[Example]) -> list[str]:
+    """What shows that the rows of a copy are not those published; nothing where all that is known fits.
+
+    No hash of the whole data set is to be had without the Hub, so a copy must hold what is published about it:
+    ids of 48 hex digits, the answers of the rows that MiniLongBench publishes, and the paper's mean length.
+
+    Args:
+        name: of the task.
+        rows: all of the copy's.
+    """
+    found = []
+    if strange := [row for row in rows if not _PUBLISHED_ID.fullmatch(str(row.fields["_id"]))]:
+        found.append(f"{len(strange)} ids of {name} that are not of the published form")
+    missing = set(DATA["answers"][name]) - {answer_mark(name, row.fields["answers"]) for row in rows}
+    if missing:
+        found.append(f"{len(missing)} published rows of {name} are missing")
+    words = sum(len(_text_of(row).split()) for row in rows) / len(rows)
+    if abs(words / DATA["mean_words"][name] - 1) > WORDS_OFF:
+        found.append(
+            f"rows of {name} have {words:.0f} words on average, published {DATA['mean_words'][name]}"
+        )
+    return found
+
+
+def answer_mark(name: str, answers: Sequence[str]) -> str:
+    """12 hex digits of the hash of a row's answers, runs of white space counted as one space."""
+    text = "\n".join([name, *(" ".join(answer.split()) for answer in answers)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def read_rows(path: Path, name: str, shown: Path | None = None) -> tuple[Example, ...]:
     """The checked rows of one task's file; a row whose `_id` was there before gets `#2`, `#3` and so on.
 
@@ -96,6 +139,10 @@ def read_rows(path: Path, name: str, shown: Path | None = None) -> tuple[Example
     if not rows:
         raise DataError(f"{path} holds no row; LongBench's {name} was expected there")
     return tuple(rows)
+
+
+def _text_of(row: Example) -> str:
+    return " ".join([row.fields["input"], row.fields["context"], *row.fields["answers"]])
 
 
 def _file(folder: Path, name: str, shown: str = "") -> Path:

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.longbench.files import read_tasks
-from longtrain.evaluation.longbench.tasks import SPECS
-from longtrain.evaluation.longbench.templates import TEMPLATES
+from longtrain.evaluation.longbench import SPECS, TEMPLATES, read_tasks
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import aime24, drafting
 from longtrain.evaluation.suites.settings import Settings
