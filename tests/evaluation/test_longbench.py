@@ -15,9 +15,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.longbench import NAMES, SPECS, Ran, encode, load, summarise, task_score, title
-from longtrain.evaluation.longbench.templates import TEMPLATES
-from longtrain.evaluation.task import Task
+from longtrain.evaluation.longbench import (
+    NAMES,
+    SPECS,
+    TEMPLATES,
+    TaskRun,
+    files,
+    load,
+    task_score,
+    title,
+    unlike_published,
+)
+from longtrain.evaluation.longbench.files import answer_mark
+from longtrain.evaluation.prompts import encode
+from longtrain.evaluation.task import Example, Task
 
 CLASSES = ["City", "State", "Other"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>"
@@ -316,22 +327,27 @@ def test_what_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         load(str(tmp_path), ["qasper"], limit=0)
 
 
-def everything(**changed: Ran) -> dict[str, Ran]:
-    return {name: changed.get(name, Ran((0.5,) * spec.rows)) for name, spec in SPECS.items()}
+def everything(**changed: TaskRun) -> dict[str, TaskRun]:
+    return {name: changed.get(name, TaskRun((0.5,) * spec.rows)) for name, spec in SPECS.items()}
+
+
+def called(ran: dict[str, TaskRun], **words: Any) -> str:
+    name, notes = title(ran, **words)
+    return f"{name} ({'; '.join(notes)})" if notes else name
 
 
 def test_only_the_whole_benchmark_bears_its_name() -> None:
-    whole = title(everything())
-    assert whole.whole and str(whole) == "LongBench"
-    assert str(title(everything(), notes=["of a copy"])) == "LongBench (of a copy)"
-    assert str(title(everything(), chat=False)) == "Variant of LongBench (without chat template)"
-    other = title(everything(), departures=["sampled"], notes=["of a copy"])
-    assert not other.whole and str(other) == "Variant of LongBench (sampled)"
+    assert called(everything()) == "LongBench"
+    assert called(everything(), notes=["of a copy"]) == "LongBench (of a copy)"
+    assert called(everything(), chat=False) == "Variant of LongBench (without chat template)"
+    other = called(everything(), departures=["sampled"], notes=["of a copy"])
+    assert other == "Variant of LongBench (sampled)"
 
 
 def test_cut_prompts_make_a_variant() -> None:
     def cut(**rooms: int) -> str:
-        return str(title(everything(**{name: Ran((0.5,) * 200, 3, room) for name, room in rooms.items()})))
+        ran = {name: TaskRun((0.5,) * 200, 3, room) for name, room in rooms.items()}
+        return called(everything(**ran))
 
     assert cut(qasper=7500) == "Variant of LongBench (3 of 3750 prompts cut to 7500 tokens)"
     assert cut(qasper=7500, trec=7500) == "Variant of LongBench (6 of 3750 prompts cut to 7500 tokens)"
@@ -344,23 +360,32 @@ def test_cut_prompts_make_a_variant() -> None:
 
 
 def test_a_part_of_the_benchmark_says_so() -> None:
-    limited = everything(qasper=Ran((1.0,) * 10), lcc=Ran((1.0,) * 10))
-    assert str(title(limited)) == "Variant of LongBench (20 of 700 rows of qasper, lcc)"
-    few = {name: Ran((1.0, 0.0, 0.0)) for name in NAMES[:5]}
-    assert title(few).notes == ("5 of 16 tasks", "15 of 950 rows of 5 tasks")
-    full = {"qasper": Ran((0.25,) * 200), "lcc": Ran((1 / 3,) * 500)}
-    named = title(full)
-    assert not named.whole and named.notes == ("2 of 16 tasks",)
-    longer = title(everything(lcc=Ran((0.5,) * 501)))
-    assert not longer.whole and longer.notes == ("501 of 500 rows of lcc",)
+    limited = everything(qasper=TaskRun((1.0,) * 10), lcc=TaskRun((1.0,) * 10))
+    assert called(limited) == "Variant of LongBench (20 of 700 rows of qasper, lcc)"
+    few = {name: TaskRun((1.0, 0.0, 0.0)) for name in NAMES[:5]}
+    assert title(few)[1] == ("5 of 16 tasks", "15 of 950 rows of 5 tasks")
+    full = {"qasper": TaskRun((0.25,) * 200), "lcc": TaskRun((1 / 3,) * 500)}
+    assert called(full) == "Variant of LongBench (2 of 16 tasks)"
+    longer = everything(lcc=TaskRun((0.5,) * 501))
+    assert called(longer) == "Variant of LongBench (501 of 500 rows of lcc)"
 
 
-def test_a_summary_holds_scores_and_their_plain_mean() -> None:
-    ran = {"qasper": Ran((1 / 3, 0.0), cut=1, room=9), "lcc": Ran((1.0,))}
-    made = json.loads(json.dumps(summarise(ran)))
-    assert made["tasks"]["qasper"] == {"score": 16.67, "rows": 2, "rows_published": 200, "cut": 1}
-    assert made["average"] == 58.34 and not made["whole"] and made["name"] == "Variant of LongBench"
-    assert made["title"].startswith("Variant of LongBench (2 of 16 tasks; 3 of 700 rows of qasper, lcc")
-    assert summarise(everything())["average"] == 50.0
-    with pytest.raises(DataError, match="no LongBench task was run"):
-        summarise({})
+def test_rows_of_a_copy_are_recognised_by_what_is_published_of_them(tmp_path: Path) -> None:
+    answers = [["Paragraph 7"], ["Paragraph  11"], ["other"]]
+    rows = [
+        Example(f"{n:048x}", row("lcc", n, answers=some, context="word " * 9, _id=f"{n:048x}"))
+        for n, some in enumerate(answers)
+    ]
+    known = [answer_mark("lcc", some) for some in (["Paragraph 7"], ["Paragraph 11"])]
+    facts = {"answers": {"lcc": known}, "mean_words": {"lcc": 12}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "DATA", facts)
+        assert unlike_published("lcc", rows) == []
+        patch.setitem(facts["mean_words"], "lcc", 20)
+        assert unlike_published("lcc", rows) == ["rows of lcc have 12 words on average, published 20"]
+        patch.setitem(facts["mean_words"], "lcc", 12)
+        strange = [*rows[:2], Example("x", {**rows[2].fields, "_id": "x"})]
+        assert unlike_published("lcc", strange) == ["1 ids of lcc that are not of the published form"]
+        assert unlike_published("lcc", rows[1:]) == ["1 published rows of lcc are missing"]
+    assert {name: len(some) > 3 for name, some in files.DATA["answers"].items()} == dict.fromkeys(NAMES, True)
+    assert set(files.DATA["mean_words"]) == set(NAMES)

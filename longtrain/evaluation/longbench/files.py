@@ -1,6 +1,6 @@
 """LongBench's rows, from a local folder, a zip file or the Hub, and whether they are those published.
 
-Kept by hand: the data set's own loader is a script that needs the Hub, and the scores are compared digit by digit.
+Kept by hand: the data set's own loader is a script that needs the Hub, and scores are compared to the digit.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def published(where: str) -> bool:
 def unlike_published(name: str, rows: Sequence[Example]) -> list[str]:
     """What shows that the rows of a copy are not those published; nothing where all that is known fits.
 
-    No hash of the whole data set is to be had without the Hub, so a copy must hold what is published about it:
+    No hash of the whole data set is to be had without the Hub, so a copy must hold what is published of it:
     ids of 48 hex digits, the answers of the rows that MiniLongBench publishes, and the paper's mean length.
 
     Args:

@@ -84,7 +84,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _unlike_published(tasks: Mapping[str, Sequence[Example]]) -> list[str]:
-    """What shows that the rows of a copy are not those published, in one note, and rows that are there twice."""
+    """A note on rows of a copy that are not recognised, and one on rows that are there twice."""
     notes = []
     found = [note for name, rows in tasks.items() for note in longbench.unlike_published(name, rows)]
     if found:

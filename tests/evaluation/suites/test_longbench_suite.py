@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import prompt_room, protocol_of
-from longtrain.evaluation.longbench import NAMES, SPECS
+from longtrain.evaluation.longbench import NAMES, SPECS, files
 from longtrain.evaluation.suites import longbench
 
 
@@ -24,7 +25,7 @@ def row(name: str, number: int, words: int = 4):
         "dataset": name,
         "language": "en",
         "all_classes": ["Paragraph 7", "Paragraph"] if name == "trec" else None,
-        "_id": f"{name}-{number}",
+        "_id": hashlib.sha256(f"{name}-{number}".encode()).hexdigest()[:48],
     }
 
 
@@ -41,6 +42,13 @@ def folder(tmp_path_factory):
     for name in NAMES:
         write(made, name, [row(name, number) for number in range(SPECS[name].rows)])
     return made
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """What is published of the rows that these tests write."""
+    marks = {name: [files.answer_mark(name, ["Paragraph 7"])] for name in NAMES}
+    monkeypatch.setattr(files, "DATA", {"answers": marks, "mean_words": dict.fromkeys(NAMES, 7)})
 
 
 @pytest.fixture
@@ -80,10 +88,19 @@ def test_less_of_it_is_a_variant(build, answered) -> None:
     assert (summary.title, summary.notes) == ("Variant of LongBench", (note,))
 
 
+def test_rows_that_are_not_recognised_make_a_variant(build, answered, monkeypatch) -> None:
+    monkeypatch.setattr(files, "DATA", {**files.DATA, "mean_words": dict.fromkeys(NAMES, 4000)})
+    suite = build()
+    summary = suite.summary(answered(suite, lambda task, one: ""))
+    first = "rows of narrativeqa have 7 words on average, published 4000"
+    note = f"rows that are not recognised as the published ones: {first} and 15 more signs"
+    assert (summary.title, summary.notes) == ("Variant of LongBench", (note,))
+
+
 def test_a_row_under_two_names_is_said(build, answered, tmp_path) -> None:
     for name in NAMES:
         rows = [row(name, number) for number in range(SPECS[name].rows - 1)]
-        write(tmp_path / "twice", name, [*rows, {**rows[0], "_id": "other"}])
+        write(tmp_path / "twice", name, [*rows, {**rows[0], "_id": "0" * 48}])
     suite = build(data=str(tmp_path / "twice"))
     summary = suite.summary(answered(suite, lambda task, one: ""))
     assert (summary.title, summary.notes) == (
@@ -113,11 +130,11 @@ def test_prompts_are_cut_to_what_was_asked_for(tiny, settings_of, tmp_path, run_
     assert abs(records["trec"][0].prompt_tokens - 300) <= 2
     summary = suite.summary(records)
     assert summary.title == "Variant of LongBench"
-    assert summary.notes[-1] == "1 of 2 prompts cut to 300 tokens"
+    assert "1 of 2 prompts cut to 300 tokens" in summary.notes
     suite = longbench.build({**settings, "max_prompt_tokens": None}, tiny, seed=0, sampling=Sampling())
     room = prompt_room(suite.tasks[0], tiny)
     cut = {"trec": [replace(record, cut=True) for record in records["trec"]]}
-    assert suite.summary(cut).notes[-1] == f"2 of 2 prompts cut to {room} tokens"
+    assert f"2 of 2 prompts cut to {room} tokens" in suite.summary(cut).notes
     suite = longbench.build(settings, tiny, seed=0, sampling=Sampling())
     assert (
         suite.tasks[0].settings()
@@ -160,13 +177,13 @@ def test_a_missing_field_is_named_with_its_line(tiny, settings_of, tmp_path) -> 
     ("changed", "message"),
     [
         ({"tasks": ["qaspr"]}, r"suite.tasks=\['qaspr'\]; allowed: each once of narrativeqa"),
-        ({"tasks": ["lcc", "lcc"]}, "without repetitions"),
-        ({"tasks": "lcc"}, "suite.tasks=lcc; allowed: a list"),
-        ({"limit": 0}, "suite.limit=0; allowed: whole numbers, 1 or more"),
+        ({"tasks": ["lcc", "lcc"]}, "each once of narrativeqa"),
+        ({"tasks": "lcc"}, "suite.tasks=lcc; allowed: each once of"),
+        ({"limit": 0}, "suite.limit=0; allowed: a whole number, 1 or more or null"),
         ({"max_prompt_tokens": 16384}, r"suite.max_prompt_tokens=16384; allowed: up to \d+"),
         ({"data": None}, "suite.data=null"),
         ({"data": "no/where/at/all"}, "LongBench data at no/where/at/all"),
-        ({"chat": "yes"}, "suite.chat=yes; allowed: true or false"),
+        ({"chat": "often"}, "suite.chat=often; allowed: true or false"),
     ],
 )
 def test_settings_that_cannot_be(build, changed, message: str) -> None:
@@ -175,5 +192,5 @@ def test_settings_that_cannot_be(build, changed, message: str) -> None:
 
 
 def test_a_setting_that_is_not_there(tiny) -> None:
-    with pytest.raises(ConfigError, match=r"suite longbench needs the key suite.tasks"):
+    with pytest.raises(ConfigError, match=r"suite.data is missing; allowed: text"):
         longbench.build({"name": "longbench"}, tiny, seed=0, sampling=Sampling())
