@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import DataError
 from longtrain.evaluation.longbench.files import TEMPLATES, read_tasks
 from longtrain.evaluation.metrics.longbench import classification, count, edit_similarity, retrieval, token_f1
 from longtrain.evaluation.metrics.rouge import rouge_l
@@ -79,24 +79,18 @@ class LongBenchTask(Task):
         return list(example.fields["answers"])
 
 
-def load(where: str, names: Sequence[str] = NAMES, *, limit: int | None = None) -> list[LongBenchTask]:
-    """Tasks with their rows.
+def load(where: str, names: Sequence[str] = NAMES) -> list[LongBenchTask]:
+    """Tasks with all their rows.
 
     Args:
         where: see `read_tasks`.
         names: of `NAMES`.
-        limit: only so many rows of each, from the first; the result is then no LongBench score (`title`).
 
     Raises:
-        ConfigError: an unknown or repeated task, a limit below 1, or nothing at `where`.
+        ConfigError: nothing is at `where`.
         DataError: a missing file or field.
     """
-    unknown = [name for name in names if name not in SPECS]
-    if unknown or not names or len(set(names)) < len(names):
-        raise ConfigError(f"LongBench tasks {list(names)}; allowed: each once of {', '.join(NAMES)}")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit={limit} rows of a task; allowed: 1 or more, or null for all")
-    return [make_task(name, rows[:limit]) for name, rows in read_tasks(where, tuple(names)).items()]
+    return [make_task(name, rows) for name, rows in read_tasks(where, tuple(names)).items()]
 
 
 def make_task(name: str, rows: tuple[Example, ...]) -> LongBenchTask:

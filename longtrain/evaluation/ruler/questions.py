@@ -291,7 +291,7 @@ def _made(file: str | Path, documents: list[str], items: list[RulerQuestion]) ->
         if not item.answers or not item.own:
             raise DataError(
                 f"question file {file}: question '{item.query[:60]}' has {len(item.answers)} answers and "
-                f"{len(item.own)} documents; allowed: at least one of each"
+                f"{len(item.own)} documents; it needs at least one of each"
             )
     return Questions(Path(file).name, tuple(documents), tuple(items))
 

@@ -18,9 +18,9 @@ from longtrain.evaluation.framing import around_message
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import drafting
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import not_greedy
+from longtrain.evaluation.suites.shared import not_greedy, settings_of
 from longtrain.evaluation.task import Example, Task
+from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,24 @@ Source: prompts of HELMET (Yen et al. 2024), as QuantSpec's code shortens them (
 
 
 @dataclass(frozen=True)
+class DocumentSettings:
+    """The keys of the three suites; see conf/suite/pg19.yaml."""
+
+    name: one_of(CORPORA)  # type: ignore[valid-type]
+    data: Text
+    lengths: Lengths
+    prompts: Count
+    skip_tokens: CountOrZero
+    max_new_tokens: Count
+    ignore_eos: bool
+    chat: bool
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2:
+            raise wrong("suite.max_new_tokens", self.max_new_tokens, "2 or more")
+
+
+@dataclass(frozen=True)
 class Documents(Task):
     """Prompts of exactly stated lengths. Answers are not scored.
 
@@ -125,8 +143,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     """One task: the first documents that fill each length.
 
     Args:
-        settings: `name`, `data`, `lengths`, `prompts`, `skip_tokens`, `max_new_tokens`, `ignore_eos` and
-            `chat`; see conf/suite/pg19.yaml.
+        settings: see conf/suite/pg19.yaml.
         target: gives the tokenizer and its window.
         seed: of the run; nothing is drawn here.
         sampling: how the run decodes.
@@ -135,26 +152,23 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or a length that the target does not hold.
         DataError: the text cannot be read, or no document fills a length.
     """
-    read = Settings(settings)
-    name = read.choice("name", tuple(CORPORA))
-    corpus = CORPORA[name]
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
-    lengths, answer = read.tokens("lengths"), read.integer("max_new_tokens", least=2)
+    options = settings_of(DocumentSettings, settings)
+    name, corpus, tokenizer = options.name, CORPORA[options.name], target.require_tokenizer()
+    lengths, answer = options.lengths, options.max_new_tokens
     if lengths[-1] + answer > target.info.max_positions:
-        raise ConfigError(
-            f"suite.lengths up to {lengths[-1]} with {answer} new tokens; allowed: up to "
-            f"{target.info.max_positions - answer} (the target's context of {target.info.max_positions})"
+        most = (
+            f"up to {target.info.max_positions - answer} beside {answer} new tokens, in the target's context"
         )
-    wanted, skip, chat = read.integer("prompts"), read.integer("skip_tokens", least=0), read.flag("chat")
-    head, tail, prefix = _around(corpus, target.tokenizer, chat=chat)
+        raise wrong("suite.lengths", list(lengths), most)
+    wanted, skip = options.prompts, options.skip_tokens
+    head, tail, prefix = _around(corpus, tokenizer, chat=options.chat)
     ids: dict[str, tuple[int, ...]] = {}
     rows: dict[int, list[Example]] = {length: [] for length in lengths}
     longest = 0
-    for title, text in corpora.texts(read.text("data"), like=corpus.like):
+    for title, text in corpora.texts(options.data, like=corpus.like):
         if all(len(some) == wanted for some in rows.values()):
             break
-        body = _body(target.tokenizer, head, text, skip)
+        body = _body(tokenizer, head, text, skip)
         longest = max(longest, len(prefix) + len(body) + len(tail))
         for length, some in rows.items():
             room = length - len(prefix) - len(tail)
@@ -170,7 +184,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     for length, some in rows.items():
         if not some:
             raise DataError(
-                f"no document at {read.text('data')} fills a prompt of {length} tokens (the longest gives "
+                f"no document at {options.data} fills a prompt of {length} tokens (the longest gives "
                 f"{longest}); pass shorter suite.lengths or longer text"
             )
     task = Documents(
@@ -180,8 +194,8 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         answer,
         "acceptance",
         None,
-        chat=chat,
-        ignore_eos=read.flag("ignore_eos"),
+        chat=options.chat,
+        ignore_eos=options.ignore_eos,
         protocol={"lengths": list(lengths), "skip_tokens": skip},
         ids=ids,
     )
@@ -196,7 +210,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     ]
     notes += not_greedy(sampling)
     departures = []
-    if read.text("data") != corpus.like or Path(corpus.like).exists():
+    if options.data != corpus.like or Path(corpus.like).exists():
         departures.append(f"documents of a copy or of another text, not read as the corpus {corpus.like}")
     if others := [length for length in lengths if length not in corpus.lengths]:
         departures.append(f"prompts of {', '.join(map(str, others))} tokens (QuantSpec: {_listed(corpus)})")
@@ -209,7 +223,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             departures.append(f"{what}: {value} instead of {own}")
     if not task.ignore_eos:
         departures.append("answers end where the text does")
-    if chat:
+    if options.chat:
         departures.append("in the target's chat template (QuantSpec has none)")
     title = f"Variant of {corpus.title}" if departures else corpus.title
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import DataError
 from longtrain.evaluation.longbench import SPECS, TEMPLATES, read_tasks
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites import aime24, drafting
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import not_greedy
+from longtrain.evaluation.suites.shared import not_greedy, settings_of
 from longtrain.evaluation.task import Example, Task
+from longtrain.settings import Count, CountOrZero, Text, some_of, wrong
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
@@ -27,6 +27,27 @@ CONTEST = "aime24"
 TITLE = "Acceptance on long answers"
 NEW_TOKENS, LEAST_TOKENS = 1024, 1200
 """Tokens of an answer and those that a prompt must be longer than, in LongSpec's runner."""
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """The keys of the suite; see conf/suite/speculation.yaml."""
+
+    tasks: some_of((*LONG, CONTEST))  # type: ignore[valid-type]
+    data: Text
+    aime24: Text
+    limit: Count | None
+    min_prompt_tokens: CountOrZero
+    max_prompt_tokens: Count | None
+    max_new_tokens: Count
+    aime24_max_new_tokens: Count
+    ignore_eos: bool
+    chat: bool
+
+    def __post_init__(self) -> None:
+        for key in ("max_prompt_tokens", "max_new_tokens", "aime24_max_new_tokens"):
+            if getattr(self, key) == 1:
+                raise wrong(f"suite.{key}", 1, "2 or more")
 
 
 @dataclass(frozen=True)
@@ -52,8 +73,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     """The tasks that `suite.tasks` names.
 
     Args:
-        settings: `tasks`, `data`, `aime24`, `limit`, `min_prompt_tokens`, `max_prompt_tokens`, `ignore_eos`,
-            `max_new_tokens`, `aime24_max_new_tokens`, `chat`; see conf/suite/speculation.yaml.
+        settings: see conf/suite/speculation.yaml.
         target: its tokenizer measures prompts, its window decides how long they may be.
         seed: of the run; nothing is drawn here.
         sampling: how the run decodes.
@@ -62,16 +82,16 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or answers longer than the target's window.
         DataError: a missing file or field, or no prompt is long enough.
     """
-    read = Settings(settings)
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
-    names = read.names("tasks", (*LONG, CONTEST))
+    options, _ = settings_of(SpeculationSettings, settings), target.require_tokenizer()
+    names, most = options.tasks, target.info.max_positions - 2
+    if options.max_new_tokens > most:
+        raise wrong("suite.max_new_tokens", options.max_new_tokens, f"2 to {most}, the target's window")
     notes, departures = list[str](), list[str]()
     if len(names) <= len(LONG):
         departures.append(f"{len(names)} of {len(LONG) + 1} tasks")
-    tasks = _long(read, target, tuple(name for name in names if name != CONTEST), notes, departures)
+    tasks = _long(options, target, notes, departures)
     if CONTEST in names:
-        tasks.append(_contest(read, target, notes, departures, sampling))
+        tasks.append(_contest(options, target, notes, departures, sampling))
     notes += not_greedy(sampling)
 
     def summarise(records: ByTask) -> Summary:
@@ -83,18 +103,17 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 
 
 def _long(
-    read: Settings, target: Target, names: tuple[str, ...], notes: list[str], departures: list[str]
+    options: SpeculationSettings, target: Target, notes: list[str], departures: list[str]
 ) -> list[Task]:
     """LongBench's tasks; adds to `notes` what they are, and to `departures` what LongSpec does not do."""
+    names = tuple(name for name in options.tasks if name != CONTEST)
     if not names:
         return []
-    answer = read.integer("max_new_tokens", least=2, most=target.info.max_positions - 2)
-    least = read.integer("min_prompt_tokens", least=0)
-    most, limit = read.optional_integer("max_prompt_tokens", least=2), read.optional_integer("limit")
-    ignore_eos, chat = read.flag("ignore_eos"), read.flag("chat")
+    answer, least, chat = options.max_new_tokens, options.min_prompt_tokens, options.chat
+    most, limit, ignore_eos = options.max_prompt_tokens, options.limit, options.ignore_eos
     tasks: list[Task] = []
     short = 0
-    for name, rows in read_tasks(read.text("data"), names).items():
+    for name, rows in read_tasks(options.data, names).items():
         if len(rows) != SPECS[name].rows:
             departures.append(f"{len(rows)} of {SPECS[name].rows} rows of {name}")
         sized = {row.id: _tokens(target, TEMPLATES[name].format(**row.fields)) for row in rows}
@@ -143,22 +162,26 @@ def _long(
 
 
 def _contest(
-    read: Settings, target: Target, notes: list[str], departures: list[str], sampling: Sampling
+    options: SpeculationSettings,
+    target: Target,
+    notes: list[str],
+    departures: list[str],
+    sampling: Sampling,
 ) -> Task:
     """AIME 2024; adds to `notes` how long solutions are, and to `departures` what is not as published."""
-    asked = read.integer("aime24_max_new_tokens", least=2)
+    asked = options.aime24_max_new_tokens
     settings = {
-        "data": read.text("aime24"),
-        "limit": read.get("limit"),
+        "data": options.aime24,
+        "limit": options.limit,
         "max_new_tokens": asked,
-        "chat": read.get("chat"),
+        "chat": options.chat,
         "thinking": False,
     }
-    (task,) = aime24.build({"name": read.suite, **settings}, target, seed=0, sampling=sampling).tasks
+    (task,) = aime24.build({"name": "speculation", **settings}, target, seed=0, sampling=sampling).tasks
     assert isinstance(task, Task)
     if asked != aime24.MAX_NEW_TOKENS:
         departures.append(f"AIME 2024: solutions of {asked} tokens instead of {aime24.MAX_NEW_TOKENS}")
-    if read.get("limit") is None and aime24.fingerprint(list(task.examples())) != aime24.PUBLISHED:
+    if options.limit is None and aime24.fingerprint(list(task.examples())) != aime24.PUBLISHED:
         departures.append("AIME 2024: problems or answers are not those published")
     notes.append(f"AIME 2024: solutions of at most {task.max_new_tokens} tokens, over where the text ends")
     lengths = {row.id: drafting.bucket(_tokens(target, task.prompt(row))) for row in task.examples()}
@@ -166,5 +189,4 @@ def _contest(
 
 
 def _tokens(target: Target, text: str) -> int:
-    assert target.tokenizer is not None
-    return len(target.tokenizer(text, verbose=False).input_ids)
+    return len(target.require_tokenizer()(text, verbose=False).input_ids)
