@@ -1,10 +1,10 @@
-"""Where the files that ship beside the code are: `conf`, `recipes`, `data_prep`, `bundled`, `benchmarks`."""
+"""Where the files that ship beside the code are: `conf`, `recipes`, `data_prep` and `bundled`."""
 
 from pathlib import Path
 
 from longtrain.errors import ConfigError
 
-ASSETS = ("conf", "recipes", "data_prep", "bundled", "benchmarks")
+ASSETS = ("conf", "recipes", "data_prep", "bundled")
 
 
 def asset_dir(name: str) -> Path:

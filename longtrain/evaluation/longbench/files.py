@@ -26,7 +26,7 @@ PUBLISHED = (HUB, "zai-org/LongBench")
 ARCHIVE = "data.zip"
 """The file of the Hub's data set that holds `data/TASK.jsonl` of every task."""
 
-DATA = json.loads((asset_dir("benchmarks") / "longbench.json").read_text(encoding="utf-8"))
+DATA = json.loads((asset_dir("bundled") / "benchmarks" / "longbench.json").read_text(encoding="utf-8"))
 TEMPLATES: dict[str, str] = DATA["templates"]
 """Task -> prompt, to the letter, in the order of the paper's tables."""
 WORDS_OFF = 0.05

@@ -1,4 +1,4 @@
-"""The 13 tasks of RULER; their wording, parameters and answer lengths are in benchmarks/ruler.json.
+"""The 13 tasks of RULER; their wording, parameters and answer lengths are in bundled/benchmarks/ruler.json.
 
 Kept by hand: the official generator needs downloads and its own processes, and it draws from one stream of
 random numbers, so that no example can be written alone. The wording here is that of its task templates; the
@@ -46,7 +46,7 @@ class Family:
     metric: str = "string_match_all"
 
 
-_DATA = json.loads((asset_dir("benchmarks") / "ruler.json").read_text(encoding="utf-8"))
+_DATA = json.loads((asset_dir("bundled") / "benchmarks" / "ruler.json").read_text(encoding="utf-8"))
 FAMILIES = {name: Family(**values) for name, values in _DATA["families"].items()}
 NEEDLE, NOISE, DOCUMENT = str(_DATA["needle"]), str(_DATA["noise"]), str(_DATA["document"])
 """A needle, the line that noise haystacks repeat, and a document of the tasks with questions."""
