@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -12,16 +12,6 @@ from string import Formatter
 from longtrain.assets import asset_dir
 from longtrain.data.read.files import read_jsonl, read_text
 from longtrain.errors import ConfigError, DataError
-
-PLACES = {
-    "single-v1": {"question", "answer"},
-    "single-math-v1": {"question", "answer", "ref_answer_1"},
-    "single-v1-multi-turn": {f"{what}_{turn}" for what in ("question", "answer") for turn in (1, 2)},
-    "single-math-v1-multi-turn": {
-        f"{what}_{turn}" for what in ("question", "answer", "ref_answer") for turn in (1, 2)
-    },
-}
-"""Name -> the places that a prompt of MT-Bench is filled at."""
 
 MT_BENCH_SHA256, LONGBENCH_WRITE_SHA256 = "867ed14f4605ca54", "4f59f263c333f3cf"
 """`JudgePrompts.sha256` of the published prompts."""
@@ -66,19 +56,21 @@ def mt_bench_prompts(where: str | None = None) -> JudgePrompts:
         ConfigError: no such file.
         DataError: a prompt or one of its places is missing.
     """
-    path = _file(where, "mt_bench.jsonl")
-    texts = {}
-    for place, row in read_jsonl(path):
-        if row.get("name") not in PLACES:
-            continue
-        for field in ("system_prompt", "prompt_template"):
-            if not isinstance(row.get(field), str):
-                raise DataError(f"{place}: prompt {row['name']} has no text '{field}'")
-        _check_places(place, row["name"], row["prompt_template"])
-        texts[row["name"]] = (row["system_prompt"], row["prompt_template"])
-    if missing := [name for name in PLACES if name not in texts]:
-        raise DataError(f"{path} has no prompt {', '.join(missing)}; it needs {', '.join(PLACES)}")
-    return JudgePrompts(texts, path.name if where else "lm-sys/FastChat, judge_prompts.jsonl")
+    published = dict(_named(_file(None, "mt_bench.jsonl")))
+    if where is None:
+        return JudgePrompts(published, "lm-sys/FastChat, judge_prompts.jsonl")
+    path = _file(where, "")
+    texts = {name: pair for name, pair in _named(path) if name in published}
+    for name, (_, template) in published.items():
+        if name not in texts:
+            raise DataError(f"{path} has no prompt {name}; it needs {', '.join(published)}")
+        there, needed = _places(path, name, texts[name][1]), _places(path, name, template)
+        if there != needed:
+            raise DataError(
+                f"{path}: prompt {name} has the places {', '.join(there) or 'none'}; it needs "
+                f"{', '.join(needed)}"
+            )
+    return JudgePrompts(texts, path.name)
 
 
 def longbench_write_prompts(where: str | None = None) -> JudgePrompts:
@@ -101,16 +93,21 @@ def longbench_write_prompts(where: str | None = None) -> JudgePrompts:
     )
 
 
-def _check_places(place: str, name: str, template: str) -> None:
+def _named(path: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Name, system prompt and template of each row."""
+    for place, row in read_jsonl(path):
+        pair = row.get("system_prompt", ""), row.get("prompt_template", "")
+        if not all(isinstance(text, str) for text in pair):
+            raise DataError(f"{place}: 'system_prompt' and 'prompt_template' of a prompt must be texts")
+        yield str(row.get("name")), pair
+
+
+def _places(path: Path, name: str, template: str) -> list[str]:
+    """The names that a template is filled at."""
     try:
-        there = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+        return sorted({field for _, field, _, _ in Formatter().parse(template) if field is not None})
     except ValueError as error:
-        raise DataError(f"{place}: prompt {name}: {error}; a brace is written {{{{ or }}}}") from None
-    if there != PLACES[name]:
-        raise DataError(
-            f"{place}: prompt {name} has the places {', '.join(sorted(there)) or 'none'}; it needs "
-            f"{', '.join(sorted(PLACES[name]))}"
-        )
+        raise DataError(f"{path}: prompt {name}: {error}; a brace is written {{{{ or }}}}") from None
 
 
 def _file(where: str | None, bundled: str) -> Path:

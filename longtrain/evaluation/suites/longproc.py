@@ -95,7 +95,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     for group, task in zip(own.groups, tasks, strict=True):
         if len(task.rows) != ROWS[group]:
             notes.append(f"{len(task.rows)} of {ROWS[group]} rows of {group}")
-        elif rows_sha256(task.rows) != ROWS_SHA256.get(group, rows_sha256(task.rows)):
+        elif group in ROWS_SHA256 and rows_sha256(task.rows) != ROWS_SHA256[group]:
             notes.append(f"rows of {group} that are not the published ones")
     notes += not_greedy(sampling)
     if not own.chat:
@@ -137,7 +137,7 @@ def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, 
     if not alone and local_file(where).is_file() and any(GROUP not in row for row in rows):
         raise DataError(
             f"{file} has rows without the field '{GROUP}', so they cannot be told apart by output length; "
-            f"pass the one that all have, e.g. suite.groups=[{_guess(file)}], or a folder with a file of each"
+            "pass the one that all have, as in suite.groups=[2k], or a folder with a file of each"
         )
     of_group = [row for row in rows if str(row.get(GROUP, group)) == group]
     if not of_group:
@@ -172,23 +172,16 @@ def _file(where: str, group: str) -> Path:
             f"{TITLE} data at {where}: nothing {kind}; pass a folder with html_to_tsv_{group}.json or .jsonl "
             "(the data folder of github.com/princeton-pli/LongProc, its web pages unpacked), or a file"
         )
-    endings = tuple(
-        f"html_to_tsv_{group}.{kind}{packed}" for kind in ("json", "jsonl") for packed in PACKED_SUFFIXES
-    )
-    files = sorted(file for file in path.rglob("*html_to_tsv_*") if file.name.endswith(endings))
-    if not files:
+    names = [f"html_to_tsv_{group}.{kind}{pack}" for kind in ("json", "jsonl") for pack in PACKED_SUFFIXES]
+    files = sorted(file for file in path.rglob("*html_to_tsv_*") if file.name.endswith(tuple(names)))
+    if len(files) != 1:
         there = [known for known in ROWS if any(path.rglob(f"*html_to_tsv_{known}.json*"))]
-        hint = f"pass suite.groups=[{','.join(there)}], or add it" if there else "pass the folder that has it"
-        raise DataError(f"{path} has no html_to_tsv_{group}.json or .jsonl; {hint}")
-    if len(files) > 1:
-        found = ", ".join(str(file.relative_to(path)) for file in files)
-        raise DataError(f"{path} must hold one html_to_tsv_{group}.json or .jsonl, it has {found}; keep one")
+        found = ", ".join(str(file.relative_to(path)) for file in files) or "none"
+        raise DataError(
+            f"{path} must hold one html_to_tsv_{group}.json or .jsonl, it has {found}; pass "
+            f"suite.groups=[{','.join(there)}], or a folder with one file of each"
+        )
     return files[0]
-
-
-def _guess(file: Path) -> str:
-    """The group that a file's name holds, or the first."""
-    return next((group for group in ROWS if group in file.name), next(iter(ROWS)))
 
 
 def _filled(row: Mapping[str, Any], file: Path) -> str:

@@ -152,7 +152,9 @@ def test_rows_that_do_not_say_their_group_are_of_one_alone(tiny, settings_of, tm
 def test_a_folder_without_a_group_says_which_there_are(build, folder) -> None:
     (folder / "longproc_html_to_tsv_2k.jsonl.xz").unlink()
     (folder / "longproc_html_to_tsv_8k.jsonl.xz").unlink()
-    with pytest.raises(DataError, match=r"no html_to_tsv_2k.json or .jsonl; pass suite.groups=\[0.5k\]"):
+    with pytest.raises(
+        DataError, match=r"one html_to_tsv_2k.json or .jsonl, it has none; pass suite.groups=\[0.5k\]"
+    ):
         build()
 
 
