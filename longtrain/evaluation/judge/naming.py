@@ -12,6 +12,7 @@ from longtrain.evaluation.judge.marker import UNJUDGED, JudgeMarker, judge_facts
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Summary
 from longtrain.evaluation.suites.shared import narrowed
+from longtrain.evaluation.task import Task
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
@@ -43,27 +44,25 @@ class Published:
     max_tokens: int
     tries: int
 
-    def decoding_departures(self, *, max_new_tokens: int, chat: bool, sampling: Sampling) -> list[str]:
-        """Departures of the answers' decoding; the temperature is the suite's own matter.
+    def departures(self, task: Task, marker: JudgeMarker | None, sampling: Sampling) -> list[str]:
+        """What differs in the answers' decoding and in the judging; temperatures are the suite's own matter.
 
         top_k may be off or 50: the paper sets none, and the official program decodes with the default of 50.
         """
         notes = []
         if sampling.top_k == PUBLISHED_TOP_K:
             sampling = replace(sampling, top_k=0)
-        if max_new_tokens != self.max_new_tokens:
-            notes.append(f"answers of up to {max_new_tokens} tokens, not {self.max_new_tokens}")
+        if task.max_new_tokens != self.max_new_tokens:
+            notes.append(f"answers of up to {task.max_new_tokens} tokens, not {self.max_new_tokens}")
         notes += [
             f"answers drawn with {what}, which the benchmark does not set" for what in narrowed(sampling)
         ]
-        if not chat:
+        if not task.chat:
             notes.append("without chat template")
-        return notes
+        return notes if marker is None else notes + self._of_judging(marker)
 
-    def judge_departures(self, marker: JudgeMarker | None) -> list[str]:
-        """Departures of the judge's prompts and settings; its model is told beside the name."""
-        if marker is None:
-            return []
+    def _of_judging(self, marker: JudgeMarker) -> list[str]:
+        """What differs in the judge's prompts and settings; its model is told beside the name."""
         notes, end = [], marker.judge
         body = dict(end.body or {})
         if not marker.rubric.prompts.official:

@@ -137,12 +137,9 @@ def departures(task: LongWriteTask, marker: JudgeMarker | None, sampling: Sampli
         notes.append(f"{len(task.rows)} of {ROWS} requests" + (", the English ones" if english else ""))
     elif not there >= ENGLISH:
         notes.append("requests that are not the published ones")
-    notes += OFFICIAL.decoding_departures(
-        max_new_tokens=task.max_new_tokens, chat=task.chat, sampling=sampling
-    )
     if task.fixed_temperature != TEMPERATURE:
         notes.append(f"temperature {task.fixed_temperature:g}, not {TEMPERATURE:g}")
-    return notes + OFFICIAL.judge_departures(marker)
+    return notes + OFFICIAL.departures(task, marker, sampling)
 
 
 def _summary(task: LongWriteTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:

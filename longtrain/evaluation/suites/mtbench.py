@@ -190,14 +190,11 @@ def departures(task: MtBenchTask, marker: JudgeMarker | None, sampling: Sampling
         notes.append(f"{len(task.rows)} of {QUESTIONS} questions")
     elif not rows_sha256(task.rows).startswith(QUESTIONS_SHA256):
         notes.append("questions that are not the published ones")
-    notes += OFFICIAL.decoding_departures(
-        max_new_tokens=task.max_new_tokens, chat=task.chat, sampling=sampling
-    )
     if task.fixed_temperature is not None:
         notes.append(f"temperature {task.fixed_temperature:g} in all categories")
     if marker is not None and marker.settings()["references_sha256"] != REFERENCES_SHA256:
         notes.append("reference answers that are not the published ones")
-    return notes + OFFICIAL.judge_departures(marker)
+    return notes + OFFICIAL.departures(task, marker, sampling)
 
 
 def _summary(task: MtBenchTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
