@@ -27,7 +27,10 @@ from longtrain.targets.model import Target
 from longtrain.targets.shapes import SHAPES
 
 SUITES = {
+    "draft_memory": "training",
+    "eviction": "eviction",
     "roofline": "roofline",
+    "training": "training",
 }
 """`suite=NAME` -> module of `longtrain.bench` that holds its `BENCH`."""
 

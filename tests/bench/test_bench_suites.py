@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from longtrain.bench import draft_memory, engine, report
+from longtrain.bench import engine, report, training
+from longtrain.bench.suites import Context
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -16,17 +18,18 @@ from longtrain.errors import ConfigError
 from longtrain.methods import get
 from longtrain.methods.policies.snapkv import SnapKV
 from longtrain.targets.loading import random_target
-from longtrain.targets.step import Want
+
+CPU = Context(torch.device("cpu"), method={"name": "longspec"})
 
 
-def settings(**changes: object) -> draft_memory.Settings:
-    values = {"shape": "llama_micro", "dtype": "float32", "device": "cpu", "lengths": (32, 96)}
-    return draft_memory.Settings(**{**values, "method": {"chunk_tokens": 16}, "repeats": 2, **changes})
+def steps(context: Context = CPU, **changes: Any) -> list[dict[str, Any]]:
+    values = {"shape": "auto", "dtype": "auto", "lengths": [32, 96], "chunk_tokens": 16, "repeats": 2}
+    return list(training.run(training.BENCH.read({**values, "min_repeats": 1, **changes}, context), context))
 
 
 @pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_draft_memory_counts_the_inputs(objective: str) -> None:
-    rows = draft_memory.measure(settings(method={"chunk_tokens": 16, "objective": objective}))
+def test_a_training_step_counts_its_inputs(objective: str) -> None:
+    rows = steps(Context(CPU.device, method={"name": "longspec", "objective": objective}))
     info = random_target("llama_micro").info
     for row in rows:
         kv = row["row_tokens"] * info.n_kv_heads * info.head_dim * 4
@@ -38,40 +41,48 @@ def test_draft_memory_counts_the_inputs(objective: str) -> None:
             assert row[part]["peak_bytes"] is None  # a CPU has no counter
 
 
+def test_a_step_that_watches_the_pass_is_measured_as_a_whole() -> None:
+    (row,) = steps(Context(CPU.device, method={"name": "lookaheadkv"}), lengths=[64], response_tokens=16)
+    assert (row["prompt_tokens"], row["response_tokens"]) == (48, 16)
+    assert row["step"]["ms"]["median"] > 0 and "draft" not in row and "inputs" not in row
+
+
+@pytest.mark.parametrize("method", [None, {"name": "snapkv"}, {"name": "pretrain"}, {"name": "quantspec"}])
+def test_only_what_trains_against_a_target_has_a_step(method: dict[str, Any] | None) -> None:
+    with pytest.raises(ConfigError, match="method"):
+        steps(Context(CPU.device, method=method))
+
+
 def test_growth_is_of_peak_over_inputs() -> None:
     def row(peak: int, inputs: int) -> dict[str, dict[str, int]]:
         return {"draft": {"peak_bytes": peak}, "inputs": {"total_bytes": inputs}}
 
-    first, second = row(1000, 100), row(1330, 400)
-    draft_memory._add_growth([{"failed": {}}, first], second)
-    assert second["growth"] == pytest.approx(1.1)
+    assert training.growth(row(1000, 100), row(1330, 400)) == {"growth": pytest.approx(1.1)}
+    assert not training.growth(row(1000, 100), {"failed": {}})
 
 
 def test_a_length_that_does_not_fit_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = draft_memory._measure_row
+    real = training.document
 
-    def fails(*args: object) -> object:
-        if args[-1] == 32:
+    def fails(length: int, *rest: int) -> object:
+        if length == 32:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return real(*args)  # type: ignore[arg-type]
+        return real(length, *rest)
 
-    monkeypatch.setattr(draft_memory, "_measure_row", fails)
-    first, second = draft_memory.measure(settings(repeats=1))
+    monkeypatch.setattr(training, "document", fails)
+    first, second = steps(repeats=1)
     assert "out of memory" in first["failed"] and "step" in second
 
 
-def test_the_replayed_pass_gives_the_loss_of_the_real_one() -> None:
+def test_the_recorded_pass_gives_the_loss_of_the_real_one() -> None:
     """Otherwise the draft's step would be measured on something else."""
     target, spec = random_target("qwen3_micro"), get("longspec")
-    config = spec.config(chunk_tokens=16, warm_start=False)
-    module = spec.build(config, target.info)
-    batch = draft_memory._row(48, target.info.vocab_size, seed=3)
-    assert spec.objective is not None
-    whole = spec.objective(module, target, config)(batch)
-    want = Want("none", hidden=(-1,), kv=(target.info.n_layers - 1,))
-    step = target.packed(batch.ids_T, torch.arange(48), batch.bounds, want)
-    replay = spec.objective(module, draft_memory.Replay(target, step), config)(batch)  # type: ignore[arg-type]
-    torch.testing.assert_close(replay.total, whole.total, rtol=0, atol=0)
+    config = spec.config(chunk_tokens=16)
+    trained = training.prepared(spec, config, target, seed=0)
+    batch = training.document(48, 47, target.info.vocab_size, seed=3)
+    whole = trained.objective(batch)
+    trained.target.recorded = trained.target.again()
+    torch.testing.assert_close(trained.objective(batch).total, whole.total, rtol=0, atol=0)
 
 
 def test_engine_suite_measures_plain_and_drafted() -> None:

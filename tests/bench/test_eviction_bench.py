@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +14,44 @@ from hydra.core.global_hydra import GlobalHydra
 
 from longtrain import cli
 from longtrain.assets import asset_dir
-from longtrain.bench import (
-    eviction,
-    eviction_kernels,
-    eviction_parts,
-    eviction_report,
-    eviction_train,
-    eviction_ttft,
-    timing,
-)
+from longtrain.bench import clock, eviction, eviction_kernels, first_token, training
+from longtrain.bench.suites import Context
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
 from longtrain.targets.loading import random_target
 
+CPU = Context(torch.device("cpu"))
 METHODS = ("lookaheadkv", "snapkv", "laq", "speckv")
+SMALL: dict[str, Any] = {
+    "sections": [],
+    "shape": "llama_micro",
+    "draft_shape": "llama_micro",
+    "dtype": "float32",
+    "lengths": [96],
+    "methods": METHODS,
+    "budget_tokens": 48,
+    "warmup": 1,
+    "repeats": 2,
+    "min_repeats": 2,
+    "train": "lookaheadkv",
+    "train_prompts": [64],
+    "train_response": 16,
+    "kernels": [[4, 64]],
+    "kernel_repeats": 2,
+    "theory_lengths": [4096],
+    "gpus": ["H100"],
+}
 
 
-def settings(**changes: Any) -> eviction.Settings:
-    few = {"warmup": 1, "repeats": 2, "least": 2}
-    values: dict[str, Any] = {
-        "shape": "llama_micro",
-        "draft_shape": "llama_micro",
-        "dtype": "float32",
-        "device": "cpu",
-        "ttft": eviction_ttft.Settings((96,), METHODS, budget=48, **few),
-        "training": eviction_train.Settings((64,), 16, **few),
-        "kernels": ((4, 64),),
-        "kernel_repeats": 2,
-        "theory_lengths": (4096,),
-        "gpus": ("H100",),
-    }
-    return eviction.Settings(**{**values, **changes})
+def settings(**changes: Any) -> eviction.EvictionSettings:
+    found: eviction.EvictionSettings = eviction.BENCH.read({"cost": {**SMALL, **changes}}, CPU)
+    return found
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    counts: list[int] = []
-    eviction.measure(settings(), found, lambda rows: counts.append(len(rows)))
-    assert counts == list(range(1, len(found) + 1))  # every row is kept as soon as it is there
-    return found
+    return list(eviction.run(settings(), CPU))
 
 
 def of(rows: list[dict[str, Any]], section: str) -> list[dict[str, Any]]:
@@ -126,42 +122,42 @@ def test_the_bound_counts_what_must_be_read(rows: list[dict[str, Any]]) -> None:
 
 
 def test_the_report_shows_every_section(rows: list[dict[str, Any]]) -> None:
-    text = eviction_report.markdown(rows, shape="llama_micro", device="CPU")
-    for title in eviction_report.TITLES.values():
+    text = eviction.report(rows, settings(), CPU)
+    for title in eviction.TITLES.values():
         assert f"## {title}" in text
-    assert "second pass, fused +" in text and "| 4096 | causal | 61.6 | 88.9 | 1.01 | 0.835 |" in text
-    picture = eviction_report.picture(rows)
-    assert picture is not None and picture.startswith(b"\x89PNG")
-    assert eviction_report.picture(of(rows, "theory")) is None
+    assert (
+        "lookaheadkv second pass fused +" in text and "| 4096 | causal | 61.6 | 88.9 | 1.01 | 0.835 |" in text
+    )
+    assert eviction.pictures(rows)["eviction.png"].startswith(b"\x89PNG")
+    assert not eviction.pictures(of(rows, "theory"))
 
 
-def test_a_failing_method_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = eviction_ttft.first_token
+def test_a_failing_system_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = first_token.first_token
 
     def fails(engine: Engine, prompt: list[int]) -> Any:
         if engine.parts.name == "snapkv":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return real(engine, prompt)
 
-    monkeypatch.setattr(eviction_ttft, "first_token", fails)
-    few = eviction_ttft.Settings((96,), ("snapkv", "laq"), budget=48, warmup=1, repeats=2, least=2)
-    full, snap, laq = eviction_ttft.measure(random_target("llama_micro"), few)
+    monkeypatch.setattr(first_token, "first_token", fails)
+    full, snap, laq = eviction.run(settings(sections=["ttft"], methods=["snapkv", "laq"]), CPU)
     assert full["method"] == "full" and "ms" in full
     assert "out of memory" in snap["failed"] and "extra_ms" not in snap
     assert laq["pairs"] == 2
 
 
 def test_a_failing_section_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> Iterator[dict[str, Any]]:
+    def fails(*_: object, **__: object) -> Iterator[dict[str, Any]]:
         yield {"prompt_tokens": 1}
         raise RuntimeError("kernel launch failed")
 
-    monkeypatch.setattr(eviction_train, "measure", fails)
-    monkeypatch.setattr(eviction_parts, "measure", fails)
+    monkeypatch.setattr(training, "measure", fails)
+    monkeypatch.setattr(first_token, "measure_parts", fails)
     found: list[dict[str, Any]] = []
-    few = replace(settings(), sections=("training", "kernels", "parts"))
     with pytest.raises(RuntimeError, match="kernel launch failed"):
-        eviction.measure(few, found, lambda rows: None)
+        for row in eviction.run(settings(sections=["training", "kernels", "parts"]), CPU):
+            found.append(row)
     assert [row["section"] for row in found] == ["parts"] * 2 + ["training"] * 2 + ["kernels"] * 4
     assert found[1]["failed"] == "RuntimeError: kernel launch failed"
 
@@ -169,42 +165,35 @@ def test_a_failing_section_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sections": ("speed",)}, "'speed'; known: theory, ttft"),
-        ({"shape": "llama9"}, "shape 'llama9'; known: llama_micro"),
+        ({"sections": ["speed"]}, "suite.cost.sections=.*allowed: each once of theory, ttft"),
+        ({"shape": "llama9"}, "suite.cost.shape=llama9; known: llama_micro"),
         ({"draft_shape": "llama32_1b"}, "another vocabulary than llama_micro"),
-        ({"gpus": ("TPU",)}, "'TPU'; known: H100, H200"),
-        ({"ttft": eviction_ttft.Settings((96,), ("snapkw",))}, "'snapkw'; known: lookaheadkv, streaming_llm"),
-        ({"ttft": eviction_ttft.Settings((96,), ("kvzip",))}, "come without a tokenizer"),
-        ({"ttft": eviction_ttft.Settings((4096,), ())}, "has 2048; choose shorter lengths"),
+        ({"gpus": ["TPU"]}, "allowed: each once of H100, H200"),
+        ({"methods": ["snapkw"]}, "unknown eviction policy 'snapkw'; known: streaming_llm"),
+        ({"methods": ["kvzip"]}, "come without a tokenizer"),
+        ({"lengths": [4096]}, "has 2048; choose shorter lengths"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_built(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        eviction.measure(settings(**change), [], lambda rows: None)
+        next(eviction.run(settings(**change), CPU))
 
 
 def test_rounds_stop_when_the_time_is_over_but_not_before_the_least() -> None:
-    going = timing.rounds(10, least=2, seconds=0.0)
+    going = clock.rounds(10, least=2, seconds=0.0)
     assert [going(i) for i in range(4)] == [True, True, False, False]
-    going = timing.rounds(3, least=1, seconds=60.0)
+    going = clock.rounds(3, least=1, seconds=60.0)
     assert [going(i) for i in range(4)] == [True, True, True, False]
 
 
 def test_differences_are_taken_pair_by_pair() -> None:
     """A clock that drifts by more than the difference must not hide it."""
-    base = [timing.Run(ms, None, None) for ms in (100.0, 200.0, 300.0)]
-    other = [timing.Run(ms, None, None) for ms in (101.0, 202.0, 303.0)]
-    found = timing.versus(base, other)
+    base = [clock.Timing(ms) for ms in (100.0, 200.0, 300.0)]
+    other = [clock.Timing(ms) for ms in (101.0, 202.0, 303.0)]
+    found = clock.versus(base, other)
     assert found["extra_ms"]["median"] == pytest.approx(2.0)
     assert found["paired_ratio"]["p10"] == found["paired_ratio"]["p90"] == pytest.approx(1.01)
     assert found["overhead_percent"] == pytest.approx(1.0)
-
-
-def test_lookahead_weights_are_random_for_the_benchmark() -> None:
-    """With a B of zero its products cost the same, but its rows would be those of the bare target."""
-    target = random_target("llama_micro")
-    module, _ = eviction_ttft.lookahead_module(target, {}, seed=0)
-    assert all(value.any() for value in module.parameters())
 
 
 def test_the_job_writes_json_markdown_and_picture(tmp_path: Path) -> None:
@@ -234,17 +223,10 @@ def test_the_job_writes_json_markdown_and_picture(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_has_counters_too() -> None:
-    few = {"warmup": 1, "repeats": 3, "least": 3}
-    found: list[dict[str, Any]] = []
-    on_gpu = settings(
-        device="cuda",
-        dtype="bfloat16",
-        ttft=eviction_ttft.Settings((512,), METHODS, budget=64, **few),
-        training=eviction_train.Settings((512,), 64, **few),
-        kernels=((32, 1024), (512, 1024)),
-        kernel_repeats=5,
-    )
-    eviction.measure(on_gpu, found, lambda rows: None)
+    changes = {"dtype": "bfloat16", "lengths": [512], "budget_tokens": 64, "repeats": 3, "min_repeats": 3}
+    more = {"train_prompts": [512], "train_response": 64, "kernels": [[32, 1024], [512, 1024]]}
+    how = settings(**changes, **more, kernel_repeats=5)
+    found = list(eviction.run(how, Context(torch.device("cuda"))))
     assert not [row for row in found if "failed" in row]
     for row in of(found, "ttft"):
         assert row["peak_bytes"] > 0 and 0 < row["device_ms"]["median"] <= 1.05 * row["ms"]["median"]

@@ -1,20 +1,23 @@
-"""The analytic latency model against published sizes and figures worked out by hand from its formulas."""
+"""The arithmetic of the first token against published sizes and figures worked out by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from longtrain.bench import eviction_theory
-from longtrain.bench.eviction_theory import Setup
-from longtrain.costs import training as estimate
+from longtrain.bench.eviction import line
 from longtrain.costs.hardware import GPUS, all_named, gpu_called
+from longtrain.costs.method import Prompt
 from longtrain.costs.model import Sizes, Work
 from longtrain.errors import ConfigError
+from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.cost import adapter, second_pass
+from longtrain.systems import parse
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
 
 LLAMA8B, LLAMA1B = (Sizes.of_keys(SHAPES[name]) for name in ("llama31_8b", "llama32_1b"))
-PAPER = Setup(LLAMA8B, LLAMA1B)
+ENTRIES = [parse(name) for name in ("lookaheadkv", "snapkv", "laq", "speckv")]
+H100 = GPUS["H100"]
 
 FORWARD = {4096: (61.6, 88.9, 95.3), 8192: (131.9, 190.6, 216.0), 16384: (299.1, 432.0, 533.6)} | {
     32768: (738.9, 1067, 1474)
@@ -30,6 +33,10 @@ ADDED = {
 """Milliseconds over the prefill: LookaheadKV, fused, SnapKV, SpecKV, LAQ."""
 
 
+def row(tokens: int, *, causal: bool = True) -> dict[str, float]:
+    return line(ENTRIES, Prompt(LLAMA8B, tokens, draft=LLAMA1B, causal=causal), H100)
+
+
 def digits(value: float, like: float) -> float:
     """Rounded to as many decimals as the table's figure is given with."""
     return round(value, len(str(like).partition(".")[2]) if isinstance(like, float) else 0)
@@ -39,21 +46,17 @@ def test_parameter_counts_are_the_published_ones() -> None:
     assert LLAMA8B.weights == pytest.approx(6.979e9, rel=1e-4)
     assert LLAMA1B.weights == pytest.approx(0.973e9, rel=1e-3)
     assert (LLAMA8B.width, LLAMA1B.width) == (131072, 32768)
-    assert eviction_theory.adapter(LLAMA8B, 32, 8) == pytest.approx(20.59e6, rel=5e-4)
-    assert eviction_theory.adapter(LLAMA1B, 32, 8) == pytest.approx(5.42e6, rel=1e-3)
+    assert adapter(Config(), LLAMA8B) == pytest.approx(20.59e6, rel=5e-4)
+    assert adapter(Config(), LLAMA1B) == pytest.approx(5.42e6, rel=1e-3)
 
 
-def test_sizes_of_a_model_are_those_of_its_weights() -> None:
-    info = random_target("llama_micro").info
-    assert Sizes.of(info) == Sizes.of_keys(SHAPES["llama_micro"])
-    assert Sizes.of(info).kv_bytes(7) == 7 * estimate.kv_bytes_per_token(Sizes.of(info), itemsize=2)
+def test_sizes_of_a_model_are_those_of_its_shape() -> None:
+    assert Sizes.of(random_target("llama_micro").info) == Sizes.of_keys(SHAPES["llama_micro"])
 
 
 @pytest.mark.parametrize("tokens", FORWARD)
 def test_the_table_on_an_h100(tokens: int) -> None:
-    causal, full = (
-        eviction_theory.row(PAPER, tokens, GPUS["H100"], causal=causal) for causal in (True, False)
-    )
+    causal, full = (row(tokens, causal=causal) for causal in (True, False))
     tera, ms, full_ms = FORWARD[tokens]
     assert digits(causal["forward_tflop"], tera) == tera
     assert digits(causal["forward_ms"], ms) == ms
@@ -69,33 +72,28 @@ def test_the_table_on_an_h100(tokens: int) -> None:
 
 def test_a_second_pass_reads_the_weights_again() -> None:
     """(13.96 + 4.29) GB at 90% of 3.35 TB/s is 6.05 ms at 32K; with the scores 8.2 ms, fused 6.8."""
-    pass_ms = eviction_theory.second_pass(LLAMA8B, 32768, n_lookahead=32, rank=8).ms(GPUS["H100"])
+    pass_ms = second_pass(Config(), Prompt(LLAMA8B, 32768)).ms(H100)
     assert pass_ms == pytest.approx(6.05, abs=0.005)
     for tokens, plain, fused in ((32768, 8.2, 6.8), (8192, 5.5, 5.2)):
-        line = eviction_theory.row(PAPER, tokens, GPUS["H100"])
-        assert round(line["lookaheadkv_second_pass_ms"], 1) == plain
-        assert round(line["lookaheadkv_second_pass_fused_ms"], 1) == fused
+        assert round(row(tokens)["lookaheadkv_second_pass_ms"], 1) == plain
+        assert round(row(tokens)["lookaheadkv_second_pass_fused_ms"], 1) == fused
 
 
 def test_the_overhead_at_32k_is_far_below_that_of_drafting() -> None:
-    line = eviction_theory.row(PAPER, 32768, GPUS["H100"])
-    assert line["lookaheadkv_ms"] / line["forward_ms"] < 0.0216  # the paper's own figure
-    assert line["laq_ms"] > 14 * line["lookaheadkv_second_pass_ms"]
+    found = row(32768)
+    assert found["lookaheadkv_ms"] / found["forward_ms"] < 0.0216  # the paper's own figure
+    assert found["laq_ms"] > 14 * found["lookaheadkv_second_pass_ms"]
 
 
 def test_a_phase_is_bound_by_the_slower_of_arithmetic_and_memory() -> None:
-    gpu = GPUS["H100"]
-    assert Work(0.7 * 989e12, 0).ms(gpu) == pytest.approx(1000)
-    assert Work(0, 0.9 * 3.35e12).ms(gpu) == pytest.approx(1000)
-    assert (Work(1.0, 2e12) + Work(1.0, 1e12)).ms(gpu) == Work(2.0, 3e12).ms(gpu)
-    assert Work(0, 1e12).ms(GPUS["H200"]) < Work(0, 1e12).ms(gpu)
+    assert Work(0.7 * 989e12, 0).ms(H100) == pytest.approx(1000)
+    assert Work(0, 0.9 * 3.35e12).ms(H100) == pytest.approx(1000)
+    assert (Work(1.0, 2e12) + Work(1.0, 1e12)).ms(H100) == Work(2.0, 3e12).ms(H100)
+    assert Work(0, 1e12).ms(GPUS["H200"]) < Work(0, 1e12).ms(H100)
 
 
-def test_lines_for_every_gpu_attention_and_length() -> None:
-    gpus = all_named(["H100", "H200", "H100"], "gpus")
-    lines = eviction_theory.table(PAPER, [4096, 8192], gpus)
-    found = [(line["gpu"], line["attention"], line["prompt_tokens"]) for line in lines]
-    assert found == [(g, a, n) for g in ("H100", "H200") for a in ("causal", "full") for n in (4096, 8192)]
+def test_data_sheets_are_named_once() -> None:
+    assert all_named(["H100", "H200", "H100"], "gpus") == [H100, GPUS["H200"]]
     with pytest.raises(ConfigError, match="gpus=B9000; known: H100, H200"):
         all_named(["B9000"], "gpus")
 
