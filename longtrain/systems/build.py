@@ -20,6 +20,7 @@ from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
+from longtrain.settings import wrong
 from longtrain.systems.entry import KEY, Entry, Named, in_words, parse_all
 from longtrain.systems.system import (
     ARTIFACT,
@@ -291,10 +292,8 @@ class Builder:
                     "pass suite.budgets=[64,128] and leave it out here"
                 )
             if key not in known:
-                raise ConfigError(
-                    f"{KEY} entry of {who} has the key {key}={value}; allowed: artifact, policy, method, "
-                    f"cache, label, drafted, shapes, acceptance{''.join(f', {one}' for one in known)}"
-                )
+                words = ("artifact", "policy", "method", "cache", "label", "drafted", "shapes", "acceptance")
+                raise wrong(f"{KEY} entry of {who}: {key}", value, ", ".join([*words, *known]))
 
 
 def artifact_facts(where: str, artifact: Artifact) -> Json:

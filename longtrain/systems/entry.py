@@ -15,7 +15,7 @@ from typing import Any
 from longtrain import methods
 from longtrain.errors import ConfigError
 from longtrain.methods.policies import POLICIES
-from longtrain.settings import Count, Counts, Share, Text, convert, read
+from longtrain.settings import Count, Counts, Share, Text, convert, read, wrong
 
 Json = dict[str, Any]
 KEY = "suite.systems"
@@ -118,7 +118,7 @@ def parse(value: Any) -> Entry:
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping) or {"name", *PARTS}.isdisjoint(value):
-        raise ConfigError(f"{KEY} entry {value}; allowed: {ALLOWED}")
+        raise wrong(f"{KEY}: entry", value, ALLOWED)
     rest = dict(value)
     common = {
         key: convert(rest.pop(key), kind, f"{KEY}: {key}") for key, kind in _EVERYWHERE.items() if key in rest
@@ -140,7 +140,7 @@ def parse_all(values: Any) -> list[Entry]:
         ConfigError: it is no list, or an entry is wrong.
     """
     if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
-        raise ConfigError(f"{KEY}={values}; allowed: a list, [snapkv,{{artifact: NAME}}]")
+        raise wrong(KEY, values, "a list, [snapkv,{artifact: NAME}]")
     return [parse(value) for value in values]
 
 
@@ -174,5 +174,5 @@ def _named(key: str, value: Any) -> Named | None:
         name, label = str(options.pop("name")), options.pop("label", None) if key == "policy" else None
         return Named(name, options, label)
     if not isinstance(value, str):
-        raise ConfigError(f"{KEY} entry {key}={value}; allowed: NAME or {{name: NAME, option: value}}")
+        raise wrong(f"{KEY}: {key}", value, "NAME or {name: NAME, option: value}")
     return Named(value)

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from longtrain.errors import ConfigError
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Measured, Task
+from longtrain.settings import Count, convert
 from longtrain.systems import System
 
 Place = tuple[str, str]
@@ -62,9 +62,8 @@ def plan(suite: Suite, *, batch: int) -> list[Unit]:
     Raises:
         ConfigError: a batch below 1.
     """
-    if batch < 1:
-        raise ConfigError(f"suite.batch={batch}; allowed: 1 or more")
-    return [unit for task in suite.tasks for unit in _units(task, batch)]
+    size: int = convert(batch, Count, "suite.batch")
+    return [unit for task in suite.tasks for unit in _units(task, size)]
 
 
 def part_of(units: list[Unit], *, shard: int, shards: int) -> list[Unit]:

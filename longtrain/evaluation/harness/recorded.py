@@ -125,21 +125,21 @@ def compare(suite: Suite, entry: Json, measured: float) -> Json:
     Raises:
         LongtrainError: it is off by more.
     """
-    allowed = _point(suite.scale, entry["score"])
+    tolerance = _point(suite.scale, entry["score"])
     drawn = suite.marker is not None or _sampled(suite, entry["protocol"])
     if drawn and entry["low"] is not None:  # one example has no interval
-        allowed = max(allowed, (entry["high"] - entry["low"]) / 2)
+        tolerance = max(tolerance, (entry["high"] - entry["low"]) / 2)
     verdict = {
         "status": "equal",
         "recorded": entry["score"],
         "measured": measured,
-        "tolerance": allowed,
+        "tolerance": tolerance,
         "source": entry["source"],
     }
-    if abs(measured - entry["score"]) > allowed:
+    if abs(measured - entry["score"]) > tolerance:
         raise LongtrainError(
             f"the full cache scores {measured:.2f} in suite {suite.name}, and {entry['score']:.2f} is "
-            f"recorded for this very protocol ({entry['source']}), more than {allowed:.2f} away; "
+            f"recorded for this very protocol ({entry['source']}), more than {tolerance:.2f} away; "
             f"weights, kernels or libraries are not what they were; no other system was run; {HOW}"
         )
     return verdict

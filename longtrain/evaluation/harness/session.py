@@ -34,6 +34,7 @@ from longtrain.evaluation.suite import Advance, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import lock
 from longtrain.log import get_logger
+from longtrain.settings import wrong
 from longtrain.systems import System
 
 if TYPE_CHECKING:
@@ -145,9 +146,7 @@ class Session:
             LongtrainError: the full cache's score or protocol is not the recorded one.
         """
         if shards < 1 or not 0 <= shard < shards:
-            raise ConfigError(
-                f"shard={shard} shards={shards}; allowed: shards from 1, shard from 0 to shards-1"
-            )
+            raise wrong("shard", f"{shard} shards={shards}", "shards from 1, shard from 0 to shards-1")
         _ = self.baseline  # another protocol is refused before anything is run
         runner = Runner(self.target, self.sampling, advance, stopping)
         units = part_of(self.units, shard=shard, shards=shards)

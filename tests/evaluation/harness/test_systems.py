@@ -181,15 +181,15 @@ def test_methods_without_training_alone_and_beside_others(wide):
         builder.systems([{"method": {"name": "quantspec", "bits": 4}}])
     with pytest.raises(ConfigError, match=r"cache alone is \{method: \{name: quantspec, draft: false"):
         builder.systems([{"method": "quantspec"}], roles={EVICTOR})
-    with pytest.raises(ConfigError, match=r"entry method=4; allowed: NAME or \{name"):
+    with pytest.raises(ConfigError, match=r"systems: method=4; allowed: NAME or \{name"):
         builder.systems([{"method": 4}])
 
 
 @pytest.mark.parametrize(
     ("entries", "settings", "error", "message"),
     [
-        ([7], {}, ConfigError, r"suite\.systems entry 7; allowed: NAME of a policy"),
-        ([{"label": "snapkv"}], {}, ConfigError, r"suite\.systems entry {'label'"),
+        ([7], {}, ConfigError, r"suite\.systems: entry=7; allowed: NAME of a policy"),
+        ([{"label": "snapkv"}], {}, ConfigError, r"suite\.systems: entry={'label'"),
         (
             ["snap"],
             {},
@@ -208,7 +208,12 @@ def test_methods_without_training_alone_and_beside_others(wide):
             r"longspec brings a draft, which suite toy has no use for \(it takes: evictor\)",
         ),
         (["snapkv"], {"needs": []}, ConfigError, "policy snapkv brings an evictor, .* the full cache alone"),
-        ([{"artifact": "longspec", "depth": 3}], {}, ConfigError, "has the key depth=3; allowed: artifact"),
+        (
+            [{"artifact": "longspec", "depth": 3}],
+            {},
+            ConfigError,
+            "artifact longspec: depth=3; allowed: artifact",
+        ),
         (
             [{"artifact": "lookaheadkv", "budget_tokens": 3}],
             {},
