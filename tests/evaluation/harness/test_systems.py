@@ -212,7 +212,7 @@ def test_methods_without_training_alone_and_beside_others(wide):
             [{"artifact": "longspec", "depth": 3}],
             {},
             ConfigError,
-            "artifact longspec: depth=3; allowed: artifact",
+            "longspec: depth=3; allowed: artifact",
         ),
         (
             [{"artifact": "lookaheadkv", "budget_tokens": 3}],
