@@ -152,6 +152,7 @@ def evictor_from(cfg: DictConfig) -> Evictor | None:
         options.pop("adaptive", None)
     if name is None:
         return None
+    policies.policy_class(str(name))  # an unknown policy is told before a wrong budget
     return policies.make(str(name), Budget(keys["budget_tokens"], keys["budget_ratio"]), options)
 
 

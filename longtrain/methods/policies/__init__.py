@@ -1,4 +1,4 @@
-"""Eviction policies without a trained part, one file each; looked up by name, imported when asked for."""
+"""Eviction policies without a trained part; looked up by name, imported when asked for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from longtrain.methods.policies.base import BasePolicy
 
 POLICIES = {
-    "streaming_llm": "streaming_llm:StreamingLLM",
+    "streaming_llm": "attention_free:StreamingLLM",
     "snapkv": "snapkv:SnapKV",
     "pyramidkv": "pyramidkv:PyramidKV",
     "h2o": "h2o:H2O",
-    "tova": "tova:TOVA",
+    "tova": "snapkv:TOVA",
     "adakv": "adakv:AdaKV",
     "laq": "laq:LAQ",
     "speckv": "speckv:SpecKV",
     "kvzip": "kvzip:KVzip",
-    "random": "random:Random",
+    "random": "attention_free:Random",
     "oracle": "oracle:Oracle",
 }
 """`evict=NAME` -> file and class."""

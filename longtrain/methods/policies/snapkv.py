@@ -1,4 +1,4 @@
-"""SnapKV: what the last rows of the prompt attend to stays, and so do they.
+"""SnapKV and TOVA: what the last rows (or the last one) of the prompt attend to stays, and so do they.
 
 Shapes: L layers, B sequences, G KV heads, S prompt slots.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from longtrain.costs.model import score
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import LastQueries, observed
 from longtrain.methods.policies.base import Policy
+from longtrain.settings import Kernel, Words, within
 
 
 @dataclass
@@ -44,3 +45,31 @@ class SnapKV(Policy):
         """See `Scorer`; 0 within the window."""
         assert isinstance(run.watched, LastQueries)
         return observed(run, run.watched)
+
+
+@dataclass
+class TOVA(Policy):
+    """Attention of the last prompt token, the same tokens for every head of a layer.
+
+    Args:
+        window: 1: the last token stays. Others are not TOVA.
+        kernel: 1, that is none: TOVA does not pool.
+
+    Source: TOVA (arXiv 2401.06104), section 3, applied once after prefill.
+    Note: the paper drops one token at each decoding step; here the prompt is cut to the budget at once.
+    """
+
+    name: ClassVar[str] = "tova"
+    wrappable: ClassVar[bool] = True
+    window: Annotated[int, within(1, 1), Words("1 (TOVA looks from the last token)")] = 1
+    kernel: Kernel = 1
+
+    def watch(self, lengths: Sequence[int]) -> LastQueries:
+        """See `Evictor`: the last query."""
+        return LastQueries(lengths, 1)
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """See `Scorer`; equal for all KV heads, 0 at the last token."""
+        assert isinstance(run.watched, LastQueries)
+        s_LBGS = observed(run, run.watched)
+        return s_LBGS.mean(2, keepdim=True).expand_as(s_LBGS).contiguous()

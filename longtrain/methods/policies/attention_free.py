@@ -1,0 +1,78 @@
+"""Policies that look at no attention: StreamingLLM (first and newest rows) and random rows.
+
+Shapes: L layers, B sequences, G KV heads, S prompt slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.evict import Keep, PromptRun
+from longtrain.decoding.select import top
+from longtrain.methods.policies.base import BasePolicy, Policy
+from longtrain.settings import CountOrZero, Kernel
+
+
+@dataclass
+class StreamingLLM(BasePolicy):
+    """Attention sinks and a sliding window, cut once after the prompt.
+
+    Args:
+        sinks: rows at the start of each prompt that stay.
+
+    Raises:
+        ConfigError: fewer than 0 sinks.
+
+    Source: StreamingLLM (arXiv 2309.17453) §3.2.
+    Note: the paper numbers positions within the cache; here rows keep their own, as in later comparisons.
+    """
+
+    sinks: CountOrZero = 4
+    name: ClassVar[str] = "streaming_llm"
+
+    @property
+    def least_budget(self) -> int:
+        """See `BasePolicy`: the sinks."""
+        return max(1, self.sinks)
+
+    def choose(self, run: PromptRun, scores: Tensor | None) -> Keep:
+        """See `BasePolicy`: the later a row, the better."""
+        info, S = run.target.info, max(run.lengths)
+        age_S = torch.arange(S, device=run.tokens_BS.device, dtype=torch.float32)
+        s_LBGS = age_S.expand(info.n_layers, len(run.lengths), info.n_kv_heads, S)
+        return top(s_LBGS, run.lengths, self.budget, protect_first=self.sinks)
+
+
+@dataclass
+class Random(Policy):
+    """Rows drawn evenly, each layer and KV head for itself, plus the last `window` rows.
+
+    A prompt's draw depends on its tokens and the seed alone: the same in any batch and on any device.
+
+    Args:
+        kernel: 1, that is none: draws are not pooled.
+        seed: the seed of the draws.
+    """
+
+    name: ClassVar[str] = "random"
+    wrappable: ClassVar[bool] = True
+    kernel: Kernel = 1
+    seed: int = 0
+
+    def scores(self, run: PromptRun) -> Tensor:
+        """Even draws from [0, 1): s_LBGS in fp32; 0 beyond a prompt."""
+        info = run.target.info
+        tokens = run.tokens_BS.tolist()
+        shape = (info.n_layers, info.n_kv_heads)
+        s_LBGS = torch.zeros(info.n_layers, len(tokens), info.n_kv_heads, run.tokens_BS.shape[1])
+        for seq, length in enumerate(run.lengths):
+            text = f"{self.seed}:{tokens[seq][:length]}".encode()
+            seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+            coins = torch.Generator().manual_seed(seed)
+            s_LBGS[:, seq, :, :length] = torch.rand(*shape, length, generator=coins)
+        return s_LBGS.to(run.tokens_BS.device)
