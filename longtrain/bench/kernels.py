@@ -22,7 +22,7 @@ from longtrain.bench import graphs, timing
 from longtrain.costs.hardware import gpu_called
 from longtrain.kernels.hierarchical import layout
 from longtrain.kernels.hierarchical.attention import hier_attention
-from longtrain.kernels.hierarchical.attention_reference import hier_attention as plain_hier_attention
+from longtrain.kernels.hierarchical.reference import hier_attention as plain_hier_attention
 from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_attention, tree_bits
 from longtrain.kernels.tree_attention.reference import tree_attention as plain_tree_attention
 from longtrain.log import get_logger

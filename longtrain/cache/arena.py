@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
+from longtrain.cache.base import KernelMask, KVCache, Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import EvictedCache
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
-from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
-from longtrain.kernels.tree_attention import Causal as Chain
+from longtrain.kernels.tree_attention import tree_attention
 
 
 class ArenaCache(KVCache):
@@ -34,7 +33,7 @@ class ArenaCache(KVCache):
         self.store = store
         self.len_B = torch.zeros_like(store.len_B)
         self.rows_B = torch.zeros_like(store.len_B)
-        self._bits: tuple[Tensor, Tensor] | None = None
+        self._masks = KernelMask()
         self._claimed = 0
 
     @property
@@ -82,7 +81,7 @@ class ArenaCache(KVCache):
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         """Attention over prefix and tail, with its lse."""
         k_BGSD, v_BGSD = self.store.k_LBGSD[layer], self.store.v_LBGSD[layer]
-        return tree_attention(q_BHTD, k_BGSD, v_BGSD, self.rows_B, self._seen(mask), scale=scale)
+        return tree_attention(q_BHTD, k_BGSD, v_BGSD, self.rows_B, self._masks.of(mask), scale=scale)
 
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """See `KVCache`. Rows move at most to where earlier ones of the path lay, so in place."""
@@ -90,7 +89,7 @@ class ArenaCache(KVCache):
             move_rows(self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, path_BP, None)
         self.rows_B.add_(n_B)
         self.len_B.add_(n_B)
-        self._bits = None
+        self._masks.forget()
 
     def tensors(self) -> tuple[Tensor, ...]:
         """See `KVCache`."""
@@ -100,16 +99,6 @@ class ArenaCache(KVCache):
         """Bytes of the slots that these sequences were given, and of lengths; the arena may be larger."""
         slot = self.store.k_LBGSD[..., 0, :].nbytes + self.store.v_LBGSD[..., 0, :].nbytes
         return self._claimed * slot + self.len_B.nbytes + self.rows_B.nbytes
-
-    def _seen(self, mask: Mask) -> Tensor | Chain | None:
-        """The mask as the kernel wants it; a tree's bits are made once a step."""
-        if isinstance(mask, PrefixOnly):
-            return None
-        if isinstance(mask, Causal):
-            return CAUSAL
-        if self._bits is None or self._bits[0] is not mask.visible_BNN:
-            self._bits = (mask.visible_BNN, tree_bits(mask.visible_BNN))
-        return self._bits[1]
 
 
 def movable(cache: KVCache) -> DenseCache | None:

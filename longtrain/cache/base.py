@@ -12,11 +12,9 @@ from typing import TypeAlias
 from torch import Tensor
 
 from longtrain.kernels.fused_layer import Slots
+from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_bits
 
-
-@dataclass(frozen=True)
-class Causal:
-    """Row t sees the prefix and rows 0..t of the tail (prefill, plain decoding, a chain)."""
+__all__ = ["Causal", "KVCache", "KernelMask", "Mask", "PrefixOnly", "Tree"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,27 @@ class PrefixOnly:
 
 
 Mask: TypeAlias = Causal | Tree | PrefixOnly
+
+
+class KernelMask:
+    """Masks as the kernels take them; the bits of a tree are made once a step, for all layers."""
+
+    def __init__(self) -> None:
+        self._bits: tuple[Tree, Tensor] | None = None
+
+    def of(self, mask: Mask) -> Tensor | Causal | None:
+        """Bits of a tree, `CAUSAL`, or None for the prefix alone."""
+        if isinstance(mask, Causal):
+            return CAUSAL
+        if isinstance(mask, PrefixOnly):
+            return None
+        if self._bits is None or self._bits[0] is not mask:
+            self._bits = (mask, tree_bits(mask.visible_BNN))
+        return self._bits[1]
+
+    def forget(self) -> None:
+        """Let go of the bits: the step is over."""
+        self._bits = None
 
 
 class KVCache(ABC):

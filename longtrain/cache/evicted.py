@@ -16,8 +16,8 @@ from torch import Tensor
 from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.attention.lse_merge import lse_merge
 from longtrain.kernels.attention.ragged import Segments, even_attention, ragged_attention, segments_of
+from longtrain.kernels.attention.split import lse_merge
 
 
 class Kept(Protocol):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
+from longtrain.cache.base import Causal, KernelMask, KVCache, Mask
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
 from longtrain.errors import ConfigError, ConflictError, DataError
-from longtrain.kernels import tree_attention as kernel
 from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
@@ -99,7 +98,7 @@ class HierarchicalCache(KVCache):
         self._row_B1 = torch.arange(batch, device=device)[:, None]
         self._prompt_B: Tensor | None = None
         self._own: tuple[Tensor, Tensor] | None = None
-        self._bits: tuple[Mask, Tensor] | None = None
+        self._masks = KernelMask()
         self.clear()
 
     def clear(self) -> None:
@@ -107,7 +106,8 @@ class HierarchicalCache(KVCache):
         self.len_B.zero_()
         self.blocks_B.zero_()
         self._empty = True
-        self._prompt_B = self._own = self._bits = None
+        self._prompt_B = self._own = None
+        self._masks.forget()
         self._high = self._synced_high = self._tail = 0
 
     def serves(self, batch: int, max_tokens: int, device: torch.device, dtype: torch.dtype) -> bool:
@@ -175,7 +175,7 @@ class HierarchicalCache(KVCache):
             move_rows(self.ring.k, self.ring.v, self.len_B, path_BP, RING)
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self.len_B.add_(n_B)
-        self._bits = None
+        self._masks.forget()
         due_B = self.len_B - self.blocks_B * BLOCK >= 2 * BLOCK
         flush_blocks(self.ring, self.planes, self.blocks_B, due_B)
         self.blocks_B.add_(due_B)
@@ -216,17 +216,7 @@ class HierarchicalCache(KVCache):
         """Attention over what lies before position `len_B`, and the new rows from there on."""
         planes, ring = self.planes.layer(layer), self.ring.layer(layer)
         lens = Lens(len_B, self.blocks_B)
-        return hier_attention(q_BHTD, planes, ring, lens, self._kernel_mask(mask), bits=bits, scale=scale)
-
-    def _kernel_mask(self, mask: Mask) -> Tensor | kernel.Causal | None:
-        """The mask as the kernel takes it; a tree's bits are made once a step."""
-        if isinstance(mask, Causal):
-            return kernel.CAUSAL
-        if isinstance(mask, PrefixOnly):
-            return None
-        if self._bits is None or self._bits[0] is not mask:
-            self._bits = (mask, kernel.tree_bits(mask.visible_BNN))
-        return self._bits[1]
+        return hier_attention(q_BHTD, planes, ring, lens, self._masks.of(mask), bits=bits, scale=scale)
 
     def _read(self, layer: int, k_BGSD: Tensor, v_BGSD: Tensor) -> None:
         """A layer's rows of the prompts: old blocks into the planes, the last 128 to 255 into the ring."""

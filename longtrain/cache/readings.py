@@ -21,7 +21,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
-from longtrain.kernels.hierarchical.quantise_reference import quantise
+from longtrain.kernels.hierarchical.reference import quantise
 
 
 class Axis(Enum):

@@ -15,7 +15,7 @@ from longtrain.bench import kernels, kernels_report
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
 from longtrain.jobs.bench_kernels import settings_of
-from longtrain.kernels.attention.reference import tree_attention
+from tests.kernels.plain_attention import tree_attention
 
 CPU = torch.device("cpu")
 

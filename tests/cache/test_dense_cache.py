@@ -5,7 +5,7 @@ from longtrain.cache import dense
 from longtrain.cache.base import Causal, PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
 from longtrain.errors import ConfigError
-from longtrain.kernels.attention import reference
+from tests.kernels import plain_attention as reference
 
 B, H, G, D, LAYERS = 3, 4, 2, 8, 2
 SCALE = 0.3

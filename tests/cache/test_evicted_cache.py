@@ -9,7 +9,7 @@ from longtrain.cache.evicted import compact
 from longtrain.decoding.evict import Keep
 from longtrain.decoding.select import keep_all
 from longtrain.errors import ConfigError
-from longtrain.kernels.attention import reference
+from tests.kernels import plain_attention as reference
 
 B, H, G, D, LAYERS = 3, 4, 2, 8, 2
 SCALE = 0.3

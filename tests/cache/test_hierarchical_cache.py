@@ -13,9 +13,9 @@ from longtrain.cache.evicted import compact
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.decoding.evict import Keep
 from longtrain.errors import ConfigError, ConflictError, DataError
-from longtrain.kernels.attention.reference import masked_attention
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Split
-from longtrain.kernels.hierarchical.quantise_reference import dequantise, quantise
+from longtrain.kernels.hierarchical.reference import dequantise, quantise
+from longtrain.kernels.tree_attention.reference import masked_attention
 
 L, G, H, D = 2, 1, 2, 64
 

@@ -4,7 +4,7 @@ import torch
 from longtrain.cache.base import Causal, PrefixOnly
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ConflictError
-from longtrain.kernels.attention import reference
+from tests.kernels import plain_attention as reference
 
 
 def rows(T=7):

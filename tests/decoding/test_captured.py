@@ -19,8 +19,7 @@ from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.tree import depths
 from longtrain.errors import ConflictError
-from longtrain.kernels.attention.reference import masked_attention
-from longtrain.kernels.tree_attention.reference import visible_slots
+from longtrain.kernels.tree_attention.reference import masked_attention, visible_slots
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.runtime import LongSpecRuntime

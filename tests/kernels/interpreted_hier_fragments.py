@@ -9,11 +9,11 @@ import warp_emulator
 from attention_cases import distance, hier_case, mask_named
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from longtrain.kernels.hierarchical import attention_reference as reference
 from longtrain.kernels.hierarchical import fragments_launch as launch
+from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import Split
 
-T = launch.Tile
+T = launch.FragmentTile
 CASES = {
     "four bits": (4, Split.FLOOR, "causal", {"G": 2, "H": 8, "T": 2, "blocks": (3,), "recent": (200,)}, T()),
     "eight warps": (

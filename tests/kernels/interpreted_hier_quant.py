@@ -5,7 +5,7 @@ import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
 
 from longtrain.kernels.hierarchical import quantise as hier_quant
-from longtrain.kernels.hierarchical import quantise_reference as hier_quant_reference
+from longtrain.kernels.hierarchical import reference as hier_quant_reference
 from longtrain.kernels.hierarchical.layout import Lens, Split
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

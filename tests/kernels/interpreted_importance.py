@@ -17,9 +17,9 @@ from longtrain.kernels.importance import (
     suffix_lse,
 )
 
-SMALL = launch.Tile(rows=16, keys=16, warps=4, stages=2, waves=1)
-LARGE = launch.Tile(rows=128, keys=128, warps=4, stages=2, waves=1)
-OWN = launch.Tile(rows=16, keys=16, warps=4, stages=1, waves=0)
+SMALL = launch.SpanTile(rows=16, keys=16, warps=4, stages=2, waves=1)
+LARGE = launch.SpanTile(rows=128, keys=128, warps=4, stages=2, waves=1)
+OWN = launch.SpanTile(rows=16, keys=16, warps=4, stages=1, waves=0)
 
 CASES = {
     "one key": (one(1, 1, 2, 2, 16), SMALL),

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from longtrain.kernels.int4_linear import Int4Linear, written_out
-from longtrain.kernels.int4_linear.launch import Tile, small_linear
+from longtrain.kernels.int4_linear.kernel import Int4Tile, small_linear
 
-TILES = (Tile(32, 8), Tile(16, 2, held=1, groups=2, stages=2), Tile(64, 1, held=0, rows=8))
+TILES = (Int4Tile(32, 8), Int4Tile(16, 2, held=1, groups=2, stages=2), Int4Tile(64, 1, held=0, rows=8))
 
 
 def layer_of(features, inputs, group, *, bias=False):
@@ -29,7 +29,7 @@ def test_product(tile, features, inputs, group):
         torch.testing.assert_close(got, linear(x, weight) + add, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tile", [Tile(32, 4), Tile(16, 2)], ids=lambda tile: str(tile.lines))
+@pytest.mark.parametrize("tile", [Int4Tile(32, 4), Int4Tile(16, 2)], ids=lambda tile: str(tile.lines))
 def test_gates(tile):
     layer, x = layer_of(80, 128, 32), made(3, 128)
     weight = written_out(layer.codes, layer.table, torch.float32)

@@ -1,15 +1,20 @@
 """Run by test_small_linear.py under TRITON_INTERPRET=1: the kernel against its twin."""
 
 import pytest
+import small_linear_cases as small_linear_reference
 import torch
 from small_linear_cases import CLOSE, made
 
 from longtrain.kernels import small_linear
-from longtrain.kernels.small_linear import launch as small_linear_launch
-from longtrain.kernels.small_linear import reference as small_linear_reference
-from longtrain.kernels.small_linear.launch import Tile
+from longtrain.kernels.small_linear import kernel as small_linear_launch
+from longtrain.kernels.small_linear.kernel import LinearTile
 
-TILES = (Tile(32, 2, step=32, stages=2), Tile(16, 4, step=16), Tile(64, 1, step=32), Tile(8, 8, step=16))
+TILES = (
+    LinearTile(32, 2, step=32, stages=2),
+    LinearTile(16, 4, step=16),
+    LinearTile(64, 1, step=32),
+    LinearTile(8, 8, step=16),
+)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.outputs}x{tile.slices}")
@@ -30,7 +35,7 @@ def test_product(tile, rows, features):
             torch.testing.assert_close(got, want, rtol=CLOSE[dtype], atol=12 * CLOSE[dtype])
 
 
-@pytest.mark.parametrize("tile", [Tile(32, 1, step=32), Tile(8, 4, step=16)])
+@pytest.mark.parametrize("tile", [LinearTile(32, 1, step=32), LinearTile(8, 4, step=16)])
 def test_gates(tile):
     x, weight = made(3, 96), made(80, 96, seed=1)
     got = small_linear_launch.small_swiglu(x, weight, tile=tile)

@@ -47,7 +47,7 @@ def test_the_kernel_follows_the_reference(mask, splits, case):
 def test_tiles_of_half_precision(bulk):
     """fp16 keeps 11 bits of the weights: errors of 5e-4 each, which average out."""
     q, k, v, lens = dense_case(D=64, H=4, G=1, T=20, lens=(100,), S=150, dtype=torch.float16)
-    tile = launch.Tile(rows=64, keys=64, warps=4, stages=2, resident=1, bulk=bulk)
+    tile = launch.TreeTile(rows=64, keys=64, warps=4, stages=2, resident=1, bulk=bulk)
     bits, _ = mask_named("tree", 1, 20)
     got, lse = launch.tree_attention(q, k, v, lens, bits, 0.125, 0, 2, tile)
     want, want_lse = reference.tree_attention(q, k, v, lens, bits, scale=0.125)

@@ -1,6 +1,7 @@
 """Inputs shared by the tests of linear layers for few rows."""
 
 import torch
+from torch.nn.functional import linear, silu
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Two roundings to the dtype."""
@@ -9,3 +10,15 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 def made(*shape, dtype=torch.float32, seed=0, device="cpu"):
     coins = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=coins).to(device, dtype)
+
+
+def small_linear(x_NK, weight_FK, *, residual=None):
+    """What `kernels.small_linear.small_linear` computes."""
+    out_NF = linear(x_NK, weight_FK)
+    return out_NF if residual is None else out_NF + residual
+
+
+def small_swiglu(x_NK, weight_FK):
+    """What `kernels.small_linear.small_swiglu` computes."""
+    gate_NI, up_NI = linear(x_NK, weight_FK).chunk(2, dim=-1)
+    return silu(gate_NI) * up_NI

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
-from longtrain.kernels.aot import compile_kernel
+from aot import compile_kernel
+
 from longtrain.kernels.hierarchical import attention_kernel as hier_attention_triton
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
 from longtrain.kernels.hierarchical import fragments_kernel as hier_fragments_triton

@@ -9,8 +9,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
 import torch
+from aot import compile_kernel
 
-from longtrain.kernels.aot import compile_kernel
 from longtrain.kernels.hierarchical import fragments_launch as fragments
 from longtrain.kernels.importance import Span
 from longtrain.kernels.importance import backward as importance_backward

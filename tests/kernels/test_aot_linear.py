@@ -8,11 +8,12 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
-from longtrain.kernels.aot import compile_kernel
+from aot import compile_kernel
+
+from longtrain.kernels.int4_linear import kernel as int4_linear_launch
 from longtrain.kernels.int4_linear import kernel as int4_linear_triton
-from longtrain.kernels.int4_linear import launch as int4_linear_launch
+from longtrain.kernels.small_linear import kernel as small_linear_launch
 from longtrain.kernels.small_linear import kernel as small_linear_triton
-from longtrain.kernels.small_linear import launch as small_linear_launch
 
 CORE_BYTES, CORE_REGISTERS = 227 * 1024, 65536
 """Shared memory and registers of a multiprocessor."""

@@ -28,7 +28,8 @@ TYPES = {"x_ptr": "*bf16", "key_ptr": "*i64", "out_token_ptr": "*i64", "out_pare
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_for_hopper_without_spills(name):
-    from longtrain.kernels import aot
+    import aot
+
     from longtrain.kernels.beam import kernel as beam_triton
 
     constants, warps = COMPILED[name]

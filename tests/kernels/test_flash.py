@@ -6,9 +6,10 @@ What the real operators give is tested by the GPU tests of `test_packed_attentio
 import pytest
 import torch
 
-from longtrain.kernels.attention import flash, reference
+from longtrain.kernels.attention import flash
 from longtrain.kernels.attention import packed as kernel
 from longtrain.kernels.attention.packed import packed_attention
+from tests.kernels import plain_attention as reference
 
 CALLS = []
 

@@ -89,7 +89,8 @@ EIGHT_B = {
 @pytest.mark.parametrize("name", EIGHT_B)
 def test_kernels_compile_for_hopper_without_spills(name):
     """Wide loads: 16 bytes a thread wherever the row is long enough."""
-    from longtrain.kernels import aot
+    import aot
+
     from longtrain.kernels.fused_layer import kernel as fused_layer_triton
 
     constants, types, warps = EIGHT_B[name]

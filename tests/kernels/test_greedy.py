@@ -30,7 +30,8 @@ COMPILED = {
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_for_hopper_without_spills(name):
-    from longtrain.kernels import aot
+    import aot
+
     from longtrain.kernels.greedy import kernel as greedy_triton
 
     constants, types, warps = COMPILED[name]

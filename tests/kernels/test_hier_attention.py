@@ -4,10 +4,10 @@ from attention_cases import distance, hier_case, mask_named
 from interpreter import passes_interpreted
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.kernels.hierarchical import attention_reference as reference
+from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.attention import hier_attention
 from longtrain.kernels.hierarchical.layout import Split
-from longtrain.kernels.hierarchical.quantise_reference import dequantise
+from longtrain.kernels.hierarchical.reference import dequantise
 from longtrain.kernels.tree_attention import CAUSAL, tree_bits
 
 
@@ -57,7 +57,7 @@ def test_a_tile_that_cannot_be_served_is_refused():
     for D, H, bits in ((128, 2, 4), (64, 2, 4), (128, 8, 8)):
         q, planes, ring, lens = hier_case(split=Split.FLOOR, D=D, H=H, T=2, dtype=torch.bfloat16)
         with pytest.raises(ConfigError, match=rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"):
-            launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, fragments.Tile(tiles=2))
+            launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, fragments.FragmentTile(tiles=2))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -76,9 +76,9 @@ def test_only_tiles_that_run_are_offered(bits):
         (2, 18, 128, bf16, False),
     ):
         found = launch.candidates(rows, bits, group, D, dtype)
-        assert any(not isinstance(tile, launch.Tile) for tile in found) is few
+        assert any(not isinstance(tile, launch.BlockTile) for tile in found) is few
         assert len(set(found)) == len(found) >= 4
-        assert all(rows <= 8 * tile.tiles for tile in found if not isinstance(tile, launch.Tile))
+        assert all(rows <= 8 * tile.tiles for tile in found if not isinstance(tile, launch.BlockTile))
 
 
 @pytest.mark.gpu
@@ -88,7 +88,7 @@ def test_a_tile_for_fewer_rows_is_refused():
 
     q, planes, ring, lens = hier_case(split=Split.FLOOR, D=128, H=8, T=3, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ConfigError, match="12 packed rows"):
-        launch.hier_attention(q, planes, ring, lens, CAUSAL, 4, 1.0, fragments.Tile())
+        launch.hier_attention(q, planes, ring, lens, CAUSAL, 4, 1.0, fragments.FragmentTile())
 
 
 @pytest.mark.parametrize("which", ["attention", "fragments"])

@@ -7,7 +7,7 @@ from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels.hierarchical import quantise as hier_quant
-from longtrain.kernels.hierarchical import quantise_reference as twin
+from longtrain.kernels.hierarchical import reference as twin
 from longtrain.kernels.hierarchical.layout import BLOCK, Lens, Split, check_shape
 
 
@@ -100,8 +100,9 @@ def test_it_compiles_for_hopper_without_spills(split, dim):
     """Two programs fit on a multiprocessor (65536 registers), rows are read 16 bytes at a time, and only the
     divisions of the program's number convert."""
     pytest.importorskip("triton", reason="the kernels need triton")
-    from longtrain.kernels import aot
-    from longtrain.kernels.hierarchical import quantise_launch as hier_quant_launch
+    import aot
+
+    from longtrain.kernels.hierarchical import quantise_kernel as hier_quant_launch
     from longtrain.kernels.hierarchical.quantise_kernel import quantise_kernel
 
     types = {name: "*fp16" for name in ("ks_ptr", "kz_ptr", "vs_ptr", "vz_ptr")}

@@ -1,7 +1,7 @@
 import torch
 
-from longtrain.kernels.attention import reference
-from longtrain.kernels.attention.lse_merge import lse_merge
+from longtrain.kernels.attention.split import lse_merge
+from tests.kernels import plain_attention as reference
 
 
 def parts(dtype=torch.float64, size=30.0):

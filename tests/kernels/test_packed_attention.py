@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from longtrain.errors import DataError
-from longtrain.kernels.attention import flash, reference
+from longtrain.kernels.attention import flash
 from longtrain.kernels.attention import packed as kernel
 from longtrain.kernels.attention.packed import packed_attention
 from longtrain.kernels.attention.segments import joined, segments, spread
+from tests.kernels import plain_attention as reference
 
 CASES = {
     "one square": ((0, 9), (0, 9), None),

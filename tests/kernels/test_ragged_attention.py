@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from longtrain.kernels.attention import ragged, reference
+from longtrain.kernels.attention import ragged
 from longtrain.kernels.attention.ragged import (
     even_attention,
     masked_rows,
@@ -9,6 +9,7 @@ from longtrain.kernels.attention.ragged import (
     ragged_attention,
     segments_of,
 )
+from tests.kernels import plain_attention as reference
 
 B, G, D = 2, 3, 16
 

@@ -33,7 +33,8 @@ def test_what_a_node_sees(ahead):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_it_compiles_for_hopper_without_spills(rows):
     pytest.importorskip("triton", reason="the kernel needs triton")
-    from longtrain.kernels import aot
+    import aot
+
     from longtrain.kernels.ring_attention import kernel as ring_attention_triton
 
     jit = ring_attention_triton._attend_kernel

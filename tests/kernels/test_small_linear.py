@@ -3,13 +3,13 @@
 import os
 
 import pytest
+import small_linear_cases as small_linear_reference
 import torch
 from interpreter import passes_interpreted
 from small_linear_cases import CLOSE, made
 from torch.nn.functional import linear, silu
 
 from longtrain.kernels import small_linear
-from longtrain.kernels.small_linear import reference as small_linear_reference
 
 BF16 = torch.bfloat16
 

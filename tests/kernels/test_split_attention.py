@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from longtrain.kernels.attention import reference
 from longtrain.kernels.attention.split import split_attention, split_serves
+from tests.kernels import plain_attention as reference
 
 
 def case(dtype, device="cpu", S=700, R=12, D=64):

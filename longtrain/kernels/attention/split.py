@@ -2,7 +2,7 @@
 
 Formula: merge(flash(q, K[:prefix]), softmax(q·K[prefix:] + mask)) by their lse. Flash splits the prefix over
 the whole GPU because it has no mask; a masked kernel would not.
-Shapes: B batch, G KV heads, R packed rows (T new tokens x H/G query heads), S keys, D head dim.
+Shapes: B batch, T queries, H query heads, G KV heads, R packed rows (T x H/G), S keys, D head dim.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from longtrain.kernels.attention.flash import flash_device
-from longtrain.kernels.attention.lse_merge import lse_merge
 
 
 def split_serves(q_BGRD: Tensor) -> bool:
@@ -49,3 +48,29 @@ def split_attention(
     weight = torch.exp(score_BGRC - rest_lse.masked_fill(rest_lse == -torch.inf, 0)[..., None])
     out, lse = lse_merge(near, near_lse, weight @ v_BGSD[:, :, prefix:].to(wide), rest_lse)
     return out.to(q_BGRD.dtype), lse
+
+
+def lse_merge(
+    out_1_BHTD: Tensor, lse_1_BHT: Tensor, out_2_BHTD: Tensor, lse_2_BHT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint key ranges, from the attention over each.
+
+    Args:
+        out_1_BHTD: output over the first range, any float dtype.
+        lse_1_BHT: natural log of its softmax denominator, scores scaled; -inf where the range is empty.
+        out_2_BHTD: as above, second range.
+        lse_2_BHT: as above, second range.
+
+    Returns:
+        out_BHTD and lse_BHT in fp32 (fp64 for fp64). Where both ranges are empty: 0 and -inf.
+
+    Source: LongSpec §3.3; the same merge as flash-decoding's.
+    """
+    wide = torch.promote_types(torch.promote_types(out_1_BHTD.dtype, out_2_BHTD.dtype), torch.float32)
+    lse_1, lse_2 = lse_1_BHT.to(wide), lse_2_BHT.to(wide)
+    none_1, none_2 = lse_1 == -torch.inf, lse_2 == -torch.inf
+    share_2 = torch.sigmoid(lse_2 - lse_1)  # NaN only where both are empty
+    share_2 = share_2.masked_fill(none_2, 0.0)
+    share_1 = (1.0 - share_2).masked_fill(none_1, 0.0)
+    out = out_1_BHTD.to(wide) * share_1[..., None] + out_2_BHTD.to(wide) * share_2[..., None]
+    return out, torch.logaddexp(lse_1, lse_2)

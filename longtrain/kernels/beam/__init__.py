@@ -1,6 +1,6 @@
 """The best continuations of all nodes of a tree level together, by cumulative log-probability.
 
-Triton where `kernels.fused_layer` uses it; plain torch, written here, everywhere else. Among equal ones the
+Triton where `kernels.devices` says so; plain torch, written here, everywhere else. Among equal ones the
 kernels take the lowest token of the first node; torch does not say which it takes.
 Shapes: B batch, M nodes of a level, V vocabulary, K continuations wanted.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.kernels.fused_layer import kernels_serve
+from longtrain.kernels.devices import kernels_serve
 
 _MOST = 64
 """Most continuations of the kernels, which look for one after the other."""
@@ -32,9 +32,9 @@ def best_continuations(
     M, V = logits_BMV.shape[1:]
     few = min(width, V)
     if kernels_serve(logits_BMV) and width <= _MOST and M * few <= 2**14:
-        from longtrain.kernels.beam import kernel as beam_triton
+        from longtrain.kernels.beam import kernel
 
-        return beam_triton.best_continuations(logits_BMV, score_BM, width, temperature)
+        return kernel.best_continuations(logits_BMV, score_BM, width, temperature)
     wide = torch.promote_types(logits_BMV.dtype, torch.float32)
     logp_BMV = (logits_BMV.to(wide) / temperature).log_softmax(-1)
     # Only a node's own best `width` can be among the best of all.

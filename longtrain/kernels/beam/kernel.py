@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.tree_attention.launch import chains, pdl
+from longtrain.kernels.devices import chaining, launched_on
 
 _COLUMNS = 1024
 """Columns of a program of the first pass, which is one warp."""
@@ -125,21 +125,21 @@ def best_continuations(
     token_RF = x_RV.new_empty((B * M, few), dtype=torch.int32)
     out_BK, parent_BK = x_RV.new_empty((2, B, width), dtype=torch.int64).unbind(0)
     best_BK = x_RV.new_empty((B, width), dtype=torch.float32)
-    chained = chains(x_RV.device)
+    chained = chaining(x_RV.device)
     nodes, level = triton.next_power_of_2(chunks * few), triton.next_power_of_2(M * few)
-    with torch.cuda.device_of(x_RV):
+    with launched_on(x_RV):
         _chunk_kernel[(B * M, chunks)](
             x_RV, key_RCF, top_RC, sum_RC, x_RV.stride(0), V, temperature,
-            F=few, COLUMNS=_COLUMNS, CHAINED=chained, num_warps=1, **pdl(chained),
+            F=few, COLUMNS=_COLUMNS, num_warps=1, **chained,
         )  # fmt: skip
         _node_kernel[(B * M,)](
             key_RCF, top_RC, sum_RC, score_BM.contiguous(), total_RF, token_RF, chunks,
-            F=few, WIDTH=nodes, CHUNKS=triton.next_power_of_2(chunks), CHAINED=chained,
-            num_warps=max(1, min(8, nodes // 512)), **pdl(chained),
+            F=few, WIDTH=nodes, CHUNKS=triton.next_power_of_2(chunks),
+            num_warps=max(1, min(8, nodes // 512)), **chained,
         )  # fmt: skip
         _level_kernel[(B,)](
             total_RF, token_RF, out_BK, parent_BK, best_BK, M * few,
-            K=width, F=few, WIDTH=level, CHAINED=chained,
-            num_warps=max(1, min(8, level // 512)), **pdl(chained),
+            K=width, F=few, WIDTH=level,
+            num_warps=max(1, min(8, level // 512)), **chained,
         )  # fmt: skip
     return out_BK, parent_BK, best_BK

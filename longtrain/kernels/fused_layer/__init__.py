@@ -12,43 +12,26 @@ heads, D head dim.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
+from longtrain.kernels.devices import kernels_serve
+from longtrain.kernels.fused_layer.slots import Slots
+
+__all__ = [
+    "Norms",
+    "Slots",
+    "add_rms_norm",
+    "move_rows",
+    "rotary",
+    "rotate_heads",
+    "swiglu",
+    "write_rows",
+]
+
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the RMSNorm of query heads and of key heads."""
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Where the new rows of a step go in a layer's buffers: row t to slot `slot_B[b] + at + t`.
-
-    Args:
-        k_BGSD: buffer of keys, any strides but 1 in the last dim.
-        v_BGSD: buffer of values, likewise.
-        slot_B: first slot of each sequence, int64, on the device; nothing checks there that all rows fit.
-        at: slots after it.
-        wrap: slots of a ring, which a slot's number is taken modulo; None: it is no ring.
-        count_B: rows of each sequence that are stored, int64, on the device; None: all.
-    """
-
-    k_BGSD: Tensor
-    v_BGSD: Tensor
-    slot_B: Tensor
-    at: int = 0
-    wrap: int | None = None
-    count_B: Tensor | None = None
-
-    def rows(self, count: int) -> Tensor:
-        """slot_BT of so many rows."""
-        slot_BT = self.slot_B[:, None] + torch.arange(self.at, self.at + count, device=self.slot_B.device)
-        return slot_BT if self.wrap is None else slot_BT % self.wrap
 
 
 def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,9 +46,9 @@ def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: flo
     Returns: sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
     """
     if kernels_serve(x_NE):
-        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+        from longtrain.kernels.fused_layer import kernel
 
-        return fused_layer_triton.add_rms_norm(x_NE, add_NE, weight_E, eps)
+        return kernel.add_rms_norm(x_NE, add_NE, weight_E, eps)
     sum_NE = x_NE if add_NE is None else x_NE + add_NE
     return sum_NE, _normed(sum_NE, weight_E, eps)
 
@@ -94,9 +77,9 @@ def rotate_heads(
     H, G = heads
     qkv_NHD = qkv_NX.unflatten(-1, (H + 2 * G, -1))
     if kernels_serve(qkv_NX) and (into is None or into.k_BGSD.dtype == qkv_NX.dtype):
-        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+        from longtrain.kernels.fused_layer import kernel
 
-        fused_layer_triton.rotate_heads(qkv_NHD, rope, heads, norms, eps, into)
+        kernel.rotate_heads(qkv_NHD, rope, heads, norms, eps, into)
         return qkv_NHD[:, :H], qkv_NHD[:, H : H + G], qkv_NHD[:, H + G :]
     q_NHD, k_NGD, v_NGD = qkv_NHD.split((H, G, G), dim=1)
     if norms is not None:
@@ -113,9 +96,9 @@ def rotate_heads(
 def swiglu(gate_up_NX: Tensor) -> Tensor:
     """`silu(gate) * up` [N, I] of both side by side, [N, 2 I]."""
     if kernels_serve(gate_up_NX):
-        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+        from longtrain.kernels.fused_layer import kernel
 
-        return fused_layer_triton.swiglu(gate_up_NX)
+        return kernel.swiglu(gate_up_NX)
     gate_NI, up_NI = gate_up_NX.chunk(2, dim=-1)
     return silu(gate_NI) * up_NI
 
@@ -129,9 +112,9 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
         into: where they go.
     """
     if kernels_serve(k_BGTD) and k_BGTD.dtype == into.k_BGSD.dtype:
-        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+        from longtrain.kernels.fused_layer import kernel
 
-        fused_layer_triton.write_rows(k_BGTD, v_BGTD, into)
+        kernel.write_rows(k_BGTD, v_BGTD, into)
         return
     slot_BT = into.rows(k_BGTD.shape[2])
     row_B1 = torch.arange(len(slot_BT), device=slot_BT.device)[:, None]
@@ -154,9 +137,9 @@ def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor
         wrap: as in `Slots`.
     """
     if kernels_serve(k_LBGSD):
-        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+        from longtrain.kernels.fused_layer import kernel
 
-        fused_layer_triton.move_rows(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
+        kernel.move_rows(k_LBGSD, v_LBGSD, first_B, path_BP, wrap)
         return
     row_B1 = torch.arange(len(path_BP), device=path_BP.device)[:, None]
     source_BP = first_B[:, None] + path_BP
@@ -177,34 +160,12 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
         dtype: of the result.
     """
     if dtype != torch.float64 and kernels_serve(frequency_F):
-        from longtrain.kernels.fused_layer import kernel as fused_layer_triton
+        from longtrain.kernels.fused_layer import kernel
 
-        return fused_layer_triton.rotary(pos_N, frequency_F, scaling, dtype)
+        return kernel.rotary(pos_N, frequency_F, scaling, dtype)
     angle_NF = pos_N[:, None].float() * frequency_F.float()
     angle_ND = torch.cat((angle_NF, angle_NF), -1)
     return (angle_ND.cos() * scaling).to(dtype), (angle_ND.sin() * scaling).to(dtype)
-
-
-def kernels_serve(x: Tensor) -> bool:
-    """Whether the Triton kernels take this tensor; plain torch does otherwise."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.stride(-1) != 1:
-        return False
-    if torch.is_grad_enabled() and x.requires_grad:
-        return False
-    return runs_on(x.device)
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels run on this device, compiled or interpreted."""
-    return os.environ.get("TRITON_INTERPRET") == "1" or _compiles_for(device)
-
-
-@lru_cache(maxsize=16)
-def _compiles_for(device: torch.device) -> bool:
-    """Whether Triton is there and the device is one it serves well."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,17 +9,14 @@ Shapes: as there.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.fused_layer import Slots
-from longtrain.kernels.tree_attention.launch import chains, pdl
+from longtrain.kernels.devices import chaining, dense_rows, launched_on
+from longtrain.kernels.fused_layer.slots import Slots
 
 _HEADS = 4
 """Heads that one program rotates."""
@@ -207,13 +204,13 @@ def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: flo
     N, E = x_NE.shape
     normed_NE = x_NE.new_empty(N, E)
     sum_NE = x_NE if add_NE is None else x_NE.new_empty(N, E)
-    add = x_NE if add_NE is None else _rows(add_NE)
-    chained = chains(x_NE.device)
-    with _on(x_NE):
+    add = x_NE if add_NE is None else dense_rows(add_NE)
+    chained = chaining(x_NE.device)
+    with launched_on(x_NE):
         _add_rms_norm_kernel[(N,)](
             x_NE, add, weight_E, sum_NE, normed_NE, x_NE.stride(0), add.stride(0), eps,
-            E=E, WIDTH=triton.next_power_of_2(E), ADD=add_NE is not None, CHAINED=chained,
-            num_warps=8, **pdl(chained),
+            E=E, WIDTH=triton.next_power_of_2(E), ADD=add_NE is not None,
+            num_warps=8, **chained,
         )  # fmt: skip
     return sum_NE, normed_NE
 
@@ -227,22 +224,22 @@ def rotate_heads(
     into: Slots | None,
 ) -> None:
     """Queries and keys of `qkv_NHD`, in place; see `kernels.fused_layer.rotate_heads`."""
-    cos, sin = (_rows(part) for part in rope)
+    cos, sin = (dense_rows(part) for part in rope)
     N, _, D = qkv_NHD.shape
     H, G = heads
     q_weight, k_weight = norms or (cos, cos)
     batch = 1 if into is None else len(into.slot_B)
     to = into or Slots(qkv_NHD[None], qkv_NHD[None], cos)
     slot_B, count_B = _places(to)
-    chained = chains(qkv_NHD.device)
-    with _on(qkv_NHD):
+    chained = chaining(qkv_NHD.device)
+    with launched_on(qkv_NHD):
         _rotate_kernel[(N, triton.cdiv(H + (2 if into else 1) * G, _HEADS))](
             qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, slot_B, count_B,
             qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
             N // batch, to.at, H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=_HEADS,
             NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0,
-            COUNT=to.count_B is not None, CHAINED=chained,
-            num_warps=1, **pdl(chained),
+            COUNT=to.count_B is not None,
+            num_warps=1, **chained,
         )  # fmt: skip
 
 
@@ -250,11 +247,11 @@ def swiglu(gate_up_NX: Tensor) -> Tensor:
     """See `kernels.fused_layer.swiglu`."""
     N, size = gate_up_NX.shape[0], gate_up_NX.shape[1] // 2
     out_NI = gate_up_NX.new_empty(N, size)
-    chained = chains(gate_up_NX.device)
-    with _on(gate_up_NX):
+    chained = chaining(gate_up_NX.device)
+    with launched_on(gate_up_NX):
         _swiglu_kernel[(N, triton.cdiv(size, _COLUMNS))](
             gate_up_NX, out_NI, gate_up_NX.stride(0),
-            size=size, COLUMNS=_COLUMNS, CHAINED=chained, **pdl(chained),
+            size=size, COLUMNS=_COLUMNS, **chained,
         )  # fmt: skip
     return out_NI
 
@@ -263,13 +260,13 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
     """See `kernels.fused_layer.write_rows`."""
     B, G, T, D = k_BGTD.shape
     slot_B, count_B = _places(into)
-    chained = chains(k_BGTD.device)
-    with _on(k_BGTD):
+    chained = chaining(k_BGTD.device)
+    with launched_on(k_BGTD):
         _write_kernel[(B * T,)](
             k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, slot_B, count_B, *k_BGTD.stride()[:3],
             *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
             G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
-            WRAP=into.wrap or 0, COUNT=into.count_B is not None, CHAINED=chained, **pdl(chained),
+            WRAP=into.wrap or 0, COUNT=into.count_B is not None, **chained,
         )  # fmt: skip
 
 
@@ -277,12 +274,12 @@ def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor
     """See `kernels.fused_layer.move_rows`."""
     L, B, G, _, D = k_LBGSD.shape
     P = path_BP.shape[1]
-    chained = chains(k_LBGSD.device)
-    with _on(k_LBGSD):
+    chained = chaining(k_LBGSD.device)
+    with launched_on(k_LBGSD):
         _move_kernel[(L * B, G)](
-            k_LBGSD, v_LBGSD, first_B, _rows(path_BP), *k_LBGSD.stride()[:4], path_BP.stride(0), B,
+            k_LBGSD, v_LBGSD, first_B, dense_rows(path_BP), *k_LBGSD.stride()[:4], path_BP.stride(0), B,
             P=P, D=D, ROWS=triton.next_power_of_2(P), WIDTH=triton.next_power_of_2(D), WRAP=wrap or 0,
-            CHAINED=chained, num_warps=1, **pdl(chained),
+            num_warps=1, **chained,
         )  # fmt: skip
 
 
@@ -291,11 +288,11 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
     N, F = len(pos_N), len(frequency_F)
     cos_ND = torch.empty((N, 2 * F), dtype=dtype, device=pos_N.device)
     sin_ND = torch.empty_like(cos_ND)
-    chained = chains(pos_N.device)
-    with _on(pos_N):
+    chained = chaining(pos_N.device)
+    with launched_on(pos_N):
         _rotary_kernel[(N,)](
             pos_N.contiguous(), frequency_F, cos_ND, sin_ND, scaling,
-            F=F, WIDTH=triton.next_power_of_2(F), CHAINED=chained, num_warps=2, **pdl(chained),
+            F=F, WIDTH=triton.next_power_of_2(F), num_warps=2, **chained,
         )  # fmt: skip
     return cos_ND, sin_ND
 
@@ -304,13 +301,3 @@ def _places(into: Slots) -> tuple[Tensor, Tensor]:
     """First slots and counts as the kernels read them, one after another."""
     slot_B = into.slot_B.contiguous()
     return slot_B, slot_B if into.count_B is None else into.count_B.contiguous()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The kernels want the last dim contiguous and nothing else."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _on(x: Tensor) -> AbstractContextManager[None]:
-    """Launches go to the device of `x`."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # type: ignore[return-value]

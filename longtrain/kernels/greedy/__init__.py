@@ -1,6 +1,6 @@
 """Greedy choices of a few rows: the largest of a row of logits, the path of a tree they accept, its tokens.
 
-Triton where `kernels.fused_layer` uses it; plain torch, written here, everywhere else. The results are the
+Triton where `kernels.devices` says so; plain torch, written here, everywhere else. The results are the
 same numbers either way.
 Shapes: M rows of V logits, B batch, N tree nodes, P = 1 + levels.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.kernels.fused_layer import kernels_serve, runs_on
+from longtrain.kernels.devices import kernels_serve, runs_on
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
@@ -20,9 +20,9 @@ def argmax_rows(logits: Tensor) -> Tensor:
     """
     if not kernels_serve(logits) or logits.shape[-1] >= 2**31:
         return logits.argmax(-1)
-    from longtrain.kernels.greedy import kernel as greedy_triton
+    from longtrain.kernels.greedy import kernel
 
-    return greedy_triton.argmax_rows(logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
+    return kernel.argmax_rows(logits.reshape(-1, logits.shape[-1])).view(logits.shape[:-1])
 
 
 def follow(
@@ -43,9 +43,9 @@ def follow(
         token that follows them.
     """
     if runs_on(best_BN.device):
-        from longtrain.kernels.greedy import kernel as greedy_triton
+        from longtrain.kernels.greedy import kernel
 
-        return greedy_triton.follow(best_BN, tokens_BN, parents_BN, levels, most_B)
+        return kernel.follow(best_BN, tokens_BN, parents_BN, levels, most_B)
     node_B = torch.zeros_like(best_BN[:, 0])
     n_B = torch.ones_like(node_B)
     walking_B = n_B > 0
@@ -76,9 +76,9 @@ def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out
         out_BX: written: n_B, then P tokens; those beyond n_B repeat the last. Contiguous int64.
     """
     if runs_on(tokens_BN.device):
-        from longtrain.kernels.greedy import kernel as greedy_triton
+        from longtrain.kernels.greedy import kernel
 
-        greedy_triton.emitted(tokens_BN, path_BP, n_B, next_B, out_BX)
+        kernel.emitted(tokens_BN, path_BP, n_B, next_B, out_BX)
         return
     drafted_BP = tokens_BN.gather(1, path_BP).roll(-1, dims=1)
     slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
@@ -96,9 +96,9 @@ def ancestors(parents_BN: Tensor) -> Tensor:
         bool_BNN; entry (b, i, j) is True where j is i or an ancestor of i.
     """
     if runs_on(parents_BN.device):
-        from longtrain.kernels.greedy import kernel as greedy_triton
+        from longtrain.kernels.greedy import kernel
 
-        return greedy_triton.ancestors(parents_BN)
+        return kernel.ancestors(parents_BN)
     n = parents_BN.shape[1]
     node_N = torch.arange(n, device=parents_BN.device)
     reach_BNN = ((parents_BN[..., None] == node_N) | (node_N[:, None] == node_N)).float()

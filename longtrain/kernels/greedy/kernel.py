@@ -6,15 +6,13 @@ Shapes: as there; C chunks of a row.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.tree_attention.launch import chains, pdl
+from longtrain.kernels.devices import chaining, dense_rows, launched_on
 
 _COLUMNS = 2048
 """Columns of a program of the first pass."""
@@ -134,14 +132,12 @@ def argmax_rows(x_MV: Tensor) -> Tensor:
     top_MC = torch.empty((M, chunks), dtype=torch.float32, device=x_MV.device)
     at_MC = torch.empty((M, chunks), dtype=torch.int32, device=x_MV.device)
     out_M = torch.empty(M, dtype=torch.int64, device=x_MV.device)
-    chained = chains(x_MV.device)
-    with _on(x_MV):
-        _best_kernel[(M, chunks)](
-            x_MV, top_MC, at_MC, x_MV.stride(0), V, COLUMNS=_COLUMNS, CHAINED=chained, **pdl(chained)
-        )
+    chained = chaining(x_MV.device)
+    with launched_on(x_MV):
+        _best_kernel[(M, chunks)](x_MV, top_MC, at_MC, x_MV.stride(0), V, COLUMNS=_COLUMNS, **chained)
         _best_of_chunks_kernel[(M,)](
             top_MC, at_MC, out_M, chunks,
-            WIDTH=triton.next_power_of_2(chunks), CHAINED=chained, num_warps=1, **pdl(chained),
+            WIDTH=triton.next_power_of_2(chunks), num_warps=1, **chained,
         )  # fmt: skip
     return out_M
 
@@ -151,16 +147,16 @@ def follow(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.greedy.follow`."""
     B, N = tokens_BN.shape
-    best_BN = best_BN if best_BN.stride(1) == 1 else best_BN.contiguous()
+    best_BN = dense_rows(best_BN)
     path_BP = torch.empty((B, levels + 1), dtype=torch.int64, device=best_BN.device)
     n_B, next_B = path_BP.new_empty(B), path_BP.new_empty(B)
-    chained = chains(best_BN.device)
-    with _on(best_BN):
+    chained = chaining(best_BN.device)
+    with launched_on(best_BN):
         _follow_kernel[(B,)](
             best_BN, tokens_BN, parents_BN, n_B if most_B is None else most_B, path_BP, n_B, next_B,
             best_BN.stride(0), *tokens_BN.stride(), *parents_BN.stride(), N,
             LEVELS=levels, NODES=triton.next_power_of_2(max(N, 2)), MOST=most_B is not None,
-            CHAINED=chained, num_warps=1, **pdl(chained),
+            num_warps=1, **chained,
         )  # fmt: skip
     return path_BP, n_B, next_B
 
@@ -168,13 +164,13 @@ def follow(
 def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
     """See `kernels.greedy.emitted`."""
     B, P = path_BP.shape
-    path_BP = path_BP if path_BP.stride(1) == 1 else path_BP.contiguous()
-    chained = chains(tokens_BN.device)
-    with _on(tokens_BN):
+    path_BP = dense_rows(path_BP)
+    chained = chaining(tokens_BN.device)
+    with launched_on(tokens_BN):
         _emitted_kernel[(B,)](
             tokens_BN, path_BP, n_B.contiguous(), next_B.contiguous(), out_BX, *tokens_BN.stride(),
-            path_BP.stride(0), P=P, WIDTH=triton.next_power_of_2(max(P, 2)), CHAINED=chained,
-            num_warps=1, **pdl(chained),
+            path_BP.stride(0), P=P, WIDTH=triton.next_power_of_2(max(P, 2)),
+            num_warps=1, **chained,
         )  # fmt: skip
 
 
@@ -184,15 +180,10 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     seen_BNN = torch.empty((B, N, N), dtype=torch.uint8, device=parents_BN.device)
     nodes = triton.next_power_of_2(max(N, 2))
     rows = min(16, nodes)
-    chained = chains(parents_BN.device)
-    with _on(parents_BN):
+    chained = chaining(parents_BN.device)
+    with launched_on(parents_BN):
         _ancestors_kernel[(B, triton.cdiv(N, rows))](
             parents_BN, seen_BNN, *parents_BN.stride(), N,
-            ROWS=rows, NODES=nodes, CHAINED=chained, num_warps=1, **pdl(chained),
+            ROWS=rows, NODES=nodes, num_warps=1, **chained,
         )  # fmt: skip
     return seen_BNN.view(torch.bool)
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Launches go to the device of `x`."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # type: ignore[return-value]

@@ -11,15 +11,13 @@ row's mask; planes and ring as in `kernels.hierarchical.layout`.
 
 from __future__ import annotations
 
-import os
-
-import torch
 from torch import Tensor
 
 from longtrain.errors import DataError
-from longtrain.kernels.hierarchical import attention_reference as reference
+from longtrain.kernels.devices import products_serve
+from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import BLOCK, HEAD_DIMS, Lens, Planes, Ring
-from longtrain.kernels.tree_attention import check_mask, compiles_for
+from longtrain.kernels.tree_attention import check_mask
 from longtrain.kernels.tree_attention.reference import Causal
 
 MAX_ROWS = BLOCK
@@ -69,18 +67,12 @@ def hier_attention(
     check_mask(mask, B, T)
     if not kernel_serves(q_BHTD, planes, ring):
         return reference.hier_attention(q_BHTD, planes, ring, lens, mask, bits=bits, scale=scale)
-    from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
+    from longtrain.kernels.hierarchical import attention_launch
 
-    return hier_attention_launch.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale)
+    return attention_launch.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale)
 
 
 def kernel_serves(q_BHTD: Tensor, planes: Planes, ring: Ring) -> bool:
     """Whether the Triton kernel takes these tensors; the reference does otherwise."""
-    fits = ring.k.dtype in (torch.float32, torch.bfloat16, torch.float16) and q_BHTD.dtype != torch.float64
-    if not fits or q_BHTD.shape[-1] not in HEAD_DIMS:
-        return False
-    if not all(x.is_contiguous() for x in (ring.k, ring.v, planes.k_upper, planes.v_upper)):
-        return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return ring.k.dtype != torch.bfloat16
-    return compiles_for(ring.k.device)
+    held = all(x.is_contiguous() for x in (ring.k, ring.v, planes.k_upper, planes.v_upper))
+    return products_serve(q_BHTD, ring.k) and held and q_BHTD.shape[-1] in HEAD_DIMS

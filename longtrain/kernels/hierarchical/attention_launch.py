@@ -8,24 +8,30 @@ Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query he
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
+from longtrain.kernels.devices import (
+    LOG2E,
+    chaining,
+    dense_rows,
+    interpreted,
+    launched_on,
+    partial_results,
+    register_limit,
+)
 from longtrain.kernels.hierarchical import attention_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_launch as fragments
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
 
-_LOG2E = 1.4426950408889634
-
 
 @dataclass(frozen=True)
-class Tile:
+class BlockTile:
     """Sizes of the attention kernel's tile and of its launch; a tile of keys is one block of the planes.
 
     Args:
@@ -47,12 +53,12 @@ class Tile:
 
 TILES = {
     4: (
-        Tile(rows=16, warps=4, stages=3, resident=3, registers=168),
-        Tile(rows=32, warps=4, stages=3, resident=2),
+        BlockTile(rows=16, warps=4, stages=3, resident=3, registers=168),
+        BlockTile(rows=32, warps=4, stages=3, resident=2),
     ),
     8: (
-        Tile(rows=16, warps=4, stages=3, resident=3, registers=168),
-        Tile(rows=32, warps=4, stages=3, resident=2),
+        BlockTile(rows=16, warps=4, stages=3, resident=3, registers=168),
+        BlockTile(rows=32, warps=4, stages=3, resident=2),
     ),
 }
 """By bits: the first that holds all packed rows, or else the last."""
@@ -66,20 +72,20 @@ def hier_attention(
     mask: Tensor | Causal | None,
     bits: int,
     scale: float,
-    tile: Tile | fragments.Tile | None = None,
+    tile: BlockTile | fragments.FragmentTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the call.
 
-    Few rows in half precision go to `hier_fragments_launch`; this kernel is for all others.
+    Few rows in half precision go to `fragments_launch`; this kernel is for all others.
 
     Raises:
-        ConfigError: a tile of `hier_fragments_launch` for a call that its kernels do not take.
+        ConfigError: a tile of `fragments_launch` for a call that its kernels do not take.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    if not isinstance(tile, Tile):
+    if not isinstance(tile, BlockTile):
         fits = tile is None or T * group <= 8 * tile.tiles
         if fits and fragments.serves(q_BHTD, planes, ring, bits):
             found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
@@ -97,37 +103,36 @@ def hier_attention(
     programs = B * G * -(-T * group // tile.rows)
     fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
     splits = splits or max(2, merging.splits_for(*fill, q_BHTD.device))
-    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
-    own_bits = mask if isinstance(mask, Tensor) else lens.len_B
-    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
-    slots = programs * splits * tile.rows
-    part = q_BHTD.new_empty(slots * (D + 1) + programs * N * tile.rows, dtype=torch.float32)
-    part_lse, part_out, beta = part.split([slots, slots * D, programs * N * tile.rows])
-    chained = merging.chains(q_BHTD.device)
-    with torch.cuda.device_of(q_BHTD):
+    q_BHTD = dense_rows(q_BHTD)
+    own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
+    part_lse, part_out, beta = partial_results(
+        q_BHTD, programs * splits * tile.rows, D, programs * N * tile.rows
+    )
+    chained = chaining(q_BHTD.device)
+    with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
             q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
             ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, beta, part_out, part_lse,
-            scale * _LOG2E, splits, T, N, *q_BHTD.stride()[:3],
-            *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
+            scale * LOG2E, splits, T, N, *q_BHTD.stride()[:3],
+            *bits_strides, **of_mask,
             G=G, GROUP=group, D=D, ROWS=tile.rows, BITS=bits,
             OFFSET=planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16,
-            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, STAGES=tile.stages,
-            PORTABLE=os.environ.get("TRITON_INTERPRET") == "1", CHAINED=chained, num_warps=tile.warps,
-            **({"maxnreg": tile.registers} if tile.registers else {}), **merging.pdl(chained),
+            RECENT=tile.recent, STAGES=tile.stages,
+            PORTABLE=interpreted(), num_warps=tile.warps,
+            **register_limit(tile.registers), **chained,
         )  # fmt: skip
         return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
 
-def tile_for(rows: int, bits: int) -> Tile:
+def tile_for(rows: int, bits: int) -> BlockTile:
     """The tile for so many packed rows."""
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
 def candidates(
     rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype
-) -> tuple[Tile | fragments.Tile, ...]:
+) -> tuple[BlockTile | fragments.FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of `hier_fragments_triton`: tiles, splits and partial buffers.
+"""Launches the Triton kernels of `fragments_kernel`: tiles, splits and partial buffers.
 
 The tiles below were chosen on compute capability 9.0. Splits and the blocks of a warp are the same for every
 number of rows, so that a row's result does not depend on how many rows there are.
@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from longtrain.kernels.devices import LOG2E, chaining, compiles_for, cores, launched_on, partial_results
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
@@ -25,7 +26,6 @@ from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
-_LOG2E = 1.4426950408889634
 HEAD_DIM = 128
 """The head size whose rows fill the registers of a warp."""
 MOST_ROWS = 16
@@ -33,7 +33,7 @@ MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Tile:
+class FragmentTile:
     """Sizes of the attention kernel and of its launch.
 
     Args:
@@ -58,8 +58,8 @@ class Tile:
 
 
 TILES = {
-    4: (Tile(), Tile(tiles=2)),
-    8: (Tile(warps=2, resident=3), Tile(tiles=2, warps=2, resident=3)),
+    4: (FragmentTile(), FragmentTile(tiles=2)),
+    8: (FragmentTile(warps=2, resident=3), FragmentTile(tiles=2, warps=2, resident=3)),
 }
 """By bits: the first that holds all packed rows."""
 MANY = 16
@@ -85,9 +85,8 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     return (
         takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
         and ring.k.dtype in _HALF
-        and q_BHTD.device.type == "cuda"
         and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(q_BHTD.device) >= (8, 0)
+        and compiles_for(q_BHTD.device)
     )
 
 
@@ -105,7 +104,7 @@ def hier_attention(
     mask: Tensor | Causal | None,
     bits: int,
     scale: float,
-    tile: Tile | None = None,
+    tile: FragmentTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the device.
@@ -120,45 +119,43 @@ def hier_attention(
     rings = rings_for(N)
     splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
-    own_bits = mask if isinstance(mask, Tensor) else lens.len_B
-    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
-    rows = B * G * splits * MOST_ROWS
-    part_out, part_lse = q_BHTD.new_empty(rows * (D + 1), dtype=torch.float32).split([rows * D, rows])
+    own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
+    part_lse, part_out = partial_results(q_BHTD, B * G * splits * MOST_ROWS, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
-    chained = merging.chains(q_BHTD.device)
+    chained = chaining(q_BHTD.device)
     offset = planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16
-    with torch.cuda.device_of(q_BHTD):
+    with launched_on(q_BHTD):
         built = kernels.attend_kernel[(B * G, splits)](
             q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
             ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
-            scale * _LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
-            *(own_bits.stride()[:2] if kind == 2 else (0, 0)),
+            scale * LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
+            *bits_strides, **of_mask,
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
-            MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, RECENT=tile.recent, RINGS=rings,
-            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, CHAINED=chained,
+            RECENT=tile.recent, RINGS=rings,
+            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles,
             **texts(tile.tiles, bits, offset),
             num_warps=tile.warps,
-            **merging.pdl(chained),
+            **chained,
         )  # fmt: skip
         if not _laid_out(built, tile.warps):
             return None
         kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
             part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group,
-            BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk, CHAINED=chained,
-            num_warps=tile.merge_warps, **merging.pdl(chained),
+            BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk,
+            num_warps=tile.merge_warps, **chained,
         )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
 
 
-def tile_for(rows: int, bits: int, programs: int) -> Tile:
+def tile_for(rows: int, bits: int, programs: int) -> FragmentTile:
     """The tile for so many packed rows of each of `programs` KV heads."""
     tile = next(tile for tile in TILES[bits] if rows <= 8 * tile.tiles)
     return replace(tile, warps=2, stages=4, resident=4) if programs >= MANY and tile.warps == 4 else tile
 
 
-def candidates(rows: int, bits: int) -> tuple[Tile, ...]:
+def candidates(rows: int, bits: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, bits, 1)
     return (
@@ -176,10 +173,9 @@ def rings_for(blocks: int) -> int:
     return 4 if blocks <= 128 else 2 if blocks <= 512 else 1
 
 
-def _splits(tile: Tile, programs: int, rings: int, device: torch.device) -> int:
+def _splits(tile: FragmentTile, programs: int, rings: int, device: torch.device) -> int:
     """Splits that fill the device once, those of the ring among them."""
-    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(rings + 1, cores * tile.resident // programs)
+    return max(rings + 1, cores(device, otherwise=4) * tile.resident // programs)
 
 
 @lru_cache(maxsize=16)

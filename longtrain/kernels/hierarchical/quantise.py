@@ -2,23 +2,23 @@
 
 Formula: a step and a zero for each key channel of a block and for each value token; 8-bit codes whose halves
 go to planes of their own (`kernels.hierarchical.layout`). Triton on a GPU of compute capability 8.0 or more
-(interpreted under TRITON_INTERPRET=1 on any device), `hier_quant_reference` everywhere else; both give the
+(interpreted under TRITON_INTERPRET=1 on any device), `reference` everywhere else; both give the
 same bytes.
 Shapes: L layers, B batch, G KV heads, N source rows, D head dim.
 """
 
 from __future__ import annotations
 
-import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longtrain.errors import DataError
-from longtrain.kernels.hierarchical import quantise_reference as reference
+from longtrain.kernels.devices import kernels_serve
+from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Planes, Ring
-from longtrain.kernels.hierarchical.quantise_reference import LEVELS
-from longtrain.kernels.tree_attention import compiles_for
+from longtrain.kernels.hierarchical.reference import LEVELS
 
 LARGEST = 6e4
 """Largest magnitude that is quantised: what is read back from it still fits into fp16."""
@@ -44,8 +44,8 @@ def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Ten
         return
     k, v = k_BGND[:, :, : blocks * BLOCK], v_BGND[:, :, : blocks * BLOCK]
     first_B = torch.zeros_like(count_B)
-    if kernel_serves(k_BGND):
-        _launch(k[None], v[None], planes, first_B, count_B, blocks=blocks, ring=0)
+    if kernels_serve(k_BGND):
+        _kernel()(k[None], v[None], planes, first_B, count_B, blocks=blocks, ring=0)
     else:
         reference.quantise_blocks(k, v, planes, first_B, count_B)
 
@@ -60,8 +60,8 @@ def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> 
         due_B: bool, whether it is to be quantised now.
     """
     count_B = due_B.to(torch.int64)
-    if kernel_serves(ring.k):
-        _launch(ring.k, ring.v, planes, block_B, count_B, blocks=1, ring=RING)
+    if kernels_serve(ring.k):
+        _kernel()(ring.k, ring.v, planes, block_B, count_B, blocks=1, ring=RING)
         return
     slot_BC = (block_B[:, None] * BLOCK + torch.arange(BLOCK, device=block_B.device)) % RING
     row_B1 = torch.arange(len(block_B), device=block_B.device)[:, None]
@@ -104,26 +104,11 @@ def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
     return torch.stack(found, 1)
 
 
-def kernel_serves(x: Tensor) -> bool:
-    """Whether the Triton kernel takes these rows; the reference does otherwise."""
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.stride(-1) != 1:
-        return False
-    return os.environ.get("TRITON_INTERPRET") == "1" or compiles_for(x.device)
+def _kernel() -> Any:
+    """The Triton kernel's launch; triton is imported where it runs."""
+    from longtrain.kernels.hierarchical.quantise_kernel import quantise
 
-
-def _launch(
-    k_LBGND: Tensor,
-    v_LBGND: Tensor,
-    planes: Planes,
-    first_B: Tensor,
-    count_B: Tensor,
-    *,
-    blocks: int,
-    ring: int,
-) -> None:
-    from longtrain.kernels.hierarchical import quantise_launch as hier_quant_launch
-
-    hier_quant_launch.quantise(k_LBGND, v_LBGND, planes, first_B, count_B, blocks=blocks, ring=ring)
+    return quantise
 
 
 def _check(k_BGND: Tensor, v_BGND: Tensor, planes: Planes) -> None:

@@ -1,6 +1,6 @@
-"""Triton kernel that quantises: a program turns 128 rows of K and V of one head into a block.
+"""Triton kernel that quantises, and its launch: a program turns 128 rows of K and V of one head into a block.
 
-Formula: see `quantise_reference.quantise`; the operations are the same, one by one, so that codes,
+Formula: see `reference.quantise`; the operations are the same, one by one, so that codes,
 steps and zeros are equal bit for bit (products and sums must not be fused).
 Shapes: C = 128 tokens of a block, D head dim, X = D / 2.
 """
@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from longtrain.kernels.devices import launched_on
+from longtrain.kernels.hierarchical.layout import BLOCK, Planes, Split
+
+WARPS = {Split.FLOOR: 2, Split.RTN: 4}
+"""Of a program. Fewer exchange less between threads; RTN's second rounding leaves no registers for that."""
+CHANNELS = 64
+"""Channels of a program that has keys; what it holds in registers grows with them."""
 _LEAST_STEP = tl.constexpr(2.0**-14)
 
 
@@ -150,3 +158,36 @@ def quantise_kernel(
     else:
         at = v_ptr + layer * v_l + b * v_b + g * v_g + row * v_n
         _values(at, v_n, block, part, vu_ptr, vl_ptr, vs_ptr, vz_ptr, D, C, FLOOR, PARTS)
+
+
+def quantise(
+    k_LBGND: Tensor,
+    v_LBGND: Tensor,
+    planes: Planes,
+    first_B: Tensor,
+    count_B: Tensor,
+    *,
+    blocks: int,
+    ring: int,
+) -> None:
+    """Programs for keys and values of each head and block; those beyond a sequence's count leave at once.
+
+    Args:
+        k_LBGND: rows of the source.
+        v_LBGND: as `k_LBGND`.
+        planes: of as many layers as the source; of one layer with or without L.
+        first_B: block that a sequence's first 128 rows become, int64.
+        count_B: blocks of each sequence, int64.
+        blocks: largest count.
+        ring: slots of the source if it is a ring, else 0.
+    """
+    L, B, G, _, D = k_LBGND.shape
+    parts = D // CHANNELS
+    with launched_on(k_LBGND):
+        quantise_kernel[(blocks, L * B * G, 2 * parts)](
+            k_LBGND, v_LBGND, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
+            planes.k_step, planes.k_zero, planes.v_step, planes.v_zero, first_B, count_B,
+            *k_LBGND.stride()[:4], *v_LBGND.stride()[:4], B, G, planes.k_step.shape[-2],
+            D=D, C=BLOCK, RING=ring, FLOOR=planes.split is Split.FLOOR, PARTS=parts,
+            num_warps=WARPS[planes.split], num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -13,16 +13,14 @@ T key slots of a sequence. The spans' rows follow one another from 0 to N; their
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from longtrain.errors import DataError
+from longtrain.kernels.devices import products_serve
 from longtrain.kernels.importance import reference
 from longtrain.kernels.importance.spans import Span, check_spans
 
@@ -52,9 +50,9 @@ def suffix_lse(
     spans = _checked(q_NHD, own_k_NGD, k_BTGD, spans)
     if not kernels_serve(q_NHD, k_BTGD):
         return reference.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
-    from longtrain.kernels.importance import launch as importance_launch
+    from longtrain.kernels.importance import launch
 
-    return importance_launch.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale)
+    return launch.suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale)
 
 
 def importance(
@@ -86,9 +84,9 @@ def importance(
         raise DataError(f"reduce={reduce!r}; allowed: 'mean', 'max'")
     if not kernels_serve(q_NHD, k_BTGD):
         return reference.importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)
-    from longtrain.kernels.importance import launch as importance_launch
+    from longtrain.kernels.importance import launch
 
-    return importance_launch.importance(q_NHD, lse_NH, k_BTGD, spans, scale, reduce == "max")
+    return launch.importance(q_NHD, lse_NH, k_BTGD, spans, scale, reduce == "max")
 
 
 def own_importance(
@@ -113,9 +111,9 @@ def own_importance(
     spans = _checked(q_NHD, own_k_NGD, own_k_NGD[None], _without_prefix(tuple(spans)))
     if not kernels_serve(q_NHD, own_k_NGD):
         return reference.own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale=scale)
-    from longtrain.kernels.importance import launch as importance_launch
+    from longtrain.kernels.importance import launch
 
-    return importance_launch.own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale)
+    return launch.own_importance(q_NHD, own_k_NGD, lse_NH, spans, scale)
 
 
 def suffix_attention(
@@ -155,27 +153,14 @@ def suffix_attention(
         )
     if not kernels_serve(q_NHD, k_BTGD) or v_BTGD.stride(-1) != 1:
         return reference.suffix_attention(q_NHD, own_k_NGD, own_v_NGD, k_BTGD, v_BTGD, spans, scale=scale)
-    from longtrain.kernels.importance import launch as importance_launch
+    from longtrain.kernels.importance import launch
 
-    return importance_launch.suffix_attention(q_NHD, own_k_NGD, own_v_NGD, k_BTGD, v_BTGD, spans, scale)
+    return launch.suffix_attention(q_NHD, own_k_NGD, own_v_NGD, k_BTGD, v_BTGD, spans, scale)
 
 
 def kernels_serve(q: Tensor, k: Tensor) -> bool:
     """Whether the Triton kernels take these queries and prefix keys; the reference does otherwise."""
-    fits = k.dtype in (torch.float32, torch.bfloat16, torch.float16) and q.dtype != torch.float64
-    if not fits or k.shape[-1] > _MAX_DIM or k.stride(-1) != 1:
-        return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return k.dtype != torch.bfloat16
-    return _compiles_for(k.device)
-
-
-@lru_cache(maxsize=16)
-def _compiles_for(device: torch.device) -> bool:
-    """Whether Triton is there and the device is one it serves well."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return products_serve(q, k) and k.shape[-1] <= _MAX_DIM
 
 
 def _checked(

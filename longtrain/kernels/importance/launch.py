@@ -1,7 +1,7 @@
 """Launches the Triton kernels of `kernels.importance`: tiles, tables, partial buffers, and the autograd node.
 
-The tiles are the `Tile` constants below; they were chosen for compute capability 9.0 at head dim 128 in half
-precision (at most 16 bytes of registers are spilled there) and shrink by themselves for larger head dims.
+The tiles are the `SpanTile` constants below; they were chosen for compute capability 9.0 at head dim 128 in
+half precision (at most 16 bytes of registers are spilled there) and shrink by themselves for larger head dims.
 Shapes: see `kernels.importance`; M packed rows of a tile.
 """
 
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longtrain.kernels.devices import LOG2E, cores, dense_rows, launched_on, width_of
 from longtrain.kernels.importance import backward as back
 from longtrain.kernels.importance import kernel as front
 from longtrain.kernels.importance.spans import Span, covers, key_items, most_rows, own_items, row_items
 
-_LOG2E = 1.4426950408889634
-
 
 @dataclass(frozen=True)
-class Tile:
+class SpanTile:
     """Sizes of a kernel's tile and of its launch.
 
     Args:
@@ -41,17 +40,17 @@ class Tile:
     waves: int
 
 
-ATTEND = Tile(rows=128, keys=64, warps=8, stages=3, waves=1)
-LSE = Tile(rows=128, keys=64, warps=8, stages=3, waves=4)
-COLUMN_FEW = Tile(rows=128, keys=64, warps=8, stages=3, waves=2)
+ATTEND = SpanTile(rows=128, keys=64, warps=8, stages=3, waves=1)
+LSE = SpanTile(rows=128, keys=64, warps=8, stages=3, waves=4)
+COLUMN_FEW = SpanTile(rows=128, keys=64, warps=8, stages=3, waves=2)
 """Column means of rows that fit in one tile; the keys go by."""
-COLUMN_MANY = Tile(rows=64, keys=128, warps=8, stages=3, waves=0)
+COLUMN_MANY = SpanTile(rows=64, keys=128, warps=8, stages=3, waves=0)
 """Column means of more rows; a program has one block of keys, and the rows go by."""
-QUERY = Tile(rows=128, keys=64, warps=8, stages=2, waves=1)
-FLOAT = Tile(rows=32, keys=32, warps=8, stages=2, waves=0)
+QUERY = SpanTile(rows=128, keys=64, warps=8, stages=2, waves=1)
+FLOAT = SpanTile(rows=32, keys=32, warps=8, stages=2, waves=0)
 """All of the above in fp32, whose products are plain multiply-adds: larger tiles would spill registers."""
-OWN = Tile(rows=32, keys=32, warps=4, stages=1, waves=0)
-OWN_FLOAT = Tile(rows=16, keys=16, warps=8, stages=1, waves=0)
+OWN = SpanTile(rows=32, keys=32, warps=4, stages=1, waves=0)
+OWN_FLOAT = SpanTile(rows=16, keys=16, warps=8, stages=1, waves=0)
 """Gradients of the rows' own keys and values, at every head dim."""
 SPLITS = 32
 """Partial results that a merging program reads at once."""
@@ -85,9 +84,9 @@ def suffix_lse(
     grid = _grid(LSE, q, k_BTGD, spans)
     items, blocks = row_items(spans, grid.rows, grid.keys, grid.programs, q.device)
     part = _empty(q, len(items), grid)
-    with _on(q):
+    with launched_on(q):
         front.attend_kernel[(len(items) * grid.parts,)](
-            q, own_k, own_k, k_BTGD, k_BTGD, items, part, part, scale * _LOG2E,
+            q, own_k, own_k, k_BTGD, k_BTGD, items, part, part, scale * LOG2E,
             *q.stride()[:2], *own_k.stride()[:2], 0, 0, *k_BTGD.stride()[:3], 0, 0, 0,
             **grid.const, KEYS=grid.keys, VALUES=False, **grid.launch,
         )  # fmt: skip
@@ -158,9 +157,9 @@ class _SuffixAttention(torch.autograd.Function):
         part_out = _empty(q, len(items), grid, grid.const["WIDTH"])
         out_NHD = q.new_empty(q.shape)
         lse_NH = q.new_empty(q.shape[:2], dtype=torch.float32)
-        with _on(q):
+        with launched_on(q):
             front.attend_kernel[(len(items) * grid.parts,)](
-                q, own_k, own_v, k, v, items, part, part_out, scale * _LOG2E,
+                q, own_k, own_v, k, v, items, part, part_out, scale * LOG2E,
                 *q.stride()[:2], *own_k.stride()[:2], *own_v.stride()[:2], *k.stride()[:3], *v.stride()[:3],
                 **grid.const, KEYS=grid.keys, VALUES=True, **grid.launch,
             )  # fmt: skip
@@ -207,9 +206,9 @@ def _backward(
     d_out = out if d_out is None else d_out.contiguous()
     d_s = lse if d_s is None else d_s.contiguous()
     strides = (*q.stride()[:2], *own_k.stride()[:2], *own_v.stride()[:2])
-    with _on(q):
+    with launched_on(q):
         back.query_kernel[(len(items) * grid.parts,)](
-            q, own_k, own_v, k, v, out, lse, d_out, d_s, items, part, mean, part_dot, scale * _LOG2E,
+            q, own_k, own_v, k, v, out, lse, d_out, d_s, items, part, mean, part_dot, scale * LOG2E,
             k.shape[1], *strides, *k.stride()[:3], *v.stride()[:3],
             **grid.const, KEYS=grid.keys, **given, **grid.launch,
         )  # fmt: skip
@@ -221,7 +220,7 @@ def _backward(
         table, G = own_items(spans, own.keys, q.device), k.shape[2]
         sizes = {name: grid.const[name] for name in ("GROUP", "D", "WIDTH")}
         back.own_kernel[(len(table) * G,)](
-            q, own_k, own_v, out, lse, d_out, dot, table, d_k, d_v, scale, scale * _LOG2E, *strides,
+            q, own_k, own_v, out, lse, d_out, dot, table, d_k, d_v, scale, scale * LOG2E, *strides,
             G=G, **sizes, ROWS=own.rows, KEYS=own.keys, **given, num_warps=own.warps, num_stages=own.stages,
         )  # fmt: skip
     return [d_q, d_k, d_v]
@@ -234,44 +233,41 @@ def _columns(
     """Fill s by the column kernel."""
     if not len(items):
         return
-    with _on(q):
+    with launched_on(q):
         front.column_kernel[(len(items) * grid.parts,)](
-            q, lse.float().contiguous(), k, items, s, scale * _LOG2E, *q.stride()[:2], *k_strides, *s_strides,
+            q, lse.float().contiguous(), k, items, s, scale * LOG2E, *q.stride()[:2], *k_strides, *s_strides,
             **grid.const, KEYS=grid.keys, ONE=one, OWN=own, MAX=max_, **grid.launch,
         )  # fmt: skip
 
 
-def _grid(tile: Tile, q: Tensor, k: Tensor, spans: tuple[Span, ...]) -> Grid:
+def _grid(tile: SpanTile, q: Tensor, k: Tensor, spans: tuple[Span, ...]) -> Grid:
     return _cut(tile, spans, q.shape[1], k.shape[2], q.shape[2], k.element_size(), q.device)
 
 
 @lru_cache(maxsize=256)
 def _cut(
-    tile: Tile, spans: tuple[Span, ...], H: int, G: int, D: int, size: int, device: torch.device
+    tile: SpanTile, spans: tuple[Span, ...], H: int, G: int, D: int, size: int, device: torch.device
 ) -> Grid:
     """The tile for these spans: short ones leave room for several heads, a large head dim shrinks it."""
-    width = max(16, _power(D))
+    width = width_of(D)
     sizes = FLOAT if size == 4 else tile
     shrink = max(1, width // _DIM)
     packed, keys = max(16, sizes.rows // shrink), max(16, sizes.keys // shrink)
     heads, rows = _shape(spans, H // G, packed, tile)
     parts = G * -(-(H // G) // heads)
-    cores = _INTERPRETED
-    if device.type == "cuda":
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
     return Grid(
         heads=heads,
         rows=rows,
         keys=keys,
         parts=parts,
-        programs=max(1, cores * tile.waves // parts),
+        programs=max(1, cores(device, otherwise=_INTERPRETED) * tile.waves // parts),
         chunk=min(CHUNK, heads * rows) if device.type == "cuda" else heads * rows,
         const={"PARTS": parts, "GROUP": H // G, "D": D, "WIDTH": width, "HEADS": heads, "ROWS": rows},
         launch={"num_warps": sizes.warps, "num_stages": sizes.stages},
     )
 
 
-def _shape(spans: tuple[Span, ...], group: int, packed: int, tile: Tile) -> tuple[int, int]:
+def _shape(spans: tuple[Span, ...], group: int, packed: int, tile: SpanTile) -> tuple[int, int]:
     """Heads and rows of a tile of at most `packed`: those that waste the least.
 
     A tile below 64 takes as long as one of 64. Of equal waste, most heads share the keys best; but where the
@@ -292,8 +288,7 @@ def _shape(spans: tuple[Span, ...], group: int, packed: int, tile: Tile) -> tupl
 
 def _rows(x: Tensor, k: Tensor) -> Tensor:
     """The rows in the prefix's dtype with adjacent numbers in the last dim."""
-    x = x.to(k.dtype)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return dense_rows(x.to(k.dtype))
 
 
 def _empty(q: Tensor, items: int, grid: Grid, *width: int) -> Tensor:
@@ -303,11 +298,6 @@ def _empty(q: Tensor, items: int, grid: Grid, *width: int) -> Tensor:
 def _merging(blocks: Tensor, grid: Grid) -> tuple[int]:
     """Programs that merge all packed rows."""
     return (len(blocks) * grid.parts * (grid.heads * grid.rows // grid.chunk),)
-
-
-def _on(x: Tensor) -> Any:
-    """Triton launches on the current device; make it the tensor's."""
-    return torch.cuda.device_of(x)
 
 
 def _power(n: int) -> int:

@@ -11,7 +11,6 @@ group, two codes each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
 from longtrain.errors import ConfigError
-from longtrain.kernels.fused_layer import kernels_serve
+from longtrain.kernels.devices import interpreted, kernels_serve
 
 GROUPS = (128, 64, 32)
 """Group sizes; rows come in eights."""
@@ -169,17 +168,17 @@ class Int4Linear(nn.Module):
     def _small(self, x: Tensor, add: Tensor | None, *, gated: bool) -> Tensor | None:
         """The Triton kernel's product, None where it does not serve."""
         rows = x.reshape(-1, x.shape[-1])
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        narrow = x.dtype == torch.float32 if interpreted else x.dtype in (torch.bfloat16, torch.float16)
+        portable = interpreted()
+        narrow = x.dtype == torch.float32 if portable else x.dtype in (torch.bfloat16, torch.float16)
         if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows)):
             return None
-        from longtrain.kernels.int4_linear import launch as int4_linear_launch
+        from longtrain.kernels.int4_linear import kernel
 
         wide = self.features // 2 if gated else self.features
-        rows = rows if interpreted else rows.bfloat16()
+        rows = rows if portable else rows.bfloat16()
         adds = [None] if add is None else add.expand(*x.shape[:-1], wide).reshape(-1, wide).split(_AT_ONCE)
         outs = [
-            int4_linear_launch.small_linear(some, self.codes, self.table, more, features=wide, gated=gated)
+            kernel.small_linear(some, self.codes, self.table, more, features=wide, gated=gated)
             for some, more in zip_longest(rows.split(_AT_ONCE), adds)
         ]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(x.dtype).view(*x.shape[:-1], wide)

@@ -1,6 +1,6 @@
-"""Triton kernel of `kernels.int4_linear`: a product of few rows with 4-bit weights.
+"""Triton kernel of `kernels.int4_linear`, and its launch: a product of few rows with 4-bit weights.
 
-As in `small_linear_triton` a program has some outputs and all their weights, cut into slices; here each slice
+As in `small_linear.kernel` a program has some outputs and all their weights, cut into slices; here each slice
 is a product of its own, for a warp or two. With n a code, s and z the scale and zero of a group j of inputs:
 
     y_fm = sum_j s_fj (sum_k n_fk x_mk) + (z_fj - 8 s_fj) (sum_k x_mk)
@@ -14,11 +14,16 @@ Shapes: N rows, F output features, K input features, J groups of K.
 # ruff: noqa: RUF005
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.small_linear.kernel import _write
+from longtrain.kernels.devices import chaining, dense_rows, interpreted, launched_on, register_limit
+from longtrain.kernels.small_linear.kernel import write_sums
 
 _BASE = tl.constexpr(128)
 _CODES = tl.constexpr("""{
@@ -141,4 +146,100 @@ def int4_kernel(
                 acc = _added(acc, more, table, low, high, PORTABLE)
     if CHAINED and LATE:
         gdc_launch_dependents()
-    _write(tl.sum(acc, 0), add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD)
+    write_sums(tl.sum(acc, 0), add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD)
+
+
+@dataclass(frozen=True)
+class Int4Tile:
+    """How a program goes through weights.
+
+    Args:
+        lines: rows of weights of a program, gates and what they let pass counted both.
+        slices: parts of a row that are read side by side, by a warp each.
+        held: groups of a slice that a program reads into registers before it may read its input.
+        groups: of a slice that are read at once after those.
+        stages: steps in flight then.
+        late: the next kernel is let in after the sums, not at once.
+        rows: fewest rows of input that are made room for.
+        registers: most of a thread.
+    """
+
+    lines: int
+    slices: int
+    held: int = 4
+    groups: int = 1
+    stages: int = 4
+    late: bool = True
+    rows: int = 1
+    registers: int | None = None
+
+
+def small_linear(
+    x_NK: Tensor,
+    codes_EJ8X: Tensor,
+    table_EJ82: Tensor,
+    add_NF: Tensor | None,
+    *,
+    features: int,
+    gated: bool = False,
+    tile: Int4Tile | None = None,
+) -> Tensor:
+    """Product of up to 16 rows.
+
+    Args:
+        x_NK: rows.
+        codes_EJ8X: see `kernels.int4_linear`.
+        table_EJ82: likewise.
+        add_NF: what is added to the rounded product, or expands to it.
+        features: of the output; as many gates lie above them where `gated`.
+        gated: silu(gate) * up.
+        tile: for measurements.
+    """
+    N, (_, J, _, half) = x_NK.shape[0], codes_EJ8X.shape
+    tile = tile or tile_for(features * 2 if gated else features, J, N)
+    out_NF = x_NK.new_empty(N, features)
+    add = out_NF if add_NF is None else dense_rows(add_NF.expand(out_NF.shape))
+    chained = chaining(x_NK.device)
+    of_tile = constants(tile, J, gated=gated)
+    with launched_on(x_NK):
+        int4_kernel[(triton.cdiv(features, of_tile["OUTPUTS"]),)](
+            x_NK, codes_EJ8X, table_EJ82.view(torch.int32), add, out_NF, N, features, J,
+            x_NK.stride(0), add.stride(0), out_NF.stride(0),
+            HALF=half, ROWS=max(tile.rows, triton.next_power_of_2(N)), ADD=add_NF is not None, **of_tile,
+            PORTABLE=interpreted(), num_warps=tile.slices,
+            **register_limit(tile.registers), **chained,
+        )  # fmt: skip
+    return out_NF
+
+
+def tile_for(lines: int, groups: int, rows: int) -> Int4Tile:
+    """The tile for so many rows of weights, of so many groups each, and so many rows of input.
+
+    Many rows of weights keep all cores busy by their number; of few, each is cut into more slices, and what a
+    program reads is held in registers, unless rows of input need those.
+    """
+    if lines >= 16384:
+        return Int4Tile(32, 4, held=0, stages=3, late=False)
+    if rows > 2:
+        return Int4Tile(16, 8, held=0)
+    if groups >= 64 or lines > 4096:
+        return Int4Tile(16, 8, registers=None if groups >= 64 else 80)
+    return Int4Tile(16, 16)
+
+
+def constants(tile: Int4Tile, groups: int, *, gated: bool) -> dict[str, int]:
+    """The kernel's constants for rows of so many groups."""
+    each = triton.cdiv(groups, tile.slices)
+    held = min(tile.held, each)
+    reach = held + triton.cdiv(each - held, tile.groups) * tile.groups
+    return {
+        "OUTPUTS": tile.lines // 2 if gated else tile.lines,
+        "SLICES": tile.slices,
+        "HELD": held,
+        "LOOP": reach > held,
+        "GROUPS": tile.groups,
+        "EVEN": reach * tile.slices == groups,
+        "GATED": gated,
+        "STAGES": tile.stages,
+        "LATE": tile.late,
+    }

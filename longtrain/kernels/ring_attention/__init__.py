@@ -3,20 +3,18 @@
 Formula, for node i of sequence b: softmax over the ring's positions p with since_b <= p and
 len_b + ahead - W <= p < len_b, and over the tree's nodes j that it sees, of scale * q_i·k. Position p lies in
 slot p mod W, node j in slot W + j; positions since_b .. len_b - 1, as far as they are W or fewer, are held.
-Triton where `kernels.fused_layer` uses it, for head dims up to 128; plain torch, written here, elsewhere.
+Triton where `kernels.devices` says so, for head dims up to 128; plain torch, written here, elsewhere.
 Shapes: B batch, T nodes of the level, N nodes so far, W positions of the ring, S = W + room for nodes,
 H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longtrain.kernels.fused_layer import kernels_serve
+from longtrain.kernels.devices import kernels_serve, products_serve
 
 _MAX_DIM = 128
 
@@ -45,10 +43,10 @@ def ring_attention(
         scale: softmax scale, above 0.
     """
     fits = kernels_serve(q_BHTD) and k_BGSD.dtype == q_BHTD.dtype and q_BHTD.shape[-1] <= _MAX_DIM
-    if fits and not (os.environ.get("TRITON_INTERPRET") == "1" and q_BHTD.dtype == torch.bfloat16):
-        from longtrain.kernels.ring_attention import kernel as ring_attention_triton
+    if fits and products_serve(q_BHTD, k_BGSD):
+        from longtrain.kernels.ring_attention import kernel
 
-        return ring_attention_triton.ring_attention(
+        return kernel.ring_attention(
             q_BHTD, k_BGSD, v_BGSD, bounds, sees_BTN, window=window, ahead=ahead, scale=scale
         )
     B, H, T, D = q_BHTD.shape

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.tree_attention.launch import chains, merge, pdl
+from longtrain.kernels.devices import LOG2E, chaining, launched_on, partial_results, width_of
+from longtrain.kernels.tree_attention.launch import merge
 
-_LOG2E = 1.4426950408889634
 _KEYS = 64
 """Slots of a program."""
 _ROWS = 64
@@ -85,17 +85,15 @@ def ring_attention(
     G, N = k_BGSD.shape[1], sees_BTN.shape[-1]
     rows = min(_ROWS, max(16, triton.next_power_of_2(T * (H // G))))
     programs, splits = B * G * -(-T * (H // G) // rows), -(-(window + N) // _KEYS)
-    width = max(16, triton.next_power_of_2(D))
-    slots = programs * splits * rows
-    part = q_BHTD.new_empty(slots * (width + 1), dtype=torch.float32)
-    part_lse, part_out = part[:slots], part[slots:]
+    width = width_of(D)
+    part_lse, part_out = partial_results(q_BHTD, programs * splits * rows, width)
     sees = sees_BTN.view(torch.uint8)
-    chained = chains(q_BHTD.device)
-    with torch.cuda.device_of(q_BHTD):
+    chained = chaining(q_BHTD.device)
+    with launched_on(q_BHTD):
         _attend_kernel[(programs, splits)](
-            q_BHTD, k_BGSD, v_BGSD, *bounds, sees, part_out, part_lse, scale * _LOG2E, T, N, splits, ahead,
+            q_BHTD, k_BGSD, v_BGSD, *bounds, sees, part_out, part_lse, scale * LOG2E, T, N, splits, ahead,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *sees.stride(),
-            WINDOW=window, G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, KEYS=_KEYS, CHAINED=chained,
-            num_warps=4, **pdl(chained),
+            WINDOW=window, G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, KEYS=_KEYS,
+            num_warps=4, **chained,
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=rows, splits=splits)[0]

@@ -10,14 +10,11 @@ Shapes: N rows, K input features, F output features, I = F / 2.
 
 from __future__ import annotations
 
-import os
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
-from longtrain.kernels.small_linear import reference
+from longtrain.kernels.devices import compiles_for, interpreted
 
 MAX_ROWS = 16
 """Most rows of the Triton kernels; torch's own product does as well for more."""
@@ -32,19 +29,21 @@ def small_linear(x_NK: Tensor, weight_FK: Tensor, *, residual: Tensor | None = N
         residual: what is added to the rounded product, [N, F] or what expands to it (a bias [F]).
     """
     if serves(x_NK, weight_FK):
-        from longtrain.kernels.small_linear import launch as small_linear_launch
+        from longtrain.kernels.small_linear import kernel
 
-        return small_linear_launch.small_linear(x_NK, weight_FK, residual)
-    return reference.small_linear(x_NK, weight_FK, residual=residual)
+        return kernel.small_linear(x_NK, weight_FK, residual)
+    out_NF = linear(x_NK, weight_FK)
+    return out_NF if residual is None else out_NF + residual
 
 
 def small_swiglu(x_NK: Tensor, weight_FK: Tensor) -> Tensor:
     """`silu(gate) * up`, [N, I] in x's dtype, of the products with gate weights and up weights below them."""
     if serves(x_NK, weight_FK):
-        from longtrain.kernels.small_linear import launch as small_linear_launch
+        from longtrain.kernels.small_linear import kernel
 
-        return small_linear_launch.small_swiglu(x_NK, weight_FK)
-    return reference.small_swiglu(x_NK, weight_FK)
+        return kernel.small_swiglu(x_NK, weight_FK)
+    gate_NI, up_NI = linear(x_NK, weight_FK).chunk(2, dim=-1)
+    return silu(gate_NI) * up_NI
 
 
 def serves(x_NK: Tensor, weight_FK: Tensor) -> bool:
@@ -56,14 +55,8 @@ def serves(x_NK: Tensor, weight_FK: Tensor) -> bool:
         return False
     if x_NK.stride(1) != 1 or weight_FK.stride(1) != 1 or K % 16 or weight_FK.stride(0) % 8:
         return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted():
         return x_NK.dtype in (torch.float32, torch.float16)
-    return x_NK.dtype == torch.bfloat16 and weight_FK.data_ptr() % 16 == 0 and _compiles_for(x_NK.device)
-
-
-@lru_cache(maxsize=16)
-def _compiles_for(device: torch.device) -> bool:
-    """Whether Triton is there and the device is one it serves well."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        x_NK.dtype == torch.bfloat16 and weight_FK.data_ptr() % 16 == 0 and compiles_for(x_NK.device, (9, 0))
+    )

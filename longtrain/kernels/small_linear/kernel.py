@@ -1,4 +1,4 @@
-"""Triton kernels of `kernels.small_linear`: a product of few rows, as fast as its weights can be read.
+"""Triton kernel of `kernels.small_linear`, and its launches: few rows, as fast as weights can be read.
 
 Weights are the first operand of the tensor cores' product and the rows its few columns. A program has some
 outputs and all their weights. A row of weights is cut into slices that lie beside each other in the product
@@ -12,13 +12,18 @@ Shapes: N rows, F output features, K input features.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from longtrain.kernels.devices import chaining, dense_rows, launched_on
 
 
 @triton.jit
-def _write(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, ADD: tl.constexpr):
+def write_sums(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, ADD: tl.constexpr):
     """Store a program's sums; where GATED those of gates lie above the others."""
     HALVES: tl.constexpr = 2 if GATED else 1
     OUTPUTS: tl.constexpr = y.shape[0] // HALVES
@@ -79,4 +84,70 @@ def linear_kernel(
     if SLICES > 1:
         acc = tl.where(slice_[:, None] == (column // ROWS)[None, :], acc, 0.0)
     y = tl.sum(tl.sum(tl.reshape(acc, (HALVES, SLICES, OUTPUTS, SLICES, ROWS)), 3), 1)
-    _write(tl.reshape(y, (HALVES * OUTPUTS, ROWS)), add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD)
+    write_sums(
+        tl.reshape(y, (HALVES * OUTPUTS, ROWS)), add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD
+    )
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """How a program goes through weights.
+
+    Args:
+        outputs: output features of a program; of gates and of what they let pass, so many each.
+        slices: parts of a row that are read side by side.
+        step: input features of a slice that are read at once.
+        stages: steps in flight.
+        warps: of a program.
+        late: the next kernel is let in after the sums, not at once.
+    """
+
+    outputs: int
+    slices: int
+    step: int = 128
+    stages: int = 5
+    warps: int = 4
+    late: bool = True
+
+
+def small_linear(
+    x_NK: Tensor, weight_FK: Tensor, residual: Tensor | None, *, tile: LinearTile | None = None
+) -> Tensor:
+    """See `kernels.small_linear.small_linear`; `tile` for measurements."""
+    F = weight_FK.shape[0]
+    out_NF = x_NK.new_empty(x_NK.shape[0], F)
+    add_NF = None if residual is None else residual.expand(out_NF.shape)
+    return _launch(x_NK, weight_FK, out_NF, add_NF, tile or tile_for(F), gated=False)
+
+
+def small_swiglu(x_NK: Tensor, weight_FK: Tensor, *, tile: LinearTile | None = None) -> Tensor:
+    """See `kernels.small_linear.small_swiglu`; `tile` for measurements."""
+    out_NI = x_NK.new_empty(x_NK.shape[0], weight_FK.shape[0] // 2)
+    return _launch(x_NK, weight_FK, out_NI, None, tile or tile_for(out_NI.shape[1], gated=True), gated=True)
+
+
+def tile_for(features: int, *, gated: bool = False) -> LinearTile:
+    """The tile for so many output features: the fewer, the more slices, so that all cores have work."""
+    if gated:
+        return LinearTile(16, 2, stages=4)
+    if features >= 16384:
+        return LinearTile(32, 2)
+    return LinearTile(16, 4, stages=3) if features > 4096 else LinearTile(32, 2, late=False)
+
+
+def _launch(
+    x_NK: Tensor, weight_FK: Tensor, out_NF: Tensor, add_NF: Tensor | None, tile: LinearTile, *, gated: bool
+) -> Tensor:
+    (N, K), F = x_NK.shape, out_NF.shape[1]
+    chained = chaining(x_NK.device)
+    add = out_NF if add_NF is None else dense_rows(add_NF)
+    reach = triton.cdiv(K, tile.slices * tile.step) * tile.step
+    with launched_on(x_NK):
+        linear_kernel[(triton.cdiv(F, tile.outputs),)](
+            x_NK, weight_FK, add, out_NF, N, F, K,
+            x_NK.stride(0), weight_FK.stride(0), add.stride(0), out_NF.stride(0),
+            OUTPUTS=tile.outputs, SLICES=tile.slices, ROWS=8 if N <= 8 else 16, STEP=tile.step,
+            EVEN=reach * tile.slices == K, GATED=gated, ADD=add_NF is not None,
+            STAGES=tile.stages, LATE=tile.late, num_warps=tile.warps, **chained,
+        )  # fmt: skip
+    return out_NF

@@ -14,14 +14,11 @@ D head dim, W 64-bit words of a row's mask.
 
 from __future__ import annotations
 
-import os
-from functools import lru_cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from longtrain.errors import DataError
+from longtrain.kernels.devices import products_serve
 from longtrain.kernels.tree_attention import reference
 from longtrain.kernels.tree_attention.reference import CAUSAL, Causal
 
@@ -94,28 +91,14 @@ def tree_attention(
         raise DataError(f"splits={splits}; allowed: 1 or more")
     if not kernel_serves(q_BHTD, k_BGSD, v_BGSD):
         return reference.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale=scale, base=base)
-    from longtrain.kernels.tree_attention import launch as tree_attention_launch
+    from longtrain.kernels.tree_attention import launch
 
-    return tree_attention_launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits)
+    return launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits)
 
 
 def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
     """Whether the Triton kernel takes these tensors; the reference does otherwise."""
-    fits = k_BGSD.dtype in (torch.float32, torch.bfloat16, torch.float16) and q_BHTD.dtype != torch.float64
-    dense = k_BGSD.stride(-1) == 1 and v_BGSD.stride(-1) == 1
-    if not fits or not dense or k_BGSD.shape[-1] > _MAX_DIM:
-        return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return k_BGSD.dtype != torch.bfloat16
-    return compiles_for(k_BGSD.device)
-
-
-@lru_cache(maxsize=16)
-def compiles_for(device: torch.device) -> bool:
-    """Whether Triton is there and the device is one it serves well."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return products_serve(q_BHTD, k_BGSD) and v_BGSD.stride(-1) == 1 and k_BGSD.shape[-1] <= _MAX_DIM
 
 
 def _check(

@@ -15,14 +15,23 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from longtrain.kernels.devices import (
+    LOG2E,
+    chaining,
+    cores,
+    dense_rows,
+    hopper,
+    launched_on,
+    partial_results,
+    register_limit,
+    width_of,
+)
 from longtrain.kernels.tree_attention import kernel as kernels
 from longtrain.kernels.tree_attention.reference import Causal
 
-_LOG2E = 1.4426950408889634
-
 
 @dataclass(frozen=True)
-class Tile:
+class TreeTile:
     """Sizes of the attention kernel's tile and of its launch.
 
     Args:
@@ -47,24 +56,22 @@ class Tile:
 
 
 TILES = (
-    Tile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=2),
-    Tile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
-    Tile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
-    Tile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
+    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=2),
+    TreeTile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
+    TreeTile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
+    TreeTile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
 )
 """In half precision: the first that holds all packed rows, or else one of the last two.
 
 The first two cut the keys into the same splits, so that a row comes out the same to the bit whether it is
 alone or one of a few: a verified token is then the one that plain decoding gives.
 """
-FLOAT = Tile(rows=16, keys=32, warps=4, stages=2, resident=2)
+FLOAT = TreeTile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
 BLOCK = 64
 """Most partial results that a merging program reads at once."""
 CHUNK = 1
 """Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
-CHAINED = True
-"""Kernels start while the one before them ends, where the device can; they wait before they read."""
 EARLY = (False, True)
 """Whether the attention kernel, and the merging one, let the next kernel in when they start, or later."""
 _INTERPRETED = 4
@@ -80,7 +87,7 @@ def tree_attention(
     scale: float,
     base: int,
     splits: int | None,
-    tile: Tile | None = None,
+    tile: TreeTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
     B, H, T, D = q_BHTD.shape
@@ -89,29 +96,26 @@ def tree_attention(
     tile = tile or tile_for(T * group, k_BGSD.dtype)
     tiles = -(-T * group // tile.rows)
     splits = splits or splits_for(B * G * tiles, tile.resident, q_BHTD.device)
-    width = _width(D)
-    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
-    bits = mask if isinstance(mask, Tensor) else len_B
-    kind = 0 if mask is None else 2 if isinstance(mask, Tensor) else 1
+    width = width_of(D)
+    q_BHTD = dense_rows(q_BHTD)
+    bits, bits_strides, of_mask = mask_arguments(mask, T, len_B)
     programs = B * G * tiles
-    part = q_BHTD.new_empty(programs * splits * tile.rows * (width + 1), dtype=torch.float32)
-    part_lse, part_out = part[: programs * splits * tile.rows], part[programs * splits * tile.rows :]
+    part_lse, part_out = partial_results(q_BHTD, programs * splits * tile.rows, width)
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
-    hopper = _hopper(q_BHTD.device)
-    bulk = tile.bulk and width == D and (hopper or q_BHTD.device.type == "cpu") and _even(k_BGSD, v_BGSD)
-    chained = chains(q_BHTD.device)
-    registers = {"maxnreg": tile.registers} if tile.registers else {}
+    copies = hopper(q_BHTD.device) or q_BHTD.device.type == "cpu"
+    bulk = tile.bulk and width == D and copies and _even(k_BGSD, v_BGSD)
+    chained = chaining(q_BHTD.device)
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
-    with torch.cuda.device_of(q_BHTD):
+    with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
             q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
-            scale * _LOG2E, splits, T, base,
+            scale * LOG2E, splits, T, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
-            *(bits.stride()[:2] if kind == 2 else (0, 0)),
-            **const, KEYS=tile.keys, MASK=kind, WORDS=-(-T // 64) if kind == 2 else 0, BULK=bulk,
-            STAGES=_stages(tile, width, k_BGSD), CHAINED=chained, AHEAD=tile.ahead if bulk else 0,
+            *bits_strides,
+            **const, **of_mask, KEYS=tile.keys, BULK=bulk,
+            STAGES=_stages(tile, width, k_BGSD), AHEAD=tile.ahead if bulk else 0,
             EARLY=EARLY[0],
-            num_warps=tile.warps, **registers, **pdl(chained),
+            num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
@@ -126,39 +130,34 @@ def merge(
     B, H, T, D = q_BHTD.shape
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
-    chained = chains(q_BHTD.device)
+    chained = chaining(q_BHTD.device)
     block = min(BLOCK, triton.next_power_of_2(splits))
     chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
         part_out, part_lse, out_BTHD, lse_BHT, splits, T,
-        G=G, GROUP=H // G, D=D, WIDTH=_width(D), ROWS=rows,
-        BLOCK=block, CHUNK=chunk, CHAINED=chained, EARLY=EARLY[1],
-        num_warps=max(1, min(8, block // 8)), **pdl(chained),
+        G=G, GROUP=H // G, D=D, WIDTH=width_of(D), ROWS=rows,
+        BLOCK=block, CHUNK=chunk, EARLY=EARLY[1],
+        num_warps=max(1, min(8, block // 8)), **chained,
     )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
 
 
-def chains(device: torch.device) -> bool:
-    """Whether kernels are launched before the one in front of them ends."""
-    return CHAINED and _hopper(device)
+def mask_arguments(
+    mask: Tensor | Causal | None, rows: int, otherwise: Tensor
+) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
+    """How a kernel is told which new rows see which: bits, their strides, and the constants MASK and WORDS.
+
+    Args:
+        mask: see `kernels.tree_attention.tree_attention`.
+        rows: new rows.
+        otherwise: a tensor to pass where there are no bits.
+    """
+    if isinstance(mask, Tensor):
+        return mask, mask.stride()[:2], {"MASK": 2, "WORDS": -(-rows // 64)}
+    return otherwise, (0, 0), {"MASK": 0 if mask is None else 1, "WORDS": 0}
 
 
-def pdl(chained: bool) -> dict[str, bool]:
-    """The launch option of that (programmatic dependent launch)."""
-    return {"launch_pdl": True} if chained else {}
-
-
-def _width(D: int) -> int:
-    return max(16, triton.next_power_of_2(D))
-
-
-@lru_cache(maxsize=16)
-def _hopper(device: torch.device) -> bool:
-    """Compute capability 9.0 or more: bulk copies, and launches that overlap their predecessor's end."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def tile_for(rows: int, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, dtype: torch.dtype) -> TreeTile:
     """The tile for so many packed rows."""
     if dtype == torch.float32:
         return FLOAT
@@ -166,7 +165,7 @@ def tile_for(rows: int, dtype: torch.dtype) -> Tile:
     return min(some, key=lambda tile: (-(-rows // tile.rows) * tile.rows, -tile.rows))
 
 
-def candidates(rows: int) -> tuple[Tile, ...]:
+def candidates(rows: int) -> tuple[TreeTile, ...]:
     """Tiles in half precision that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, torch.bfloat16)
     if first.rows == 16:
@@ -188,14 +187,11 @@ def candidates(rows: int) -> tuple[Tile, ...]:
 
 def splits_for(programs: int, resident: int, device: torch.device) -> int:
     """Splits that make `programs` fill the device once, in sixteens if many; the same for every length."""
-    cores = _INTERPRETED
-    if device.type == "cuda":
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
-    fit = max(1, cores * resident // programs)
+    fit = max(1, cores(device, otherwise=_INTERPRETED) * resident // programs)
     return fit if fit < 16 else fit // 16 * 16
 
 
-def _stages(tile: Tile, width: int, k_BGSD: Tensor) -> int:
+def _stages(tile: TreeTile, width: int, k_BGSD: Tensor) -> int:
     """Tiles in flight, fewer where the device's shared memory does not hold them."""
     if k_BGSD.device.type != "cuda":
         return tile.stages
@@ -219,7 +215,7 @@ def _even(*tensors: Tensor) -> bool:
     )
 
 
-def _descriptor(x_BGSD: Tensor, tile: Tile) -> Any:
+def _descriptor(x_BGSD: Tensor, tile: TreeTile) -> Any:
     """How the tensor memory accelerator finds a tile of slots."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

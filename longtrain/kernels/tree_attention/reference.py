@@ -5,17 +5,15 @@ Shapes: as there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from longtrain.kernels.attention.reference import masked_attention
 
-
+@dataclass(frozen=True)
 class Causal:
-    """Row i of the new rows sees rows 0..i; the mask of a chain."""
-
-    def __repr__(self) -> str:
-        return "CAUSAL"
+    """Row i of the new rows sees rows 0..i, and what stands before them all; the mask of a chain."""
 
 
 CAUSAL = Causal()
@@ -64,3 +62,23 @@ def visible_rows(mask: Tensor | Causal, *, rows: int, batch: int, device: torch.
     if isinstance(mask, Causal):
         return (column <= column[:, None])[None].expand(batch, -1, -1)
     return (mask[:, :, column // 64] >> (column % 64) & 1).bool()
+
+
+def masked_attention(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention under an explicit mask, with its natural-log lse; a row that sees nothing: 0, -inf.
+
+    Returns:
+        out_BHTD in q's dtype, lse_BHT in fp32 (fp64 for fp64).
+    """
+    wide = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
+    B, H, T, D = q_BHTD.shape
+    G = k_BGSD.shape[1]
+    q_BGgTD = q_BHTD.to(wide).view(B, G, H // G, T, D)
+    score = torch.einsum("bghtd,bgsd->bghts", q_BGgTD, k_BGSD.to(wide)) * scale
+    score = score.masked_fill(~visible_BTS[:, None, None], -torch.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    out = torch.einsum("bghts,bgsd->bghtd", weight, v_BGSD.to(wide))
+    return out.reshape(B, H, T, D).to(q_BHTD.dtype), lse.view(B, H, T)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _DraftRow:
     """A batch with its drawn shifts and positions, and what the target said about it."""
 
     batch: Batch
@@ -103,7 +103,7 @@ class LongSpecObjective(Objective):
             figures["guard/target_ce_delta"] = self._guard(row)
         return Loss(total, tokens, figures)
 
-    def _read(self, batch: Batch) -> _Row:
+    def _read(self, batch: Batch) -> _DraftRow:
         """Draw shifts and offsets, and run the target over the row."""
         c, device = self.config, batch.ids_T.device
         lengths = [b - a for a, b in pairwise(batch.bounds)]
@@ -124,7 +124,7 @@ class LongSpecObjective(Objective):
         rows_W = mask_T.nonzero()[:, 0] - 1
         depth_T = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths)) - 1
         ranges = indices.cut(rows_W, c.chunk_tokens)
-        return _Row(batch, pos_T, shifts, depth_T, rows_W, ranges, self._target(batch, pos_T))
+        return _DraftRow(batch, pos_T, shifts, depth_T, rows_W, ranges, self._target(batch, pos_T))
 
     @torch.no_grad()
     def _target(self, batch: Batch, pos_T: Tensor) -> PackedStep:
@@ -132,7 +132,7 @@ class LongSpecObjective(Objective):
         want = Want("none", (-1,) if kl else (), None if kl else layer, kv=(layer,))
         return self.target.packed(batch.ids_T, pos_T, batch.bounds, want)
 
-    def _draft(self, row: _Row, start: int, stop: int) -> Tensor:
+    def _draft(self, row: _DraftRow, start: int, stop: int) -> Tensor:
         """The draft's LM-head input for rows start..stop."""
         chunk = indices.make_chunk(row.batch.bounds, row.shifts, start, stop, window=self.module.window)
         part = slice(chunk.halo, stop)
@@ -141,7 +141,7 @@ class LongSpecObjective(Objective):
             cos_BRD, sin_BRD = self.target.rope(row.pos_T[None, part])
         return self.module(embed_RE, (cos_BRD[0], sin_BRD[0]), row.step.kv[self.kv_layer], chunk)
 
-    def _loss(self, row: _Row, hidden_WE: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, row: _DraftRow, hidden_WE: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Summed loss of these rows, and where the draft's argmax is right."""
         head_VE, weights = self.target.head_weight, row.batch.weights_T
         after = slice(rows.start + 1, rows.stop + 1) if isinstance(rows, slice) else rows + 1
@@ -153,7 +153,7 @@ class LongSpecObjective(Objective):
         return loss, greedy_hits(hidden_WE.detach(), head_VE, labels_W)
 
     @torch.no_grad()
-    def _guard(self, row: _Row) -> tuple[Tensor, Tensor]:
+    def _guard(self, row: _DraftRow) -> tuple[Tensor, Tensor]:
         """How much higher the target's own loss is under offset positions: (sum over labels, labels).
 
         Which batches are asked follows from their seeds, so a resumed run reports what an unbroken one does.

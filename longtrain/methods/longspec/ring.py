@@ -12,7 +12,7 @@ from longtrain.kernels.fused_layer import Slots
 from longtrain.kernels.ring_attention import ring_attention
 
 
-class Ring:
+class DraftRing:
     """Constant-size storage; a position lives in slot `position mod W`, visibility goes by position.
 
     Buffer rows 0..W-1 are the ring, and the tree's nodes follow. Positions are taken in without gaps, so

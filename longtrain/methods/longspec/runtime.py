@@ -18,7 +18,7 @@ from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.int4_linear import GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
-from longtrain.methods.longspec.ring import Ring
+from longtrain.methods.longspec.ring import DraftRing
 from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LongSpecRuntime:
         self.layer = FusedDraft(draft)
         self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if config.head_bits == 4 else None
         self._head = self._int4 or target.head
-        self.ring: Ring | None = None
+        self.ring: DraftRing | None = None
         self.cache: KVCache | None = None
         self._growth = TreeGrowth()
 
@@ -72,7 +72,7 @@ class LongSpecRuntime:
             info.n_kv_heads, info.head_dim, dtype=self.target.dtype, device=self.target.device
         )
         if self.ring is None or not self.ring.serves(B, like_GD):
-            self.ring = Ring(B, self.window, like_GD)
+            self.ring = DraftRing(B, self.window, like_GD)
         few = min(self.window, S)
         since_B = (n_B - few).clamp(min=0)
         self.ring.begin(since_B)
@@ -129,7 +129,7 @@ class LongSpecRuntime:
         ring = self.ring
         return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.since_B, self.layer.qkv.weight)
 
-    def _state(self, shape: TreeShape) -> tuple[Ring, KVCache]:
+    def _state(self, shape: TreeShape) -> tuple[DraftRing, KVCache]:
         """The ring with room for this tree, and the cache."""
         if self.ring is None or self.cache is None:
             raise ConflictError("a LongSpec draft was asked before start(); run it through Engine.generate")
@@ -145,7 +145,7 @@ class LongSpecRuntime:
         embed_NE = self.target.embed(tokens_BP).flatten(0, 1)
         self.layer.keep(embed_NE, rope, self.ring.positions(pos_BP[:, 0], count_B))
 
-    def _level(self, ring: Ring, cache: KVCache, level: Level, rope: Rope) -> Tensor:
+    def _level(self, ring: DraftRing, cache: KVCache, level: Level, rope: Rope) -> Tensor:
         """Logits_BMV of one level's nodes; their keys and values join the tree's."""
         tokens_BM, depth = level.tokens_BM, level.depth
         B, M, scale = *tokens_BM.shape, self.draft.scale

@@ -16,7 +16,7 @@ from longtrain.kernels.fused_layer import write_rows
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
-from longtrain.methods.longspec.ring import Ring
+from longtrain.methods.longspec.ring import DraftRing
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import random_target
@@ -178,7 +178,7 @@ def test_sampled_chain_follows_its_own_law(llama, make_draft):
 def test_ring_equals_full_history():
     gen = torch.Generator().manual_seed(0)
     B, W, G, H, D = 3, 5, 2, 4, 8
-    ring = Ring(B, W, torch.zeros(G, D, dtype=torch.float64))
+    ring = DraftRing(B, W, torch.zeros(G, D, dtype=torch.float64))
     ring.reserve(4)
     draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
     history = [[] for _ in range(B)]

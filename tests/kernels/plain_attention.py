@@ -1,4 +1,4 @@
-"""What every kernel here computes, written plainly in fp32 (fp64 stays fp64), for tests and benchmarks.
+"""What attention kernels compute, written plainly in fp32 (fp64 stays fp64).
 
 Shapes: T queries, S keys, N tree nodes, H query heads, G KV heads, D head dim, B batch.
 """
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from longtrain.kernels.tree_attention.reference import masked_attention
 
 
 def packed_attention(
@@ -40,26 +42,6 @@ def packed_attention(
         scale=scale,
     )
     return out[0].transpose(0, 1)
-
-
-def masked_attention(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention under an explicit mask, with its natural-log lse; a row that sees nothing: 0, -inf.
-
-    Returns:
-        out_BHTD in q's dtype, lse_BHT in fp32 (fp64 for fp64).
-    """
-    wide = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
-    B, H, T, D = q_BHTD.shape
-    G = k_BGSD.shape[1]
-    q_BGgTD = q_BHTD.to(wide).view(B, G, H // G, T, D)
-    score = torch.einsum("bghtd,bgsd->bghts", q_BGgTD, k_BGSD.to(wide)) * scale
-    score = score.masked_fill(~visible_BTS[:, None, None], -torch.inf)
-    lse = torch.logsumexp(score, -1)
-    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0)[..., None])
-    out = torch.einsum("bghts,bgsd->bghtd", weight, v_BGSD.to(wide))
-    return out.reshape(B, H, T, D).to(q_BHTD.dtype), lse.view(B, H, T)
 
 
 def tree_attention(

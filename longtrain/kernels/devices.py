@@ -1,0 +1,99 @@
+"""Where Triton kernels run, and what every launch of one needs: one place that asks the device.
+
+On compute capability 9.0 a kernel of a step is launched before the one in front of it ends (programmatic
+dependent launch); `chaining` gives the options of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+CHAINED = True
+"""Kernels start while the one before them ends, where the device can; they wait before they read."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels, on any device, instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=32)
+def compiles_for(device: torch.device, capability: tuple[int, int] = (8, 0)) -> bool:
+    """Whether Triton is there and the device is a GPU of at least this compute capability."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= capability
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels run on this device, compiled or interpreted."""
+    return interpreted() or compiles_for(device)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Whether kernels without matrix products take this tensor; plain torch does otherwise."""
+    if x.dtype not in _FLOATS or x.stride(-1) != 1 or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    return runs_on(x.device)
+
+
+def products_serve(q: Tensor, k: Tensor) -> bool:
+    """Whether kernels that multiply queries with keys take these two; the interpreter multiplies no bf16."""
+    if k.dtype not in _FLOATS or q.dtype == torch.float64 or k.stride(-1) != 1:
+        return False
+    return k.dtype != torch.bfloat16 if interpreted() else compiles_for(k.device)
+
+
+def chaining(device: torch.device) -> dict[str, Any]:
+    """A kernel's constant CHAINED, and the launch option that goes with it."""
+    if CHAINED and hopper(device):
+        return {"CHAINED": True, "launch_pdl": True}
+    return {"CHAINED": False}
+
+
+def hopper(device: torch.device) -> bool:
+    """Compute capability 9.0 or more: bulk copies, and launches that overlap their predecessor's end."""
+    return compiles_for(device, (9, 0))
+
+
+def cores(device: torch.device, *, otherwise: int) -> int:
+    """Multiprocessors of a GPU; `otherwise` of another device, whose kernels are interpreted."""
+    if device.type != "cuda":
+        return otherwise
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launched_on(x: Tensor) -> AbstractContextManager[Any]:
+    """Launches within go to the device of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """The tensor itself if its last dimension is contiguous, as kernels ask for, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def partial_results(like: Tensor, rows: int, width: int, *more: int) -> tuple[Tensor, ...]:
+    """Buffers in fp32 for the parts of a split attention: a row has an lse and `width` sums."""
+    sizes = [rows, rows * width, *more]
+    return like.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+
+
+def width_of(head_dim: int) -> int:
+    """Columns of a tile that holds rows of this head dim."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def register_limit(registers: int | None) -> dict[str, int]:
+    """The launch option that bounds the registers of a thread."""
+    return {"maxnreg": registers} if registers else {}
