@@ -27,3 +27,8 @@ class ConflictError(LongtrainError):
 
 class TrainingError(LongtrainError):
     """Training cannot go on: a loss that is not finite, say."""
+
+
+def refusal(kind: type[LongtrainError], what: str, allowed: str) -> LongtrainError:
+    """An error that says what was given and what is allowed instead."""
+    return kind(f"{what}; allowed: {allowed}")

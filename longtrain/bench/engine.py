@@ -16,7 +16,7 @@ from longtrain.bench.report import gib, spread
 from longtrain.costs import roofline
 from longtrain.costs.hardware import gpu_called
 from longtrain.costs.model import Sizes
-from longtrain.decoding.control import Menu
+from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -81,7 +81,7 @@ class Settings:
 
     max_new_tokens: int
     sampling: Sampling
-    shape: TreeShape | Menu
+    shape: TreeShape | ShapeChoice
     warmup: int = 1
     repeats: int = 5
     baselines: Sequence[str] = ()
@@ -109,7 +109,7 @@ def measure(
     """
     row: dict[str, Any] = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
 
-    def run(engine: Engine, shape: TreeShape | Menu) -> Callable[[], Generation]:
+    def run(engine: Engine, shape: TreeShape | ShapeChoice) -> Callable[[], Generation]:
         return lambda: engine.generate(
             prompts,
             max_new_tokens=settings.max_new_tokens,

@@ -13,12 +13,11 @@ from torch import Tensor
 from longtrain.bench import steps
 from longtrain.bench.quantspec_accept import Replay
 from longtrain.bench.quantspec_cells import Cell, Settings, Way
-from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Stage, can_settle
+from longtrain.decoding.captured import CaptureBuffers, can_capture
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.roles import Parts, onlooker
-from longtrain.decoding.sampling import HashCoins
+from longtrain.decoding.sampling import HashCoins, MinNewTokens
 from longtrain.errors import ConflictError
 from longtrain.targets.step import TargetStep
 
@@ -42,7 +41,7 @@ def staged(target: Target, parts: Parts, cell: Cell, settings: Settings) -> Phas
         ConflictError: such cycles cannot be captured, or a draft needs a prompt that was read.
     """
     way, context, batch = cell.way, cell.context, cell.batch
-    shape, stage = way.shape, Stage(target)
+    shape, stage = way.shape, CaptureBuffers(target)
     draft = parts.draft if shape.widths else None
     room = steps_of(way, settings).room
     coins = torch.Generator().manual_seed(settings.seed + context)
@@ -71,16 +70,16 @@ def staged(target: Target, parts: Parts, cell: Cell, settings: Settings) -> Phas
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=settings.seed, watch=watch)
         step = TargetStep(None, {})
-    if not can_settle(cache) or (draft is not None and draft.tensors() is None):
+    if not can_capture(cache) or (draft is not None and draft.tensors() is None):
         raise ConflictError(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured here"
         )
-    cache = stage.settle(cache, room=room + shape.n_nodes)
+    cache = stage.take_in(cache, room=room + shape.n_nodes)
     if draft is not None:
         draft.start(tokens_BS, n_B, step, cache)
-    barred = Barred((), 0, target.device)
+    min_new = MinNewTokens((), 0, target.device)
     judge = _judge(way, batch, settings, target.device) if way.law is not None else None
-    phases = Phases(target, cache, draft, shape, settings.sampling, barred, judge=judge)
+    phases = Phases(target, cache, draft, shape, settings.sampling, min_new, judge=judge)
     rows_B = torch.arange(batch, device=target.device)
     phases.begin(tokens_BS[:, -1], HashCoins(settings.seed, rows_B), room)
     return phases

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from longtrain.bench.report import spread
-from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Cycles, Mail, Stage, can_settle, has_graphs, record
+from longtrain.decoding.captured import CaptureBuffers, Cycles, TokenTransfer, can_capture, has_graphs, record
 from longtrain.decoding.phases import Phases
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts, TreeShape, onlooker
-from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
 from longtrain.errors import ConflictError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def measure(
     shape, parts = settings.shape, parts or Parts()
     draft = parts.draft if shape.widths else None
     room = settings.room
-    stage = Stage(target)
+    stage = CaptureBuffers(target)
     read = prefill(
         target,
         parts.cache or (target.new_cache if parts.evictor else stage.new_cache),
@@ -79,13 +78,13 @@ def measure(
         evictor=parts.evictor,
         onlooker=onlooker(draft),
     )
-    if not can_settle(read.cache) or (draft is not None and draft.tensors() is None):
+    if not can_capture(read.cache) or (draft is not None and draft.tensors() is None):
         raise ConflictError(f"the cycles of parts '{parts.name}' cannot be captured; pass suite.cycles=0")
-    cache = stage.settle(read.cache, room=room + shape.n_nodes)
+    cache = stage.take_in(read.cache, room=room + shape.n_nodes)
     if draft is not None:
         draft.start(read.tokens_BS, read.n_B, read.step, cache)
-    barred = Barred((), 0, target.device)
-    phases = Phases(target, cache, draft, shape, settings.sampling, barred)
+    min_new = MinNewTokens((), 0, target.device)
+    phases = Phases(target, cache, draft, shape, settings.sampling, min_new)
     ids_B = torch.arange(len(prompts), device=target.device)
     assert read.step.logits_BTV is not None
     phases.begin(read.step.logits_BTV[:, -1].argmax(-1), HashCoins(0, ids_B), room)
@@ -108,7 +107,7 @@ def whole(phases: Phases, settings: Settings) -> dict[str, Any]:
     """
     device = phases.target.device
     cycles = Cycles(phases, captured=True)
-    mail = Mail(cycles.late)
+    transfer = TokenTransfer(cycles.late)
     marks: list[Any] = []
 
     def go(count: int) -> int:
@@ -117,8 +116,8 @@ def whole(phases: Phases, settings: Settings) -> dict[str, Any]:
             marks.append(_mark(device))
             cycles.run()
             marks.append(_mark(device))
-            mail.send(phases.news_BX)
-            for emitted in mail.due(rest=i == count - 1):
+            transfer.send(phases.news_BX)
+            for emitted in transfer.arrived(rest=i == count - 1):
                 tokens += sum(map(len, emitted))
         return tokens
 

@@ -16,7 +16,7 @@ import torch
 
 from longtrain.costs.hardware import Gpu, gpu_called
 from longtrain.costs.model import Sizes
-from longtrain.decoding.control import Menu
+from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
@@ -62,7 +62,7 @@ class Context:
     artifact: str | None = None
     home: Path = Path()
     sampling: Sampling = field(default_factory=Sampling)
-    drafting: Callable[[], TreeShape | Menu] = lambda: TreeShape(())
+    drafting: Callable[[], TreeShape | ShapeChoice] = lambda: TreeShape(())
     load_target: Callable[[str | None], Target] | None = None
 
     @property

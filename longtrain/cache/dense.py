@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly, Tree
 from longtrain.cache.room import check_room
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.attention.ragged import masked_rows
 from longtrain.kernels.attention.split import split_attention, split_serves
 
@@ -62,9 +62,10 @@ class DenseCache(KVCache):
         base: int = 0,
     ) -> None:
         if min(batch, max_tokens) < 1 or max_nodes < 0:
-            raise ConfigError(
-                f"cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}; "
-                "allowed: at least 1 sequence, 1 token and 0 nodes"
+            raise refusal(
+                ConfigError,
+                f"cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}",
+                "at least 1 sequence, 1 token and 0 nodes",
             )
         self.capacity = max_tokens + max_nodes
         self.base = base

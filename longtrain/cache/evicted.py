@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache, Mask
 from longtrain.cache.dense import DenseCache
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError, ConflictError, refusal
 from longtrain.kernels.attention.ragged import Segments, even_attention, ragged_attention, segments_of
 from longtrain.kernels.attention.split import lse_merge
 
@@ -134,9 +134,10 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
         )
     most_B = torch.tensor(lengths)
     if int(n_LBG.min()) < 1 or bool((n_LBG > most_B[:, None]).any()):
-        raise ConfigError(
-            f"{int(n_LBG.min())} to {int(n_LBG.max())} rows kept of prompts of {list(lengths)} tokens; "
-            "allowed: 1 to the prompt's length in every layer and KV head"
+        raise refusal(
+            ConfigError,
+            f"{int(n_LBG.min())} to {int(n_LBG.max())} rows kept of prompts of {list(lengths)} tokens",
+            "1 to the prompt's length in every layer and KV head",
         )
     even = int(n_LBG.min()) == int(n_LBG.max())
     base = int(n_LBG.max()) if even else 0

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.cache.base import Causal, KernelMask, KVCache, Mask
 from longtrain.cache.room import check_room, hierarchical_bytes, quantised_blocks
-from longtrain.errors import ConfigError, ConflictError, DataError
+from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
@@ -71,9 +71,10 @@ class HierarchicalCache(KVCache):
     ) -> None:
         check_shape(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim)
         if min(batch, max_tokens) < 1 or not 0 <= max_nodes <= MAX_ROWS:
-            raise ConfigError(
-                f"hierarchical cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}; "
-                f"allowed: at least 1 sequence and 1 token, 0 to {MAX_ROWS} nodes"
+            raise refusal(
+                ConfigError,
+                f"hierarchical cache of batch={batch}, max_tokens={max_tokens}, max_nodes={max_nodes}",
+                f"at least 1 sequence and 1 token, 0 to {MAX_ROWS} nodes",
             )
         check_room(
             hierarchical_bytes(
@@ -244,9 +245,10 @@ class HierarchicalCache(KVCache):
         expected_B = self._prompt_B
         if path_BP is not None or expected_B is None or not torch.equal(expected_B, n_B):
             told = None if expected_B is None else expected_B.tolist()
-            raise ConflictError(
-                f"a hierarchical cache took prompts of {told} tokens and is asked to commit {n_B.tolist()}; "
-                "allowed: all of each prompt (tell `expect` the lengths of right-padded ones)"
+            raise refusal(
+                ConflictError,
+                f"a hierarchical cache took prompts of {told} tokens and is asked to commit {n_B.tolist()}",
+                "all of each prompt (tell `expect` the lengths of right-padded ones)",
             )
         found_L2 = unsound(self.planes, self.ring, Lens(n_B, _blocks(n_B))).tolist()
         bad = [(layer, which) for layer, which in enumerate(found_L2) if any(which)]
@@ -266,9 +268,10 @@ class HierarchicalCache(KVCache):
     def _check_room(self, rows: int) -> None:
         """That the ring takes so many rows, and the planes what may be committed before the next look."""
         if rows > MAX_ROWS:
-            raise ConfigError(
-                f"{rows} new rows for a hierarchical cache that holds a prefix; allowed: up to "
-                f"{MAX_ROWS} a step"
+            raise refusal(
+                ConfigError,
+                f"{rows} new rows for a hierarchical cache that holds a prefix",
+                f"up to {MAX_ROWS} a step",
             )
         if self.len_B.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # the host cannot ask while a graph is recorded, and will not be asked when it is replayed

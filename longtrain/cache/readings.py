@@ -19,7 +19,7 @@ from torch import Tensor
 from longtrain.cache.base import Mask
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
 from longtrain.kernels.hierarchical.reference import quantise
 
@@ -57,7 +57,7 @@ class Rounding:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ConfigError(f"rounding to {self.bits} bits; allowed: 4, 8")
+            raise refusal(ConfigError, f"rounding to {self.bits} bits", "4, 8")
 
 
 class UpperHalfCache(HierarchicalCache):

@@ -50,7 +50,7 @@ def read_after(
     read, forwards = [0] * B, 0
     logits_B1V: Tensor | None = None
     states: dict[int, Tensor] = {}
-    seen = Sight(watch, B, T) if watch else None
+    seen = WatchBuffer(watch, B, T) if watch else None
     while read != list(lengths):
         counts = _next(cache, [n - done for n, done in zip(lengths, read, strict=True)])
         first_B, n_B = torch.tensor([read, counts], device=device)
@@ -75,7 +75,7 @@ def read_after(
     return TargetStep(logits_B1V, {layer: state[:, :T] for layer, state in states.items()}), forwards
 
 
-class Sight:
+class WatchBuffer:
     """Gathers what a watch is to see of several steps, and shows it at the end, a layer at a time.
 
     Args:

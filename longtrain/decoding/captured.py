@@ -21,7 +21,7 @@ from torch import Tensor
 from longtrain.cache.arena import ArenaCache, movable
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
-from longtrain.decoding.phases import Phases, Texts
+from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.roles import TreeShape
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Stopwatch:
         return event
 
 
-class Repertoire:
+class ShapeCycles:
     """Cycles of several shapes over the same texts, cache and draft, made as they are needed.
 
     Args:
@@ -186,7 +186,7 @@ class Repertoire:
         return cycles.phases.news_BX, watch
 
 
-class Stage:
+class CaptureBuffers:
     """What an engine keeps from call to call: one arena, and the cycles captured over it.
 
     Args:
@@ -197,7 +197,7 @@ class Stage:
         self.target = target
         self.arena: ArenaCache | None = None
         self._cycles: dict[Hashable, Cycles] = {}
-        self._texts: Texts | None = None
+        self._texts: CycleState | None = None
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
         """The arena's buffers as an empty cache to read prompts into; called as `Target.new_cache` is."""
@@ -205,11 +205,11 @@ class Stage:
         store.rewind([0] * batch)
         return store
 
-    def settle(self, cache: KVCache, *, room: int) -> KVCache:
+    def take_in(self, cache: KVCache, *, room: int) -> KVCache:
         """A cache that cycles can be captured over, with the rows of `cache` in it.
 
         Args:
-            cache: committed prompts; `can_settle` was asked.
+            cache: committed prompts; `can_capture` was asked.
             room: slots needed after them.
         """
         if cache.tensors() is not None:
@@ -222,11 +222,11 @@ class Stage:
         arena.take(cache, room=room)
         return arena
 
-    def texts(self, len_B: Tensor) -> Texts:
+    def texts(self, len_B: Tensor) -> CycleState:
         """What cycles of all shapes share; at the same place from call to call, for as many sequences."""
         known = self._texts
         if known is None or known.root_B.shape != len_B.shape or known.root_B.device != len_B.device:
-            known = self._texts = Texts(len_B)
+            known = self._texts = CycleState(len_B)
         return known
 
     def cycles(self, phases: Phases, key: Hashable) -> Cycles:
@@ -260,7 +260,7 @@ class Stage:
         return self.arena
 
 
-class Mail:
+class TokenTransfer:
     """What cycles emitted, on its way to the host.
 
     Args:
@@ -288,13 +288,13 @@ class Mail:
 
         self._sent.append(read)
 
-    def due(self, *, rest: bool) -> Iterator[list[list[int]]]:
+    def arrived(self, *, rest: bool) -> Iterator[list[list[int]]]:
         """The tokens of each row, cycle by cycle: of all but the last `late` cycles, or of the rest."""
         while len(self._sent) > (0 if rest else self._late):
             yield [row[1 : 1 + row[0]] for row in self._sent.popleft()()]
 
 
-def can_settle(cache: KVCache) -> bool:
+def can_capture(cache: KVCache) -> bool:
     """Whether cycles over this cache, or over its rows in an arena, can be captured."""
     return cache.tensors() is not None or movable(cache) is not None
 

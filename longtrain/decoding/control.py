@@ -34,7 +34,7 @@ _STALE = 1024
 
 
 @dataclass(frozen=True)
-class Menu:
+class ShapeChoice:
     """Shapes to choose among cycle by cycle; plain decoding is always one of them.
 
     Args:

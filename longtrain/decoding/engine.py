@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
-from longtrain.decoding.barred import Barred
-from longtrain.decoding.captured import Cycles, Mail, Repertoire, Stage, Stopwatch, can_settle
-from longtrain.decoding.control import Control, Costs, Menu
+from longtrain.decoding.captured import (
+    CaptureBuffers,
+    Cycles,
+    ShapeCycles,
+    Stopwatch,
+    TokenTransfer,
+    can_capture,
+)
+from longtrain.decoding.control import Control, Costs, ShapeChoice
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
-from longtrain.decoding.phases import Phases, Texts
+from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
-from longtrain.decoding.sampling import Coins, HashCoins, Sampling, probs
+from longtrain.decoding.sampling import Coins, HashCoins, MinNewTokens, Sampling, probs
 from longtrain.decoding.stats import Stats, repeated
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
@@ -40,7 +46,7 @@ PLAIN = TreeShape(())
 """A root alone: nothing is drafted."""
 CHAIN = TreeShape((1, 1, 1, 1))
 """What is drafted where a draft is there and no shape is asked for."""
-AUTO = Menu()
+AUTO = ShapeChoice()
 """The shapes that a draft offers, each cycle's chosen by what was measured and accepted before."""
 Capture: TypeAlias = Literal["auto"] | bool
 _WORTH = 32
@@ -93,7 +99,7 @@ class Engine:
         self.capture = capture
         self.costs = Costs()
         """What cycles took where there was a choice of shapes; later calls start from it."""
-        self._kept: Stage | None = None
+        self._kept: CaptureBuffers | None = None
         if self.parts.evictor is not None and self.parts.cache is not None:
             raise ConflictError(
                 f"parts '{self.parts.name}' bring a cache of their own and an evictor "
@@ -107,7 +113,7 @@ class Engine:
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
-        shape: TreeShape | Menu | None = None,
+        shape: TreeShape | ShapeChoice | None = None,
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
@@ -123,8 +129,8 @@ class Engine:
             max_new_tokens: most new tokens of each.
             sampling: processors and seed; greedy by default.
             shape: what to draft each cycle; None is a chain of 4 with a draft and plain decoding without one.
-                `PLAIN` decodes plainly although a draft is there. `AUTO`, or a `Menu` of shapes: as much as
-                pays, cycle by cycle. The law of the text stays as it is; of a chain whose children are
+                `PLAIN` decodes plainly although a draft is there. `AUTO`, or another `ShapeChoice`: as much
+                as pays, cycle by cycle. The law of the text stays as it is; of a chain whose children are
                 sampled, another text of that law may come out, since cycles then begin at other tokens.
             stop: strings that end a text; it is cut right before them.
             stop_ids: token ids that end a sequence; None takes the target's own.
@@ -148,7 +154,7 @@ class Engine:
         draft = self.parts.draft if most_nodes > 1 else None
         ids = () if ignore_eos else target.info.eos_ids if stop_ids is None else stop_ids
         ending = Ending(max_new_tokens, frozenset(ids), stop, target.tokenizer)
-        barred = Barred(ids, min_new_tokens, target.device)
+        min_new = MinNewTokens(ids, min_new_tokens, target.device)
         out = Output(ending, len(prompts), stream)
         coins = self._coins(sampling.seed, sequence_ids, len(prompts))
 
@@ -169,27 +175,27 @@ class Engine:
         )
         stage = self._served(stage, read.cache)
         if stage:
-            read = replace(read, cache=stage.settle(read.cache, room=max_new_tokens + most_nodes))
+            read = replace(read, cache=stage.take_in(read.cache, room=max_new_tokens + most_nodes))
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
-        first_BV = barred.out_of(_logits(read.step)[:, -1])
+        first_BV = min_new.at_first(_logits(read.step)[:, -1])
         root_B = _choose(first_BV, sampling, coins, cache.len_B)
         over = out.begin(root_B.tolist())
         prefilled_s = time.perf_counter()
 
-        texts = stage.texts(cache.len_B) if stage else Texts(cache.len_B)
+        texts = stage.texts(cache.len_B) if stage else CycleState(cache.len_B)
         texts.begin(root_B, coins, max_new_tokens)
         texts.close(over)
 
         def cycles_of(one: TreeShape) -> Cycles:
-            phases = Phases(target, cache, draft, one, sampling, barred, texts=texts)
+            phases = Phases(target, cache, draft, one, sampling, min_new, texts=texts)
             if stage is None:
                 return Cycles(phases, captured=False)
-            return stage.cycles(phases, (one, draft is not None, _constants(sampling, barred)))
+            return stage.cycles(phases, (one, draft is not None, _constants(sampling, min_new)))
 
-        cycles = Repertoire(cycles_of)
-        kind = (len(prompts), stage is not None, _constants(sampling, barred))
+        cycles = ShapeCycles(cycles_of)
+        kind = (len(prompts), stage is not None, _constants(sampling, min_new))
         control = Control(shapes, self.costs, kind)
         before = max(map(len, prompts)) + max(map(len, after or [()]))
         used = _decode(cycles, control, out, texts, before=before, late=int(stage is not None))
@@ -212,14 +218,14 @@ class Engine:
         )
         return Generation(out.tokens, stats, out.finish, out.texts())
 
-    def _shapes(self, asked: TreeShape | Menu | None, sampling: Sampling) -> tuple[TreeShape, ...]:
+    def _shapes(self, asked: TreeShape | ShapeChoice | None, sampling: Sampling) -> tuple[TreeShape, ...]:
         """What may be drafted in a cycle, smallest first.
 
         Raises:
             ConfigError: something that cannot be drafted.
         """
         draft = self.parts.draft
-        if isinstance(asked, Menu):
+        if isinstance(asked, ShapeChoice):
             shapes = asked.shapes(draft, sampled=not sampling.greedy)
             if not asked.widths:  # nobody asked for those beyond the limits
                 shapes = tuple(one for one in shapes if one.n_nodes <= self.limits.nodes)
@@ -229,7 +235,9 @@ class Engine:
             self.limits.check_shape(shape, draft)
         return shapes
 
-    def _stage(self, draft: Draft | None, shapes: Sequence[TreeShape], max_new_tokens: int) -> Stage | None:
+    def _stage(
+        self, draft: Draft | None, shapes: Sequence[TreeShape], max_new_tokens: int
+    ) -> CaptureBuffers | None:
         """Where captured cycles take place; None: every operator is launched by the host.
 
         Raises:
@@ -249,16 +257,16 @@ class Engine:
         if reason and not auto:
             raise ConflictError(f"capture=True, but {reason}; pass capture=False or 'auto'")
         if not reason and self._kept is None:
-            self._kept = Stage(self.target)
+            self._kept = CaptureBuffers(self.target)
         return None if reason else self._kept
 
-    def _served(self, stage: Stage | None, cache: KVCache) -> Stage | None:
+    def _served(self, stage: CaptureBuffers | None, cache: KVCache) -> CaptureBuffers | None:
         """The stage, if this cache can be decoded from there.
 
         Raises:
             ConflictError: it must be captured and cannot be.
         """
-        if stage is None or can_settle(cache):
+        if stage is None or can_capture(cache):
             return stage
         if self.capture != "auto":
             raise ConflictError(
@@ -277,7 +285,7 @@ class Engine:
 
 
 def _decode(
-    cycles: Repertoire, control: Control, out: Output, texts: Texts, *, before: int, late: int
+    cycles: ShapeCycles, control: Control, out: Output, texts: CycleState, *, before: int, late: int
 ) -> Counter[TreeShape]:
     """Run cycles until every text is over.
 
@@ -293,21 +301,21 @@ def _decode(
         How many cycles of each shape were run.
     """
     used: Counter[TreeShape] = Counter()
-    mail, sent = Mail(late), deque[tuple[TreeShape, Stopwatch | None]]()
+    transfer, sent = TokenTransfer(late), deque[tuple[TreeShape, Stopwatch | None]]()
     most = out.ending.max_new_tokens
     while not out.done:
-        said = out.said()
+        lengths = out.lengths()
         if used.total() < most - 1:  # each gives every text at least one token
-            shape = control.choose(length=before + max(said), left=most - min(said))
+            shape = control.choose(length=before + max(lengths), left=most - min(lengths))
             news_BX, watch = cycles.run(shape, timed=control.free)
-            mail.send(news_BX)
+            transfer.send(news_BX)
             sent.append((shape, watch))
             used[shape] += 1
-        for emitted in mail.due(rest=used.total() == most - 1):
+        for emitted in transfer.arrived(rest=used.total() == most - 1):
             shape, watch = sent.popleft()
             accepted = [len(new) - 1 for new, end in zip(emitted, out.finish, strict=True) if not end]
             seconds = watch.seconds() if watch else None
-            control.learn(shape, accepted, length=before + max(said), seconds=seconds)
+            control.learn(shape, accepted, length=before + max(lengths), seconds=seconds)
             texts.close(out.take(emitted, shape))
     return used
 
@@ -333,7 +341,7 @@ def _gains(target: Target) -> bool:
     return kernel_serves(probe, probe, probe)
 
 
-def _constants(sampling: Sampling, barred: Barred) -> Hashable:
+def _constants(sampling: Sampling, min_new: MinNewTokens) -> Hashable:
     """What is built into a graph of a cycle beside its shape; the seed is not."""
-    ids = tuple(barred.ids.tolist()) if barred.tokens else ()
-    return replace(sampling, seed=0), barred.tokens, ids
+    ids = tuple(min_new.ids.tolist()) if min_new.tokens else ()
+    return replace(sampling, seed=0), min_new.tokens, ids

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longtrain.cache.evicted import compact
 from longtrain.decoding.sampling import HashCoins, Sampling, probs
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ConfigError, ConflictError, refusal
 from longtrain.targets.attention import Watch
 from longtrain.targets.step import Rows, Want
 
@@ -51,9 +51,9 @@ class Budget:
                 "evict.budget_tokens=128 or evict.budget_tokens=null evict.budget_ratio=0.1"
             )
         if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"evict.budget_tokens={self.tokens}; allowed: 1 or more")
+            raise refusal(ConfigError, f"evict.budget_tokens={self.tokens}", "1 or more")
         if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ConfigError(f"evict.budget_ratio={self.ratio}; allowed: above 0, at most 1")
+            raise refusal(ConfigError, f"evict.budget_ratio={self.ratio}", "above 0, at most 1")
 
     def of(self, length: int) -> int:
         """Rows for a prompt of `length` tokens; at least 1. Above `length`: nothing is evicted.
@@ -141,9 +141,10 @@ class PromptRun:
         """
         counts, T = [len(rows) for rows in tokens], max(map(len, tokens), default=0)
         if len(counts) != len(self.lengths) or T == 0:
-            raise ConfigError(
-                f"rows of {counts} tokens to follow {len(self.lengths)} prompts; allowed: one list a prompt, "
-                "one of them not empty"
+            raise refusal(
+                ConfigError,
+                f"rows of {counts} tokens to follow {len(self.lengths)} prompts",
+                "one list a prompt, one of them not empty",
             )
         ids_BT = torch.tensor([[*rows, *[0] * (T - len(rows))] for rows in tokens])
         pos_BT = self.n_B[:, None] + torch.arange(T, device=self.n_B.device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longtrain.decoding.roles import Draft, TokenTree, TreeShape
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, refusal
 from longtrain.targets.info import TargetInfo
 
 
@@ -27,7 +27,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "nodes"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"limits.{name}={getattr(self, name)}; allowed: 1 or more")
+                raise refusal(ConfigError, f"limits.{name}={getattr(self, name)}", "1 or more")
 
     def check_shape(self, shape: TreeShape, draft: Draft | None) -> None:
         """Refuse a shape that cannot be drafted.
@@ -42,7 +42,7 @@ class Limits:
                 f"shape {widths} asks for a draft and the engine has none; pass an artifact that brings one"
             )
         if any(width < 1 for width in widths):
-            raise ConfigError(f"shape {widths}; allowed: widths of 1 or more, e.g. [1, 1, 1, 1]")
+            raise refusal(ConfigError, f"shape {widths}", "widths of 1 or more, e.g. [1, 1, 1, 1]")
         if shape.n_nodes > self.nodes:
             raise ConfigError(
                 f"shape {widths} has {shape.n_nodes} nodes and limits.nodes={self.nodes}; narrow it"
@@ -64,9 +64,9 @@ class Limits:
             DataError: one is empty or holds an id outside the vocabulary.
         """
         if not 1 <= len(prompts) <= self.batch:
-            raise ConfigError(f"{len(prompts)} prompts; allowed: 1 to {self.batch} (limits.batch)")
+            raise refusal(ConfigError, f"{len(prompts)} prompts", f"1 to {self.batch} (limits.batch)")
         if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={max_new_tokens}; allowed: 1 or more")
+            raise refusal(ConfigError, f"max_new_tokens={max_new_tokens}", "1 or more")
         if after is not None and len(after) != len(prompts):
             raise ConfigError(f"{len(after)} rows after {len(prompts)} prompts; pass one each")
         for row, prompt in enumerate(prompts):
@@ -78,9 +78,10 @@ class Limits:
                 prompt = [*prompt, *after[row]]
             for token in (min(prompt), max(prompt)):
                 if not 0 <= token < info.vocab_size:
-                    raise DataError(
-                        f"prompt {row} holds token id {token}; allowed: 0 to {info.vocab_size - 1}, "
-                        f"the ids of target '{info.name}'"
+                    raise refusal(
+                        DataError,
+                        f"prompt {row} holds token id {token}",
+                        f"0 to {info.vocab_size - 1}, the ids of target '{info.name}'",
                     )
             for what, most in (("limits.tokens", self.tokens), ("the target's context", info.max_positions)):
                 if len(prompt) + max_new_tokens > most:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.stats import Cycle
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 
 Stream: TypeAlias = Callable[[int, list[int], list[bool]], None]
 """Called with (row, new tokens, whether each was drafted) whenever a sequence grows."""
@@ -45,7 +45,7 @@ class Ending:
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(self.stop):
-            raise ConfigError(f"stop={self.stop!r}; allowed: a list of strings that are not empty")
+            raise refusal(ConfigError, f"stop={self.stop!r}", "a list of strings that are not empty")
         if self.stop and self.tokenizer is None:
             raise ConfigError(
                 f"stop strings {list(self.stop)} need a tokenizer and the target has none; pass stop_ids"
@@ -114,8 +114,8 @@ class Output:
         """Whether every sequence is over."""
         return all(self.finish)
 
-    def said(self) -> list[int]:
-        """Tokens so far of each sequence that is not over; of all, where all are."""
+    def lengths(self) -> list[int]:
+        """New tokens so far of each sequence that is not over, or of all where all are over."""
         counts = [len(tokens) for tokens in self.tokens]
         return [count for count, end in zip(counts, self.finish, strict=True) if not end] or counts
 

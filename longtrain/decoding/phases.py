@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import Causal, KVCache, Mask, Tree
-from longtrain.decoding.barred import Barred
 from longtrain.decoding.limits import check_tree
 from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict, onlooker
-from longtrain.decoding.sampling import HashCoins, Sampling
+from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
 from longtrain.decoding.tree import chain, positions, visible
 from longtrain.decoding.verify import verify
 from longtrain.kernels.greedy import emitted
@@ -33,7 +32,7 @@ Judge: TypeAlias = Callable[[TokenTree, Verdict, Tensor | None], Verdict]
 """Replaces a verdict: called with the tree, what `verify` found, and the most nodes of each path, if any."""
 
 
-class Texts:
+class CycleState:
     """What a cycle leaves to the next, whatever the shape of either, beside what cache and draft hold.
 
     Args:
@@ -68,7 +67,7 @@ class Phases:
         draft: proposes; None decodes plainly.
         shape: what is drafted.
         sampling: processors; the seed is in the coins.
-        barred: ids that may not come yet.
+        min_new: ids that may not come yet.
         judge: has the last word on what is accepted, after all work of finding out is done. The text is then
             no longer the target's: for benchmarks of random weights, whose drafts are never right.
         texts: shared with cycles of other shapes over the same cache and draft; None: its own.
@@ -81,17 +80,17 @@ class Phases:
         draft: Draft | None,
         shape: TreeShape,
         sampling: Sampling,
-        barred: Barred,
+        min_new: MinNewTokens,
         *,
         judge: Judge | None = None,
-        texts: Texts | None = None,
+        texts: CycleState | None = None,
     ) -> None:
         self.target, self.cache, self.draft = target, cache, draft
-        self.shape, self.sampling, self.barred, self.judge = shape, sampling, barred, judge
+        self.shape, self.sampling, self.min_new, self.judge = shape, sampling, min_new, judge
         self.want = Want(logits="all", hidden=draft.want.hidden if draft else ())
         looking = onlooker(draft)
         self.watch = looking.watch_nodes if looking else None
-        self.texts = texts or Texts(cache.len_B)
+        self.texts = texts or CycleState(cache.len_B)
         self.root_B, self.left_B = self.texts.root_B, self.texts.left_B
         self.most, self.coins = self.texts.most, self.texts.coins
         self.news_BX = self.root_B.new_zeros(len(self.root_B), 2 + shape.depth)
@@ -132,7 +131,7 @@ class Phases:
     def accept(self, tree: TokenTree, step: TargetStep) -> Verdict:
         """The path that the target accepts, and its own token after it; uncut."""
         assert step.logits_BTV is not None
-        logits_BNV = self.barred.out_of_nodes(step.logits_BTV, tree, self.most - self.left_B)
+        logits_BNV = self.min_new.in_tree(step.logits_BTV, tree.depth_N, self.most - self.left_B)
         most_B = self.cache.commit_limit()
         verdict = verify(
             tree,

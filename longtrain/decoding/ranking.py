@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 
 RECALLS = (64, 128, 256, 512)
 """The k that reports give recall at, each of prompts with more than k ranked tokens alone."""
@@ -31,7 +31,7 @@ def recall_at(pred_XS: Tensor, true_XS: Tensor, k: int, valid_XS: Tensor | None 
     """
     _check(pred_XS, true_XS, valid_XS)
     if k < 1:
-        raise ConfigError(f"recall at k={k}; allowed: 1 or more")
+        raise refusal(ConfigError, f"recall at k={k}", "1 or more")
     valid_XS = torch.ones_like(pred_XS, dtype=torch.bool) if valid_XS is None else valid_XS
     most_X = valid_XS.sum(-1).clamp(max=k)
     both_XS = _best(pred_XS, most_X, valid_XS) & _best(true_XS, most_X, valid_XS)
@@ -72,7 +72,7 @@ def kendall_tau(pred_XS: Tensor, true_XS: Tensor, valid_XS: Tensor | None = None
 def _check(pred_XS: Tensor, true_XS: Tensor, valid_XS: Tensor | None) -> None:
     shapes = [tuple(one.shape) for one in (pred_XS, true_XS, valid_XS) if one is not None]
     if pred_XS.ndim != 2 or len(set(shapes)) != 1:
-        raise ConfigError(f"rankings of shapes {shapes}; allowed: [rankings, positions], the same for all")
+        raise refusal(ConfigError, f"rankings of shapes {shapes}", "[rankings, positions], the same for all")
 
 
 def _best(score_XS: Tensor, most_X: Tensor, valid_XS: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """How the next token is drawn: one set of processors for target and draft, and coins blind to the batch.
 
-Shapes: B batch, V vocabulary.
+Shapes: B batch, N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
+from longtrain.settings import wrong
 
 _MASK64 = (1 << 64) - 1
 _UNIT = 1 << 40
@@ -31,11 +32,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature}; allowed: 0 (greedy) or more")
+            raise wrong("temperature", self.temperature, "0 (greedy) or more")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p}; allowed: above 0, up to 1")
+            raise wrong("top_p", self.top_p, "above 0, up to 1")
         if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k}; allowed: 0 (off) or a count")
+            raise wrong("top_k", self.top_k, "0 (off) or a count")
 
     @property
     def greedy(self) -> bool:
@@ -122,6 +123,38 @@ class HashCoins:
         point_B = (self.uniform(pos_B, role) * total_BV[:, -1].double()).long()
         index_B = torch.searchsorted(total_BV, point_B[:, None], right=True)[:, 0]
         return index_B.clamp_(max=weight_BV.shape[-1] - 1)
+
+
+class MinNewTokens:
+    """Keeps the ids that end a text out of its first tokens.
+
+    Args:
+        ids: the token ids that end a text.
+        tokens: how many first tokens of a text cannot be one of them.
+        device: the device of the logits.
+
+    Raises:
+        ConfigError: `tokens` is negative.
+
+    Source: transformers, `MinNewTokensLengthLogitsProcessor`.
+    """
+
+    def __init__(self, ids: Collection[int], tokens: int, device: torch.device) -> None:
+        if tokens < 0:
+            raise wrong("min_new_tokens", tokens, "0 or more")
+        self.tokens = tokens if ids else 0
+        self.ids = torch.tensor(sorted(ids), dtype=torch.int64, device=device)
+
+    def at_first(self, logits_BV: Tensor) -> Tensor:
+        """Logits of each text's first token."""
+        return logits_BV.index_fill(-1, self.ids, float("-inf")) if self.tokens else logits_BV
+
+    def in_tree(self, logits_BNV: Tensor, depth_N: Tensor, new_B: Tensor) -> Tensor:
+        """Logits below each node of a tree, by the nodes' depth and the new tokens up to the root."""
+        if not self.tokens:
+            return logits_BNV
+        early_BN = new_B[:, None] + depth_N < self.tokens
+        return torch.where(early_BN[..., None], self.at_first(logits_BNV), logits_BNV)
 
 
 def _counts(weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from longtrain.decoding.evict import Budget, Keep
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 
 Budgets: TypeAlias = Budget | Sequence[Sequence[int]]
 """The same for every layer, or rows [L][B] on the host (a pyramid)."""
@@ -35,7 +35,7 @@ def max_pool(s_LBGS: Tensor, lengths: Sequence[int], *, kernel: int = 7) -> Tens
         ConfigError: `kernel` is even or below 1.
     """
     if kernel < 1 or kernel % 2 == 0:
-        raise ConfigError(f"pooling kernel {kernel}; allowed: 1 (off), 3, 5, 7, ... (evict.kernel)")
+        raise refusal(ConfigError, f"pooling kernel {kernel}", "1 (off), 3, 5, 7, ... (evict.kernel)")
     s_LBGS = _only_real(s_LBGS, lengths)
     if kernel == 1:
         return s_LBGS
@@ -111,7 +111,7 @@ def top_adaptive(
     Note: with `exact=False` the total may be missed: up to about 1.5 rows a head fewer, or half a row more.
     """
     if not 0 <= floor <= 1:
-        raise ConfigError(f"evict.floor={floor}; allowed: 0 to 1")
+        raise refusal(ConfigError, f"evict.floor={floor}", "0 to 1")
     L, B, G, S = s_LBGS.shape
     protected = protect_first + protect_last
     spare_B = []

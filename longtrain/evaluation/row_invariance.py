@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import Causal, KVCache
-from longtrain.decoding.captured import Stage, can_settle
+from longtrain.decoding.captured import CaptureBuffers, can_capture
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
@@ -67,7 +67,7 @@ def measure(
 
 def _cache(target: Target, parts: Parts, prompt: Sequence[int], room: int) -> KVCache:
     """The prompt in a cache as decoding has it."""
-    stage = Stage(target)
+    stage = CaptureBuffers(target)
     read = prefill(
         target,
         parts.cache or (target.new_cache if parts.evictor else stage.new_cache),
@@ -76,7 +76,7 @@ def _cache(target: Target, parts: Parts, prompt: Sequence[int], room: int) -> KV
         nodes=room,
         evictor=parts.evictor,
     )
-    settled = stage.settle(read.cache, room=2 * room) if can_settle(read.cache) else read.cache
+    settled = stage.take_in(read.cache, room=2 * room) if can_capture(read.cache) else read.cache
     most_B = settled.commit_limit()
     if most_B is not None and int(most_B.min()) < room:
         raise ConfigError(

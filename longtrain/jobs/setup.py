@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from longtrain.artifact import Artifact
-    from longtrain.decoding.control import Menu
+    from longtrain.decoding.control import ShapeChoice
     from longtrain.decoding.evict import Evictor
     from longtrain.decoding.roles import Law, Parts, TreeShape
     from longtrain.decoding.sampling import Sampling
@@ -96,13 +96,13 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
     return TreeShape(shape, law or usual_law(shape, sampled=sampled))
 
 
-def drafting_from(cfg: DictConfig) -> TreeShape | Menu:
+def drafting_from(cfg: DictConfig) -> TreeShape | ShapeChoice:
     """What to draft, as `cfg.decode` says: a shape, or with `decode.shape=auto` those to choose among.
 
     Raises:
         ConfigError: no such law, or what is no list of widths.
     """
-    from longtrain.decoding.control import Menu
+    from longtrain.decoding.control import ShapeChoice
 
     menu = cfg.decode.get("menu")
     if cfg.decode.shape != AUTO:
@@ -112,7 +112,9 @@ def drafting_from(cfg: DictConfig) -> TreeShape | Menu:
                 "decode.shape=auto, leave one out"
             )
         return shape_from(cfg)
-    return Menu(convert(plain(menu) or [], tuple[tuple[Count, ...], ...], "decode.menu"), _law_from(cfg))
+    return ShapeChoice(
+        convert(plain(menu) or [], tuple[tuple[Count, ...], ...], "decode.menu"), _law_from(cfg)
+    )
 
 
 def _law_from(cfg: DictConfig) -> Law | None:

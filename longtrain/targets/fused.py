@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from longtrain.cache.base import PrefixOnly
-from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.errors import ConfigError, TargetMismatchError, refusal
 from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotary, rotate_heads, swiglu
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
@@ -206,9 +206,10 @@ def joined(linears: Sequence[nn.Linear]) -> Dense:
     """
     biases = [one.bias for one in linears if one.bias is not None]
     if biases and len(biases) < len(linears):
-        raise ConfigError(
-            f"linear layers of which {len(biases)} of {len(linears)} have a bias cannot be joined; allowed: "
-            "all of them or none; run without fused layers (target.fused=false)"
+        raise refusal(
+            ConfigError,
+            f"linear layers of which {len(biases)} of {len(linears)} have a bias cannot be joined",
+            "all of them or none; run without fused layers (target.fused=false)",
         )
     weight = _whole([one.weight for one in linears])
     bias = _whole(biases) if biases else None

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.targets.attention import NAME
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target, rebuild_rotary
@@ -194,8 +194,10 @@ def _folder(where: str | Path) -> Path:
         return folder
     text = str(where)
     if folder.exists() or text.count("/") != 1 or text[0] in "./~":
-        raise ConfigError(
-            f"target.path={text} is not a folder; allowed: a target folder, a Hub id (org/name), or tiny"
+        raise refusal(
+            ConfigError,
+            f"target.path={text} is not a folder",
+            "a target folder, a Hub id (org/name), or tiny",
         )
     from huggingface_hub import snapshot_download
 
@@ -256,7 +258,7 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     value = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if value is None or value not in DTYPES.values():
-        raise ConfigError(f"target.dtype={dtype}; allowed: auto, {', '.join(DTYPES)}")
+        raise refusal(ConfigError, f"target.dtype={dtype}", f"auto, {', '.join(DTYPES)}")
     return value
 
 
@@ -264,8 +266,8 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         wanted = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(
-            f"target.device={device} is not a device; allowed: cpu, cuda, cuda:0, ..."
+        raise refusal(
+            ConfigError, f"target.device={device} is not a device", "cpu, cuda, cuda:0, ..."
         ) from error
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

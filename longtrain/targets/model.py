@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, refusal
 from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.targets.attention import LeaveEarly, Pass, Watch
 from longtrain.targets.fused import FusedDecoder
@@ -276,7 +276,7 @@ class Target(nn.Module):
             allowed = "kv of a packed row only; other forwards write K and V to their cache"
         else:
             return
-        raise ConfigError(f"{want}; allowed: {allowed}")
+        raise refusal(ConfigError, f"{want}", f"{allowed}")
 
     @contextmanager
     def _recorded(self, layers: tuple[int, ...], hidden: dict[int, Tensor]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 from longtrain.targets.attention import NAME
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
         ConfigError: prompts of different lengths.
     """
     if len(set(map(len, prompts))) != 1:
-        raise ConfigError(f"prompts of {sorted(set(map(len, prompts)))} tokens; allowed: one length")
+        raise refusal(ConfigError, f"prompts of {sorted(set(map(len, prompts)))} tokens", "one length")
     model = target.model
     model.set_attn_implementation("sdpa")
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,9 +78,10 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     try:
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"target.chat_template={chat_template} is no file that can be read; allowed: a .jinja file, "
-            f"{', '.join(bundled)}, or null (the tokenizer's own)"
+        raise refusal(
+            ConfigError,
+            f"target.chat_template={chat_template} is no file that can be read",
+            f"a .jinja file, {', '.join(bundled)}, or null (the tokenizer's own)",
         ) from error
 
 
@@ -122,7 +123,7 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if size <= 256 + len(SPECIALS):
-        raise ConfigError(f"tokenizer size {size} is too small; allowed: more than {256 + len(SPECIALS)}")
+        raise refusal(ConfigError, f"tokenizer size {size} is too small", f"more than {256 + len(SPECIALS)}")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -11,7 +11,7 @@ import torch
 
 from longtrain import methods
 from longtrain.decoding import captured
-from longtrain.decoding.control import CHAINS, Acceptance, Control, Costs, Menu, levels
+from longtrain.decoding.control import CHAINS, Acceptance, Control, Costs, ShapeChoice, levels
 from longtrain.decoding.engine import AUTO, PLAIN, Engine
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
@@ -25,7 +25,7 @@ from .micro import target as micro
 from .test_captured import ONE, THREE, Recall, longspec, tapes  # noqa: F401 (a fixture)
 from .toys import OracleDraft, ToyTarget
 
-SHAPES = Menu(CHAINS).shapes(object(), sampled=False)
+SHAPES = ShapeChoice(CHAINS).shapes(object(), sampled=False)
 QUANTISED = {
     "model_type": "llama",
     "vocab_size": 61,
@@ -112,7 +112,7 @@ def test_costs_are_kept_for_the_next_call():
 
 
 def test_the_best_tree_wins():
-    menu = Menu(((1, 1), (4, 8, 8), (16, 16, 16, 16)))
+    menu = ShapeChoice(((1, 1), (4, 8, 8), (16, 16, 16, 16)))
     shapes = menu.shapes(object(), sampled=False)
     control = Control(shapes, Costs())
     cost = {(): 5.0, (1, 1): 5.5, (4, 8, 8): 6.5, (16, 16, 16, 16): 15.0}
@@ -173,16 +173,16 @@ def test_menus():
     assert [shape.depth for shape in AUTO.shapes(object(), sampled=False)] == [0, 1, 2, 3, 4, 6, 8]
     assert {shape.law for shape in AUTO.shapes(object(), sampled=True)[1:]} == {Law.IID}
     assert AUTO.shapes(None, sampled=False) == (PLAIN,)
-    mixed = Menu(((4, 8), (1, 1), ())).shapes(object(), sampled=True)
+    mixed = ShapeChoice(((4, 8), (1, 1), ())).shapes(object(), sampled=True)
     assert mixed == (PLAIN, TreeShape((1, 1), Law.IID), TreeShape((4, 8)))
     offered = AUTO.shapes(longspec(micro()), sampled=False)
     assert {shape.widths for shape in offered[1:]} == set(LongSpecRuntime.offers)
     with pytest.raises(ConfigError, match=r"\[\[1, 1\]\] ask for a draft"):
-        Engine(micro()).generate(ONE, max_new_tokens=4, shape=Menu(((1, 1),)))
+        Engine(micro()).generate(ONE, max_new_tokens=4, shape=ShapeChoice(((1, 1),)))
     small = Engine(micro(), Parts(draft=longspec(micro())), limits=Limits(nodes=8))
     assert [one.n_nodes for one in small._shapes(AUTO, Sampling())] == [1, 3, 5]
     with pytest.raises(ConfigError, match="nodes=8; narrow it"):
-        small.generate(ONE, max_new_tokens=4, shape=Menu(((1,) * 20,)))
+        small.generate(ONE, max_new_tokens=4, shape=ShapeChoice(((1,) * 20,)))
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def clock(monkeypatch) -> Callable[[TreeShape], float]:
         def seconds(self) -> float:
             return seconds(self.shape)
 
-    run = captured.Repertoire.run
+    run = captured.ShapeCycles.run
 
     def timed(self, shape, *, timed):
         news, watch = run(self, shape, timed=timed)
@@ -211,7 +211,7 @@ def clock(monkeypatch) -> Callable[[TreeShape], float]:
         return news, watch
 
     monkeypatch.setattr(captured, "Stopwatch", Watch)
-    monkeypatch.setattr(captured.Repertoire, "run", timed)
+    monkeypatch.setattr(captured.ShapeCycles, "run", timed)
     return seconds
 
 
@@ -224,12 +224,12 @@ def test_greedy_texts_are_the_plain_ones(capture, prompts, tapes, clock):  # noq
     parts = Parts(draft=Recall(texts), name="recall")
     engine = Engine(target, parts, capture=capture)
     made = []
-    for menu in (AUTO, Menu(((1, 1), (2, 4), (3, 4, 2))), AUTO, TreeShape((1, 1))):
+    for menu in (AUTO, ShapeChoice(((1, 1), (2, 4), (3, 4, 2))), AUTO, TreeShape((1, 1))):
         out = engine.generate(prompts, max_new_tokens=90, shape=menu, ignore_eos=True)
         assert out.tokens == texts
         assert sum(out.stats.shapes.values()) == out.stats.target_forwards - 1
         made.append(len(tapes))
-        if isinstance(menu, Menu):
+        if isinstance(menu, ShapeChoice):
             assert len(out.stats.shapes) > 1 and out.stats.tau > 2
             cycles = Counter(cycle.drafted for cycle in out.stats.rows[0])
             assert all(count <= sum(n for w, n in out.stats.shapes.items() if len(w) == depth)
@@ -245,7 +245,7 @@ def test_a_draft_with_a_ring_of_its_own(sampling, tapes, clock):  # noqa: F811
     plain = Engine(target, capture=False).generate(THREE, max_new_tokens=60, sampling=sampling)
     engine = Engine(target, Parts(draft=longspec(target), name="longspec"), capture=True)
     small = TreeShape((2,))
-    for shape in (small, Menu(((2,), (2, 2), (3, 4, 2))), small, Menu(((2,), (4, 8, 8)))):
+    for shape in (small, ShapeChoice(((2,), (2, 2), (3, 4, 2))), small, ShapeChoice(((2,), (4, 8, 8)))):
         out = engine.generate(THREE, max_new_tokens=60, sampling=sampling, shape=shape)
         assert out.tokens == plain.tokens, shape
 
@@ -279,7 +279,7 @@ def surprise(claimed: Law | None, law: Law) -> tuple[float, Counter]:
     """
     target, used, excess, variance = ToyTarget(8), Counter(), 0.0, 0.0
     engine = Engine(target, Parts(draft=OracleDraft(target, noise=0.6, law=claimed)))
-    menu = Menu(((1,), (1, 1), (2, 2)), law)
+    menu = ShapeChoice(((1,), (1, 1), (2, 2)), law)
     for call in range(24):
         ids = range(4 * call, 4 * call + 4)
         out = engine.generate(

@@ -19,7 +19,7 @@ def test_prompts(split, dim):
         v[0, 1, 7] = 0  # a token of nothing
         count_B = torch.tensor([2, 1])
         mine, want = planes_of(split, dim=dim), planes_of(split, dim=dim)
-        assert hier_quant.kernel_serves(k)
+        assert hier_quant.kernels_serve(k)
         hier_quant.quantise_blocks(k, v, mine.layer(0), count_B)
         first_B = torch.zeros_like(count_B)
         hier_quant_reference.quantise_blocks(k[:, :, :256], v[:, :, :256], want.layer(0), first_B, count_B)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 from longtrain.kernels.attention.flash import flash_segments, flash_serves
 from longtrain.kernels.attention.segments import Segment, cut, segments, spread
 
@@ -54,12 +54,13 @@ def packed_attention(
             do not divide.
     """
     if q_THD.shape[1] % k_SGD.shape[1] or k_SGD.shape != v_SGD.shape or q_THD.shape[2] != k_SGD.shape[2]:
-        raise DataError(
-            f"attention of q {tuple(q_THD.shape)} over k {tuple(k_SGD.shape)} and v {tuple(v_SGD.shape)}; "
-            "allowed: one head size, and query heads a multiple of KV heads"
+        raise refusal(
+            DataError,
+            f"attention of q {tuple(q_THD.shape)} over k {tuple(k_SGD.shape)} and v {tuple(v_SGD.shape)}",
+            "one head size, and query heads a multiple of KV heads",
         )
     if window is not None and window < 0:
-        raise DataError(f"attention window={window}; allowed: 0 (a row sees itself) or more, or None")
+        raise refusal(DataError, f"attention window={window}", "0 (a row sees itself) or more, or None")
     parts = segments(q_bounds, k_bounds, len(q_THD), len(k_SGD))
     if not parts:
         return torch.zeros_like(q_THD)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def segments(q_bounds: Sequence[int], k_bounds: Sequence[int], n_q: int, n_k: in
         if not bounds or not ordered or bounds[0] < 0 or bounds[-1] > n:
             raise DataError(f"{name} {_short(bounds)} must not decrease and must stay within 0..{n}")
     if len(q_bounds) != len(k_bounds):
-        raise DataError(f"{len(q_bounds)} q_bounds and {len(k_bounds)} k_bounds; allowed: as many of each")
+        raise refusal(DataError, f"{len(q_bounds)} q_bounds and {len(k_bounds)} k_bounds", "as many of each")
     found = []
     for q0, q1, k0, k1 in zip(q_bounds[:-1], q_bounds[1:], k_bounds[:-1], k_bounds[1:], strict=True):
         q0 = max(q0, q1 - (k1 - k0))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 from longtrain.kernels.devices import products_serve
 from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import BLOCK, HEAD_DIMS, Lens, Planes, Ring
@@ -58,12 +58,13 @@ def hier_attention(
     B, H, T, D = q_BHTD.shape
     batch, G, _, width = ring.k.shape
     if width != D or H % G or batch != B or not 1 <= T <= MAX_ROWS:
-        raise DataError(
-            f"queries {tuple(q_BHTD.shape)} over a ring {tuple(ring.k.shape)}; allowed: one batch, one head "
-            f"dim, 1 to {MAX_ROWS} rows, query heads a multiple of KV heads"
+        raise refusal(
+            DataError,
+            f"queries {tuple(q_BHTD.shape)} over a ring {tuple(ring.k.shape)}",
+            f"one batch, one head dim, 1 to {MAX_ROWS} rows, query heads a multiple of KV heads",
         )
     if bits not in (4, 8):
-        raise DataError(f"bits={bits}; allowed: 4, 8")
+        raise refusal(DataError, f"bits={bits}", "4, 8")
     check_mask(mask, B, T)
     if not kernel_serves(q_BHTD, planes, ring):
         return reference.hier_attention(q_BHTD, planes, ring, lens, mask, bits=bits, scale=scale)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import (
     LOG2E,
     chaining,
@@ -92,10 +92,11 @@ def hier_attention(
             if found is not None:
                 return found
         if tile is not None:
-            raise ConfigError(
+            raise refusal(
+                ConfigError,
                 f"{tile} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
-                f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}; allowed: "
-                f"{fragments.SERVED}, and up to 8 rows for each of its tiles; pass tile=None"
+                f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}",
+                f"{fragments.SERVED}, and up to 8 rows for each of its tiles; pass tile=None",
             )
     even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
     if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32

@@ -24,7 +24,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 
 BLOCK = 128
 """Tokens of a quantised block: the group that shares a key channel's step and zero."""
@@ -136,14 +136,16 @@ def check_shape(*, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         ConfigError: a head dim other than 64 and 128, or query heads that are no multiple of the KV heads.
     """
     if head_dim not in HEAD_DIMS:
-        raise ConfigError(
-            f"a hierarchical KV cache for heads of size {head_dim}; allowed: "
-            f"{', '.join(map(str, HEAD_DIMS))}; use the plain cache for this target"
+        raise refusal(
+            ConfigError,
+            f"a hierarchical KV cache for heads of size {head_dim}",
+            f"{', '.join(map(str, HEAD_DIMS))}; use the plain cache for this target",
         )
     if n_kv_heads < 1 or n_heads % n_kv_heads:
-        raise ConfigError(
-            f"a hierarchical KV cache for {n_heads} query heads over {n_kv_heads} KV heads; allowed: "
-            "a multiple of them"
+        raise refusal(
+            ConfigError,
+            f"a hierarchical KV cache for {n_heads} query heads over {n_kv_heads} KV heads",
+            "a multiple of them",
         )
 
 

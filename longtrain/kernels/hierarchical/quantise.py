@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 from longtrain.kernels.devices import kernels_serve
 from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Planes, Ring
@@ -115,7 +115,9 @@ def _check(k_BGND: Tensor, v_BGND: Tensor, planes: Planes) -> None:
     B, G, _, D = k_BGND.shape
     held = tuple(planes.k_step.shape)
     if v_BGND.shape != k_BGND.shape or held[:2] != (B, G) or held[-1] != D:
-        raise DataError(
+        raise refusal(
+            DataError,
             f"keys {tuple(k_BGND.shape)} and values {tuple(v_BGND.shape)} for planes of [sequences, KV "
-            f"heads, blocks, head dim] = {list(held)}; allowed: the same sequences, heads and head dim"
+            f"heads, blocks, head dim] = {list(held)}",
+            "the same sequences, heads and head dim",
         )

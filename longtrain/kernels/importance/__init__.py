@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 from longtrain.kernels.devices import products_serve
 from longtrain.kernels.importance import reference
 from longtrain.kernels.importance.spans import Span, check_spans
@@ -81,7 +81,7 @@ def importance(
     """
     spans = _checked(q_NHD, None, k_BTGD, spans)
     if reduce not in ("mean", "max"):
-        raise DataError(f"reduce={reduce!r}; allowed: 'mean', 'max'")
+        raise refusal(DataError, f"reduce={reduce!r}", "'mean', 'max'")
     if not kernels_serve(q_NHD, k_BTGD):
         return reference.importance(q_NHD, lse_NH, k_BTGD, spans, scale=scale, reduce=reduce)
     from longtrain.kernels.importance import launch
@@ -147,9 +147,11 @@ def suffix_attention(
     spans = _checked(q_NHD, own_k_NGD, k_BTGD, spans)
     k_BTGD, v_BTGD = k_BTGD.detach(), v_BTGD.detach()
     if own_v_NGD.shape != own_k_NGD.shape or v_BTGD.shape != k_BTGD.shape:
-        raise DataError(
+        raise refusal(
+            DataError,
             f"values {tuple(own_v_NGD.shape)} and {tuple(v_BTGD.shape)} beside keys {tuple(own_k_NGD.shape)} "
-            f"and {tuple(k_BTGD.shape)}; allowed: the keys' shapes"
+            f"and {tuple(k_BTGD.shape)}",
+            "the keys' shapes",
         )
     if not kernels_serve(q_NHD, k_BTGD) or v_BTGD.stride(-1) != 1:
         return reference.suffix_attention(q_NHD, own_k_NGD, own_v_NGD, k_BTGD, v_BTGD, spans, scale=scale)
@@ -170,11 +172,11 @@ def _checked(
     N, H, D = q_NHD.shape
     B, T, G, width = k_BTGD.shape
     if width != D or H % G:
-        raise DataError(
-            f"{H} query heads of {D} over {G} KV heads of {width}; allowed: a multiple of one size"
+        raise refusal(
+            DataError, f"{H} query heads of {D} over {G} KV heads of {width}", "a multiple of one size"
         )
     if own_NGD is not None and own_NGD.shape != (N, G, D):
-        raise DataError(f"own keys {tuple(own_NGD.shape)}; allowed: {(N, G, D)}, one row for each query")
+        raise refusal(DataError, f"own keys {tuple(own_NGD.shape)}", f"{(N, G, D)}, one row for each query")
     spans = tuple(spans)
     check_spans(spans, N, B, T)
     return spans

@@ -1,7 +1,7 @@
 """Launches the Triton kernels of `kernels.importance`: tiles, tables, partial buffers, and the autograd node.
 
 The tiles are the `SpanTile` constants below; they were chosen for compute capability 9.0 at head dim 128 in
-half precision (at most 16 bytes of registers are spilled there) and shrink by themselves for larger head dims.
+half precision (at most 16 bytes of registers are spilled there), and they shrink for larger head dims.
 Shapes: see `kernels.importance`; M packed rows of a tile.
 """
 

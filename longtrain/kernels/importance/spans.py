@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 
 _KEPT = 128
 """Tables kept of each kind; a packed row of documents makes about ten."""
@@ -46,14 +46,14 @@ def check_spans(spans: tuple[Span, ...], n_rows: int, n_seqs: int, n_slots: int)
     at = 0
     for span in spans:
         if span.rows[0] != at or span.rows[1] <= at:
-            raise DataError(
-                f"span rows {span.rows} after row {at}; allowed: each span starts there, 1 or more"
+            raise refusal(
+                DataError, f"span rows {span.rows} after row {at}", "each span starts there, 1 or more"
             )
         at = span.rows[1]
         if not 0 <= span.keys[0] <= span.keys[1] <= n_slots or not 0 <= span.seq < n_seqs:
-            raise DataError(f"{span}; allowed: sequences below {n_seqs} and keys within 0..{n_slots}")
+            raise refusal(DataError, f"{span}", f"sequences below {n_seqs} and keys within 0..{n_slots}")
     if at != n_rows or not spans:
-        raise DataError(f"spans of {at} rows for {n_rows} queries; allowed: spans that cover all rows")
+        raise refusal(DataError, f"spans of {at} rows for {n_rows} queries", "spans that cover all rows")
     used = sorted((span.seq, *span.keys) for span in spans if span.keys[0] < span.keys[1])
     for (seq, _, stop), (other, start, _) in pairwise(used):
         if seq == other and start < stop:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import interpreted, kernels_serve
 
 GROUPS = (128, 64, 32)
@@ -39,9 +39,10 @@ def group_of(features: int, most: int) -> int:
     for group in GROUPS:
         if group <= most and features % group == 0:
             return group
-    raise ConfigError(
-        f"INT4 weights for {features} input features in groups of up to {most}; allowed: a multiple of "
-        f"one of {', '.join(map(str, reversed(GROUPS)))}"
+    raise refusal(
+        ConfigError,
+        f"INT4 weights for {features} input features in groups of up to {most}",
+        f"a multiple of one of {', '.join(map(str, reversed(GROUPS)))}",
     )
 
 
@@ -116,14 +117,15 @@ class Int4Linear(nn.Module):
         """
         if any(part.features % _ROWS for part in parts):
             counts = [part.features for part in parts]
-            raise ConfigError(
-                f"INT4 layers of {counts} output features cannot be joined; allowed: multiples of 8"
+            raise refusal(
+                ConfigError, f"INT4 layers of {counts} output features cannot be joined", "multiples of 8"
             )
         biases = [part.bias for part in parts if part.bias is not None]
         if biases and len(biases) < len(parts):
-            raise ConfigError(
-                f"INT4 layers of which {len(biases)} of {len(parts)} have a bias cannot be joined; allowed: "
-                "all of them or none; run without fused layers (target.fused=false)"
+            raise refusal(
+                ConfigError,
+                f"INT4 layers of which {len(biases)} of {len(parts)} have a bias cannot be joined",
+                "all of them or none; run without fused layers (target.fused=false)",
             )
         whole = cls.__new__(cls)
         nn.Module.__init__(whole)

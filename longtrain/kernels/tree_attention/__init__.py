@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.errors import DataError
+from longtrain.errors import DataError, refusal
 from longtrain.kernels.devices import products_serve
 from longtrain.kernels.tree_attention import reference
 from longtrain.kernels.tree_attention.reference import CAUSAL, Causal
@@ -46,7 +46,7 @@ def tree_bits(visible_BNN: Tensor) -> Tensor:
     """
     B, N, columns = visible_BNN.shape
     if columns != N or N > MAX_NODES:
-        raise DataError(f"a tree mask of {N} x {columns}; allowed: square, 1 to {MAX_NODES} nodes")
+        raise refusal(DataError, f"a tree mask of {N} x {columns}", f"square, 1 to {MAX_NODES} nodes")
     words = -(-N // _WORD)
     padded = torch.nn.functional.pad(visible_BNN, (0, words * _WORD - N)).view(B, N, words, _WORD)
     return (padded.long() << torch.arange(_WORD, device=padded.device)).sum(-1)
@@ -88,7 +88,7 @@ def tree_attention(
     """
     _check(q_BHTD, k_BGSD, v_BGSD, len_B, mask, base)
     if splits is not None and splits < 1:
-        raise DataError(f"splits={splits}; allowed: 1 or more")
+        raise refusal(DataError, f"splits={splits}", "1 or more")
     if not kernel_serves(q_BHTD, k_BGSD, v_BGSD):
         return reference.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale=scale, base=base)
     from longtrain.kernels.tree_attention import launch
@@ -107,20 +107,23 @@ def _check(
     B, H, T, D = q_BHTD.shape
     batch, G, S, width = k_BGSD.shape
     if width != D or H % G or batch != B or T < 1:
-        raise DataError(
-            f"queries {tuple(q_BHTD.shape)}, keys {tuple(k_BGSD.shape)}; allowed: one batch, one head dim, "
-            "1 or more rows, query heads a multiple of KV heads"
+        raise refusal(
+            DataError,
+            f"queries {tuple(q_BHTD.shape)}, keys {tuple(k_BGSD.shape)}",
+            "one batch, one head dim, 1 or more rows, query heads a multiple of KV heads",
         )
     if v_BGSD.shape != k_BGSD.shape or v_BGSD.dtype != k_BGSD.dtype:
-        raise DataError(
+        raise refusal(
+            DataError,
             f"values {tuple(v_BGSD.shape)} of {v_BGSD.dtype} beside keys {tuple(k_BGSD.shape)} of "
-            f"{k_BGSD.dtype}; allowed: the keys' shape and dtype"
+            f"{k_BGSD.dtype}",
+            "the keys' shape and dtype",
         )
     if len_B.shape != (B,) or len_B.dtype not in (torch.int32, torch.int64):
-        raise DataError(f"len_B {tuple(len_B.shape)} of {len_B.dtype}; allowed: {(B,)}, int32 or int64")
+        raise refusal(DataError, f"len_B {tuple(len_B.shape)} of {len_B.dtype}", f"{(B,)}, int32 or int64")
     tail = 0 if mask is None else T
     if base < 0 or base + tail > S:
-        raise DataError(f"base={base} and {tail} new rows in {S} slots; allowed: 0 <= base <= {S - tail}")
+        raise refusal(DataError, f"base={base} and {tail} new rows in {S} slots", f"0 <= base <= {S - tail}")
     check_mask(mask, B, T)
 
 
@@ -133,9 +136,9 @@ def check_mask(mask: Tensor | Causal | None, B: int, T: int) -> None:
     if not isinstance(mask, Tensor):
         return
     if T > MAX_NODES:
-        raise DataError(f"a tree of {T} nodes; allowed: 1 to {MAX_NODES} (a chain: mask=CAUSAL)")
+        raise refusal(DataError, f"a tree of {T} nodes", f"1 to {MAX_NODES} (a chain: mask=CAUSAL)")
     want = (B, T, -(-T // _WORD))
     if mask.shape != want or mask.dtype != torch.int64:
-        raise DataError(
-            f"tree mask {tuple(mask.shape)} of {mask.dtype}; allowed: {want}, int64, see tree_bits"
+        raise refusal(
+            DataError, f"tree mask {tuple(mask.shape)} of {mask.dtype}", f"{want}, int64, see tree_bits"
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtrain import methods
-from longtrain.decoding.control import Menu
+from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
@@ -226,7 +226,7 @@ def test_what_it_refuses(target, monkeypatch):
     engine = Engine(target, parts)
     with monkeypatch.context() as patched:  # before any forward
         patched.setattr(type(target), "forward", None)
-        for shape in (TreeShape((2, 2)), Menu(((1,), (1, 2)))):
+        for shape in (TreeShape((2, 2)), ShapeChoice(((1,), (1, 2)))):
             with pytest.raises(ConfigError, match="chains"):
                 engine.generate(prompts(20), max_new_tokens=4, shape=shape)
     evictor = policies.make("snapkv", Budget(8), {})
