@@ -40,8 +40,8 @@ class DenseCache(KVCache):
         batch: sequences.
         max_tokens: most committed positions of a sequence.
         max_nodes: most tail rows of a step once `max_tokens` are committed.
-        device: of the buffers.
-        dtype: of the buffers.
+        device: device of the buffers.
+        dtype: dtype of the buffers.
         base: slots before position 0.
 
     Raises:

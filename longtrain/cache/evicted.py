@@ -39,7 +39,7 @@ class Prefix:
     Args:
         k_ND: keys, as they were stored: with the rotary angles of their own positions.
         v_ND: values.
-        segments: where each sequence's and head's rows lie; None where all have as many.
+        segments: the places of each sequence's and head's rows; None where all have as many.
     """
 
     k_ND: Tensor

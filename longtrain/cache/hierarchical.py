@@ -39,8 +39,8 @@ class HierarchicalCache(KVCache):
         batch: sequences.
         max_tokens: most committed positions of a sequence.
         max_nodes: most rows of a decoding step, up to 128.
-        device: of the buffers.
-        dtype: of recent tokens.
+        device: device of the buffers.
+        dtype: dtype of recent tokens.
         split: how an 8-bit code falls into two nibbles.
         strict: let no step go past the point where plain decoding would have quantised a block, so that
             speculative and plain decoding on this cache follow one law (`commit_limit`).
@@ -266,7 +266,7 @@ class HierarchicalCache(KVCache):
         self._empty, self._own, self._prompt_B = False, None, None
 
     def _check_room(self, rows: int) -> None:
-        """That the ring takes so many rows, and the planes what may be committed before the next look."""
+        """Refuse more rows than the ring takes, or more to commit than the planes hold."""
         if rows > MAX_ROWS:
             raise refusal(
                 ConfigError,
@@ -332,7 +332,7 @@ class DraftView(KVCache):
         self.len_B = self.cache.len_B + self._drafted
 
     def bytes(self) -> int:
-        """None of its own."""
+        """The view holds no bytes of its own: always 0."""
         return 0
 
     def _claim(self, rows: int) -> None:

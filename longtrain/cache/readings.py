@@ -79,7 +79,7 @@ class RoundedCache(DenseCache):
 
     Args:
         rounding: how.
-        dtype: of the model.
+        dtype: dtype of the model.
         sizes: see `DenseCache`.
     """
 
@@ -121,7 +121,7 @@ def rounded(x_GSD: Tensor, axis: Axis, rounding: Rounding) -> Tensor:
 
     Args:
         x_GSD: keys or values; S a multiple of 128.
-        axis: of their groups.
+        axis: the axis of their groups.
         rounding: bits and split.
 
     Returns:

@@ -29,14 +29,14 @@ def check_room(
 
     Args:
         needed: bytes.
-        device: where.
+        device: the device that the cache is to lie on.
         what: the cache, for the message.
         batch: sequences.
         tokens: positions of each.
         remedy: what to do then, for the message.
 
     Raises:
-        NoRoomError: it is.
+        NoRoomError: the cache is larger than that.
     """
     free = free_bytes(torch.device(device))
     if free is None or needed <= free:

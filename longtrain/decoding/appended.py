@@ -81,7 +81,7 @@ class WatchBuffer:
     Args:
         watch: is shown all rows at once.
         batch: sequences.
-        rows: of the longest.
+        rows: rows of the longest sequence.
     """
 
     def __init__(self, watch: Watch, batch: int, rows: int) -> None:

@@ -105,7 +105,7 @@ def record(work: Callable[[], None], device: torch.device, pool: Pool | None) ->
 
     Args:
         work: asks the host nothing, and works on tensors that stay where they are.
-        device: where.
+        device: the device that the work runs on.
         pool: memory shared with graphs that never run at the same time; None: its own.
     """
     graph = torch.cuda.CUDAGraph()
@@ -124,7 +124,7 @@ class Stopwatch:
     """Time that a device spends on what is launched until `stop`; the host does not wait for it.
 
     Args:
-        device: its current stream counts.
+        device: the device whose current stream is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -230,7 +230,7 @@ class CaptureBuffers:
         return known
 
     def cycles(self, phases: Phases, key: Hashable) -> Cycles:
-        """Those of an earlier call of this kind if their graph still holds, else new ones.
+        """The cycles of an earlier call of this kind if their graph still holds, else new ones.
 
         Args:
             phases: over the present cache and draft.

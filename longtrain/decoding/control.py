@@ -65,7 +65,7 @@ class ShapeChoice:
 
 
 class Acceptance:
-    """Of the drafts tried at a level, the share accepted: a running mean over the texts of a batch.
+    """The share of drafts accepted at each level: a running mean over the texts of a batch.
 
     Shapes that begin with the same widths share their first levels, so every chain learns from every other. A
     level that was never reached is expected to be like the one above it.
@@ -139,7 +139,7 @@ class Costs:
             kind: what else a cycle's time depends on (batch, sampling).
             shape: what was drafted.
             length: tokens of the longest text.
-            seconds: that it took.
+            seconds: the time that it took.
         """
         self._now += 1
         times = self._times.setdefault((kind, shape, _octave(length)), deque(maxlen=_MEMORY))
@@ -227,7 +227,7 @@ class Control:
             shape: what was drafted.
             accepted: drafts accepted in each text that was not over.
             length: tokens of the longest text.
-            seconds: that the cycle took; None: not measured.
+            seconds: the time that the cycle took; None: not measured.
         """
         if not self.free:
             return

@@ -290,7 +290,7 @@ def _decode(
     """Run cycles until every text is over.
 
     Args:
-        cycles: of the shapes that `control` chooses.
+        cycles: cycles of the shapes that `control` chooses.
         control: hears of a cycle when its tokens arrive.
         out: takes the tokens.
         texts: closed as they end.

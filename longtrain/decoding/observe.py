@@ -110,8 +110,8 @@ class Both:
     """The last rows of each prompt and the rows that follow it, as one window (SpecKV, LAQ++).
 
     Args:
-        last: of the prefill.
-        following: of the rows after it.
+        last: the last rows of the prefill.
+        following: the rows after it.
     """
 
     def __init__(self, last: LastQueries, following: AllQueries) -> None:

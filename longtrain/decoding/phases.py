@@ -36,7 +36,7 @@ class CycleState:
     """What a cycle leaves to the next, whatever the shape of either, beside what cache and draft hold.
 
     Args:
-        len_B: of the cache; an empty tensor of its kind will do.
+        len_B: lengths of the cache; an empty tensor of its kind will do.
     """
 
     def __init__(self, len_B: Tensor) -> None:

@@ -37,7 +37,7 @@ class Prefilled:
         full_bytes: bytes of the cache before eviction, as decoding without an evictor would have it; rows
             that only the evictor needs (pseudo answers) are not counted.
         kept_rows: rows of each prompt in the cache after it, mean over layers and KV heads.
-        forwards: of the target.
+        forwards: how many forwards of the target there were.
     """
 
     cache: KVCache

@@ -93,11 +93,11 @@ def top_adaptive(
     layers); a head with c of them keeps c (1 - floor) + b floor of its own best, in whole rows.
 
     Args:
-        s_LBGS: as in `top`; comparable between heads.
-        lengths: as in `top`.
+        s_LBGS: scores as in `top`; comparable between heads.
+        lengths: tokens of each prompt, as in `top`.
         budget: rows kept of each head on average, the protected ones included.
-        protect_last: as in `top`.
-        protect_first: as in `top`.
+        protect_last: last tokens that always stay, as in `top`.
+        protect_first: first tokens that always stay, as in `top`.
         floor: share of the budget that every head keeps.
         across: what shares one budget: the heads of a layer, or those of all layers.
         exact: shares are rounded down and the rows left over go to the largest fractions, so that those who

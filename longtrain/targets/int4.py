@@ -47,7 +47,7 @@ class Int4Target(Target):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of embeddings, norms and activations."""
+        """The dtype of embeddings, norms and activations."""
         return self.final_norm_weight.dtype
 
     @property

@@ -49,8 +49,8 @@ def load_target(
 
     Args:
         where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, or a Hub id.
-        dtype: of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
-        device: where to put it.
+        dtype: dtype of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
+        device: the device to put it on.
         max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
         chat_template: over the tokenizer's own: the name of a bundled one, or a file.
 
@@ -113,9 +113,9 @@ def random_target(
 
     Args:
         shape: a name of `longtrain.targets.shapes.SHAPES`, or config keys with `model_type`.
-        seed: of the weights; the same on one kind of device only.
-        dtype: of weights and activations.
-        device: where to build it.
+        seed: seed of the weights; the same on one kind of device only.
+        dtype: dtype of weights and activations.
+        device: the device to build it on.
 
     Raises:
         ConfigError: unknown shape, dtype or device.

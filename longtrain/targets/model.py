@@ -99,12 +99,12 @@ class Target(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.head_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and activations."""
+        """The dtype of weights and activations."""
         return self.head_weight.dtype
 
     @property

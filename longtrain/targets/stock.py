@@ -43,7 +43,7 @@ def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
     Args:
         target: its model is used, for as long as this takes; fused or not, the weights are the same.
         prompts: token ids of equal length.
-        max_new_tokens: of each; no token id ends a text.
+        max_new_tokens: new tokens of each; no token id ends a text.
 
     Raises:
         ConfigError: prompts of different lengths.

@@ -92,7 +92,7 @@ class SuffixRun:
 
         Args:
             k_BTGD: that layer's keys of the prompts, after RoPE and k_norm.
-            v_BTGD: its values.
+            v_BTGD: the values of the prefix.
 
         Raises:
             ConflictError: the last layer is behind the rows already.

@@ -89,7 +89,7 @@ def ragged_attention(
         q_BGRD: queries, the query heads of a KV head packed as rows.
         k_ND: keys of all segments.
         v_ND: values.
-        segments: where each one's rows lie.
+        segments: the places of each one's rows.
         scale: softmax scale.
 
     Returns:

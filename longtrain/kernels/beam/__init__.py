@@ -22,10 +22,10 @@ def best_continuations(
     """The `width` most likely continuations of all nodes together, best first.
 
     Args:
-        logits_BMV: of each node.
+        logits_BMV: the logits of each node.
         score_BM: log-probability of each node.
         width: K, at most M V (and M times K of one node's).
-        temperature: that logits are divided by.
+        temperature: the number that logits are divided by.
 
     Returns: tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
     """

@@ -40,8 +40,8 @@ def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: flo
     Args:
         x_NE: residual stream.
         add_NE: what a layer's half adds to it; None: nothing, and the first result is `x_NE` itself.
-        weight_E: of the norm.
-        eps: of the norm.
+        weight_E: weight of the norm.
+        eps: epsilon of the norm.
 
     Returns: sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
     """
@@ -69,8 +69,8 @@ def rotate_heads(
         rope: cos and sin, each [N, D], halves paired as Hugging Face's Llama does.
         heads: H and G.
         norms: RMSNorm weights of heads (Qwen3).
-        eps: of those norms.
-        into: where keys and values go too; row n is row n % T of sequence n // T. None: nowhere.
+        eps: epsilon of those norms.
+        into: slots that keys and values go to as well; row n is row n % T of sequence n // T. None: nowhere.
 
     Returns: q_NHD, k_NGD and v_NGD, views of one buffer.
     """
@@ -109,7 +109,7 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
     Args:
         k_BGTD: new keys, any strides but 1 in the last dim.
         v_BGTD: new values, likewise.
-        into: where they go.
+        into: the slots that they go to.
     """
     if kernels_serve(k_BGTD) and k_BGTD.dtype == into.k_BGSD.dtype:
         from longtrain.kernels.fused_layer import kernel
@@ -134,7 +134,7 @@ def move_rows(k_LBGSD: Tensor, v_LBGSD: Tensor, first_B: Tensor, path_BP: Tensor
         v_LBGSD: buffer of values, of the same strides.
         first_B: slot of each sequence's first row, int64, on the device.
         path_BP: rows, increasing as far as they matter, so that none is below p there; int64.
-        wrap: as in `Slots`.
+        wrap: slots of a ring, as in `Slots`.
     """
     if kernels_serve(k_LBGSD):
         from longtrain.kernels.fused_layer import kernel
@@ -156,8 +156,8 @@ def rotary(pos_N: Tensor, frequency_F: Tensor, scaling: float, dtype: torch.dtyp
     Args:
         pos_N: positions, int64.
         frequency_F: radians a position, fp32.
-        scaling: of cos and sin.
-        dtype: of the result.
+        scaling: factor on cos and sin.
+        dtype: dtype of the result.
     """
     if dtype != torch.float64 and kernels_serve(frequency_F):
         from longtrain.kernels.fused_layer import kernel

@@ -141,7 +141,7 @@ def candidates(
         bits: 4 or 8.
         group: query heads of a KV head.
         head_dim: size of a head.
-        dtype: of queries and ring.
+        dtype: dtype of queries and ring.
     """
     general = tile_for(rows, bits)
     if fragments.takes(rows, bits, group, head_dim, dtype):

@@ -37,14 +37,14 @@ class FragmentTile:
     """Sizes of the attention kernel and of its launch.
 
     Args:
-        tiles: of 8 packed rows: 1 or 2.
-        warps: of a program; two share a block.
-        stages: of the pipeline that brings blocks.
+        tiles: how many tiles of 8 packed rows: 1 or 2.
+        warps: warps of a program; two share a block.
+        stages: stages of the pipeline that brings blocks.
         resident: programs that run on one multiprocessor at a time.
         recent: slots of a tile of the ring, a divisor of 128.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
         chunk: numbers of a merging program, a power of two up to 1024.
-        merge_warps: its warps.
+        merge_warps: warps of a merging program.
     """
 
     tiles: int = 1

@@ -89,7 +89,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     """q·k of 64 tokens with 8 or 16 rows.
 
     Args:
-        tiles: of 8 rows: 1 or 2.
+        tiles: how many tiles of 8 rows: 1 or 2.
         bits: 4: codes of the upper plane; 8: of both.
         offset: added to a code of the upper plane, in steps.
 
@@ -155,8 +155,8 @@ def values_text(tiles: int, bits: int) -> str:
     """Weighted values of 64 tokens, added to what there is.
 
     Args:
-        tiles: of 8 rows: 1 or 2.
-        bits: as in `scores_text`.
+        tiles: how many tiles of 8 rows: 1 or 2.
+        bits: 4 or 8, as in `scores_text`.
 
     Returns:
         Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
@@ -207,7 +207,7 @@ def finish_text(bits: int) -> str:
     """Sums of a tile made into results: times a number of their row and a power of two, plus another number.
 
     Args:
-        bits: as in `scores_text`.
+        bits: 4 or 8, as in `scores_text`.
 
     Returns:
         Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.

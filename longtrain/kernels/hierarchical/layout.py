@@ -63,9 +63,9 @@ class Planes:
 
     Args:
         k_upper: [L, B, G, N, C, X] uint8.
-        k_lower: as `k_upper`.
+        k_lower: lower nibbles of the same shape.
         v_upper: [L, B, G, N, X, C] uint8: transposed, tokens contiguous.
-        v_lower: as `v_upper`.
+        v_lower: lower nibbles of the same shape.
         k_step: [L, B, G, N, D] fp16, above 0: distance of two neighbouring values of the upper nibble.
         k_zero: [L, B, G, N, D] fp16: value of code 0.
         v_step: [L, B, G, N, C] fp16, as `k_step`, per token.

@@ -32,7 +32,7 @@ def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, count_B: Ten
     Args:
         k_BGND: keys, after RoPE; any strides but 1 in the last dim; N at least 128 times the largest count.
         v_BGND: values, likewise.
-        planes: of one layer; written in place.
+        planes: the planes of one layer; written in place.
         count_B: blocks of each sequence, int64 on the device.
 
     Raises:
@@ -54,8 +54,8 @@ def flush_blocks(ring: Ring, planes: Planes, block_B: Tensor, due_B: Tensor) -> 
     """The ring's block of number `block_B[b]` joins the planes of all layers where `due_B[b]`; moves no row.
 
     Args:
-        ring: of all layers.
-        planes: of all layers; written in place.
+        ring: the ring of all layers.
+        planes: the planes of all layers; written in place.
         block_B: number of the oldest block in the ring, int64 on the device.
         due_B: bool, whether it is to be quantised now.
     """
@@ -79,8 +79,8 @@ def unsound(planes: Planes, ring: Ring, lens: Lens) -> Tensor:
     host.
 
     Args:
-        planes: of all layers.
-        ring: of all layers.
+        planes: the planes of all layers.
+        ring: the ring of all layers.
         lens: how far each sequence has come.
 
     Returns:

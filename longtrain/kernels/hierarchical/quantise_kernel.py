@@ -16,7 +16,7 @@ from longtrain.kernels.devices import launched_on
 from longtrain.kernels.hierarchical.layout import BLOCK, Planes, Split
 
 WARPS = {Split.FLOOR: 2, Split.RTN: 4}
-"""Of a program. Fewer exchange less between threads; RTN's second rounding leaves no registers for that."""
+"""Warps of a program. Fewer exchange less between threads; RTN's second rounding takes those registers."""
 CHANNELS = 64
 """Channels of a program that has keys; what it holds in registers grows with them."""
 _LEAST_STEP = tl.constexpr(2.0**-14)
@@ -174,8 +174,8 @@ def quantise(
 
     Args:
         k_LBGND: rows of the source.
-        v_LBGND: as `k_LBGND`.
-        planes: of as many layers as the source; of one layer with or without L.
+        v_LBGND: values of the same rows.
+        planes: planes of as many layers as the source; those of one layer with or without L.
         first_B: block that a sequence's first 128 rows become, int64.
         count_B: blocks of each sequence, int64.
         blocks: largest count.

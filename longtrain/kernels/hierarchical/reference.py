@@ -59,8 +59,8 @@ def quantise_blocks(k_BGND: Tensor, v_BGND: Tensor, planes: Planes, first_B: Ten
 
     Args:
         k_BGND: rows, N a multiple of 128.
-        v_BGND: as `k_BGND`.
-        planes: of one layer.
+        v_BGND: values of the same rows.
+        planes: the planes of one layer.
         first_B: the plane's block that the first 128 rows become.
         count_B: how many blocks of each sequence are written; its other rows are left alone.
     """

@@ -99,7 +99,7 @@ def own_importance(
     Args:
         q_NHD: queries of the rows, rotated.
         own_k_NGD: the rows' own keys, rotated.
-        lse_NH: of `suffix_lse`.
+        lse_NH: the result of `suffix_lse`.
         spans: only their rows count.
         scale: softmax scale.
 

@@ -81,7 +81,7 @@ def row_items(
         rows: rows of a block.
         keys: the pieces are multiples of so many keys.
         programs: about so many items fill the device.
-        device: where the tables go.
+        device: the device of the tables.
 
     Returns:
         items_I8: first row, stop row, sequence, first key, stop key, first and stop row of the own keys, rows
@@ -113,7 +113,7 @@ def key_items(spans: tuple[Span, ...], keys: int, programs: int, device: torch.d
         spans: checked spans.
         keys: the pieces are multiples of so many keys.
         programs: about so many items fill the device; 0: pieces of exactly `keys`.
-        device: where the table goes.
+        device: the device of the table.
 
     Returns: items_I6: sequence, first key, stop key, first row, stop row, rows that the mean divides by.
     """

@@ -110,7 +110,7 @@ class Int4Linear(nn.Module):
         """One layer that gives the outputs of several side by side; they keep views of its weights.
 
         Args:
-            parts: of one input.
+            parts: layers of one input.
 
         Raises:
             ConfigError: output features that are no multiple of 8, or only some layers with a bias.

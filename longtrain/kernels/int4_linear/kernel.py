@@ -157,7 +157,7 @@ class Int4Tile:
         lines: rows of weights of a program, gates and what they let pass counted both.
         slices: parts of a row that are read side by side, by a warp each.
         held: groups of a slice that a program reads into registers before it may read its input.
-        groups: of a slice that are read at once after those.
+        groups: groups of a slice that are read at once after those.
         stages: steps in flight then.
         late: the next kernel is let in after the sums, not at once.
         rows: fewest rows of input that are made room for.
@@ -189,9 +189,9 @@ def small_linear(
     Args:
         x_NK: rows.
         codes_EJ8X: see `kernels.int4_linear`.
-        table_EJ82: likewise.
+        table_EJ82: scales and zeros, see there.
         add_NF: what is added to the rounded product, or expands to it.
-        features: of the output; as many gates lie above them where `gated`.
+        features: output features; as many gates lie above them where `gated`.
         gated: silu(gate) * up.
         tile: for measurements.
     """

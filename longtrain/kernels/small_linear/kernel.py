@@ -98,7 +98,7 @@ class LinearTile:
         slices: parts of a row that are read side by side.
         step: input features of a slice that are read at once.
         stages: steps in flight.
-        warps: of a program.
+        warps: warps of a program.
         late: the next kernel is let in after the sums, not at once.
     """
 

@@ -85,7 +85,7 @@ class FusedDraft:
         Args:
             x_NE: embeddings.
             mixed_NX: what the self-attention gathered, heads side by side.
-            rope: of the same rows.
+            rope: cos and sin of the same rows.
             read: queries [N, H, D] -> what they gather from the target's cache, heads side by side.
         """
         draft = self.draft

@@ -109,7 +109,7 @@ class LongSpecDraft(nn.Module):
         Args:
             embed: embeddings [..., E].
             mixed: what the self-attention gathered, [..., H, D].
-            rope: of the same rows.
+            rope: cos and sin of the same rows.
             read: queries [..., H, D] -> what they gather from the target's cache, [..., H, D].
 
         Returns: the LM head's input, [..., E].

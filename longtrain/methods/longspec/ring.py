@@ -59,7 +59,7 @@ class DraftRing:
         return Slots(self.k_BGSD, self.v_BGSD, first_B, wrap=self.window, count_B=count_B)
 
     def tree(self, first: int) -> Slots:
-        """Where those of tree nodes `first, first + 1, ...` go; they are overwritten by the next tree."""
+        """Where keys and values of tree nodes `first, first + 1, ...` go; the next tree overwrites them."""
         return Slots(self.k_BGSD, self.v_BGSD, self._none_B, at=self.window + first)
 
     def attend(self, q_BPHD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, ahead: int, scale: float) -> Tensor:
@@ -69,8 +69,8 @@ class DraftRing:
             q_BPHD: rotated queries.
             len_B: tokens of each sequence, all of which were taken in.
             nodes_BPN: bool; which of the tree's first N nodes each sees, itself among them.
-            ahead: of how far beyond those tokens the nodes are; all are of one level.
-            scale: of the logits.
+            ahead: how far beyond those tokens the nodes are; all are of one level.
+            scale: factor on the logits.
 
         Returns: out_BPHD.
         """
