@@ -58,7 +58,8 @@ def expected_ms(
         phase = _phase(forward, size, batch, context)
         weights = phase.linear.bytes / WEIGHT_SHARE[forward.width.weights]
         read_ms = 1e3 * (weights + phase.attention.bytes / KV_SHARE[forward.width.kv]) / bytes_per_s
-        return OTHER_MS * (forward.layers or size.n_layers) / size.n_layers + read_ms
+        layers = size.n_layers if forward.layers is None else forward.layers
+        return OTHER_MS * layers / size.n_layers + read_ms
 
     return sum(forward.times * one(forward) for forward in forwards)
 

@@ -5,6 +5,7 @@ The folder is registered by its place alone; the jobs then train, export, load a
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from hydra.core.global_hydra import GlobalHydra
 from longtrain import cli, methods
 from longtrain.artifact import Artifact
 from longtrain.assets import asset_dir
+from longtrain.costs import decoding
+from longtrain.costs.hardware import GPUS
+from longtrain.costs.model import Sizes
 from longtrain.decoding.engine import AUTO, Engine
 from longtrain.decoding.roles import Law, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
-from longtrain.jobs import export, generate, train
+from longtrain.jobs import bench, export, generate, plan, train
 from longtrain.targets.loading import load_target, random_target
 
 HERE = Path(__file__).parent
@@ -98,6 +102,27 @@ def test_it_trains_exports_loads_and_generates_through_the_jobs(composed, text, 
     for shape in ("[1,1,1]", "[2,4,4]", "auto"):
         drafted, _, about = text_of(f"artifact={made}", f"decode.shape={shape}")
         assert drafted == plain and "accepted" in about, shape
+
+
+def test_plan_and_bench_ask_it_what_it_costs(composed, text, tmp_path, capsys):
+    stage = "data.stages=[{steps: 3, row_tokens: 64, doc_tokens: 32}]"
+    plan.run(composed("plan", "method=toy_draft", "data=text", f"data.text={text}", stage))
+    said = capsys.readouterr().out
+    assert "| 64 | 32 | 64 |" in said and "bench suite=training" in said
+    keys = ("lengths=[32,64]", "suite.repeats=1", "suite.min_repeats=1")
+    bench.run(composed("bench", "suite=training", "method=toy_draft", *keys))
+    rows = json.loads((tmp_path / "runs" / "toy" / "bench" / "training.json").read_text())["rows"]
+    width = random_target("llama_micro").info.hidden_size * 4
+    assert [row["inputs"]["hidden_bytes"] for row in rows] == [3 * 32 * width, 3 * 64 * width]
+    assert all(row["draft"]["tokens_per_s"] > 0 for row in rows)
+
+
+def test_its_cycles_have_a_time(registered):
+    spec, size = methods.get("toy_draft"), Sizes.of(random_target("llama_micro").info)
+    served = decoding.Served(size, GPUS["H100"], 1, 2, 10**6)
+    cost = spec.cost.cycle(spec.config(), size, (2, 2), 2)
+    row = decoding.speculative(served, cost, decoding.plain(served, 1024), rate=0.9)
+    assert 0 < row["draft_ms"] < row["verify_ms"] and row["own_share"] == 1
 
 
 def test_it_learns_what_it_is_trained_on_and_then_is_accepted(registered):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longtrain.methods.toy_draft.config import Config
+from longtrain.methods.toy_draft.cost import COST
 from longtrain.methods.toy_draft.modules import ToyDraft
 from longtrain.methods.toy_draft.objective import ToyObjective
 from longtrain.methods.toy_draft.runtime import ToyRuntime
@@ -40,4 +41,5 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     attach=_attach,
+    cost=COST,
 )
