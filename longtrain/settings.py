@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -126,6 +126,25 @@ def within(least: float, most: float | None = None) -> Any:
     return Field(ge=least, le=most)
 
 
+NOT_EMPTY = Field(min_length=1)
+"""Stands in the annotation of a list or a text that may not be empty."""
+
+
+def fulfils(test: Callable[[Any], bool]) -> Any:
+    """A rule to stand in an annotation beside `Words` that say it.
+
+    Args:
+        test: whether a value, of the right type already, is allowed.
+    """
+
+    def checked(value: Any) -> Any:
+        if not test(value):
+            raise ValueError("not allowed")
+        return value
+
+    return AfterValidator(checked)
+
+
 def one_of(names: Iterable[str]) -> Any:
     """The annotation of a text that is one of some names."""
     return Literal[tuple(names)]  # type: ignore[return-value]
@@ -214,6 +233,23 @@ def convert(value: Any, kind: Any, key: str) -> Any:
         raise wrong(key, value, in_words(kind)) from None
     except PydanticSchemaGenerationError:  # a class that pydantic does not know: nothing to check
         return value
+
+
+def from_file(kind: Any, values: Any) -> Any:
+    """What a file holds, as `kind` says; keys that a dataclass does not have are passed over.
+
+    Args:
+        kind: a type or an annotation such as `list[SomeDataclass]`.
+        values: as JSON has them.
+
+    Raises:
+        ValueError: something else is there; it says where the first such value is.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def wrong(key: str, value: Any, allowed: str) -> ConfigError:

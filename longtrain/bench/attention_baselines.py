@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longtrain.kernels.attention.split import split_attention
 
-NAMES = ("flash", "packed_flash", "cudnn", "packed_flash_and_masked", "flex")
+BaselineName = Literal["flash", "packed_flash", "cudnn", "packed_flash_and_masked", "flex"]
+NAMES: tuple[BaselineName, ...] = get_args(BaselineName)
+ON_CPU = tuple(name for name in NAMES if name not in ("cudnn", "flex"))
+"""Those that a CPU serves."""
 
 
 @dataclass(frozen=True)
-class Inputs:
+class StockInputs:
     """One attention call over `keys` cached keys and the T new rows' own behind them.
 
     Args:
@@ -49,7 +52,7 @@ Attention = Callable[[Tensor, Tensor], Tensor]
 """Keys and values -> output."""
 
 
-def attention_of(name: str, x: Inputs) -> tuple[Attention, bool]:
+def attention_of(name: str, x: StockInputs) -> tuple[Attention, bool]:
     """A baseline as a function of keys and values, and whether it is exact.
 
     Raises:
@@ -65,7 +68,7 @@ def attention_of(name: str, x: Inputs) -> tuple[Attention, bool]:
     return make(), x.rows == 1 or name in ("packed_flash_and_masked", "flex")
 
 
-def _backend(backend: SDPBackend, x: Inputs) -> Attention:
+def _backend(backend: SDPBackend, x: StockInputs) -> Attention:
     def run(k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(x.q_BHTD, k, v, enable_gqa=True)
@@ -73,7 +76,7 @@ def _backend(backend: SDPBackend, x: Inputs) -> Attention:
     return run
 
 
-def _packed(x: Inputs) -> Attention:
+def _packed(x: StockInputs) -> Attention:
     """The query heads of a KV head become rows: K and V are read once for all of them."""
     q_BGRD = _pack(x)
 
@@ -84,7 +87,7 @@ def _packed(x: Inputs) -> Attention:
     return run
 
 
-def _split(x: Inputs) -> Attention:
+def _split(x: StockInputs) -> Attention:
     """Packed flash over the cached keys, a small masked product over the rows' own, and their merge."""
     q_BGRD = _pack(x)
     group = x.q_BHTD.shape[1] // x.k_BGSD.shape[1]
@@ -97,7 +100,7 @@ def _split(x: Inputs) -> Attention:
     return run
 
 
-def _flex(x: Inputs) -> Attention:
+def _flex(x: StockInputs) -> Attention:
     """FlexAttention, compiled; it fails to lower for many rows."""
     from torch.nn.attention import flex_attention as flex
 
@@ -113,6 +116,6 @@ def _flex(x: Inputs) -> Attention:
     return lambda k, v: compiled(x.q_BHTD, k, v, block_mask=blocks, enable_gqa=True)
 
 
-def _pack(x: Inputs) -> Tensor:
+def _pack(x: StockInputs) -> Tensor:
     B, _, _, D = x.q_BHTD.shape
     return x.q_BHTD.reshape(B, x.k_BGSD.shape[1], -1, D)

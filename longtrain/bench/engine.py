@@ -1,33 +1,39 @@
 """Tokens a second of the engine: plain and speculative, against Hugging Face's loop and the roofline.
 
-All ways decode the same prompts in one process, over the same weights.
+All systems decode the same prompts in one process, over the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from longtrain.bench import steps
-from longtrain.bench.report import gib, spread
+from longtrain import methods
+from longtrain.artifact import Artifact
+from longtrain.bench import clock, steps
+from longtrain.bench.cycle_cells import attach
+from longtrain.bench.cycle_start import CycleCounts, ready
+from longtrain.bench.suites import Bench, Context, Row
 from longtrain.costs import roofline
-from longtrain.costs.hardware import gpu_called
+from longtrain.costs.hardware import Gpu
 from longtrain.costs.model import Sizes
-from longtrain.decoding.control import ShapeChoice
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.roles import Parts, TreeShape
-from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError
-from longtrain.log import get_logger
+from longtrain.errors import ConfigError, DataError
+from longtrain.settings import Count, CountOrZero, Counts, Lengths, within
+from longtrain.systems import Entry
+from longtrain.systems.entry import Named
+from longtrain.tables import of_rows
 from longtrain.targets.stock import decode_stock
 
 if TYPE_CHECKING:
+    from longtrain.decoding.control import ShapeChoice
+    from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
-
-log = get_logger(__name__)
 
 COLUMNS = {
     "prompt tokens": "prompt_tokens",
@@ -59,43 +65,92 @@ STEP_COLUMNS = {
     "accept ms": "accept_ms.median",
     "commit ms": "commit_ms.median",
 }
-BASELINES = ("hugging_face", "uncaptured")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to measure.
+class EngineSettings:
+    """The keys of `suite=engine`.
 
     Args:
+        lengths: prompt tokens.
+        batches: prompts decoded together.
+        shape: a published shape with random weights and ids; None: the target, on held-out text.
         max_new_tokens: generated tokens a prompt; no token id ends a text.
-        sampling: the same for all ways; Hugging Face's loop is greedy.
-        shape: what is drafted; a menu: as much as pays, cycle by cycle. Cycles of a menu are not taken apart.
+        baselines: further systems that decode plainly: Hugging Face's loop (greedy), and the engine without
+            CUDA graphs.
+        cycles: cycles that are taken apart, plainly and with the draft; 0: none.
         warmup: runs not counted.
         repeats: runs counted.
-        baselines: further ways to decode plainly: names of `BASELINES`.
-        cycles: cycles that are taken apart, plainly and with the draft; 0: none.
-
-    Raises:
-        ConfigError: no such baseline.
     """
 
-    max_new_tokens: int
-    sampling: Sampling
-    shape: TreeShape | ShapeChoice
-    warmup: int = 1
-    repeats: int = 5
-    baselines: Sequence[str] = ()
-    cycles: int = 0
+    lengths: Lengths
+    batches: Counts = (1,)
+    shape: str | None = None
+    max_new_tokens: Annotated[int, within(2)] = 128
+    baselines: tuple[Literal["hugging_face", "uncaptured"], ...] = ()
+    cycles: CountOrZero = 0
+    warmup: CountOrZero = 1
+    repeats: Count = 5
 
-    def __post_init__(self) -> None:
-        for name in self.baselines:
-            if name not in BASELINES:
-                raise ConfigError(f"suite.baselines names '{name}'; known: {', '.join(BASELINES)}")
+
+def run(settings: EngineSettings, context: Context) -> Iterator[Row]:
+    """Plain against speculative decoding, one row a length and batch.
+
+    Raises:
+        ConfigError: a method that brings nothing to an engine, or that is trained and has a real target.
+        DataError: the target has no tokenizer, or there is too little text.
+    """
+    named = context.artifact and Artifact.load(context.artifact, home=context.home).target.name
+    drafting = context.drafting()
+    _check_method(settings, context)
+    if settings.shape:
+        target = context.random_target(settings.shape)
+        prompts_of = functools.partial(_random_ids, target.info.vocab_size)
+    else:
+        assert context.load_target is not None and context.held_out is not None
+        target = context.load_target(named or None)
+        prompts_of = functools.partial(_stretches, context.held_out(target))
+    parts = parts_of(context, target)
+    for length in settings.lengths:
+        for batch in settings.batches:
+            prompts = prompts_of(length, batch)
+            yield measure(target, parts, prompts, drafting, settings, context.sampling, context.gpu)
+
+
+def _check_method(settings: EngineSettings, context: Context) -> None:
+    """Refuse a method that cannot decode, before the target is loaded."""
+    if context.method is None or context.artifact:
+        return
+    spec = methods.get(str(context.method["name"]))
+    if spec.attach is None:
+        raise ConfigError(f"method={spec.name} brings nothing to decode with; pass another, or none")
+    if spec.objective is not None and not settings.shape:
+        raise ConfigError(
+            f"method={spec.name} would decode with random weights; pass artifact=NAME, or suite.shape=NAME "
+            "to measure random weights"
+        )
+
+
+def parts_of(context: Context, target: Target) -> Parts | None:
+    """What decodes beside the target: `artifact=NAME`, or `method=NAME`, with random weights if trained."""
+    if context.artifact:
+        return Artifact.load(context.artifact, home=context.home).attach(target)
+    if context.method is None:
+        return None
+    options = {key: value for key, value in context.method.items() if key != "name"}
+    entry = Entry(method=Named(str(context.method["name"]), options))
+    return attach(target, entry=entry, seed=context.seed, load=Artifact.load)
 
 
 def measure(
-    target: Target, parts: Parts | None, prompts: Sequence[Sequence[int]], settings: Settings
-) -> dict[str, Any]:
+    target: Target,
+    parts: Parts | None,
+    prompts: Sequence[Sequence[int]],
+    shape: TreeShape | ShapeChoice,
+    settings: EngineSettings,
+    sampling: Sampling,
+    gpu: Gpu | None = None,
+) -> Row:
     """Decode one batch of prompts plainly, by the baselines and, where `parts` brings a draft, with it.
 
     Parts with a cache or an evictor of their own also decode plainly with those: that, and not the whole
@@ -103,80 +158,99 @@ def measure(
 
     Args:
         target: the model.
-        parts: what an artifact brings; None: plain decoding alone.
+        parts: what is added to it; None: plain decoding alone.
         prompts: token ids of equal length.
-        settings: see `Settings`.
+        shape: what is drafted, or the shapes to choose among cycle by cycle; then no cycles are taken apart.
+        settings: see `EngineSettings`.
+        sampling: the same for all systems; Hugging Face's loop is greedy.
+        gpu: the data sheet of the device; None: there is none.
     """
-    row: dict[str, Any] = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
+    row: Row = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
 
-    def run(engine: Engine, shape: TreeShape | ShapeChoice) -> Callable[[], Generation]:
-        return lambda: engine.generate(
-            prompts,
-            max_new_tokens=settings.max_new_tokens,
-            sampling=settings.sampling,
-            shape=shape,
-            ignore_eos=True,
-        )
+    def timed(engine: Engine, shape: TreeShape | ShapeChoice) -> tuple[Row, Generation]:
+        def work() -> Generation:
+            return engine.generate(
+                prompts,
+                max_new_tokens=settings.max_new_tokens,
+                sampling=sampling,
+                shape=shape,
+                ignore_eos=True,
+            )
 
-    row["plain"], plain = _timed(run(Engine(target), PLAIN), settings)
-    row |= _roofline(target, row)
-    log.info("prompt_tokens=%d batch=%d plain=%s", row["prompt_tokens"], row["batch"], row["plain"])
+        return _timed(work, settings)
+
+    row["plain"], plain = timed(Engine(target), PLAIN)
+    row |= _roofline(target, row, gpu)
     if "uncaptured" in settings.baselines:
-        row["uncaptured"], _ = _timed(run(Engine(target, capture=False), PLAIN), settings)
+        row["uncaptured"], _ = timed(Engine(target, capture=False), PLAIN)
     if "hugging_face" in settings.baselines:
         row["hugging_face"] = _stock(target, prompts, settings)
-    ways: list[tuple[Parts | None, TreeShape]] = [(None, PLAIN)]
+    taken_apart: list[tuple[Parts, TreeShape]] = [(Parts(), PLAIN)]
     if parts is not None and parts.draft is not None:
         if parts.cache is not None or parts.evictor is not None:
             undrafted = replace(parts, draft=None)
-            row["same_cache"], plain = _timed(run(Engine(target, undrafted), PLAIN), settings)
-            ways.append((undrafted, PLAIN))
+            row["same_cache"], plain = timed(Engine(target, undrafted), PLAIN)
+            taken_apart.append((undrafted, PLAIN))
         engine = Engine(target, parts)
-        row["draft"], drafted = _timed(run(engine, settings.shape), settings)
-        if isinstance(settings.shape, TreeShape):
-            ways.append((parts, settings.shape))
+        row["draft"], drafted = timed(engine, shape)
+        if isinstance(shape, TreeShape):
+            taken_apart.append((parts, shape))
         else:
             row["draft"]["costs"] = engine.costs.table()
-        row["draft"]["cycles"] = [
-            {"shape": list(widths), "cycles": count} for widths, count in drafted.stats.shapes.items()
-        ]
-        row["draft"]["tau"] = drafted.stats.tau
-        row["draft"]["acceptance_rate"] = drafted.stats.acceptance_rate
-        row["same"] = sum(a == b for a, b in zip(plain.tokens, drafted.tokens, strict=True)) / len(prompts)
-        row["ratio"] = _speed(row, "draft") / _speed(row, "plain")
-        if "same_cache" in row:
-            row["same_cache_ratio"] = _speed(row, "draft") / _speed(row, "same_cache")
-        log.info("prompt_tokens=%d batch=%d draft=%s", row["prompt_tokens"], row["batch"], row["draft"])
+        row |= _drafted(row, plain, drafted)
     if settings.cycles:
-        row["steps"] = [
-            steps.measure(target, one, prompts, steps.Settings(shape, settings.sampling, settings.cycles))
-            for one, shape in ways
-        ]
+        counts = CycleCounts(settings.cycles, sampling=sampling)
+        row["steps"] = [_taken_apart(target, one, prompts, widths, counts) for one, widths in taken_apart]
     return row
 
 
-def _timed(work: Callable[[], Generation], settings: Settings) -> tuple[dict[str, Any], Generation]:
+def _drafted(row: Row, plain: Generation, drafted: Generation) -> Row:
+    """What was drafted and accepted, and how the texts and speeds compare with plain decoding."""
+    stats = drafted.stats
+    cycles = [{"shape": list(widths), "cycles": count} for widths, count in stats.shapes.items()]
+    draft = {**row["draft"], "cycles": cycles, "tau": stats.tau, "acceptance_rate": stats.acceptance_rate}
+    same = [a == b for a, b in zip(plain.tokens, drafted.tokens, strict=True)]
+    found = {
+        "draft": draft,
+        "same": sum(same) / len(same),
+        "ratio": _speed(row, "draft") / _speed(row, "plain"),
+    }
+    if "same_cache" in row:
+        found["same_cache_ratio"] = _speed(row, "draft") / _speed(row, "same_cache")
+    return found
+
+
+def _taken_apart(
+    target: Target, parts: Parts, prompts: Sequence[Sequence[int]], shape: TreeShape, counts: CycleCounts
+) -> Row:
+    """Milliseconds of a cycle, of its phases, and of the GPU's idle time between cycles."""
+    phases = ready(target, parts, prompts, shape, counts)
+    about = {"prompt_tokens": len(prompts[0]), "batch": len(prompts), "shape": list(shape.widths)}
+    return {**about, **steps.whole(phases, counts), **steps.split(phases, counts)}
+
+
+def _timed(work: Callable[[], Generation], settings: EngineSettings) -> tuple[Row, Generation]:
     """Speeds of the counted runs, and the last run's output."""
     for _ in range(settings.warmup):
         work()
     runs = [work() for _ in range(settings.repeats)]
     stats = [run.stats for run in runs]
     figures = {
-        "tokens_per_s": spread([one.tokens_per_s for one in stats]),
-        "prefill_s": spread([one.prefill_s for one in stats]),
-        "cache_gib": gib(stats[-1].cache_bytes),
-        "draft_gib": gib(stats[-1].draft_bytes),
+        "tokens_per_s": clock.spread([one.tokens_per_s for one in stats]),
+        "prefill_s": clock.spread([one.prefill_s for one in stats]),
+        "cache_gib": clock.gib(stats[-1].cache_bytes),
+        "draft_gib": clock.gib(stats[-1].draft_bytes),
         "target_forwards": stats[-1].target_forwards,
     }
     return figures, runs[-1]
 
 
-def _speed(row: dict[str, Any], way: str) -> float:
-    """Tokens a second of one way."""
-    return float(row[way]["tokens_per_s"]["median"])
+def _speed(row: Row, system: str) -> float:
+    """Tokens a second of one system."""
+    return float(row[system]["tokens_per_s"]["median"])
 
 
-def _stock(target: Target, prompts: Sequence[Sequence[int]], settings: Settings) -> dict[str, Any]:
+def _stock(target: Target, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> Row:
     """Hugging Face's own loop."""
     runs = [
         decode_stock(target, prompts, max_new_tokens=settings.max_new_tokens)
@@ -184,17 +258,43 @@ def _stock(target: Target, prompts: Sequence[Sequence[int]], settings: Settings)
     ][settings.warmup :]
     tokens = len(prompts) * (settings.max_new_tokens - 1)
     return {
-        "tokens_per_s": spread([tokens / one.decode_s for one in runs]),
-        "prefill_s": spread([one.prefill_s for one in runs]),
+        "tokens_per_s": clock.spread([tokens / one.decode_s for one in runs]),
+        "prefill_s": clock.spread([one.prefill_s for one in runs]),
     }
 
 
-def _roofline(target: Target, row: dict[str, Any]) -> dict[str, Any]:
+def _roofline(target: Target, row: Row, gpu: Gpu | None) -> Row:
     """The least time of a plain step on this GPU and its share of the time taken; nothing elsewhere."""
-    gpu = gpu_called(torch.cuda.get_device_name(target.device)) if target.device.type == "cuda" else None
     if gpu is None:
         return {}
-    parts = roofline.step(Sizes.of(target.info), batch=row["batch"], context=row["prompt_tokens"])
-    least_ms = roofline.figures(parts, gpu)["ms"]
+    phase = roofline.step(Sizes.of(target.info), batch=row["batch"], context=row["prompt_tokens"])
+    least_ms = roofline.figures(phase, gpu)["ms"]
     taken_ms = 1e3 * row["batch"] / _speed(row, "plain")
     return {"gpu": gpu.name, "roofline_ms": least_ms, "roofline_share": least_ms / taken_ms}
+
+
+def _stretches(ids: Sequence[int], length: int, batch: int) -> list[list[int]]:
+    """Stretches of a text, evenly spread.
+
+    Raises:
+        DataError: there is too little text for this length.
+    """
+    if len(ids) < length:
+        raise DataError(f"held-out text has {len(ids)} tokens; lengths={length} asks for more")
+    step = (len(ids) - length) // max(1, batch - 1) if batch > 1 else 0
+    return [list(ids[i * step : i * step + length]) for i in range(batch)]
+
+
+def _random_ids(vocab_size: int, length: int, batch: int) -> list[list[int]]:
+    """Prompts for weights that know no text."""
+    coins = torch.Generator().manual_seed(length)
+    return torch.randint(vocab_size, (batch, length), generator=coins).tolist()
+
+
+def report(rows: Sequence[Row], settings: EngineSettings, context: Context) -> str:
+    """The table, and one of the cycles that were taken apart."""
+    apart: list[Any] = [one for row in rows for one in row.get("steps", [])]
+    return "\n\n".join([of_rows(rows, COLUMNS), *([of_rows(apart, STEP_COLUMNS)] if apart else [])])
+
+
+BENCH = Bench(settings=EngineSettings, run=run, report=report)

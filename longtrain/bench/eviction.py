@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from longtrain import methods, plots
-from longtrain.bench import clock, eviction_kernels, first_token, training
+from longtrain.bench import clock, first_token, importance_kernels, training
 from longtrain.bench.first_token import FULL, FirstTokenSettings
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.bench.training import TrainingSettings
@@ -207,13 +207,13 @@ class Sections:
 
     def kernels(self) -> Iterator[Row]:
         """The importance kernels."""
-        how = eviction_kernels.Settings(
-            self.target.device,
+        return importance_kernels.measure(
+            self.context,
             self.target.dtype,
+            self.target.info,
             self.settings.kernels,
             repeats=self.settings.kernel_repeats,
         )
-        return eviction_kernels.measure(how, self.target.info)
 
 
 def line(entries: Sequence[Entry], prompt: Prompt, gpu: Gpu) -> Row:
@@ -293,7 +293,7 @@ COLUMNS = {
     "ttft": first_token.COLUMNS,
     "parts": first_token.PART_COLUMNS,
     "training": training.COLUMNS,
-    "kernels": eviction_kernels.COLUMNS,
+    "kernels": importance_kernels.COLUMNS,
 }
 
 

@@ -28,7 +28,12 @@ from longtrain.targets.shapes import SHAPES
 
 SUITES = {
     "draft_memory": "training",
+    "engine": "engine",
     "eviction": "eviction",
+    "kernels": "decoding_attention",
+    "linears": "linears",
+    "quantise": "quantise",
+    "quantspec": "cycles",
     "roofline": "roofline",
     "training": "training",
 }
@@ -53,6 +58,7 @@ class Context:
         drafting: gives the shape, or the shapes to choose among, that `decode` says.
         load_target: gives the target that `target` names; its argument is taken where `target.path` is not
             set.
+        held_out: gives the tokens of the held-out text that ships here.
     """
 
     device: torch.device
@@ -64,6 +70,7 @@ class Context:
     sampling: Sampling = field(default_factory=Sampling)
     drafting: Callable[[], TreeShape | ShapeChoice] = lambda: TreeShape(())
     load_target: Callable[[str | None], Target] | None = None
+    held_out: Callable[[Target], Sequence[int]] | None = None
 
     @property
     def cuda(self) -> bool:
@@ -105,6 +112,7 @@ class Bench:
         columns: heading -> key of a row, for the table; a dotted key reaches into a mapping.
         auto: key -> what `auto` stands for on CUDA, and elsewhere.
         group: the mapping within `suite` that holds the keys; empty: `suite` itself.
+        ignore: keys of the configuration that are no settings of the suite, beside `name`.
         report: what is shown and written as Markdown, where it is more than one table of all rows.
         pictures: gives PNGs by the names of their files.
     """
@@ -114,6 +122,7 @@ class Bench:
     columns: Mapping[str, str] = field(default_factory=dict)
     auto: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     group: str = ""
+    ignore: tuple[str, ...] = ()
     report: Callable[[Sequence[Row], Any, Context], str] | None = None
     pictures: Callable[[Sequence[Row]], dict[str, bytes]] | None = None
 
@@ -128,7 +137,7 @@ class Bench:
             key: self.auto[key][0 if context.cuda else 1] if value == AUTO and key in self.auto else value
             for key, value in given.items()
         }
-        return read(self.settings, values, f"suite.{self.group}".rstrip("."), ignore=("name",))
+        return read(self.settings, values, f"suite.{self.group}".rstrip("."), ignore=("name", *self.ignore))
 
     def table(self, rows: Sequence[Row], settings: Any, context: Context) -> str:
         """The rows for people, in Markdown."""
@@ -151,7 +160,9 @@ def brief(row: Mapping[str, Any]) -> str:
     """A row's numbers and names in one line: medians of what was measured more than once."""
     words = []
     for key, value in row.items():
-        value = value.get("median", value.get("ms", {}).get("median")) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            within = value.get("ms", value)
+            value = within.get("median") if isinstance(within, dict) else within
         if isinstance(value, int | float | str):
             words.append(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}")
     return " ".join(words)

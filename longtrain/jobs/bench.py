@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from longtrain import files, provenance
+from longtrain.assets import asset_dir
 from longtrain.jobs.setup import convert, device_of, drafting_from, load_target_from, plain, sampling_from
 from longtrain.log import get_logger
+from longtrain.settings import AUTO, Counts
 from longtrain.tables import say
 
 if TYPE_CHECKING:
     from longtrain.bench.suites import Bench, Context
+    from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
@@ -25,10 +28,15 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: no such suite, or one of its keys is wrong.
     """
-    from longtrain.bench.suites import SUITES, bench_of, brief
+    from longtrain.bench.suites import bench_of, brief
+    from longtrain.jobs import bench_quality
 
     name = str(cfg.suite.name)
-    if name not in SUITES and _former(cfg, name):
+    if name == "quantspec_quality":
+        bench_quality.run(cfg)
+        return
+    if cfg.suite.get("eval") is not None and cfg.suite.shape is None:
+        _hand_over(cfg)
         return
     bench, context = bench_of(name), context_of(cfg)
     settings = bench.read(plain(cfg.suite), context)
@@ -44,6 +52,33 @@ def run(cfg: DictConfig) -> None:
     finally:
         if rows:
             _show(bench, settings, context, folder, name, rows)
+
+
+def _hand_over(cfg: DictConfig) -> None:
+    """Let `longtrain eval` measure what needs a real target and text, with the keys under `suite.eval`.
+
+    Keys of the same name in `suite` go before them, unless they are `auto` or null.
+    """
+    import torch
+    from omegaconf import OmegaConf
+
+    from longtrain.bench.cycles import limit_memory
+    from longtrain.jobs import eval as eval_job
+
+    conf, given = asset_dir("conf"), plain(cfg.suite)
+    keys = given["eval"]
+    keys |= {key: given[key] for key in keys if key != "name" and given.get(key, AUTO) not in (AUTO, None)}
+    if given["drafted"] != AUTO:
+        keys["shapes"] = [[1] * count for count in convert(given["drafted"], Counts, "suite.drafted")]
+    limit_memory(given["memory_gib"], torch.device(device_of(cfg)))
+    suite = OmegaConf.load(conf / "suite" / "common.yaml").suite
+    suite = OmegaConf.merge(suite, OmegaConf.load(conf / "suite" / f"{keys['name']}.yaml").suite)
+    step = OmegaConf.load(conf / "eval.yaml")
+    del step["defaults"]
+    with open_dict(cfg):
+        step = OmegaConf.merge(step, cfg, {"job": "eval"})
+    step.suite = OmegaConf.merge(suite, keys)
+    eval_job.run(step)
 
 
 def context_of(cfg: DictConfig) -> Context:
@@ -62,7 +97,17 @@ def context_of(cfg: DictConfig) -> Context:
         sampling=sampling_from(cfg),
         drafting=lambda: drafting_from(cfg),
         load_target=lambda path: load_target_from(cfg, path=path),
+        held_out=_held_out,
     )
+
+
+def _held_out(target: Target) -> list[int]:
+    """The tokens of the held-out text that ships here, all documents in a row."""
+    from longtrain.evaluation.contexts import documents_from_files
+
+    folder = asset_dir("bundled") / "text" / "heldout"
+    documents = documents_from_files(folder, target.require_tokenizer())
+    return [int(token) for document in documents for token in document.ids_T]
 
 
 def _write(folder: Path, name: str, keys: Any, rows: list[dict[str, Any]]) -> None:
@@ -79,35 +124,3 @@ def _show(
     pictures = bench.pictures(rows) if bench.pictures else {}
     files.write_files(folder, {f"{name}.md": f"{text}\n".encode(), **pictures})
     say(text, f"wrote {', '.join([f'{name}.json', f'{name}.md', *pictures])} in {folder}")
-
-
-def _former(cfg: DictConfig, name: str) -> bool:
-    """Run a suite that has no entry in `bench.suites` yet; whether there is one."""
-    import importlib
-
-    if name == "engine":
-        _engine(cfg)
-    elif name in ("kernels", "linears", "quantise", "quantspec"):
-        importlib.import_module(f"longtrain.jobs.bench_{name}").run(cfg)
-    elif name == "quantspec_quality":
-        importlib.import_module("longtrain.jobs.bench_quality").run(cfg)
-    else:
-        return False
-    return True
-
-
-def _engine(cfg: DictConfig) -> None:
-    from rich.console import Console
-
-    from longtrain.bench import engine, report
-    from longtrain.jobs import bench_engine
-
-    rows = bench_engine.engine_rows(cfg)
-    folder = Path(cfg.run_dir) / "bench"
-    path = report.write(folder, "engine", settings=plain(cfg.suite), rows=rows)
-    provenance.write(folder, plain(cfg))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(report.table(rows, engine.COLUMNS), markup=False)
-    if cycles := [one for row in rows for one in row.get("steps", [])]:
-        console.print(report.table(cycles, engine.STEP_COLUMNS), markup=False)
-    console.print(f"wrote {path}", markup=False)

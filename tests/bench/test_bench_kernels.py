@@ -11,13 +11,26 @@ from hydra.core.global_hydra import GlobalHydra
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.bench import attention_baselines as stock
-from longtrain.bench import kernels, kernels_report
+from longtrain.bench import decoding_attention
+from longtrain.bench.decoding_attention import RECENT, AttentionCall, KernelsSettings
+from longtrain.bench.suites import Context
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
-from longtrain.jobs.bench_kernels import settings_of
 from tests.kernels.plain_attention import tree_attention
 
 CPU = torch.device("cpu")
+
+
+def asked(**changes):
+    few = {
+        "dtype": "float32",
+        "heads": (4, 2),
+        "head_dim": 64,
+        "mha_heads": None,
+        "mha_cells": (),
+        "repeats": 2,
+    }
+    return KernelsSettings(**{**few, "baselines": (), **changes})
 
 
 @pytest.fixture
@@ -41,7 +54,7 @@ def test_baselines_compute_what_they_say(name, rows):
     q, k, v = torch.randn(1, 4, rows, 16), torch.randn(1, 2, 40 + rows, 16), torch.randn(1, 2, 40 + rows, 16)
     visible = torch.rand(1, rows, rows) < 0.5
     visible |= torch.eye(rows, dtype=torch.bool)
-    work, exact = stock.attention_of(name, stock.Inputs(q, k, v, 40, visible))
+    work, exact = stock.attention_of(name, stock.StockInputs(q, k, v, 40, visible))
     assert exact is (rows == 1 or name == "packed_flash_and_masked")
     seen = visible if exact else torch.ones_like(visible)
     want, _ = tree_attention(q, k, v, torch.tensor([40]), seen, scale=16**-0.5)
@@ -50,9 +63,9 @@ def test_baselines_compute_what_they_say(name, rows):
 
 def test_bytes_of_a_call():
     """A block of 128 tokens and heads of 128: 17408 bytes in INT4, 33792 in INT8, 65536 in bf16."""
-    blocks, recent = 254, kernels.RECENT
+    blocks, recent = 254, RECENT
     keys = 128 * blocks + recent
-    dense = kernels.Cell("dense", 32, 8, 1, keys)
+    dense = AttentionCall("dense", 32, 8, 1, keys)
     assert dense.bytes == 8 * (65536 * blocks + 512 * recent)
     assert replace(dense, cache="int4").bytes == 8 * (17408 * blocks + 512 * recent)
     assert replace(dense, cache="int8").bytes == 8 * (33792 * blocks + 512 * recent)
@@ -80,36 +93,33 @@ def test_the_suite_writes_what_it_measured(composed, tmp_path, capsys):
 
 
 def test_a_backend_that_does_not_serve_says_so():
-    how = kernels.Settings(
-        CPU, torch.float32, (kernels.Cell("dense", 4, 2, 1, 64, 64),), ("cudnn",), repeats=2
-    )
-    (row,) = kernels.measure(how)
+    (row,) = decoding_attention.run(asked(cells=(("dense", 1, 64),), baselines=("cudnn",)), Context(CPU))
     assert "failed" in row["baselines"]["cudnn"] and "best" not in row
-    assert kernels_report.picture([row]) is not None
+    assert list(decoding_attention.pictures([row])) == ["kernels.png"]
 
 
 def test_no_picture_of_nothing():
-    assert kernels_report.picture([{"failed": "out of memory"}]) is None
+    assert decoding_attention.pictures([{"failed": "out of memory"}]) == {}
 
 
-def test_mha_cells_follow_the_others(composed):
-    found = settings_of(composed("suite.mha_heads=4", "suite.mha_cells=[[int4,1,1k]]", "suite.cells=[]"))
-    assert found.cells == (kernels.Cell("int4", 4, 4, 1, 1024, 64),)
+def test_a_second_round_has_as_many_kv_heads_as_query_heads():
+    found = asked(cells=(), mha_heads=4, mha_cells=(("int4", 1, 1024),)).calls
+    assert found == [AttentionCall("int4", 4, 4, 1, 1024, 64)]
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("suite.cells=[[int3,1,1k]]", "the cache 'int3'; known: dense, int8, int4"),
-        ("suite.cells=[[dense,1]]", "allowed: \\[cache, new rows, keys\\]"),
+        ("suite.cells=[[int3,1,1k]]", "dense, int8 or int4"),
+        ("suite.cells=[[dense,1]]", r"allowed: a list, each \[cache, new rows, keys\]"),
         ("suite.cells=[[int4,129,1k]]", "1 to 128 rows"),
         ("suite.cells=[[int4,1,128]]", "384 keys or more"),
         ("suite.heads=[4,3]", "query heads a multiple"),
-        ("suite.baselines=[magic]", "suite.baselines has magic; known: flash"),
+        ("suite.baselines=[magic]", r"suite.baselines=\['magic'\]; allowed: a list, each flash"),
         ("suite.dtype=int8", "suite.dtype=int8"),
-        ("suite.cells=[]", "suite.cells is empty"),
+        ("suite.cells=[]", r"suite.cells=\[\]"),
     ],
 )
 def test_wrong_settings_are_refused(composed, override, message):
     with pytest.raises(ConfigError, match=message):
-        settings_of(composed(override))
+        bench.run(composed(override))

@@ -3,17 +3,16 @@
 import json
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.bench import linears
+from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
-from longtrain.jobs.bench_linears import settings_of
-from longtrain.targets.shapes import shape_config
+from longtrain.targets.shapes import SHAPES
 
 
 @pytest.fixture
@@ -31,10 +30,10 @@ def composed(tmp_path):
 
 def test_layers_of_a_published_shape():
     """Llama-3.1-8B: 7.5 billion weights in linear layers, as its config says."""
-    layers, per_step = linears.layers_of(shape_config("llama31_8b"))
+    layers, per_step = linears.layers_of(Sizes.of_keys(SHAPES["llama31_8b"]))
     assert layers["qkv"] == (6144, 4096) and layers["gate_up"] == (28672, 4096)
     assert sum(per_step[name] * F * K for name, (F, K) in layers.items()) == 7_504_658_432
-    tied, _ = linears.layers_of(shape_config("llama32_1b"))
+    tied, _ = linears.layers_of(Sizes.of_keys(SHAPES["llama32_1b"]))
     assert tied["out"] == (2048, 2048)
 
 
@@ -53,9 +52,14 @@ def test_from_the_configuration_to_the_file(composed, tmp_path, capsys):
     assert "a step" in capsys.readouterr().out
 
 
-def test_wrong_values(composed):
-    with pytest.raises(ConfigError, match=r"suite.weights=\['int3'\]; allowed: some of dense, int4"):
-        settings_of(composed("suite.weights=[int3]"))
-    with pytest.raises(ConfigError, match=r"suite.rows=\[\]"):
-        settings_of(composed("suite.rows=[]"))
-    assert settings_of(composed()).dtype == torch.float32
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("suite.weights=[int3]", r"suite.weights=\['int3'\]; allowed: a list, each dense, int4"),
+        ("suite.rows=[]", r"suite.rows=\[\]"),
+        ("suite.shape=gpt9", "suite.shape=gpt9; known: llama_micro"),
+    ],
+)
+def test_wrong_values(composed, override, message):
+    with pytest.raises(ConfigError, match=message):
+        bench.run(composed(override))

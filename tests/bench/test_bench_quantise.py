@@ -11,7 +11,6 @@ from longtrain.assets import asset_dir
 from longtrain.cache.room import hierarchical_bytes
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
-from longtrain.jobs.bench_quantise import settings_of
 
 
 @pytest.fixture
@@ -55,11 +54,11 @@ def test_what_does_not_fit_says_so(composed, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("suite.splits=[ceil]", r"suite.splits=\['ceil'\]; allowed: some of floor, rtn"),
+        ("suite.splits=[ceil]", r"suite.splits=\['ceil'\]; allowed: a list, each floor, rtn"),
         ("suite.lengths=[]", r"suite.lengths=\[\]"),
         ("suite.shape=qwen3_micro", "heads of size 32"),
     ],
 )
 def test_wrong_values(composed, words, message):
     with pytest.raises(ConfigError, match=message):
-        settings_of(composed(words))
+        bench.run(composed(words))

@@ -90,8 +90,8 @@ def test_engine_suite_measures_plain_and_drafted() -> None:
     config = spec.config(window=8)
     assert spec.attach is not None
     parts = spec.attach(spec.build(config, target.info).eval(), target, config, {})
-    how = engine.Settings(max_new_tokens=6, sampling=Sampling(), shape=TreeShape((1, 1)), repeats=2)
-    row = engine.measure(target, parts, [[3, 4, 5, 6], [7, 8, 9, 10]], how)
+    how = engine.EngineSettings((4,), max_new_tokens=6, repeats=2)
+    row = engine.measure(target, parts, [[3, 4, 5, 6], [7, 8, 9, 10]], TreeShape((1, 1)), how, Sampling())
     assert row["same"] == 1.0
     assert 1.0 <= row["draft"]["tau"] <= 3.0
     assert row["ratio"] > 0 and row["plain"]["target_forwards"] == 6
@@ -103,15 +103,10 @@ def test_engine_suite_measures_baselines_and_takes_cycles_apart() -> None:
     assert spec.attach is not None
     draft = spec.attach(spec.build(config, target.info).eval(), target, config, {})
     parts = draft.merge(Parts(evictor=SnapKV(Budget(6), window=2), name="snapkv"))
-    how = engine.Settings(
-        max_new_tokens=6,
-        sampling=Sampling(),
-        shape=TreeShape((2, 2)),
-        repeats=1,
-        baselines=engine.BASELINES,
-        cycles=2,
+    how = engine.EngineSettings(
+        (12,), max_new_tokens=6, repeats=1, baselines=("hugging_face", "uncaptured"), cycles=2
     )
-    row = engine.measure(target, parts, [list(range(3, 15))] * 2, how)
+    row = engine.measure(target, parts, [list(range(3, 15))] * 2, TreeShape((2, 2)), how, Sampling())
     for way in ("plain", "uncaptured", "hugging_face", "same_cache", "draft"):
         assert row[way]["tokens_per_s"]["median"] > 0
     assert row["same"] == 1.0 and row["same_cache"]["cache_gib"] < row["plain"]["cache_gib"]
@@ -120,8 +115,6 @@ def test_engine_suite_measures_baselines_and_takes_cycles_apart() -> None:
         phases = ("propose_ms", "forward_ms", "accept_ms", "commit_ms", "attention_ms")
         assert all(one[name]["median"] > 0 for name in phases) and one["cycle_ms"] > 0
         assert one["linear_ms"] == one["forward_ms"]["median"] - one["attention_ms"]["median"]
-    with pytest.raises(ConfigError, match="names 'vllm'; known: hugging_face, uncaptured"):
-        engine.Settings(6, Sampling(), TreeShape(()), baselines=["vllm"])
 
 
 def test_report_keeps_the_environment(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from longtrain import cli
 from longtrain.assets import asset_dir
-from longtrain.bench import clock, eviction, eviction_kernels, first_token, training
+from longtrain.bench import clock, eviction, first_token, importance_kernels, training
 from longtrain.bench.suites import Context
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError
@@ -99,7 +99,7 @@ def test_the_training_step_holds_a_prefill(rows: list[dict[str, Any]]) -> None:
 
 def test_kernels_stand_beside_their_twins(rows: list[dict[str, Any]]) -> None:
     found = of(rows, "kernels")
-    assert [row["call"] for row in found] == list(eviction_kernels.PRODUCTS)
+    assert [row["call"] for row in found] == list(importance_kernels.PRODUCTS)
     for row in found:
         assert row["relative_difference"] < 1e-5  # fp32, sums in another order
         assert row["speed"] == pytest.approx(row["torch_ms"]["median"] / row["kernel_ms"]["median"])
@@ -107,8 +107,9 @@ def test_kernels_stand_beside_their_twins(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_response_is_scored_and_runs_no_suffix() -> None:
-    how = eviction_kernels.Settings(torch.device("cpu"), torch.float32, ((200, 64),), repeats=2)
-    calls = [row["call"] for row in eviction_kernels.measure(how, random_target("llama_micro").info)]
+    context, info = Context(torch.device("cpu")), random_target("llama_micro").info
+    found = importance_kernels.measure(context, torch.float32, info, ((200, 64),), repeats=2)
+    calls = [row["call"] for row in found]
     assert calls == ["suffix_lse", "importance"]
 
 

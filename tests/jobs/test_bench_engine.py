@@ -38,7 +38,7 @@ def test_real_text_without_a_draft(composed, tmp_path):
         (["method=longspec"], "method=longspec would decode with random weights; pass artifact=NAME"),
         (["method=pretrain", "suite.shape=llama_micro"], "method=pretrain brings nothing to decode with"),
         (["suite.shape=gpt9"], "unknown shape 'gpt9'"),
-        (["suite.baselines=[vllm]"], "names 'vllm'"),
+        (["suite.baselines=[vllm]"], r"suite.baselines=\['vllm'\]; allowed: a list, each hugging_face"),
         (["suite.cycles=some"], "suite.cycles=some; allowed: a whole number"),
     ],
 )

@@ -1,0 +1,173 @@
+"""How many drafted tokens a cycle accepts, given beforehand: drafts of random weights are never accepted.
+
+Every cycle still drafts, verifies and commits as it would; only the number that comes out of the verification
+is replaced, on the device. The numbers follow a law: independent positions of one acceptance rate, or what a
+real run accepted. A run takes the law's quantiles in random order, so that a short one has the law's mean.
+
+Shapes: C cycles, B batch, N tree nodes, P path.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
+from longtrain.errors import DataError
+from longtrain.settings import NOT_EMPTY, Count, from_file
+
+
+@dataclass(frozen=True)
+class AcceptanceLaw:
+    """Probability of accepting 0, 1, ... depth drafts in a cycle.
+
+    Args:
+        probs: as many as levels, and one more.
+        source: where they come from, JSON values.
+    """
+
+    probs: tuple[float, ...]
+    source: dict[str, Any]
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """The mean, the target's own token included."""
+        return 1 + sum(k * prob for k, prob in enumerate(self.probs))
+
+    def lengths(self, cycles: int, seed: int) -> list[int]:
+        """One number for each of so many cycles: the law's quantiles, in an order of the seed."""
+        edges = list(accumulate(self.probs))
+        edges[-1] = 1.0
+        found = [next(k for k, edge in enumerate(edges) if (i + 0.5) / cycles <= edge) for i in range(cycles)]
+        random.Random(seed).shuffle(found)
+        return found
+
+
+def independent(rate: float, depth: int) -> AcceptanceLaw:
+    """Each drafted token is accepted with the same probability, where all before it were."""
+    probs = [rate**k * (1 - rate) for k in range(depth)]
+    return AcceptanceLaw((*probs, rate**depth), {"acceptance": rate})
+
+
+@dataclass(frozen=True)
+class RecordedDepth:
+    """How often a draft was tried and accepted at one depth of its trees."""
+
+    depth: int
+    tried: Count
+    accepted: int
+
+
+@dataclass(frozen=True)
+class RecordedLength:
+    """What was accepted after prompts of one length."""
+
+    length: int
+    by_depth: Annotated[tuple[RecordedDepth, ...], NOT_EMPTY]
+
+
+@dataclass(frozen=True)
+class RecordedDraft:
+    """What a draft of one shape was accepted, an entry of `variants` in a run's `scores.json`."""
+
+    name: str
+    shape: Annotated[tuple[int, ...], NOT_EMPTY]
+    lengths: Annotated[tuple[RecordedLength, ...], NOT_EMPTY]
+
+    def law(self, file: Path, context: int) -> AcceptanceLaw:
+        """The law of the recorded length nearest to `context` from below; else of the shortest.
+
+        Raises:
+            DataError: more was accepted at a depth than at the one before.
+        """
+        lengths = sorted(self.lengths, key=lambda one: one.length)
+        nearest = next((one for one in reversed(lengths) if one.length <= context), lengths[0])
+        levels = sorted(nearest.by_depth, key=lambda level: level.depth)
+        cycles = levels[0].tried
+        reached = [cycles, *(level.accepted for level in levels), 0]
+        counts = [before - after for before, after in pairwise(reached)]
+        if min(counts) < 0:
+            raise _not_scores(
+                file,
+                f"drafts of shape {list(self.shape)} at length {nearest.length}: of {cycles} tries "
+                f"{reached[1:-1]} were accepted by depth; no depth may have more than the one before",
+            )
+        source = {"file": file.name, "name": self.name, "prompt_tokens": nearest.length, "cycles": cycles}
+        return AcceptanceLaw(tuple(count / cycles for count in counts), source)
+
+
+def recorded(file: Path) -> list[RecordedDraft]:
+    """The drafts of a run of `eval suite=acceptance`.
+
+    Args:
+        file: that run's `scores.json`.
+
+    Raises:
+        DataError: there is no such file, or it holds something else.
+    """
+    try:
+        variants = json.loads(file.read_text(encoding="utf-8"))["variants"]
+        found: list[RecordedDraft] = from_file(list[RecordedDraft], [one for one in variants if one["shape"]])
+        return found
+    except KeyError as error:
+        raise _not_scores(file, f"no entry {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise _not_scores(file, str(error)) from error
+
+
+def _not_scores(file: Path, why: str) -> DataError:
+    return DataError(
+        f"suite.recorded={file} is not a scores.json of eval suite=acceptance ({why}); write one with "
+        "`longtrain eval suite=acceptance`, or pass suite.recorded=null"
+    )
+
+
+class GivenAcceptance:
+    """Hands out numbers of accepted drafts cycle by cycle (`decoding.phases.Judge`).
+
+    Its place is kept on the device. What the cache allows is not exceeded, so strict flushing costs what it
+    costs.
+
+    Args:
+        accepted: the number of each cycle, for each sequence; begun anew after the last.
+        shape: of the trees; an accepted path is the first node of the last level and those above it.
+        device: the device that the cycles run on.
+    """
+
+    def __init__(
+        self, accepted: Sequence[Sequence[int]], shape: TreeShape, device: torch.device | str
+    ) -> None:
+        self.n_CB = torch.tensor(accepted, device=device) + 1
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.leaf = shape.n_nodes - shape.widths[-1] if shape.widths else 0
+        self.depth = shape.depth
+        self.slot_P = torch.arange(shape.depth + 1, device=device)
+        self.chain = all(width == 1 for width in shape.widths)
+
+    def __call__(self, tree: TokenTree, verdict: Verdict, most_B: Tensor | None) -> Verdict:
+        """The next cycle's verdict; the token after the path is that of the real one."""
+        n_B = self.n_CB.index_select(0, self.at)[0]
+        self.at.add_(1).remainder_(len(self.n_CB))
+        if most_B is not None:
+            n_B = n_B.minimum(most_B)
+        path_BP = self._path(tree) * (self.slot_P < n_B[:, None])
+        return Verdict(path_BP, n_B, verdict.next_B)
+
+    def _path(self, tree: TokenTree) -> Tensor:
+        """A whole path from the root to the last level; int64_BP."""
+        if self.chain:
+            return self.slot_P.expand(len(tree.tokens_BN), -1)
+        node_B1 = torch.full_like(tree.parents_BN[:, :1], self.leaf)
+        path = [node_B1]
+        for _ in range(self.depth):
+            node_B1 = tree.parents_BN.gather(1, node_B1)
+            path.append(node_B1)
+        return torch.cat(path[::-1], 1)

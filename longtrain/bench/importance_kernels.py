@@ -1,0 +1,157 @@
+"""Milliseconds a layer of the importance kernels, beside their torch twins and what the hardware allows.
+
+Shapes: N observing rows, T prompt keys, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longtrain.bench import clock
+from longtrain.bench.operators import RandomInputs, bound
+from longtrain.bench.suites import Context, Row
+from longtrain.kernels import importance
+from longtrain.kernels.importance import Span, reference
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
+
+COLUMNS = {
+    "rows": "rows",
+    "keys": "keys",
+    "call": "call",
+    "kernel ms": "kernel_ms.median",
+    "p10": "kernel_ms.p10",
+    "p90": "kernel_ms.p90",
+    "torch ms": "torch_ms.median",
+    "torch / kernel": "speed",
+    "bound ms": "bound_ms",
+    "of the bound": "share_of_bound",
+    "difference": "relative_difference",
+    "failed": "failed",
+}
+
+PRODUCTS = {"suffix_lse": 1, "importance": 1, "suffix_attention": 2, "suffix_attention backward": 4}
+"""Calls, and the products of rows x keys x head dim that each cannot do without."""
+
+MOST_SUFFIX_ROWS = 128
+"""Lookahead rows run through `suffix_attention`; more rows than this are a response, which is only scored."""
+
+ROTATED_BYTES = 2**28
+"""Copies of K and V are made up to so many bytes and used in turn: no call finds its keys in a cache."""
+
+WARMUP = 3
+"""Calls that are not counted."""
+
+Outputs = Callable[[int], tuple[Tensor, ...]]
+"""An operator on the i-th copy of the keys."""
+
+
+@dataclass(frozen=True)
+class ObservedPrompt:
+    """Random inputs of all calls of one size: observing rows behind a prompt, and gradients for backward."""
+
+    q_NHD: Tensor
+    own_k_NGD: Tensor
+    own_v_NGD: Tensor
+    k_BTGD: list[Tensor]
+    v_BTGD: list[Tensor]
+    grad_out_NHD: Tensor
+    grad_s_BHT: Tensor
+    spans: list[Span]
+    scale: float
+
+
+def measure(
+    context: Context,
+    dtype: torch.dtype,
+    info: TargetInfo,
+    cells: Sequence[tuple[int, int]],
+    *,
+    repeats: int,
+) -> Iterator[Row]:
+    """One row a cell and call, as they are ready; what does not fit in memory says so.
+
+    Args:
+        context: the device.
+        dtype: the type of queries, keys and values.
+        info: the target whose heads they have.
+        cells: (rows, keys) pairs.
+        repeats: calls counted.
+    """
+    H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
+    inputs = RandomInputs(context.device, dtype)
+    for N, T in cells:
+        prompt: ObservedPrompt | None = None
+        for call in PRODUCTS if N <= MOST_SUFFIX_ROWS else ("suffix_lse", "importance"):
+            matrices = 2 if call.startswith("suffix_attention") else 1
+            scores = 0 if call == "suffix_lse" else 4 * H * T
+            moved = matrices * G * T * D * dtype.itemsize + scores
+            flops = 2 * PRODUCTS[call] * H * N * T * D
+            limits = {**bound(moved, flops, context), "bound_bytes": moved, "bound_flops": flops}
+            row: Row = {"rows": N, "keys": T, "call": call, "heads": [H, G], **limits}
+            with clock.memory_may_run_out(row, context.device):
+                prompt = prompt or _prompt(inputs, info, N, T)
+                row |= _timed(call, context.device, prompt, repeats)
+                row["share_of_bound"] = row["bound_ms"] / row["kernel_ms"]["median"]
+            yield row
+
+
+def _timed(call: str, device: torch.device, prompt: ObservedPrompt, repeats: int) -> Row:
+    fast, plain = _work(call, importance, prompt), _work(call, reference, prompt)
+    pairs = list(zip(fast(0), plain(0), strict=True))
+    gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+    del pairs
+    kernel_ms = clock.cold(fast, device, warmup=WARMUP, repeats=repeats)
+    torch_ms = clock.cold(plain, device, warmup=1, repeats=max(3, repeats // 5))
+    speed = torch_ms["median"] / kernel_ms["median"]
+    return {"kernel_ms": kernel_ms, "torch_ms": torch_ms, "speed": speed, "relative_difference": gap}
+
+
+def _work(call: str, ops: Any, x: ObservedPrompt) -> Outputs:
+    """A call of one implementation."""
+    copies, how = len(x.k_BTGD), {"scale": x.scale}
+    if call == "suffix_lse":
+        return lambda i: (ops.suffix_lse(x.q_NHD, x.own_k_NGD, x.k_BTGD[i % copies], x.spans, **how),)
+    if call == "importance":
+        lse_NH = importance.suffix_lse(x.q_NHD, x.own_k_NGD, x.k_BTGD[0], x.spans, **how)
+        return lambda i: (ops.importance(x.q_NHD, lse_NH, x.k_BTGD[i % copies], x.spans, **how),)
+    leaves = [t.detach().requires_grad_("backward" in call) for t in (x.q_NHD, x.own_k_NGD, x.own_v_NGD)]
+
+    def forward(i: int) -> tuple[Tensor, ...]:
+        return ops.suffix_attention(*leaves, x.k_BTGD[i % copies], x.v_BTGD[i % copies], x.spans, **how)
+
+    if "backward" not in call:
+        return forward
+    graphs = [forward(i) for i in range(copies)]
+
+    def backward(i: int) -> tuple[Tensor, ...]:
+        grads = (x.grad_out_NHD, x.grad_s_BHT)
+        return torch.autograd.grad(graphs[i % copies], leaves, grads, retain_graph=True)
+
+    return backward
+
+
+def _prompt(inputs: RandomInputs, info: TargetInfo, n_rows: int, n_keys: int) -> ObservedPrompt:
+    inputs.restart()
+    H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
+    size = 2 * n_keys * G * D * inputs.dtype.itemsize
+    copies = max(2, -(-ROTATED_BYTES // size)) if inputs.device.type == "cuda" else 1
+    # as a cache hands them out: heads before slots in memory
+    keys, values = ([inputs.normal(1, G, n_keys, D).transpose(1, 2) for _ in range(copies)] for _ in range(2))
+    return ObservedPrompt(
+        inputs.normal(n_rows, H, D),
+        inputs.normal(n_rows, G, D),
+        inputs.normal(n_rows, G, D),
+        keys,
+        values,
+        inputs.normal(n_rows, H, D),
+        inputs.normal(1, H, n_keys).float(),
+        [Span((0, n_rows), 0, (0, n_keys))],
+        D**-0.5,
+    )
