@@ -18,6 +18,7 @@ from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.session import Session
+from longtrain.evaluation.lm_harness import cut_answer
 from longtrain.evaluation.suites import lm_eval as suite_module
 from longtrain.systems import Builder
 from longtrain.targets.weights import _tensors, weight_files
@@ -72,7 +73,7 @@ def outcome(tiny, settings_of, include, tmp_path_factory):
             batch=2, resamples=50,
         )  # fmt: skip
         session.work()
-        return session.finish()
+        return session.finish(), session.records()
 
     return run
 
@@ -99,7 +100,15 @@ def direct(include):
 
 
 def test_figures_are_those_of_lm_evals_own_model(outcome, direct) -> None:
-    found = outcome().results["systems"][0]
+    made, records = outcome()
+    found = made.results["systems"][0]
+    texts = [
+        cut_answer(one.texts[0], ["\n", "."])
+        for one in sorted(records, key=lambda one: one.example)
+        if one.task == "lt_answer"
+    ]
+    samples = sorted(direct["samples"]["lt_answer"], key=lambda one: one["doc_id"])
+    assert texts == [one["resps"][0][0] for one in samples] and len(set(texts)) > 1
     for name, figures in direct["results"].items():
         mine = found["extra"]["lm_eval"]["results"][name]
         numbers = {key: value for key, value in figures.items() if isinstance(value, float)}
@@ -115,9 +124,8 @@ def test_figures_are_those_of_lm_evals_own_model(outcome, direct) -> None:
 def test_systems_beside_the_full_cache(outcome) -> None:
     cache = {"method": {"name": "quantspec", "draft": False}}
     draft = {"method": {"name": "quantspec"}}
-    results = outcome(
-        "snapkv", cache, draft, tasks=["lt_choice", "lt_answer"], shapes=[TreeShape((1, 1, 1))]
-    ).results
+    made, _ = outcome("snapkv", cache, draft, tasks=["lt_choice", "lt_answer"], shapes=[TreeShape((1, 1, 1))])
+    results = made.results
     systems = {one["name"]: one for one in results["systems"]}
     full, snap, quantised, drafted = systems.values()
     kept = [{task["task"]: task["kept_rows"] for task in one["tasks"]} for one in (full, snap)]
