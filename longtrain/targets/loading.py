@@ -20,10 +20,9 @@ from transformers import (
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.targets.attention import NAME
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
-from longtrain.targets.support import check_supported
 from longtrain.targets.tokenizer import legacy_hint, set_chat_template
 from longtrain.targets.weights import assign_weights, fingerprint, weight_files
 

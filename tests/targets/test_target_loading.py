@@ -8,10 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.loading import load_target, random_target, target_from_model
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.support import check_supported
 
 
 def tokenizer(words):
