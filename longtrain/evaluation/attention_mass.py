@@ -25,54 +25,45 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class AttentionMass:
-    """Shares of the attention of the last rows of a context, averaged over rows, heads and prompts.
+    """Shares of the attention of the last rows of a context, averaged over rows and heads.
 
     Args:
-        layer: the layer.
-        window: previous tokens that count as inside, besides the token itself.
         outside: share on tokens before the window.
         outside_no_sinks: the same without the first `SINKS` tokens of the context (attention sinks).
-        prompts: how many contexts were measured.
     """
 
-    layer: int
-    window: int
     outside: float
     outside_no_sinks: float
-    prompts: int
 
 
 @torch.no_grad()
 def attention_mass(
-    target: Target, prompts: Sequence[Sequence[int]], *, layer: int, window: int, rows: int = ROWS
+    target: Target, prompt: Sequence[int], *, layer: int, window: int, rows: int = ROWS
 ) -> AttentionMass:
-    """Measure it for the last `rows` tokens of each prompt.
+    """Measure it for the last `rows` tokens of a prompt.
 
     Args:
         target: the frozen model.
-        prompts: token ids.
+        prompt: token ids.
         layer: whose queries and keys; negative counts from the end.
         window: previous tokens that count as inside, besides the token itself.
-        rows: queries of each prompt.
+        rows: queries.
     """
     layer %= target.info.n_layers
-    sums = torch.zeros(2, dtype=torch.float64)
-    for prompt in prompts:
-        ids_T = torch.tensor(list(prompt), device=target.device)
-        pos_T = torch.arange(len(ids_T), device=target.device)
-        want = Want("none", stop_at_layer=layer, kv=(layer,))
-        k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), want).kv[layer]
-        q_RHD, pos_R = _queries(target, ids_T, pos_T, layer=layer, rows=rows)
-        k_THD = k_TGD.repeat_interleave(target.info.n_heads // target.info.n_kv_heads, dim=1)
-        scores_HRT = torch.einsum("rhd,thd->hrt", q_RHD.float(), k_THD.float()) * target.info.head_dim**-0.5
-        visible_RT = pos_T[None] <= pos_R[:, None]
-        probs_HRT = scores_HRT.masked_fill(~visible_RT, float("-inf")).softmax(-1)
-        outside_RT = pos_T[None] < pos_R[:, None] - window
-        no_sinks_RT = outside_RT & (pos_T[None] >= SINKS)
-        for index, seen_RT in enumerate((outside_RT, no_sinks_RT)):
-            sums[index] += (probs_HRT * seen_RT).sum(-1).mean().double().cpu()
-    outside, no_sinks = (sums / max(1, len(prompts))).tolist()
-    return AttentionMass(layer, window, outside, no_sinks, len(prompts))
+    ids_T = torch.tensor(list(prompt), device=target.device)
+    pos_T = torch.arange(len(ids_T), device=target.device)
+    want = Want("none", stop_at_layer=layer, kv=(layer,))
+    k_TGD, _ = target.packed(ids_T, pos_T, (0, len(ids_T)), want).kv[layer]
+    q_RHD, pos_R = _queries(target, ids_T, pos_T, layer=layer, rows=rows)
+    k_THD = k_TGD.repeat_interleave(target.info.n_heads // target.info.n_kv_heads, dim=1)
+    scores_HRT = torch.einsum("rhd,thd->hrt", q_RHD.float(), k_THD.float()) * target.info.head_dim**-0.5
+    visible_RT = pos_T[None] <= pos_R[:, None]
+    probs_HRT = scores_HRT.masked_fill(~visible_RT, float("-inf")).softmax(-1)
+    outside_RT = pos_T[None] < pos_R[:, None] - window
+    no_sinks_RT = outside_RT & (pos_T[None] >= SINKS)
+    return AttentionMass(
+        *(float((probs_HRT * seen_RT).sum(-1).mean().double()) for seen_RT in (outside_RT, no_sinks_RT))
+    )
 
 
 def _queries(target: Target, ids_T: Tensor, pos_T: Tensor, *, layer: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longtrain.errors import DataError
+from longtrain.log import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from longtrain.data.rows.prepared import Prepared
+
+log = get_logger(__name__)
 
 SPACING_TOKENS = 64
 """Least distance of two continuation points of one document."""
@@ -80,7 +83,7 @@ def documents_from_files(
     """Text files as documents: one file, or every file of a folder (UTF-8), each under its kind.
 
     The kind is the first word of the file's or folder's name if that is one of `KINDS`, else the ending's:
-    code, or `prose`.
+    code, or `prose`. Where no file is of the kinds that are wanted, those that carry none are used.
 
     Args:
         where: a file or folder.
@@ -89,7 +92,7 @@ def documents_from_files(
         prose: what to call files whose name says nothing else.
 
     Raises:
-        DataError: nothing is there, or a file is not text.
+        DataError: nothing is there or of these kinds, or a file is not text.
     """
     return [
         Document(name, kind, np.asarray(_encode(tokenizer, text), dtype=np.int64))
@@ -111,20 +114,15 @@ def read_texts(
         raise DataError(
             f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
         )
-    texts = []
-    for file in files:
-        kind = _kind(file, root, prose)
-        if kinds and kind not in kinds:
-            continue
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
-        texts.append((file.stem, kind, text))
-    if not texts:
-        have = sorted({_kind(file, root, prose) for file in files})
-        raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
-    return texts
+    named = {file: _kind(file, root) for file in files}
+    chosen = {file: kind or prose for file, kind in named.items() if not kinds or (kind or prose) in kinds}
+    if not chosen:
+        chosen = {file: prose for file, kind in named.items() if kind is None}
+        if not chosen:
+            have = sorted({kind for kind in named.values() if kind})
+            raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
+        log.info("kinds=%s path=%s files=%d carry no kind and are used", list(kinds), root, len(chosen))
+    return [(file.stem, kind, _read(file)) for file, kind in chosen.items()]
 
 
 def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[Document]:
@@ -233,11 +231,19 @@ def _shares(documents: list[Document], order: list[int], most_in: list[int], cou
     return taken
 
 
-def _kind(file: Path, root: Path, prose: str) -> str:
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
+
+
+def _kind(file: Path, root: Path) -> str | None:
+    """What a file's name, folder or ending says of its kind; None where they say nothing."""
     named = [file.stem, *file.relative_to(root).parts[:-1]] if root.is_dir() else [file.stem]
     for word in named:
         first = word.replace("-", "_").split("_")[0].lower().removesuffix("s")
         if first in KINDS:
             return first
     kind = SUFFIXES.get(file.suffix, "text")
-    return prose if kind == "text" else kind
+    return None if kind == "text" else kind

@@ -1,10 +1,11 @@
-"""What a chat template puts before and after a user's message."""
+"""What a chat template puts before and after a user's message, as text and as tokens."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from longtrain.data.retrieval.synthetic import ChatIds
 from longtrain.errors import DataError
 from longtrain.evaluation.prompts import render_chat
 
@@ -34,3 +35,13 @@ def around_message(tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[
         )
     before, after = parts
     return before, after
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase) -> ChatIds:
+    """The tokens around a user's turn, read off the chat template; plain text where there is none."""
+    if not tokenizer.chat_template:
+        before, after = tokenizer.bos_token or "", "\nAnswer:"
+    else:
+        before, after = around_message(tokenizer, enable_thinking=False)
+    user, assistant = (tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after))
+    return ChatIds(user, assistant, ())

@@ -24,6 +24,7 @@ class Turn:
         kept_rows: rows of the prompt in the cache while it was decoded, mean over layers and KV heads.
         cache_bytes: this answer's part of the batch's cache while decoding.
         full_cache_bytes: the same before eviction.
+        draft_bytes: this answer's part of what the batch's draft held beside it.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Turn:
     kept_rows: float
     cache_bytes: int = 0
     full_cache_bytes: int = 0
+    draft_bytes: int = 0
 
     @property
     def output_tokens(self) -> int:

@@ -6,22 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.decoding.stats import Stats
-from longtrain.evaluation import acceptance
-from longtrain.evaluation.acceptance import PLAIN, Advance, Variant
 from longtrain.evaluation.harness.answers import DecodingRequest, sequence_id
 from longtrain.evaluation.harness.plan import groups
 from longtrain.evaluation.harness.protocol import prompt_room
 from longtrain.evaluation.prompts import Encoded
-from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suite import Advance, Suite
 from longtrain.evaluation.task import Example, Task
 from longtrain.systems import System
 
@@ -29,22 +26,6 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 WARMUP_TOKENS = 16
-
-
-class Way(Protocol):
-    """One way of decoding: a `Variant` or a `System`."""
-
-    @property
-    def name(self) -> str:
-        """Unique."""
-
-    @property
-    def parts(self) -> Parts:
-        """Draft, evictor and cache."""
-
-    @property
-    def shape(self) -> TreeShape:
-        """What is drafted each cycle."""
 
 
 @dataclass(frozen=True)
@@ -60,38 +41,6 @@ class Batch:
     prompts: list[Encoded]
     request: DecodingRequest
     sequence_ids: tuple[int, ...] | None = None
-
-
-def measure_speed(
-    target: Target,
-    variants: Sequence[Variant],
-    protocol: acceptance.Protocol,
-    *,
-    batch: int = 1,
-    prompts: int = 3,
-    advance: Advance = lambda what, done: None,
-) -> list[dict[str, Any]]:
-    """Time plain decoding and every variant at every length, in turn on each batch of prompts.
-
-    Args:
-        target: the frozen model.
-        variants: what to time beside plain decoding.
-        protocol: lengths, points and settings.
-        batch: prompts decoded together.
-        prompts: how many are timed at each length, after one short run that is not counted.
-        advance: told of progress.
-
-    Returns:
-        One row a length: figures by name (`plain` first) and each variant's ratio to plain decoding.
-    """
-    request = DecodingRequest(protocol.max_new_tokens, protocol.sampling, protocol.ignore_eos)
-    rows = []
-    for length in protocol.lengths:
-        texts = [Encoded(tuple(prompt)) for prompt in protocol.prompts(length)[:prompts]]
-        batches = [Batch(texts[first : first + batch], request) for first in range(0, len(texts), batch)]
-        figures = time_ways(target, [PLAIN, *variants], batches, what=str(length), advance=advance)
-        rows.append({"length": length, "batch": batch, "figures": figures})
-    return rows
 
 
 def speed_rows(
@@ -128,7 +77,7 @@ def speed_rows(
         for length, some in _first(task, prompts).items():
             batches = list(_batches(task, some, target, sampling=sampling, batch=batch, tokens=tokens))
             what = task.name if length is None else f"{task.name} @ {length}"
-            figures = time_ways(target, timed, batches, what=what, advance=advance)
+            figures = time_systems(target, timed, batches, what=what, advance=advance)
             about = {"task": task.name, "length": length, "prompts": len(some), "batch": batch}
             rows.append({**about, "max_new_tokens": batches[0].request.max_new_tokens, "figures": figures})
     return {"device": str(target.device), "rows": rows}
@@ -147,19 +96,19 @@ def timed_systems(systems: Sequence[System], *, tokens: int | None) -> list[Syst
     return some if tokens is None else [group[0] for group in groups(some)]
 
 
-def time_ways(
+def time_systems(
     target: Target,
-    ways: Sequence[Way],
+    systems: Sequence[System],
     batches: Sequence[Batch],
     *,
     what: str = "",
     advance: Advance = lambda what, done: None,
 ) -> dict[str, dict[str, Any]]:
-    """Time ways of decoding in turn on each batch, after one short run of each that is not counted.
+    """Time systems in turn on each batch, after one short run of each that is not counted.
 
     Args:
         target: the frozen model.
-        ways: the first is what the ratios are to.
+        systems: the first is what the ratios are to.
         batches: what is decoded together.
         what: they are called when `advance` is told of prompts done.
         advance: told of progress.
@@ -167,17 +116,17 @@ def time_ways(
     Returns:
         Figures by name.
     """
-    for way in ways:
-        _timed(target, way, replace(batches[0], request=batches[0].request.shortened(WARMUP_TOKENS)))
-    stats: dict[str, list[Stats]] = {way.name: [] for way in ways}
+    for system in systems:
+        _timed(target, system, replace(batches[0], request=batches[0].request.shortened(WARMUP_TOKENS)))
+    stats: dict[str, list[Stats]] = {system.name: [] for system in systems}
     peak = dict.fromkeys(stats, 0)
     for some in batches:
-        for way in ways:
-            found, held = _timed(target, way, some)
-            stats[way.name].append(found)
-            peak[way.name] = max(peak[way.name], held)
-            advance(f"speed of {way.name} @ {what}", len(some.prompts))
-    plain = stats[ways[0].name]
+        for system in systems:
+            found, held = _timed(target, system, some)
+            stats[system.name].append(found)
+            peak[system.name] = max(peak[system.name], held)
+            advance(f"speed of {system.name} @ {what}", len(some.prompts))
+    plain = stats[systems[0].name]
     return {name: _figures(mine, plain, peak=peak[name]) for name, mine in stats.items()}
 
 
@@ -245,14 +194,14 @@ def _over(a: float, b: float) -> float | None:
     return _known(a / b) if b else None
 
 
-def _timed(target: Target, way: Way, some: Batch) -> tuple[Stats, int]:
+def _timed(target: Target, system: System, some: Batch) -> tuple[Stats, int]:
     """Stats of one call, and the most device memory held during it."""
     on_gpu = target.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(target.device)
         torch.cuda.reset_peak_memory_stats(target.device)
     longest = max(len(prompt.ids) + len(prompt.after) for prompt in some.prompts)
-    limits = Limits(len(some.prompts), longest + some.request.max_new_tokens, way.shape.n_nodes)
-    engine = Engine(target, way.parts, limits=limits)
-    generation = some.request.decode(engine, some.prompts, shape=way.shape, sequence_ids=some.sequence_ids)
+    limits = Limits(len(some.prompts), longest + some.request.max_new_tokens, system.shape.n_nodes)
+    engine = Engine(target, system.parts, limits=limits)
+    generation = some.request.decode(engine, some.prompts, shape=system.shape, sequence_ids=some.sequence_ids)
     return generation.stats, torch.cuda.max_memory_allocated(target.device) if on_gpu else 0

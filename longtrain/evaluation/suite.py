@@ -50,6 +50,7 @@ class Figure:
             the sum over that of the full cache.
         unit: `number`, `percent` (of a share) or `bytes`.
         growth: whether a change is told as growth in percent, of figures that are logarithms.
+        plotted: whether it is drawn by context length.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Figure:
     kind: Literal["mean", "pooled", "wilson", "change", "quotient"] = "pooled"
     unit: Literal["number", "percent", "bytes"] = "number"
     growth: bool = False
+    plotted: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Suite:
         needs: roles that a system may bring: an evictor, a draft, or both.
         settings: further JSON values of the suite to be hashed.
         figures: what is reported beside the score.
+        full_cache: whether the target is run with its full cache and without a draft too.
         rivals: systems that ran -> pairs of names; their differences over the same examples are reported.
         own_systems: makes systems that the suite itself brings, such as an upper bound.
         meet: is given the suite and the systems before anything runs; may refuse them, and gives back the
@@ -139,6 +142,7 @@ class Suite:
     needs: frozenset[str] = frozenset({EVICTOR, DRAFT})
     settings: Json = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
+    full_cache: bool = True
     rivals: Callable[[Sequence[System]], Sequence[tuple[str, str]]] = lambda systems: ()
     own_systems: Callable[[Builder], Sequence[System]] | None = None
     meet: Callable[[Suite, Sequence[System]], Suite] | None = None

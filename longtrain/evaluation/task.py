@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from longtrain.decoding.roles import Parts
     from longtrain.evaluation.records import Record
+    from longtrain.systems import System
     from longtrain.targets.model import Target
 
 Facet = int | float | str
@@ -80,6 +81,10 @@ class Task:
     def examples(self) -> Iterator[Example]:
         """The examples, in the published order."""
         return iter(self.rows)
+
+    def serves(self, system: System) -> bool:
+        """Whether a system is run on this task; others have no records of it."""
+        return True
 
     def prompt(self, example: Example) -> str:
         """The text of an example, before truncation and chat template."""
@@ -225,6 +230,10 @@ class Measured(ABC):
     def examples(self) -> Iterator[Example]:
         """The examples, in a fixed order."""
         return iter(self.rows)
+
+    def serves(self, system: System) -> bool:
+        """Whether a system is run on this task; others have no records of it."""
+        return True
 
     def size(self, example: Example) -> int:
         """How long it is, in whatever unit: examples of like size are measured together."""

@@ -1,15 +1,11 @@
-"""`longtrain eval`: a suite through the harness, acceptance or eviction, or a comparison of finished runs."""
+"""`longtrain eval`: a suite through the harness, or a comparison of finished runs."""
 
 from __future__ import annotations
 
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError
-from longtrain.jobs import eval_eviction, eval_harness
-
-OTHERS = ("acceptance", "eviction")
-"""Suites beside those of `SUITES`: the first is made from more than its own settings, the second has a job of
-its own."""
+from longtrain.jobs import eval_harness
 
 
 def run(cfg: DictConfig) -> None:
@@ -27,10 +23,7 @@ def run(cfg: DictConfig) -> None:
         eval_compare.run(cfg)
         return
     name = str(cfg.suite.name)
-    if name in SUITES or name == "acceptance":
+    if name in SUITES:
         eval_harness.run(cfg)
-    elif name == "eviction":
-        eval_eviction.run(cfg)
     else:
-        known = ", ".join(sorted({*OTHERS, *SUITES}))
-        raise ConfigError(f"eval has no suite '{name}'; known: {known}")
+        raise ConfigError(f"eval has no suite '{name}'; known: {', '.join(sorted(SUITES))}")

@@ -17,10 +17,10 @@ from longtrain import files as files_
 from longtrain import provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import eval_parts
-from longtrain.jobs.eval_eviction import budgets_of
 from longtrain.jobs.setup import convert, load_target_from, plain, sampling_from, shape_from, systems_of
 from longtrain.log import get_logger
 from longtrain.progress import Progress
+from longtrain.settings import wrong
 
 if TYPE_CHECKING:
     from longtrain.decoding.evict import Budget
@@ -103,10 +103,6 @@ def session_of(cfg: DictConfig) -> Session:
     from longtrain.evaluation.suites import SUITES, drafting
     from longtrain.systems import Builder
 
-    if cfg.suite.name == "acceptance":
-        from longtrain.jobs import eval_acceptance
-
-        return eval_acceptance.session_of(cfg)
     suite_cfg = plain(cfg.suite)
     counts = {key: convert(suite_cfg[key], int, f"suite.{key}") for key in ("batch", "bootstrap")}
     for key, value in counts.items():
@@ -121,7 +117,7 @@ def session_of(cfg: DictConfig) -> Session:
     suite = module.build(suite_cfg, target, seed=seed, sampling=sampling)
     builder = Builder(
         target,
-        budgets_of_suite(suite_cfg["budgets"]),
+        budgets_of(suite_cfg["budgets"]),
         shapes_of(cfg, suite_cfg["shapes"]),
         artifacts.__getitem__,
         greedy=sampling.greedy and not any(own_temperatures(suite)),
@@ -132,7 +128,7 @@ def session_of(cfg: DictConfig) -> Session:
     return Session(
         target=target,
         suite=suite.meet(suite, systems) if suite.meet else suite,
-        systems=systems,
+        systems=systems if suite.full_cache else systems[1:],
         sampling=sampling,
         folder=folder_of(cfg),
         home=Path(cfg.home),
@@ -157,9 +153,32 @@ def folder_of(cfg: DictConfig) -> Path:
     return Path(cfg.run_dir) / "eval" / str(cfg.suite.name)
 
 
-def budgets_of_suite(values: Any) -> tuple[Budget, ...]:
-    """Budgets as typed; none are needed where nothing evicts."""
-    return budgets_of(values) if values else ()
+def budgets_of(values: Any) -> tuple[Budget, ...]:
+    """Budgets as they were typed: whole numbers are tokens, numbers below 1 shares of the prompt.
+
+    None are needed where nothing evicts.
+
+    Raises:
+        ConfigError: neither, or some of both.
+    """
+    from longtrain.decoding.evict import Budget
+
+    if not values:
+        return ()
+    if isinstance(values, list):
+        kinds = [{type(value) for value in values} == {kind} for kind in (int, float)]
+        if kinds[0] and min(values) >= 1:
+            return tuple(Budget(tokens=value) for value in sorted(set(values)))
+        if kinds[1] and all(0 < value <= 1 for value in values):
+            return tuple(Budget(ratio=value) for value in sorted(set(values)))
+        if {type(value) for value in values} == {int, float}:
+            whole, shares = ([v for v in values if type(v) is kind] for kind in (int, float))
+            raise ConfigError(
+                f"suite.budgets={values}; allowed: tokens or shares of the prompt, not both in one run; "
+                f"pass suite.budgets={whole}, then suite.budgets={shares} with another name="
+            )
+    rows = "tokens of 1 or more ([64,128]) or shares of the prompt ([0.1,0.2])"
+    raise wrong("suite.budgets", values, rows)
 
 
 def shapes_of(cfg: DictConfig, values: Any) -> list[TreeShape]:
@@ -185,11 +204,6 @@ def finish(cfg: DictConfig, session: Session) -> None:
     from longtrain.evaluation.exactness import enforce
     from longtrain.evaluation.judge.naming import check_judged
 
-    if cfg.suite.name == "acceptance":
-        from longtrain.jobs import eval_acceptance
-
-        eval_acceptance.finish(cfg, session)  # type: ignore[arg-type]  # what its session_of gave
-        return
     marker, total = session.suite.marker, 0
     if marker is not None and not session.missing():
         total = marker.count(session.records())
@@ -232,6 +246,7 @@ def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:
             sampling=session.sampling,
             prompts=prompts,
             batch=batch,
+            tokens=convert(cfg.suite.get("speed_tokens"), int | None, "suite.speed_tokens"),
             advance=bar.advance,
         )
     return {"speed": found["rows"]}
@@ -244,7 +259,7 @@ def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[
     from longtrain.evaluation.reporting.speed import speed_table
     from longtrain.evaluation.reporting.tables import table
 
-    files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results)}
+    files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results, timings)}
     if speed := speed_table(outcome.results, timings):
         files["speed.md"] = speed.encode()
     if cfg.report == "html":

@@ -13,6 +13,7 @@ from longtrain.evaluation.contexts import (
     documents_from_files,
     documents_from_prepared,
     prefix_of,
+    read_texts,
 )
 from longtrain.settings import parse_tokens
 
@@ -86,6 +87,15 @@ def test_what_cannot_be_had_is_counted():
     assert found.dropped["prompts beyond what the held-out text gives"] == 50 - len(found.points) > 0
     with pytest.raises(DataError, match=r"longest has 1100; pass shorter"):
         choose_points(documents(300, 1100), longest=2000, count=1)
+
+
+def test_files_without_a_kind_are_used_where_no_file_is_of_the_kinds_wanted(tmp_path, caplog):
+    (tmp_path / "notes.txt").write_text("plain words")
+    with caplog.at_level("INFO"):
+        (found,) = read_texts(tmp_path, kinds=["book"])
+    assert found == ("notes", "text", "plain words") and "carry no kind and are used" in caplog.text
+    (tmp_path / "book-emma.txt").write_text("Emma")
+    assert [name for name, _, _ in read_texts(tmp_path, kinds=["book"])] == ["book-emma"]
 
 
 def test_files_become_documents_with_kinds(tmp_path):

@@ -10,12 +10,12 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.roles import Law
 from longtrain.errors import ArtifactError, ConfigError, DataError, LongtrainError, TargetMismatchError
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs import eval_acceptance
 from longtrain.jobs.setup import shape_from
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.targets.loading import load_target, random_target
 
+FOLDER = "runs/one/eval/acceptance"
 SMALL = (
     "suite=smoke",
     "lengths=[64,128]",
@@ -40,34 +40,44 @@ def run(composed, artifact, text):
     return go
 
 
-def test_acceptance_leaves_scores_table_picture_and_provenance(run, tmp_path):
+@pytest.fixture
+def results(tmp_path):
+    """`results()`: what the run left."""
+    return lambda: json.loads((tmp_path / FOLDER / "results.json").read_text())
+
+
+def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path, results):
     run()
-    folder = tmp_path / "runs" / "one" / "eval"
-    names = {path.name for path in folder.iterdir()}
-    assert names == {
-        "scores.json",
+    names = {path.name for path in (tmp_path / FOLDER).iterdir()}
+    assert {
+        "results.json",
+        "examples.jsonl",
         "timings.json",
         "table.md",
+        "speed.md",
         "acceptance.png",
-        "acceptance",  # the harness's own: what is done, results.json, tables, pages
-        "config.yaml",
-        "provenance.json",
-    }
-    results = json.loads((folder / "acceptance" / "results.json").read_text())
-    assert [task["task"] for task in results["systems"][1]["tasks"]] == ["64", "128"]
-    scores = json.loads((folder / "scores.json").read_text())
-    cells = scores["variants"][0]["lengths"]
-    assert [cell["length"] for cell in cells] == [64, 128]
-    assert all(cell["exactness"]["different"] == 0 and cell["prompts"] == 4 for cell in cells)
-    assert scores["kinds"] == {"book": 2, "code": 2} and scores["variants"][0]["name"] == "draft"
-    timings = json.loads((folder / "timings.json").read_text())
+    } < names
+    assert {"config.yaml", "provenance.json", "ledger"} < names
+    found = results()
+    full, draft = found["systems"]
+    assert [task["task"] for task in draft["tasks"]] == ["64", "128"]
+    for one, plain in zip(draft["tasks"], full["tasks"], strict=True):
+        assert one["exactness"]["different"] == 0 and one["acceptance"]["tau"]["n"] == 4
+        assert one["figures"]["draft"]["value"] > 0 and one["figures"]["cache"]["value"] > 0
+        assert one["figures"]["repeated"] == plain["figures"]["repeated"]
+    assert draft["facts"]["law"] == "point" and draft["extra"]["documents"] == 2
+    short, long = (task["acceptance"]["tau"]["value"] for task in draft["tasks"])
+    assert draft["extra"]["retention"] == pytest.approx((long - 1) / (short - 1))
+    kinds = {cell["facets"]["kind"]: cell["acceptance"]["n"] for cell in found["cells"] if cell["acceptance"]}
+    assert kinds == {"book": 2, "code": 2}
+    timings = json.loads((tmp_path / FOLDER / "timings.json").read_text())
     assert timings["speed"][0]["figures"]["draft"]["ratio"] > 0
-    assert "| draft | 64 | 4 |" in (folder / "table.md").read_text()
-    assert (folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert "τ, not repetitive" in (tmp_path / FOLDER / "table.md").read_text()
+    assert (tmp_path / FOLDER / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_scores_do_not_change_on_a_rerun(run, tmp_path):
-    path = tmp_path / "runs" / "one" / "eval" / "scores.json"
+def test_results_do_not_change_on_a_rerun(run, tmp_path):
+    path = tmp_path / FOLDER / "results.json"
     run("suite.speed_prompts=0")
     before = path.read_bytes()
     run("suite.speed_prompts=0")
@@ -75,31 +85,29 @@ def test_scores_do_not_change_on_a_rerun(run, tmp_path):
 
 
 def test_a_run_that_was_cut_off_goes_on(run, tmp_path, monkeypatch):
-    from longtrain.evaluation.harness import answers as harness
+    from longtrain.evaluation.harness.answers import Answerer
 
-    folder = tmp_path / "runs" / "one" / "eval"
     run("suite.speed_prompts=0")
-    before = (folder / "scores.json").read_bytes()
-    (folder / "scores.json").unlink()
-    ledger = next(folder.glob("acceptance/*/ledger/draft-*.jsonl"))
+    before = (tmp_path / FOLDER / "results.json").read_bytes()
+    ledger = next((tmp_path / FOLDER).glob("ledger/draft-*.jsonl"))
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # killed while the last unit was written
     decoded = []
-    decode = harness.Runner._decode
+    generated = Answerer.generated
 
-    def counted(self, system, task, unit, prompts):
-        decoded.append((system.name, task.name, len(prompts)))
-        return decode(self, system, task, unit, prompts)
+    def counted(self, system, task, unit):
+        decoded.append((system.name, task.name, len(unit.examples)))
+        return generated(self, system, task, unit)
 
-    monkeypatch.setattr(harness.Runner, "_decode", counted)
+    monkeypatch.setattr(Answerer, "generated", counted)
     run("suite.speed_prompts=0")
-    assert (folder / "scores.json").read_bytes() == before and decoded == [("draft", "128", 4)]
-    run("suite.speed_prompts=0", "suite.max_new_tokens=10")  # other settings start anew
-    assert len(decoded) == 1 + 4
+    assert (tmp_path / FOLDER / "results.json").read_bytes() == before and decoded == [("draft", "128", 4)]
+    with pytest.raises(ConfigError, match="name=OTHER"):
+        run("suite.speed_prompts=0", "suite.max_new_tokens=10")
 
 
 def test_parts_give_what_one_run_gives(run, tmp_path):
-    path = tmp_path / "runs" / "one" / "eval" / "scores.json"
+    path = tmp_path / FOLDER / "results.json"
     run("suite.speed_prompts=0", "suite.batch=2")
     before = path.read_bytes()
     shutil.rmtree(path.parent)
@@ -109,29 +117,38 @@ def test_parts_give_what_one_run_gives(run, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_without_plain_decoding_only_drafts_run(run, tmp_path):
+def test_without_plain_decoding_only_drafts_run(run, results):
     run("suite.baseline=false", "suite.speed_prompts=0")
-    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
-    assert scores["plain"] == [] and scores["variants"][0]["lengths"][0]["exactness"] is None
+    (draft,) = results()["systems"]
+    assert draft["name"] == "draft" and draft["tasks"][0]["exactness"] is None
 
 
-def test_several_artifacts_and_shapes_side_by_side(run, artifact, tmp_path):
+def test_several_artifacts_and_shapes_side_by_side(run, artifact, tmp_path, results):
     other = Artifact.load(artifact)
     other.save(tmp_path / "checkpoints" / "twin")
-    run("artifact=[draft,twin]", "suite.shapes=[[1,1,1],[2,2,2]]", "suite.attention_mass=true")
-    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
-    names = [variant["name"] for variant in scores["variants"]]
+    shapes = "suite.shapes=[[1,1,1],[2,2,2]]"
+    run("artifact=[draft,twin]", shapes, "suite.attention_mass=true", "suite.speed_prompts=0")
+    found = results()
+    names = [system["name"] for system in found["systems"][1:]]
     assert names == ["draft chain 3", "draft tree 2-2-2", "twin chain 3", "twin tree 2-2-2"]
-    by_second = {(d["second"], d["length"]): d["tau"]["value"] for d in scores["differences"]}
-    assert by_second[("twin chain 3", 64)] == 0.0 and len(by_second) == 6
-    assert [mass["window"] for mass in scores["attention_mass"]] == [16, 16]
+    gaps = {(one["second"], one["task"]): one["score"]["difference"]["value"] for one in found["differences"]}
+    assert gaps[("twin chain 3", "64")] == 0.0
+    assert {second for second, _ in gaps} == set(names[1:]) and all(
+        one["first"] == names[0] for one in found["differences"]
+    )
+    outside = found["systems"][1]["tasks"][-1]
+    assert (
+        outside["task"] == "attention" and 0 < outside["figures"]["attention outside the window"]["value"] < 1
+    )
+    assert not any("attention outside the window" in task["figures"] for task in found["systems"][0]["tasks"])
 
 
-def test_sampling_is_measured_too(run, tmp_path):
+def test_sampling_is_measured_too(run, results):
     run("decode.temperature=1.0", "decode.law=iid", "suite.speed_prompts=0")
-    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
-    assert scores["temperature"] == 1.0 and scores["variants"][0]["law"] == "iid"
-    assert scores["variants"][0]["lengths"][0]["exactness"] is None
+    found = results()
+    assert found["protocol"]["settings"]["decoding"]["temperature"] == 1.0
+    assert found["systems"][1]["facts"]["law"] == "iid"
+    assert found["systems"][1]["tasks"][0]["exactness"] is None
 
 
 def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypatch):
@@ -147,35 +164,23 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
     monkeypatch.setattr(LongSpecRuntime, "observe", damage)
     with pytest.raises(LongtrainError, match=r"differs from decoding without the draft in \d of 4"):
         run()
-    assert (tmp_path / "runs" / "one" / "eval" / "scores.json").is_file()
+    assert (tmp_path / FOLDER / "results.json").is_file()
 
 
-def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run, tmp_path):
+def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run, results):
     systems = "suite.systems=[snapkv,{artifact:draft,policy:snapkv}]"
-    run(systems, "suite.budgets=[48]", "suite.speed_prompts=1")
-    folder = tmp_path / "runs" / "one" / "eval"
-    scores = json.loads((folder / "scores.json").read_text())
-    cells = {one["name"]: one["lengths"] for one in scores["variants"]}
-    assert list(cells) == ["draft", "draft+snapkv@48"]
-    assert cells["draft"][0]["exactness"]["different"] == 0
-    assert cells["draft+snapkv@48"][0]["exactness"] is None  # its texts are not those of the full cache
-    assert [cell["length"] for cell in scores["plain"]] == [64, 128]
-    results = json.loads((folder / "acceptance" / "results.json").read_text())
-    assert "snapkv@48 has no draft: its acceptance length says nothing here" in results["notes"]
-    found = {system["name"]: system["tasks"][0]["exactness"] for system in results["systems"]}
-    assert found["snapkv@48"] is None and found["draft+snapkv@48"]["compared"] == 4
+    run(systems, "suite.budgets=[48]", "suite.speed_prompts=0")
+    found = results()
+    exact = {system["name"]: system["tasks"][0]["exactness"] for system in found["systems"]}
+    assert list(exact) == ["full", "draft", "snapkv@48", "draft+snapkv@48"]
+    assert exact["draft"]["different"] == 0 and exact["snapkv@48"] is None
+    assert exact["draft+snapkv@48"]["compared"] == 4
+    assert "snapkv@48 has no draft: its acceptance length says nothing here" in found["notes"]
 
 
-def test_a_method_without_training_needs_no_artifact(run, tmp_path):
-    run(
-        "artifact=null",
-        "method=quantspec",
-        "target.path=tiny",
-        "lengths=[128]",
-        "suite.speed_prompts=0",
-    )
-    scores = json.loads((tmp_path / "runs" / "one" / "eval" / "scores.json").read_text())
-    assert [one["name"] for one in scores["variants"]] == ["quantspec"]
+def test_a_method_without_training_needs_no_artifact(run, results):
+    run("artifact=null", "method=quantspec", "target.path=tiny", "lengths=[128]", "suite.speed_prompts=0")
+    assert [system["name"] for system in results()["systems"]] == ["full", "quantspec"]
 
 
 def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
@@ -195,10 +200,10 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
         ),
         ("target.path=/no/where", ConfigError, "/no/where is not a folder"),
         ("lengths=[4k]", DataError, "pass shorter lengths or longer text"),
-        ("lengths=[]", ConfigError, r"lengths=\[\] measures nothing"),
-        ("lengths=[two]", ConfigError, "length 'two' is no token count"),
-        ("suite.prompts=0", ConfigError, r"suite.prompts=0; allowed: 1 or more"),
-        ("suite.shapes=[[0,1]]", ConfigError, r"shape \[0, 1\] drafts nothing"),
+        ("lengths=[]", ConfigError, r"suite.lengths=\[\]; allowed: one or more"),
+        ("lengths=[two]", ConfigError, r"suite.lengths=\['two'\]; allowed: .*token counts"),
+        ("suite.prompts=0", ConfigError, r"suite.prompts=0; allowed: .*1 or more"),
+        ("suite.shapes=[[0,1]]", ConfigError, r"=\[0, 1\]; allowed: widths of 1 or more"),
         ("suite.shapes=4", ConfigError, r"suite.shapes=4; allowed: a list"),
         ("decode.temperature=hot", ConfigError, "decode.temperature=hot; allowed: a number"),
         ("decode.law=luck", ConfigError, "decode.law=luck; allowed: auto, point, iid"),
@@ -223,15 +228,6 @@ def test_artifact_for_another_target(run, tmp_path):
     made.save(tmp_path / "checkpoints" / "stranger")
     with pytest.raises(TargetMismatchError, match="artifact was trained for qwen3_micro"):
         run("artifact=stranger")
-
-
-def test_suite_keys_are_all_read(composed):
-    """A key in the suite's file that the job does not know would be a promise it does not keep."""
-    from pathlib import Path
-
-    source = Path(eval_acceptance.__file__).read_text()
-    for key in OmegaConf.to_container(composed("eval", "suite=acceptance").suite):
-        assert f"suite.{key}" in source or f'"{key}"' in source, key
 
 
 def test_law_auto_samples_chains_where_decoding_samples() -> None:

@@ -16,6 +16,8 @@ PARTS = 4
 """Parts that the generated text is cut into."""
 LONG_OUTPUT, LONG_PARTS = 256, 8
 """Tokens from which the generated text is cut into more parts, and into how many."""
+LOOPING = 0.2
+"""A text is called repetitive when more than this share of it repeats its own earlier text."""
 ACCEPTANCE = "acceptance length"
 """Name of the scale of suites whose figure is `tau_of`."""
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from longtrain.decoding.stats import repeated
 from longtrain.errors import DataError
-from longtrain.evaluation.figures.acceptance import tau_of
+from longtrain.evaluation.figures.acceptance import LOOPING, tau_of
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
 from longtrain.systems import System
@@ -56,21 +57,28 @@ def numbers_of(record: Record) -> dict[str, float]:
     """Everything about a record that a figure can be made of, by name.
 
     `score`, the task's own measures, and: `one`, which is 1; of what was generated `prompt_tokens`,
-    `output_tokens`, `kept_rows` (rows of the prompt in the cache, mean over turns, layers and KV heads),
-    `cache_bytes` and `full_cache_bytes` (the first answer's cache while decoding and before eviction);
-    of drafts `cycle_tokens` over `cycles`, which is the acceptance length.
+    `output_tokens`, `repeated_tokens` (those in text that the answer held before), `kept_rows` (rows of the
+    prompt in the cache, mean over turns, layers and KV heads), `cache_bytes`, `full_cache_bytes` and
+    `draft_bytes` (the first answer's cache while decoding and before eviction, and what the draft held
+    beside it); of drafts `cycle_tokens` over `cycles`, which is
+    the acceptance length, and `fresh_tokens` over `fresh_cycles`, which is that of texts that do not repeat
+    themselves: loops flatter a draft.
     """
     found = {"one": 1.0, **({} if record.score is None else {"score": record.score})}
     if record.failed:
         return {}
     if record.turns:
         found |= {"prompt_tokens": record.prompt_tokens, "output_tokens": record.output_tokens}
+        found["repeated_tokens"] = sum(repeated(turn.tokens) for turn in record.turns)
         found["kept_rows"] = math.fsum(turn.kept_rows for turn in record.turns) / len(record.turns)
         found["cache_bytes"] = record.turns[0].cache_bytes
         found["full_cache_bytes"] = record.turns[0].full_cache_bytes
+        found["draft_bytes"] = record.turns[0].draft_bytes
     if record.cycles is not None:
         tokens, cycles = tau_of(record.rows())
         found |= {"cycle_tokens": sum(tokens), "cycles": sum(cycles)}
+        if found.get("repeated_tokens", 0) <= LOOPING * max(1, record.output_tokens):
+            found |= {"fresh_tokens": found["cycle_tokens"], "fresh_cycles": found["cycles"]}
     return found | dict(record.measures or {})
 
 

@@ -127,7 +127,14 @@ class _Figures:
     ) -> None:
         self.suite, self.found, self.draw, self.full, self.strict = suite, found, draw, full, strict
         self.reading = reading_of(asdict(suite.scale))
+        self.known: dict[int, dict[str, float]] = {}
         self.longest = {task.name: task.max_new_tokens for task in suite.tasks if isinstance(task, Task)}
+
+    def _numbers(self, record: Record) -> dict[str, float]:
+        """The numbers of a record, which are made once."""
+        if id(record) not in self.known:
+            self.known[id(record)] = numbers_of(record)
+        return self.known[id(record)]
 
     def system(self, system: System, official: Mapping[str, float]) -> Json:
         """A system's entry."""
@@ -166,7 +173,7 @@ class _Figures:
         entries = []
         for task, some in self.found[first].items():
             both = _paired(some, self.found[second].get(task, []))
-            a, b = ([numbers_of(pair[side]) for pair in both] for side in (0, 1))
+            a, b = ([self._numbers(pair[side]) for pair in both] for side in (0, 1))
             score = paired_difference(self.reading.ratio(a), self.reading.ratio(b), self.draw)
             entry = {"first": first, "second": second, "task": task, "score": verdict(score)}
             entry["figures"] = {
@@ -179,13 +186,13 @@ class _Figures:
 
     def _task(self, system: System, name: str, some: list[Record]) -> Json:
         edges = position_edges(self.longest.get(name, 1))
-        numbers = [numbers_of(record) for record in some]
+        numbers = [self._numbers(record) for record in some]
         return {
             "task": name,
             "rows": len(some),
             "score": self._mean([some]),
             "cut": sum(record.cut for record in some),
-            "unjudged": sum(self.reading.share(one) is None for one in numbers if one),
+            "unjudged": sum(self.reading.share(one) is None for one in numbers if "output_tokens" in one),
             **({"out_of_memory": failed} if (failed := sum(bool(one.failed) for one in some)) else {}),
             **{
                 key: mean(one.get(key) for one in numbers)
@@ -219,11 +226,11 @@ class _Figures:
         if self.full not in (None, system):
             pairs = [_paired(inside, self._full(task)) for task, inside in _by_task(some).items()]
             both = [pair for some_pairs in pairs for pair in some_pairs]
-            some, full = [a for a, _ in both], [numbers_of(b) for _, b in both]
-        return figures_of(self.suite.figures, [numbers_of(one) for one in some], full=full, draw=self.draw)
+            some, full = [a for a, _ in both], [self._numbers(b) for _, b in both]
+        return figures_of(self.suite.figures, [self._numbers(one) for one in some], full=full, draw=self.draw)
 
     def _mean(self, strata: Iterable[Sequence[Record]]) -> Json:
-        numbers = [[numbers_of(record) for record in some] for some in strata]
+        numbers = [[self._numbers(record) for record in some] for some in strata]
         return self.reading.mean(numbers, self.draw).to_json()
 
     def _acceptance(self, some: Sequence[Record], edges: list[int]) -> Json | None:
@@ -237,7 +244,9 @@ class _Figures:
         strata = []
         for name, some in tasks.items():
             pairs = _paired(some, self._full(name))
-            first, second = (self.reading.ratio(numbers_of(pair[side]) for pair in pairs) for side in (0, 1))
+            first, second = (
+                self.reading.ratio(self._numbers(pair[side]) for pair in pairs) for side in (0, 1)
+            )
             strata.append((first, second))
         gap = paired_mean_difference(strata, self.draw, of=self.reading.of, bounds=self.reading.bounds)
         return verdict(gap)

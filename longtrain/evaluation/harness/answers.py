@@ -244,7 +244,8 @@ class Answerer:
     ) -> None:
         """Add one turn of every example, and what it took."""
         tokenizer, stats, count = self.target.require_tokenizer(), made.stats, len(prompts)
-        held, full = (_split(size, count) for size in (stats.cache_bytes, stats.cache_bytes_full))
+        sizes = (stats.cache_bytes, stats.cache_bytes_full, stats.draft_bytes)
+        held, full, draft = (_split(size, count) for size in sizes)
         for i, tokens in enumerate(made.tokens):
             text = str(tokenizer.decode(tokens, skip_special_tokens=True))
             if task.keep_special and made.texts is not None:
@@ -257,6 +258,7 @@ class Answerer:
                 stats.kept_rows[i],
                 cache_bytes=held[i],
                 full_cache_bytes=full[i],
+                draft_bytes=draft[i],
             )
             found[i].samples[-1].append(turn)
             found[i].cut |= prompts[i].cut

@@ -71,6 +71,11 @@ def part_of(units: list[Unit], *, shard: int, shards: int) -> list[Unit]:
     return units[shard::shards]
 
 
+def places_for(units: Sequence[Unit], system: System) -> set[Place]:
+    """Every (task, example) of the units that a system is run on."""
+    return {place for unit in units if unit.task.serves(system) for place in unit.places}
+
+
 def remaining(units: list[Unit], done: Collection[Place]) -> list[Unit]:
     """What is left of the units where some examples are done.
 

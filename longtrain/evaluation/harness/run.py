@@ -66,7 +66,7 @@ class Runner:
         for unit in units:
             known: dict[str, Any] = {}
             for system, ledger in group:
-                for left in remaining([unit], done[system.name]):
+                for left in remaining([unit], done[system.name]) if unit.task.serves(system) else ():
                     if self.stopping():
                         raise StoppedError("stopped as asked; what is done is kept")
                     size = self._halved(answerer, system, left, ledger, known=known, size=sizes[system.name])

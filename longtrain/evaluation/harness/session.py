@@ -18,7 +18,7 @@ from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.harness.lossless import LosslessCheck
-from longtrain.evaluation.harness.plan import Unit, lanes, part_of, plan
+from longtrain.evaluation.harness.plan import Unit, lanes, part_of, places_for, plan
 from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
 from longtrain.evaluation.harness.run import (
     Runner,
@@ -123,9 +123,10 @@ class Session:
 
     def counts(self, *, shard: int = 0, shards: int = 1) -> tuple[int, int]:
         """Examples of a part over all systems: (all, done)."""
-        mine = {place for unit in part_of(self.units, shard=shard, shards=shards) for place in unit.places}
-        done = sum(len(mine & places_of(self.ledger(system))) for system in self.systems)
-        return len(mine) * len(self.systems), done
+        units = part_of(self.units, shard=shard, shards=shards)
+        mine = {system.name: places_for(units, system) for system in self.systems}
+        done = sum(len(mine[system.name] & places_of(self.ledger(system))) for system in self.systems)
+        return sum(map(len, mine.values())), done
 
     def work(
         self,
@@ -168,9 +169,9 @@ class Session:
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
         """Examples that are not done, by system; empty where all is."""
-        whole = {place for unit in self.units for place in unit.places}
         left = {
-            system.name: len(whole - places_of(self.ledger(system))) for system in systems or self.systems
+            system.name: len(places_for(self.units, system) - places_of(self.ledger(system)))
+            for system in systems or self.systems
         }
         return {name: count for name, count in left.items() if count}
 

@@ -28,6 +28,7 @@ def pictures(results: Json, timings: Json | None = None) -> dict[str, bytes]:
         "acceptance.png": _acceptance(results),
         "needle.png": _needle(results),
         "overhead.png": _overhead(results, timings or {}),
+        "figures.png": _figures(results),
     }
     return {name: content for name, content in made.items() if content is not None}
 
@@ -126,21 +127,44 @@ def _needle(results: Json) -> bytes | None:
 
 def _overhead(results: Json, timings: Json) -> bytes | None:
     """Score against how much later the first token comes than with the full cache."""
-    rows = timings.get("first_token", [])
+    rows = [row for row in timings.get("speed", []) if row["max_new_tokens"] == 1]
     if not rows:
         return None
-    names = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = panels(len(names), size=(6.4, 4.2))
-    for one, task in zip(axes, names, strict=True):
-        for system in results["systems"]:
-            score = _score(system, task)
-            mine = [row for row in rows if (row["task"], row["system"]) == (task, system["name"])]
-            if score is not None and score["value"] is not None and mine:
-                share = mine[0]["overhead_share"]
-                points(one, [100 * share], [score], system["name"], linestyle="none")
+    figure, axes = panels(len(rows), size=(6.4, 4.2))
+    systems = {system["name"]: system for system in results["systems"]}
+    for one, row in zip(axes, rows, strict=True):
+        for name, timed in row["figures"].items():
+            score = _score(systems[name], row["task"])
+            if score is not None and score["value"] is not None:
+                points(one, [100 * timed["first_token_overhead"]], [score], name, linestyle="none")
         one.set_xscale("symlog", linthresh=1)
         one.xaxis.set_major_formatter("{x:g}")
-        label(one, "overhead of the first token, %", results["scale"]["name"], title=task)
+        label(one, "overhead of the first token, %", results["scale"]["name"], title=row["task"])
+    return png(figure)
+
+
+def _figures(results: Json) -> bytes | None:
+    """Figures beside the score by context length, where their suite wants them drawn."""
+    drawn = [figure["name"] for figure in results["figures"] if figure["plotted"]]
+    lines = {
+        (system["name"], name): [
+            (facet["value"], facet["figures"][name])
+            for facet in system["facets"]
+            if facet["facet"] == "length" and name in facet["figures"]
+        ]
+        for system in results["systems"]
+        for name in drawn
+    }
+    lengths = sorted({length for found in lines.values() for length, _ in found})
+    if not lengths:
+        return None
+    figure, axes = panels(len(drawn), size=(6.4, 4.2))
+    for one, name in zip(axes, drawn, strict=True):
+        for (system, drawn_name), found in lines.items():
+            if drawn_name == name:
+                _line(one, found, system)
+        lengths_axis(one, lengths)
+        label(one, "context length, tokens", f"{name} (95% interval)")
     return png(figure)
 
 

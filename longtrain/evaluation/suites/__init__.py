@@ -8,6 +8,8 @@ decodes.
 from __future__ import annotations
 
 SUITES: dict[str, str] = {
+    "acceptance": "longtrain.evaluation.suites.acceptance",
+    "eviction": "longtrain.evaluation.suites.eviction",
     "longbench": "longtrain.evaluation.suites.longbench",
     "ruler": "longtrain.evaluation.suites.ruler",
     "longproc": "longtrain.evaluation.suites.longproc",
@@ -20,6 +22,7 @@ SUITES: dict[str, str] = {
     "infbench_sum": "longtrain.evaluation.suites.documents",
     "multi_lexsum": "longtrain.evaluation.suites.documents",
     "perplexity": "longtrain.evaluation.suites.perplexity",
+    "quantspec_quality": "longtrain.evaluation.suites.quantspec_quality",
     "lm_eval": "longtrain.evaluation.suites.lm_eval",
 }
 """`suite.name` -> module."""

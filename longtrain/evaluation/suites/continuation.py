@@ -1,23 +1,30 @@
-"""The acceptance suite's tasks: held-out text continued from the same points after several context lengths.
+"""Held-out text that is continued from the same points after several context lengths.
 
 Shapes: T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from longtrain.decoding.stats import Stats, repeated
-from longtrain.evaluation.acceptance import Cell, Protocol, Runs
-from longtrain.evaluation.exactness import compare
+from longtrain.assets import asset_dir
+from longtrain.data.rows.prepare import tokenizer_hash
+from longtrain.data.rows.prepared import Prepared, read_manifest
+from longtrain.errors import ConfigError
+from longtrain.evaluation.contexts import (
+    Document,
+    Point,
+    documents_from_files,
+    documents_from_prepared,
+    prefix_of,
+)
 from longtrain.evaluation.prompts import Encoded
-from longtrain.evaluation.records import Record, ids_sha256
-from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites import drafting
+from longtrain.evaluation.records import ids_sha256
 from longtrain.evaluation.task import Example, Task
-from longtrain.systems import FULL_CACHE, System
+from longtrain.log import get_logger
 from longtrain.tables import tokens
 
 if TYPE_CHECKING:
@@ -25,14 +32,15 @@ if TYPE_CHECKING:
 
     from longtrain.targets.model import Target
 
-NAME = "acceptance"
-TITLE = "Acceptance by context length"
-Json = dict[str, Any]
+log = get_logger(__name__)
+
+HELD_OUT = "text/heldout"
+"""Of the bundled files: novels that no target or draft of this package was trained on."""
 
 
 @dataclass(frozen=True)
 class Continuation(Task):
-    """Held-out text, cut at points that all lengths share.
+    """Prompts of one length, cut at points of held-out text that all lengths share.
 
     Args:
         length: tokens of a prompt.
@@ -66,100 +74,95 @@ class Continuation(Task):
         return {"length": self.length, "kind": str(example.fields["kind"])}
 
 
-def suite_of(protocol: Protocol, notes: Sequence[str] = ()) -> Suite:
+def continuations(
+    points: Sequence[Point],
+    lengths: Sequence[int],
+    target: Target,
+    *,
+    max_new_tokens: int,
+    ignore_eos: bool = True,
+    name: str = "{}",
+) -> list[Continuation]:
     """A task for each context length.
 
     Args:
-        protocol: lengths, points and settings.
-        notes: what is to be said of the result.
+        points: where prompts end, the same at every length.
+        lengths: of the prompts, tokens.
+        target: its tokenizer says what stands before a text.
+        max_new_tokens: most tokens of a continuation.
+        ignore_eos: go on past the end of text.
+        name: of a task; `{}` stands for the length.
+
+    Raises:
+        ConfigError: a length that the target's context does not hold.
     """
+    most = target.info.max_positions - max_new_tokens
+    if max(lengths) > most:
+        raise ConfigError(
+            f"length {max(lengths)} with {max_new_tokens} new tokens exceeds the target's context of "
+            f"{target.info.max_positions}; pass lengths of at most {most}"
+        )
+    prefix = prefix_of(target.tokenizer)
     tasks = []
-    for length in protocol.lengths:
-        prompts = [tuple(prompt) for prompt in protocol.prompts(length)]
-        rows = tuple(
-            Example(
-                f"{number:04d}",
-                {
-                    "number": number,
-                    "document": point.document.name,
-                    "kind": point.document.kind,
-                    "end": point.end,
-                    "sha256": ids_sha256(prompt),
-                },
+    for length in lengths:
+        prompts = tuple(tuple(point.prompt(length, prefix)) for point in points)
+        tasks.append(
+            Continuation(
+                name.format(tokens(length)),
+                tuple(_row(i, point, prompts[i]) for i, point in enumerate(points)),
+                "{document}",
+                max_new_tokens,
+                "acceptance",
+                None,
+                chat=False,
+                ignore_eos=ignore_eos,
+                protocol={"lengths": [length]},
+                length=length,
+                prompts=prompts,
             )
-            for number, (point, prompt) in enumerate(zip(protocol.points, prompts, strict=True))
         )
-        task = Continuation(
-            tokens(length),
-            rows,
-            "{document}",
-            protocol.max_new_tokens,
-            "acceptance",
-            None,
-            chat=False,
-            ignore_eos=protocol.ignore_eos,
-            protocol={"lengths": [length]},
-            length=length,
-            prompts=tuple(prompts),
-        )
-        tasks.append(task)
-
-    def summarise(records: ByTask) -> Summary:
-        return drafting.summary(TITLE, records, notes)
-
-    return Suite(NAME, tuple(tasks), scale=drafting.SCALE, summarise=summarise)
+    return tasks
 
 
-def runs_of(
-    target: Target,
-    systems: Sequence[System],
-    records: Sequence[Record],
-    protocol: Protocol,
-    *,
-    costs: Mapping[tuple[str, str], Json],
-) -> Runs:
-    """What the harness recorded, as `scores` reads it; drafted texts are compared with plain ones.
+def held_out(
+    target: Target, where: str | None, kinds: Sequence[str], *, home: str = ".", data: str | None = None
+) -> list[Document]:
+    """Documents no draft was trained on.
 
     Args:
-        target: the frozen model; recomputes the logits where texts part.
-        systems: that ran; `full` is plain decoding.
-        records: of all of them, complete.
-        protocol: as they ran.
-        costs: (system, task) -> `target_forwards`, `cache_bytes`, `draft_bytes`.
+        target: with a tokenizer.
+        where: a file or folder, `bundled`, or `data`; None: the held-out documents of prepared data if there
+            are any, else what ships here.
+        kinds: of text; empty: all.
+        home: holds prepared data.
+        data: its name.
+
+    Raises:
+        ConfigError: `data` without a name, or the target has no tokenizer.
+        DataError: there is no text.
     """
-    found: dict[str, dict[str, list[Record]]] = {}
-    for record in sorted(records, key=lambda record: record.example):
-        found.setdefault(record.system, {}).setdefault(record.task, []).append(record)
-    cells: dict[str, list[Cell]] = {system.name: [] for system in systems if system.drafts}
-    plain: list[Cell] = []
-    for length in protocol.lengths:
-        task = tokens(length)
-        texts: list[list[int]] | None = None
-        for system in systems:
-            some = found[system.name][task]
-            own = [list(record.turns[0].tokens) for record in some]
-            stats = _stats(some, costs.get((system.name, task), {}))
-            if system.name == FULL_CACHE.name:
-                texts = own
-                plain.append(Cell(length, own, stats))
-            if not system.drafts:
-                continue
-            greedy = protocol.sampling.greedy
-            exact = None
-            if texts is not None and system.lossless_of == FULL_CACHE.name:
-                exact = compare(target, protocol.prompts(length), texts, other=own, greedy=greedy)
-            cells[system.name].append(Cell(length, own, stats, exact))
-    return Runs(cells, plain)
+    tokenizer = target.require_tokenizer()
+    if where in (None, "data"):
+        if where == "data" and data is None:
+            raise ConfigError("suite.text=data needs data=NAME, or pass a file, a folder or bundled")
+        folder = Path(home) / "data" / f"{data}-{tokenizer_hash(tokenizer)[:8]}"
+        manifest = read_manifest(folder) if data is not None else None
+        if where == "data" or (manifest is not None and manifest["counts"]["val_documents"]):
+            log.info("text=%s (held-out documents)", folder)
+            return documents_from_prepared(Prepared.open(folder), kinds=kinds)
+    bundled = where in (None, "bundled")
+    path = asset_dir("bundled") / HELD_OUT if bundled else Path(str(where))
+    log.info("text=%s", path)
+    prose = "book" if bundled else "text"  # the excerpt that ships is from novels
+    return documents_from_files(path, tokenizer, kinds=kinds, prose=prose)
 
 
-def _stats(records: Sequence[Record], costs: Json) -> Stats:
-    return Stats(
-        rows=[row for record in records for row in (record.rows() or [[]])],
-        prompt_tokens=[record.prompt_tokens for record in records],
-        output_tokens=[record.output_tokens for record in records],
-        repeated_tokens=[repeated(record.turns[0].tokens) for record in records],
-        kept_rows=[record.turns[0].kept_rows for record in records],
-        cache_bytes=costs.get("cache_bytes", 0),
-        draft_bytes=costs.get("draft_bytes", 0),
-        target_forwards=costs.get("target_forwards", 0),
-    )
+def _row(number: int, point: Point, prompt: Sequence[int]) -> Example:
+    fields = {
+        "number": number,
+        "document": point.document.name,
+        "kind": point.document.kind,
+        "end": point.end,
+        "sha256": ids_sha256(prompt),
+    }
+    return Example(f"{number:04d}", fields)

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError
+from longtrain.data.retrieval.synthetic import RetrievalWriter, TextStream
+from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import read_texts
-from longtrain.evaluation.needle import NUMBER, prompt_writer
+from longtrain.evaluation.framing import chat_ids
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.settings import Settings
-from longtrain.evaluation.suites.shared import not_greedy
+from longtrain.evaluation.suites.continuation import HELD_OUT
+from longtrain.evaluation.suites.shared import not_greedy, settings_of
 from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.settings import Count, Counts, Lengths, within, wrong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.data.retrieval.synthetic import RetrievalWriter
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
 TITLE = "Needle grid"
+NUMBER = re.compile(r"\d+")
 WORDING = (
     "Some special magic numbers are hidden within the following text. ... One of the special magic numbers "
     "for KEY is: VALUE. ... What are all the special magic numbers for KEY mentioned in the provided text?"
@@ -36,6 +39,45 @@ WORDING = (
 
 KEPT = 64
 """Prompts kept in memory between encoding and scoring."""
+
+
+@dataclass(frozen=True)
+class NeedleSettings:
+    """The keys of the suite; see conf/suite/needle.yaml."""
+
+    lengths: Lengths
+    depths: tuple[Annotated[int, within(0, 100)], ...]
+    needles: Counts
+    prompts: Count
+    max_new_tokens: Count
+    text: str | None = None
+    kinds: tuple[str, ...] | None = ()
+
+    def __post_init__(self) -> None:
+        if not self.depths or len(set(self.depths)) < len(self.depths):
+            raise wrong("suite.depths", list(self.depths), "one or more different percentages")
+
+
+def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
+    """A writer of retrieval prompts into texts, in the target's own tokens and chat format.
+
+    Raises:
+        ConfigError: the target has no tokenizer.
+        DataError: no text.
+    """
+    tokenizer = target.require_tokenizer()
+    if not any(texts.values()):
+        raise DataError(
+            "there is no text to hide needles in; pass suite.text=FOLDER, or null: what ships here"
+        )
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    vocabulary = [str(tokenizer.decode([i])) for i in range(target.info.vocab_size)]
+    ids_T = np.concatenate([np.array(encode(text), dtype=np.int64) for text in texts.values() if text])
+    streams = [TextStream(ids_T, vocabulary, "held-out")]
+    return RetrievalWriter(encode, chat_ids(tokenizer), streams, separator=-1)
 
 
 class Writer:
@@ -108,18 +150,15 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, a length beyond the target's window or too short for its needles.
         DataError: no text to hide needles in.
     """
-    read = Settings(settings)
-    lengths, depths = read.tokens("lengths"), read.integers("depths", least=0, most=100)
-    counts, prompts = read.integers("needles"), read.integer("prompts")
-    most = read.integer("max_new_tokens")
+    asked = settings_of(NeedleSettings, settings)
+    lengths, most = asked.lengths, asked.max_new_tokens
     if lengths[-1] + most > target.info.max_positions:
         raise ConfigError(
             f"suite.lengths={list(lengths)} with answers of {most} tokens; allowed: together up to "
             f"{target.info.max_positions}, the tokens that target {target.info.name} reads"
         )
-    kinds = [] if read.get("kinds") is None else [str(kind) for kind in read.get("kinds")]
-    where = read.optional_text("text") or asset_dir("bundled") / "text" / "heldout"
-    texts = {name: text for name, _, text in read_texts(where, kinds=kinds, prose="book")}
+    where = asked.text or asset_dir("bundled") / HELD_OUT
+    texts = {name: text for name, _, text in read_texts(where, kinds=asked.kinds or (), prose="book")}
     writer = Writer(prompt_writer(target, texts), seed)
     protocol = {
         "seed": seed,
@@ -130,7 +169,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     tasks = tuple(
         NeedleTask(
             f"needles_{count}",
-            _rows(lengths, depths, count, prompts),
+            _rows(lengths, asked.depths, count, asked.prompts),
             WORDING,
             most,
             "exact_number",
@@ -139,7 +178,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             protocol=protocol,
             writer=writer,
         )
-        for count in counts
+        for count in asked.needles
     )
     _check(tasks, lengths[0])
     notes = not_greedy(sampling)

@@ -18,9 +18,10 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora, perplexity
 from longtrain.evaluation.contexts import prefix_of
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.settings import Settings
+from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Measured, rows_sha256
-from longtrain.settings import parse_tokens
+from longtrain.settings import Count, Tokens, read, wrong
+from longtrain.settings import Text as Word
 from longtrain.systems import EVICTOR
 
 if TYPE_CHECKING:
@@ -32,6 +33,28 @@ JOINS = {"wikitext2": "\n\n", "c4": " "}
 """Corpus -> what its texts are joined by, as in published figures; texts of others are read alone."""
 ROWS = {"c4": 1100}
 """Corpus -> texts that published figures take; others: all."""
+
+
+@dataclass(frozen=True)
+class PerplexitySettings:
+    """The keys of the suite; see conf/suite/perplexity.yaml."""
+
+    texts: tuple[Any, ...]
+    window: Tokens
+    stride: Tokens
+    first_windows: bool = True
+    max_tokens: Tokens | None = None
+    limit: Count | None = None
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """An entry of `suite.texts` that is a mapping; `from` is called `where` here."""
+
+    where: Word
+    join: str | None = None
+    limit: Count | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,25 +166,18 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         ConfigError: a wrong setting, or a window that the target does not hold.
         DataError: a text that cannot be read, or is too short.
     """
-    read = Settings(settings)
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer, so no text can be given to it")
-    window, stride = (_tokens(read, key) for key in ("window", "stride"))
+    asked = settings_of(PerplexitySettings, settings)
+    target.require_tokenizer()
+    window, stride, texts = asked.window, asked.stride, _entries(asked.texts)
     if not stride < window <= target.info.max_positions:
         raise ConfigError(
             f"suite.window={window}, suite.stride={stride}; allowed: stride < window <= "
             f"{target.info.max_positions} (the target's context)"
         )
-    most = None if read.get("max_tokens") is None else _tokens(read, "max_tokens")
-    limit = read.optional_integer("limit")
-    first = read.flag("first_windows")
-    tasks = tuple(
-        _windows(entry, target, window=window, stride=stride, most=most, limit=limit, first=first)
-        for entry in entries(read)
-    )
+    tasks = tuple(_windows(entry, target, asked) for entry in texts)
     cut = [task.name for task in tasks if not task.whole]
     notes = [f"windows of {window} tokens, {stride} scored in each after its context is evicted once"]
-    if first:
+    if asked.first_windows:
         notes.append("a text's first window is scored whole; it has no context to evict")
     else:
         notes.append("the first window of each text is left out: every token has a full context")
@@ -169,7 +185,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         notes.append(f"the beginning only of {', '.join(cut)} (suite.max_tokens or suite.limit)")
     alone = [
         task.name
-        for task, one in zip(tasks, entries(read), strict=True)
+        for task, one in zip(tasks, texts, strict=True)
         if one.join is None and len(task.ids) > 1 and Path(one.where).expanduser().exists()
     ]
     if alone:
@@ -177,7 +193,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             f"each text of {', '.join(alone)} is read alone; published figures of WikiText-2 and C4 are of "
             "texts joined into one (`join` in suite.texts)"
         )
-    notes += [f"the first {one.limit} texts of {one.name}" for one in entries(read) if one.limit]
+    notes += [f"the first {one.limit} texts of {one.name}" for one in texts if one.limit]
 
     def summarise(records: ByTask) -> Summary:
         tasks, extra = {}, {}
@@ -204,47 +220,41 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     )
 
 
-def entries(read: Settings) -> list[Text]:
+def _entries(items: Sequence[Any]) -> list[Text]:
     """What `suite.texts` names: `wikitext2`, `PATH`, `{from: c4, join: " ", limit: 1100, name: C4}`.
 
     Raises:
         ConfigError: anything else, or two entries of one name.
     """
-    items = read.get("texts")
-    found = [_entry(read, item) for item in items] if isinstance(items, list | tuple) else []
+    found = [_entry(item) for item in items]
     if len({text.name for text in found}) < len(found) or not found:
-        raise read.wrong("texts", items, "one or more corpora or paths with different names")
+        raise wrong("suite.texts", list(items), "one or more corpora or paths with different names")
     return found
 
 
-def _entry(read: Settings, item: Any) -> Text:
-    values: Mapping[str, Any] = item if isinstance(item, Mapping) else {"from": item}
-    known = {"from": (str,), "join": (str, type(None)), "limit": (int, type(None)), "name": (str, type(None))}
-    good = all(key in known and isinstance(value, known[key]) for key, value in values.items())
-    if not good or not values.get("from") or (values.get("limit") or 1) < 1:
+def _entry(item: Any) -> Text:
+    values = dict(item) if isinstance(item, Mapping) else {"from": item}
+    where = values.pop("from", None)
+    usual = {"where": where, "join": JOINS.get(str(where)), "limit": ROWS.get(str(where))}
+    try:
+        asked = read(TextSettings, usual | values, "suite.texts")
+    except ConfigError:
         allowed = "corpora, paths, and mappings such as {from: c4, join: ' ', limit: 1100, name: c4}"
-        raise read.wrong("texts", item, allowed)
-    where = str(values["from"])
-    name = values.get("name") or (Path(where).name if Path(where).expanduser().exists() else where)
-    return Text(str(name), where, values.get("join", JOINS.get(where)), values.get("limit", ROWS.get(where)))
+        raise wrong("suite.texts", item, allowed) from None
+    here = Path(asked.where).expanduser()
+    return Text(
+        asked.name or (here.name if here.exists() else asked.where), asked.where, asked.join, asked.limit
+    )
 
 
-def _windows(
-    entry: Text,
-    target: Target,
-    *,
-    window: int,
-    stride: int,
-    most: int | None,
-    limit: int | None,
-    first: bool,
-) -> Windows:
-    """Windows until `most` tokens are read, or `limit` windows made."""
+def _windows(entry: Text, target: Target, asked: PerplexitySettings) -> Windows:
+    """Windows until `max_tokens` are read, or `limit` windows made."""
+    window, stride, limit = asked.window, asked.stride, asked.limit
     prefix = np.asarray(prefix_of(target.tokenizer), np.int64)
     rows: list[Example] = []
     ids: list[np.ndarray] = []
     seen: set[str] = set()
-    left, whole = most, True
+    left, whole = asked.max_tokens, True
     for text in _texts(entry, target):
         if left == 0 or (limit is not None and len(rows) >= limit):
             whole = False
@@ -260,14 +270,14 @@ def _windows(
             if limit is not None and len(rows) >= limit:
                 whole = False
                 break
-            if span.begin == 0 and not first:
+            if span.begin == 0 and not asked.first_windows:
                 continue
             place = {"text": len(ids) - 1, "begin": span.begin, "first": span.first, "end": span.end}
             size = int(bytes_T[span.end] - bytes_T[span.first])
             name = f"{text.name}@{span.first}" if new else f"{text.name}#{len(ids)}@{span.first}"
             rows.append(Example(name, {"name": text.name, **place, "bytes": size}))
     if not rows:
-        least = 2 if first else window + 1
+        least = 2 if asked.first_windows else window + 1
         raise DataError(
             f"text {entry.name} at {entry.where} has no {least} tokens in one piece; give it more"
         )
@@ -275,8 +285,7 @@ def _windows(
 
 
 def _texts(entry: Text, target: Target) -> Iterator[corpora.Tokens]:
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
+    tokenizer = target.require_tokenizer()
     prepared = corpora.prepared_tokens(Path(entry.where).expanduser(), tokenizer)
     if prepared is not None:
         yield from prepared
@@ -287,11 +296,3 @@ def _texts(entry: Text, target: Target) -> Iterator[corpora.Tokens]:
             yield corpora.tokenise(tokenizer, name, text)
     else:
         yield corpora.tokenise(tokenizer, entry.name, entry.join.join(text for _, text in named))
-
-
-def _tokens(read: Settings, key: str) -> int:
-    """A token count: 4096 or "4k"."""
-    try:
-        return parse_tokens(read.get(key))
-    except ConfigError:
-        raise read.wrong(key, read.get(key), "a token count, e.g. 512 or 4k") from None

@@ -37,6 +37,7 @@ HARNESS_KEYS = (
     "record",
     "speed_prompts",
     "speed_batch",
+    "speed_tokens",
 )
 """Keys of the group `suite` that the harness reads; every suite has them beside its own."""
 

@@ -55,7 +55,7 @@ def card(
         config: the model's shape.
         facts: facts of the run; `argv` or `command`, `step`, `tokens`, `seconds`, `hardware` and `held_out`
             are shown if there.
-        scores: `needle` (of `evaluation.needle.run`), `prose` and `code` (of `bits_per_byte`); None: not
+        scores: `needle` (`protocol` and a list of `cells`), `prose` and `code` (bits per byte); None: not
             measured yet.
         name: the name of the target.
     """

@@ -9,14 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longtrain.data.retrieval.questions import QUESTION_TASKS
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import DataError
 from longtrain.evaluation.contexts import Document, Point, choose_points, prefix_of
-from longtrain.evaluation.needle import prompt_writer
+from longtrain.evaluation.suites.needle import prompt_writer
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -51,9 +51,9 @@ class Prompt:
     answer_ids: tuple[int, ...] = ()
 
     @property
-    def whole(self) -> list[int]:
+    def whole(self) -> tuple[int, ...]:
         """Context and question."""
-        return [*self.context, *self.question]
+        return (*self.context, *self.question)
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,12 @@ def make_prompts(
         seed: of everything random.
 
     Raises:
-        ConfigError: an unknown task, a length too short for its task, or a target without a tokenizer.
+        ConfigError: a length too short for its task, or a target without a tokenizer.
         DataError: no text, or too little for `continue`.
     """
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or not tasks or len(set(tasks)) < len(tasks):
-        raise ConfigError(f"suite.tasks={list(tasks)}; allowed: each once of {', '.join(TASKS)}")
-    if target.tokenizer is None:
-        raise ConfigError(f"target {target.info.name} has no tokenizer; the eviction suite needs one")
+    tokenizer = target.require_tokenizer()
     writer = prompt_writer(target, texts) if set(tasks) != {CONTINUE} else None
-    prefix, points = prefix_of(target.tokenizer), []
+    prefix, points = prefix_of(tokenizer), []
     if CONTINUE in tasks:
         each = -(-count // len(tasks))
         points = _points(target, texts, max(lengths), count=each, margin=margin, seed=seed)
@@ -150,7 +146,7 @@ def _points(
     target: Target, texts: Mapping[str, str], longest: int, *, count: int, margin: int, seed: int
 ) -> list[Point]:
     """Places in the texts to continue from, the same at every length."""
-    tokenizer: Any = target.tokenizer
+    tokenizer = target.require_tokenizer()
     documents = [
         Document(
             name,

@@ -1,0 +1,322 @@
+"""Accuracy against budget of eviction policies over the same prompts, beside the full cache and an oracle.
+
+Shapes: L layers, B batch, G KV heads, S prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from longtrain.assets import asset_dir
+from longtrain.decoding.evict import Budget, Evictor
+from longtrain.decoding.ranking import RECALLS
+from longtrain.errors import ConfigError
+from longtrain.evaluation.contexts import read_texts
+from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.records import Record, Turn, ids_sha256
+from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary
+from longtrain.evaluation.suites.continuation import HELD_OUT
+from longtrain.evaluation.suites.eviction_prompts import (
+    CONTINUE,
+    QUOTED,
+    TASKS,
+    Judged,
+    Prompt,
+    agreement,
+    judge,
+    make_prompts,
+)
+from longtrain.evaluation.suites.eviction_ranks import ToldOracle, TrueScores
+from longtrain.evaluation.suites.shared import settings_of
+from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.methods import policies
+from longtrain.settings import Count, CountOrZero, Lengths, one_of
+from longtrain.systems import EVICTOR, Builder, System
+from longtrain.tables import tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from longtrain.decoding.sampling import Sampling
+    from longtrain.targets.model import Target
+
+ORACLE = "oracle"
+QUESTIONS = ("prompt", "after")
+FIGURES = (
+    Figure("of the full cache", "score", kind="quotient"),
+    Figure("values contained", "share"),
+    Figure("cache before", "full_cache_bytes", kind="mean", unit="bytes"),
+    Figure("cache", "cache_bytes", kind="mean", unit="bytes"),
+    *(Figure(f"recall@{k}", f"recall@{k}", kind="mean") for k in RECALLS),
+    Figure("Kendall τ", "rank_tau", kind="mean"),
+)
+
+
+@dataclass(frozen=True)
+class EvictionSettings:
+    """The keys of the suite; see conf/suite/eviction.yaml."""
+
+    lengths: Lengths
+    tasks: tuple[one_of(TASKS), ...]  # type: ignore[valid-type]
+    prompts: Count
+    max_new_tokens: Count
+    oracle: bool = True
+    question: one_of(QUESTIONS) = "prompt"  # type: ignore[valid-type]
+    samples: Count = 1
+    text: str | None = None
+    kinds: tuple[str, ...] | None = ()
+    rank_prompts: CountOrZero = 16
+    rank_skip: CountOrZero = 32
+    time_prompts: CountOrZero = 4
+    time_batch: Count = 1
+    cost: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ConfigError(f"suite.tasks={list(self.tasks)}; allowed: each once of {', '.join(TASKS)}")
+        if self.question == "after" and CONTINUE in self.tasks:
+            raise ConfigError(
+                "suite.question=after has no question for the task 'continue'; leave that task out"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class EvictionTask(Task):
+    """The prompts of one length; the kinds of questions are in turn.
+
+    Args:
+        length: tokens of a prompt, the question included.
+        prompts: of each row.
+        question_after: whether the question is read after eviction.
+        truth: true scores that a policy's are compared with.
+        rank_prompts: how many prompts are.
+        agreement_counts: whether the share of what was asked for is the score, not the exact match.
+    """
+
+    length: int = 0
+    prompts: tuple[Prompt, ...] = field(default=(), repr=False)
+    question_after: bool = False
+    truth: TrueScores | None = None
+    rank_prompts: int = 0
+    agreement_counts: bool = False
+
+    def of(self, example: Example) -> Prompt:
+        """The prompt of an example."""
+        return self.prompts[int(example.fields["number"])]
+
+    def prompt(self, example: Example) -> str:
+        """What it is, for messages alone: `encode` gives its tokens."""
+        return f"{example.fields['task']} in {self.length} tokens"
+
+    def size(self, example: Example) -> int:
+        """Tokens."""
+        return self.length
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The prompt, or its context with the question to be read after eviction."""
+        prompt = self.of(example)
+        return (
+            Encoded(prompt.context, after=prompt.question) if self.question_after else Encoded(prompt.whole)
+        )
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """The length, and what is asked."""
+        return {"length": self.length, "task": self.of(example).task}
+
+    def references(self, example: Example) -> list[str]:
+        """The expected answer; none of a continuation."""
+        answer = self.of(example).answer
+        return [answer] if answer else []
+
+    def sequence_id(self, example: Example) -> int:
+        """The number of the prompt."""
+        return int(example.fields["number"])
+
+    def answer_ids(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+        """See `Task`."""
+        return self.of(example).answer_ids
+
+    def score(self, text: str, example: Example) -> float | None:
+        """1 for exactly what was asked, else 0; continuations wait for the full cache's (`related`)."""
+        prompt = self.of(example)
+        return None if prompt.task == CONTINUE else float(judge(prompt, text).exact)
+
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """The share of what was asked for that the answer has."""
+        prompt = self.of(example)
+        return {"share": 0.0 if prompt.task == CONTINUE else judge(prompt, text).share}
+
+    def related(self, record: Record, full: Record, example: Example) -> Record:
+        """Continuations are judged by the full cache's own tokens."""
+        if self.of(example).task != CONTINUE:
+            return record
+        found = [
+            agreement(a[-1].tokens, b[-1].tokens) for a, b in zip(*map(_samples, (record, full)), strict=True)
+        ]
+        exact, share = (_mean(found, key) for key in ("exact", "share"))
+        measures = {**(record.measures or {}), "share": share, "exact": exact}
+        return replace(record, score=share if self.agreement_counts else exact, measures=measures)
+
+    def compares_scores(self, examples: Sequence[Example]) -> bool:
+        """Whether one of the prompts is among the first."""
+        return self.truth is not None and any(e.fields["number"] < self.rank_prompts for e in examples)
+
+    def compare_scores(
+        self, target: Target, examples: Sequence[Example], prompts: Sequence[Encoded], s_LBGS: Tensor
+    ) -> list[dict[str, float]]:
+        """Recall and rank correlation of the first prompts."""
+        assert self.truth is not None
+        answers = [self.of(example).answer_ids for example in examples]
+        found = self.truth.compare(target, prompts, answers, s_LBGS)
+        return [
+            ranks if example.fields["number"] < self.rank_prompts else {}
+            for ranks, example in zip(found, examples, strict=True)
+        ]
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
+    """A task for each prompt length.
+
+    Args:
+        settings: see `EvictionSettings`.
+        target: the frozen model, with a tokenizer.
+        seed: of prompts.
+        sampling: how the run decodes.
+
+    Raises:
+        ConfigError: a wrong setting, or a length that the target's context or a task does not hold.
+        DataError: no text, or too little for `continue`.
+    """
+    asked = settings_of(EvictionSettings, settings)
+    if sampling.greedy and asked.samples > 1:
+        raise ConfigError(
+            f"suite.samples={asked.samples} greedy answers are the same; set decode.temperature above 0"
+        )
+    most = target.info.max_positions - asked.max_new_tokens
+    if asked.lengths[-1] > most:
+        raise ConfigError(
+            f"length {asked.lengths[-1]} with {asked.max_new_tokens} new tokens exceeds the target's context "
+            f"of {target.info.max_positions}; pass lengths of at most {most}"
+        )
+    where = asked.text or asset_dir("bundled") / HELD_OUT
+    prompts = make_prompts(
+        target,
+        {name: text for name, _, text in read_texts(where, kinds=asked.kinds or (), prose="book")},
+        tasks=asked.tasks,
+        lengths=asked.lengths,
+        count=asked.prompts,
+        margin=asked.max_new_tokens,
+        seed=seed,
+    )
+    agreeing = set(asked.tasks) == {CONTINUE}
+
+    def oracle(budget: Budget) -> Evictor:
+        if asked.question == "after":
+            return ToldOracle(budget)
+        return policies.get("oracle", budget=budget, n_tokens=asked.max_new_tokens)
+
+    def own_systems(builder: Builder) -> list[System]:
+        facts = {"policy": "oracle", **({"told": True} if asked.question == "after" else {})}
+        return builder.evicting("oracle", ORACLE, oracle, facts, timed=False) if asked.oracle else []
+
+    truth = None
+    if asked.oracle and asked.rank_prompts:
+        truth = TrueScores(lambda: oracle(Budget(ratio=1.0)), asked.max_new_tokens, asked.rank_skip)
+    tasks = tuple(
+        EvictionTask(
+            tokens(length),
+            tuple(_row(i, prompt) for i, prompt in enumerate(some)),
+            "{task}",
+            asked.max_new_tokens,
+            "exact_match",
+            None,
+            chat=False,
+            samples=asked.samples,
+            protocol={"lengths": [length], "question": asked.question, "seed": seed},
+            length=length,
+            prompts=tuple(some),
+            question_after=asked.question == "after",
+            truth=truth,
+            rank_prompts=asked.rank_prompts,
+            agreement_counts=agreeing,
+        )
+        for length, some in prompts.items()
+    )
+    name = "agreement with the full cache" if agreeing else "exact match"
+    exact = (Figure("exact match", "exact"),) if agreeing else ()
+    return Suite(
+        str(settings["name"]),
+        tasks,
+        scale=Scale(name, 1.0, wilson=asked.samples == 1 and not agreeing),
+        summarise=lambda records: _summary(records, asked),
+        needs=frozenset({EVICTOR}),
+        figures=(*exact, *FIGURES),
+        own_systems=own_systems,
+        rivals=artifacts_and_policies,
+    )
+
+
+def artifacts_and_policies(systems: Sequence[System]) -> list[tuple[str, str]]:
+    """Each artifact with each policy at the same budget."""
+    pairs = [(a, b) for a in systems for b in systems if (a.kind, b.kind) == ("artifact", "policy")]
+    return [(a.name, b.name) for a, b in pairs if a.budget == b.budget]
+
+
+def _row(number: int, prompt: Prompt) -> Example:
+    fields = {"number": number, "task": prompt.task, "answer": prompt.answer, "values": list(prompt.values)}
+    return Example(f"{number:04d}", {**fields, "sha256": ids_sha256(prompt.whole)})
+
+
+def _samples(record: Record) -> list[tuple[Turn, ...]]:
+    return [record.turns, *record.samples]
+
+
+def _mean(found: Sequence[Judged], key: str) -> float:
+    return sum(float(getattr(one, key)) for one in found) / len(found)
+
+
+def _summary(records: ByTask, asked: EvictionSettings) -> Summary:
+    """The mean score of each length, and notes on what was asked and what counts as right."""
+    scores = {name: [one.score for one in some if one.score is not None] for name, some in records.items()}
+    tasks = {name: round(sum(some) / len(some), 4) for name, some in scores.items() if some}
+    average = round(sum(tasks.values()) / len(tasks), 4) if tasks else None
+    return Summary("Eviction", tuple(_notes(asked)), tasks, average)
+
+
+def _notes(asked: EvictionSettings) -> list[str]:
+    notes = [f"{', '.join(asked.tasks)} in equal parts; budgets count rows of each layer and KV head"]
+    if set(asked.tasks) != {CONTINUE}:
+        notes.append(
+            "questions stand at the end of the prompt, seen by every policy"
+            if asked.question == "prompt"
+            else "questions are read after eviction, seen by none of the policies (the oracle is told the "
+            "question and its answer)"
+        )
+    marks = ["exactly the values asked for, in any order"] if {*asked.tasks} - {CONTINUE, "quote"} else []
+    marks += [f"a quotation's first {QUOTED} words"] if "quote" in asked.tasks else []
+    if CONTINUE in asked.tasks:
+        marks.append(
+            "of `continue` the whole continuation of the full cache, its share being that of the tokens"
+        )
+    notes.append(f"exact match means {'; '.join(marks)}")
+    if asked.oracle and asked.rank_prompts:
+        notes.append(
+            f"recall and Kendall τ: neither side pooled, without the last {asked.rank_skip} positions, which "
+            "windows hold unscored; scores that depend on the budget are those of the first one"
+        )
+        if asked.question == "after":
+            notes.append(
+                "the true scores are those of the answer's rows alone; modules trained with "
+                "method.response=question_answer foretell the rows of question and answer together"
+            )
+    return notes
