@@ -60,10 +60,12 @@ function tasksSection() {
   const place = el("div"), search = el("span");
   const show = (what) => { const made = taskMatrix(what); place.replaceChildren(made.table); search.replaceChildren(made.search); };
   show(options[0][0]);
-  const own = ownTable();
+  const own = ownTable(), figures = figuresTable(), rivals = rivalsTable();
   return section("tasks", "Tasks", `Point at a figure for its interval.${scored ? " Bold and coloured: differs from the full cache by more than noise." : ""}`,
     el("div", { class: "controls" }, options.length > 1 && segments(options, options[0][0], show), search), place,
-    own && [el("h3", { class: "under" }, own.title), own.table]);
+    own && [el("h3", { class: "under" }, own.title), own.table],
+    figures && [el("h3", { class: "under" }, "Further figures"), figures],
+    rivals && [el("h3", { class: "under" }, "Differences over the same prompts"), rivals]);
 }
 
 function timesSection() {

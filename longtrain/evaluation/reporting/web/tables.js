@@ -102,6 +102,29 @@ function ownTable() {
   return { title: own(systems[0]).title, ...sortable(columns, systems, { id: "own", filter: false, label: own(systems[0]).title }) };
 }
 
+/** What the suite reports beside its score: a line for each system and task. */
+function figuresTable() {
+  const rows = run.systems.flatMap((system) => system.tasks.filter((task) => Object.keys(task.figures ?? {}).length).map((task) => ({ system, task })));
+  const used = (run.figures ?? []).filter((figure) => rows.some((row) => has(row.task.figures[figure.name])));
+  if (!used.length) return null;
+  const shown = (figure, one) => !has(one) ? "\u2013" : figure.unit === "percent" ? percent(one.value) : figure.unit === "bytes" ? `${fixed(one.value / 1e6)} MB` : fixed(one.value, 3);
+  const columns = [{ name: "system", left: true, value: (row) => row.system.name, cell: (row) => systemLabel(row.system.name) },
+    { name: "task", left: true, value: (row) => row.task.task, cell: (row) => row.task.task },
+    ...used.map((figure) => ({ name: figure.name, value: (row) => row.task.figures[figure.name]?.value,
+      cell: (row) => el("span", { title: has(row.task.figures[figure.name]) ? range(row.task.figures[figure.name], 3) : null }, shown(figure, row.task.figures[figure.name])) }))];
+  return sortable(columns, rows, { id: "figures", filter: false, label: "Further figures" }).table;
+}
+
+/** Differences between systems over the same prompts. */
+function rivalsTable() {
+  if (!(run.differences ?? []).length) return null;
+  const columns = [{ name: "system", left: true, value: (one) => one.first, cell: (one) => systemLabel(one.first) },
+    { name: "minus", left: true, value: (one) => one.second, cell: (one) => systemLabel(one.second) },
+    { name: "task", left: true, value: (one) => one.task, cell: (one) => one.task },
+    { name: "difference", value: (one) => one.score.difference.value, cell: (one) => [difference(one.score, 3), el("span", { class: "range" }, range(one.score.difference, 3))] }];
+  return sortable(columns, run.differences, { id: "rivals", filter: false, label: "Differences over the same prompts" }).table;
+}
+
 /** Systems by tasks: scores, differences from the full cache, or acceptance lengths. */
 function taskMatrix(what) {
   const names = unique(run.systems.flatMap((system) => system.tasks.map((task) => task.task)));
