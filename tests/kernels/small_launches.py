@@ -40,6 +40,7 @@ from longtrain.targets.loading import random_target
 
 Jobs: TypeAlias = Iterator[Callable[[], None]]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PACKAGE = "longtrain.kernels."
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 SMALL = {
@@ -64,12 +65,12 @@ def spoil_kernel(x_ptr, n):
 def kernels() -> set[str]:
     """Every kernel of the package, as MODULE.NAME."""
     found = set()
-    for module in pkgutil.iter_modules(longtrain.kernels.__path__):
-        here = importlib.import_module(f"longtrain.kernels.{module.name}")
+    for module in pkgutil.walk_packages(longtrain.kernels.__path__, PACKAGE):
+        here = importlib.import_module(module.name)
         for name, value in vars(here).items():
             own = getattr(getattr(value, "fn", None), "__module__", None) == here.__name__
             if own and name.endswith("_kernel") and hasattr(type(value), "__getitem__"):
-                found.add(f"{module.name}.{name}")
+                found.add(f"{module.name}.{name}".removeprefix(PACKAGE))
     return found
 
 
@@ -82,7 +83,7 @@ def launches():
 
     def look(kind):
         def getitem(kernel, grid):
-            seen.add(f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}")
+            seen.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}".removeprefix(PACKAGE))
             return before[kind](kernel, grid)
 
         return getitem
