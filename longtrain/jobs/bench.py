@@ -73,10 +73,11 @@ def _hand_over(cfg: DictConfig) -> None:
     limit_memory(given["memory_gib"], torch.device(device_of(cfg)))
     suite = OmegaConf.load(conf / "suite" / "common.yaml").suite
     suite = OmegaConf.merge(suite, OmegaConf.load(conf / "suite" / f"{keys['name']}.yaml").suite)
-    step = OmegaConf.load(conf / "eval.yaml")
-    del step["defaults"]
+    own = plain(OmegaConf.load(conf / "eval.yaml"))
+    del own["defaults"]
     with open_dict(cfg):
-        step = OmegaConf.merge(step, cfg, {"job": "eval"})
+        step = OmegaConf.merge(own, cfg, {"job": "eval"})
+    assert isinstance(step, DictConfig)
     step.suite = OmegaConf.merge(suite, keys)
     eval_job.run(step)
 

@@ -184,6 +184,7 @@ def test_the_cap_of_strict_flushing_holds(target):
     assert {b - a for a, b in seen} >= {7} and any(b - a < 7 and b % 128 == 0 for a, b in seen)
 
 
+@pytest.mark.parametrize("cache", [FULL, INT8])
 def test_filled_caches_hold_what_was_read(target, cache):
     parts = quantspec(target, draft=False) if cache == INT8 else Parts()
     phases = started(target, parts, CycleCell("plain", cache, 700, 2), FEW)
@@ -376,7 +377,7 @@ def test_the_suite_measures_a_shape(composed, tmp_path, capsys):
     ("words", "message"),
     [
         (["suite.shape=gpt5"], "suite.shape=gpt5; known: llama_micro"),
-        ([micro_words(), "suite.systems=[{drafted: [1]}]"], "suite.systems entry"),
+        ([micro_words(), "suite.systems=[{drafted: [1]}]"], r"suite.systems: entry="),
         ([micro_words(), "suite.systems=[{method: {name: quantspec, bits: 3}}]"], "unknown key"),
         (
             [micro_words(), "suite.systems=[{method: quantspec},{method: quantspec}]"],
