@@ -8,9 +8,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from longtrain import files as files_
-from longtrain import provenance
+from longtrain import provenance, tables
 from longtrain.errors import ConfigError
-from longtrain.jobs.setup import convert, plain
+from longtrain.jobs.setup import plain
+from longtrain.settings import Count, convert, wrong
 
 
 def run(cfg: DictConfig) -> None:
@@ -22,17 +23,12 @@ def run(cfg: DictConfig) -> None:
         ConfigError: not two runs, or runs of another suite or protocol.
         DataError: a damaged file of a run.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from longtrain.evaluation.figures import compare
     from longtrain.evaluation.figures.statistics import RESAMPLES, Bootstrap
     from longtrain.evaluation.reporting.page import compare_page
 
     folders = folders_of(cfg)
-    resamples = convert(plain(cfg.suite).get("bootstrap", RESAMPLES), int, "suite.bootstrap")
-    if resamples < 1:
-        raise ConfigError(f"suite.bootstrap={resamples}; allowed: 1 or more")
+    resamples = convert(plain(cfg.suite).get("bootstrap", RESAMPLES), Count, "suite.bootstrap")
     first, second = compare.load(folders)
     found = compare.compare(first, second, Bootstrap(convert(cfg.seed, int, "seed"), resamples))
     files = {"compare.json": files_.as_json(found), "compare.md": compare.table(found).encode()}
@@ -41,19 +37,12 @@ def run(cfg: DictConfig) -> None:
     folder = Path(cfg.run_dir) / "compare" / folder_name(first.label, second.label)
     files_.write_files(folder, files)
     provenance.write(folder, plain(cfg), protocol=found["protocol"]["hash"])
-    header, rows = compare.rows(found, plain=True)
-    shown = Table(box=None, header_style="bold")
-    for number, column in enumerate(header):
-        shown.add_column(column, no_wrap=number == 0)
-    for row in rows:
-        shown.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    console.print(shown)
-    console.print("difference: the second run minus the first; * where larger than noise")
-    for note in found["notes"]:
-        console.print(f"note: {note}")
-    for name in files:
-        console.print(f"{name}: {folder / name}", soft_wrap=True)
+    tables.show(*compare.rows(found, plain=True))
+    tables.say(
+        "difference: the second run minus the first; * where larger than noise",
+        *(f"note: {note}" for note in found["notes"]),
+        *(f"{name}: {folder / name}" for name in files),
+    )
 
 
 def folder_name(first: str, second: str) -> str:
@@ -75,7 +64,7 @@ def folders_of(cfg: DictConfig) -> list[Path]:
             "run's name or its folder"
         )
     if cfg.report not in (None, "html"):
-        raise ConfigError(f"report={cfg.report}; allowed: html, or null (Markdown and JSON alone)")
+        raise wrong("report", cfg.report, "html, or null (Markdown and JSON alone)")
     found = []
     for name in asked:
         places = [Path(name), Path(cfg.home) / "runs" / name]

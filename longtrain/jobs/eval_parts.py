@@ -1,6 +1,6 @@
 """Parts of an evaluation, each in a process of its own (and on a GPU of its own) on this machine.
 
-A part is `python -m longtrain.jobs.eval_parts SETTINGS PART`; it tells its progress as JSON lines on stdout.
+A part is `python -m longtrain.jobs.eval SETTINGS PART`; it tells its progress as JSON lines on stdout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,19 @@ from longtrain.progress import Progress
 log = get_logger(__name__)
 
 
-def run_all(cfg: DictConfig, shards: int) -> None:
+def run_all(cfg: DictConfig, shards: int, folder: Path) -> None:
     """Start every part here and wait until all are done.
 
     If one fails the others finish the examples at hand and leave too; the same happens at SIGTERM and Ctrl-C.
 
+    Args:
+        cfg: the resolved configuration.
+        shards: how many parts there are.
+        folder: for the settings that the parts read and for their logs.
+
     Raises:
         LongtrainError: a part failed, or was stopped; what is done is kept.
     """
-    from longtrain.jobs.eval_harness import folder_of, stopping
-
-    folder = folder_of(cfg) / "ledger"
     folder.mkdir(parents=True, exist_ok=True)
     settings = folder / ".settings.yaml"
     OmegaConf.save(OmegaConf.create(plain(cfg)), settings)
@@ -67,7 +70,7 @@ def run_all(cfg: DictConfig, shards: int) -> None:
 
 
 class _Part:
-    """One process."""
+    """One part in its process."""
 
     lock = threading.Lock()
 
@@ -77,7 +80,7 @@ class _Part:
         self.number, self.bar, self.asked = number, bar, False
         self.error = ""
         self.log = folder / f"part-{number}.log"
-        words = [sys.executable, "-m", "longtrain.jobs.eval_parts", str(settings), str(number)]
+        words = [sys.executable, "-m", "longtrain.jobs.eval", str(settings), str(number)]
         with self.log.open("wb") as stream:
             self.process = subprocess.Popen(
                 words,
@@ -92,12 +95,12 @@ class _Part:
 
     @property
     def running(self) -> bool:
-        """Whether it is."""
+        """Whether the process has not ended yet."""
         return self.process.poll() is None
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than well."""
+        """Whether it ended with an error."""
         return self.process.poll() not in (None, 0)
 
     def stop(self) -> None:
@@ -107,7 +110,7 @@ class _Part:
             self.process.terminate()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until it ends, or for a while."""
+        """Wait until it ends, or for so many seconds."""
         try:
             self.process.wait(timeout_s)
             self.reader.join()
@@ -115,7 +118,7 @@ class _Part:
             pass
 
     def why(self) -> str:
-        """What it said last."""
+        """Its error, or how it ended and the last line of its log."""
         if self.error:
             return self.error
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -162,38 +165,26 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def main(words: Sequence[str]) -> int:
-    """Run one part: the settings' file and the part's number."""
-    import logging
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Inside, SIGTERM does not end the process: the function given says that it came."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
 
-    from longtrain.jobs.eval_harness import session_of, stopping
+    def take(number: int, frame: object) -> None:
+        came.append(number)
+        log.info("signal=SIGTERM the examples at hand are finished first")
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    settings, number = Path(words[0]), int(words[1])
-    cfg = OmegaConf.load(settings)
-    assert isinstance(cfg, DictConfig)
+    before = signal.signal(signal.SIGTERM, take)
     try:
-        with stopping() as asked:
-            session = session_of(cfg)
-            total, before = session.counts(shard=number, shards=int(cfg.shards))
-            _tell(total=total, before=before)
-            session.work(
-                shard=number,
-                shards=int(cfg.shards),
-                advance=lambda what, done: _tell(what=what, done=done),
-                stopping=asked,
-            )
-    except LongtrainError as error:
-        _tell(error=str(error))
-        log.error("%s", error)
-        return 1
-    return 0
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _tell(**values: Any) -> None:
+def tell(**values: Any) -> None:
+    """Say something to the process that started this part."""
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.longbench import SPECS
 from longtrain.evaluation.ruler import DATASETS
 from longtrain.evaluation.suites import SUITES
+from longtrain.jobs import eval as eval_job
 from longtrain.jobs import eval as evaluation
-from longtrain.jobs import eval_harness, eval_parts
+from longtrain.jobs import eval_parts, setup
 from longtrain.progress import Progress
 
 TASKS = ("hotpotqa", "trec", "lcc")
@@ -219,14 +221,14 @@ def test_files_and_what_is_in_them(run, capsys):
     ("change", "error", "message"),
     [
         ("report=pdf", ConfigError, r"report=pdf; allowed: html, or null"),
-        ("shards=0", ConfigError, r"shards=0; allowed: 1 or more"),
+        ("shards=0", ConfigError, r"shards=0; allowed: a whole number, 1 or more"),
         ("shard=1", ConfigError, r"shard=1 shards=1; allowed: 0 to 0, merge"),
         ("shard=all", ConfigError, r"shard=all; allowed: a whole number"),
-        ("suite.batch=0", ConfigError, r"suite\.batch=0; allowed: 1 or more"),
+        ("suite.batch=0", ConfigError, r"suite\.batch=0; allowed: a whole number, 1 or more"),
         ("suite.bootstrap=no", ConfigError, r"suite\.bootstrap=False|suite\.bootstrap=no"),
         ("suite.systems=snapkv", ConfigError, r"suite\.systems=snapkv; allowed: a list"),
         ("suite.budgets=[64,0.1]", ConfigError, r"suite\.budgets=\[64, 0\.1\]; allowed"),
-        ("suite.shapes=[4]", ConfigError, r"suite\.shapes has 4; allowed: lists of widths"),
+        ("suite.shapes=[4]", ConfigError, r"suite\.shapes=\[4\]; allowed: a list, each a list"),
         (
             "suite.check_baseline=perhaps",
             ConfigError,
@@ -273,7 +275,8 @@ def test_every_key_of_a_harness_suite_is_read(composed):
     folder = Path(inspect.getfile(suites)).parent
     shared = "".join(path.read_text() for path in folder.glob("*.py"))
     judges = "".join(path.read_text() for path in folder.parent.glob("judge/*.py"))
-    job = Path(inspect.getfile(eval_harness)).read_text()
+    job = Path(inspect.getfile(eval_job)).read_text() + Path(inspect.getfile(setup)).read_text()
+    how = {field.name for field in fields(eval_job.EvalSettings)}
     conf = Path(__file__).parent.parent.parent / "conf" / "suite"
     seen = set()
     for path in conf.glob("*.yaml"):
@@ -282,7 +285,7 @@ def test_every_key_of_a_harness_suite_is_read(composed):
             seen.add(cfg.name)
             importlib.import_module(SUITES[cfg.name])
             for key in OmegaConf.to_container(cfg):
-                named = f'"{key}"' in shared + judges + job or f"suite.{key}" in job
+                named = key in how or f'"{key}"' in shared + judges + job or f"suite.{key}" in job
                 assert named or key in DATASETS, (path.name, key)
     assert seen == set(SUITES), f"suites without a file in conf/suite: {set(SUITES) - seen}"
 

@@ -16,7 +16,7 @@ from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.exactness import ALLOWED_GAP, WRONG_GAP, Difference, Exactness, enforce, gap_of
-from longtrain.jobs.eval_harness import exactness_of
+from longtrain.jobs.eval import exactness_of
 from longtrain.methods import policies
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System

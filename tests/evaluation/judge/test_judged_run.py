@@ -16,7 +16,7 @@ from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.judge.rubrics import DIMENSIONS
-from longtrain.jobs import eval_harness
+from longtrain.jobs import eval as eval_job
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Write of the sea.", "Now shorter."]},
@@ -48,7 +48,7 @@ def evaluate(home: Path, suite: str, judge: Judge | None, *overrides: str) -> di
     cli.mount()
     with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
         cfg = compose("eval", overrides=[*common, *overrides])
-    eval_harness.run(cfg)
+    eval_job.run(cfg)
     return json.loads((folder_of(home, suite) / "results.json").read_text())
 
 
