@@ -199,7 +199,7 @@ def departures(task: MtBenchTask, marker: JudgeMarker | None, sampling: Sampling
 
 def _summary(task: MtBenchTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
     every = records.get(NAME, ())
-    ratings = [[mark and float(mark["rating"]) for mark in marks_of(record)] for record in every]
+    ratings = [[float(mark["rating"]) if mark else None for mark in marks_of(record)] for record in every]
     found = mt_bench_figures(
         [(str(record.facets["category"]), some) for record, some in zip(every, ratings, strict=True)]
     )
