@@ -44,7 +44,7 @@ def run_all(cfg: DictConfig, shards: int, folder: Path) -> None:
     OmegaConf.save(OmegaConf.create(plain(cfg)), settings)
     log.info("parts=%d logs=%s", shards, folder / "part-*.log")
     with Progress(0, 0) as bar, stopping() as asked:
-        parts = [_Part(settings, folder, number, shards, bar, device_of(cfg)) for number in range(shards)]
+        parts = [_Process(settings, folder, number, shards, bar, device_of(cfg)) for number in range(shards)]
         told = False
         try:
             while any(part.running for part in parts):
@@ -69,7 +69,7 @@ def run_all(cfg: DictConfig, shards: int, folder: Path) -> None:
         raise LongtrainError(f"part {failed[0].number} of {shards} failed: {failed[0].why()}")
 
 
-class _Part:
+class _Process:
     """One part in its process."""
 
     lock = threading.Lock()

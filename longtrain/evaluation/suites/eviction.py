@@ -28,10 +28,11 @@ from longtrain.evaluation.suites.eviction_prompts import (
     judge,
     make_prompts,
 )
-from longtrain.evaluation.suites.eviction_ranks import ToldOracle, TrueScores
+from longtrain.evaluation.suites.eviction_ranks import TrueScores
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Facet, Task
 from longtrain.methods import policies
+from longtrain.methods.policies.oracle import ToldOracle
 from longtrain.settings import Count, CountOrZero, Lengths, one_of
 from longtrain.systems import EVICTOR, Builder, System
 from longtrain.tables import tokens

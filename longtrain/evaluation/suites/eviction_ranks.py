@@ -7,77 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Evictor, Keep, PromptRun
 from longtrain.decoding.limits import Limits
-from longtrain.decoding.observe import AllQueries
 from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.roles import Parts
-from longtrain.decoding.select import reduce_heads
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
-from longtrain.kernels.importance import Span, importance, suffix_lse
-from longtrain.methods.policies.base import Policy, Scorer
+from longtrain.methods.policies.base import Scorer
+from longtrain.methods.policies.oracle import ToldOracle
 
 if TYPE_CHECKING:
     from longtrain.targets.attention import Watch
     from longtrain.targets.model import Target
 
 Ids = Sequence[int]
-
-
-@dataclass
-class ToldOracle(Policy):
-    """Knows the question that comes after eviction and its expected answer: keeps what that answer reads.
-
-    Args:
-        questions: what comes after each prompt of the batch at hand (`tell`).
-        answers: tokens of the expected answers.
-    """
-
-    window: int = 0
-    questions: Sequence[Ids] = field(default=(), repr=False)
-    answers: Sequence[Ids] = field(default=(), repr=False)
-    name: ClassVar[str] = "oracle"
-
-    def tell(self, questions: Sequence[Ids], answers: Sequence[Ids]) -> None:
-        """Say what the next batch will be asked, and what it is to answer."""
-        self.questions, self.answers = questions, answers
-
-    def extra_rows(self, longest: int) -> int:
-        """See `Evictor`: the question and its answer."""
-        return max(len(q) + len(a) for q, a in zip(self.questions, self.answers, strict=True))
-
-    def scores(self, run: PromptRun) -> Tensor:
-        """See `Scorer`: attention of the answer's rows, whose softmax is over question and answer too."""
-        watch = AllQueries(run.lengths)
-        run.follow([[*q, *a] for q, a in zip(self.questions, self.answers, strict=True)], watch)
-        info, found, spans = run.target.info, [], watch.spans()
-        places, answers = self._answer_rows(spans)
-        row_N = torch.tensor(places, device=run.n_B.device)
-        for layer in range(info.n_layers):
-            k_BTGD = run.cache.prefix(layer)[0][:, : max(run.lengths)]
-            q_NHD, own_k_NGD = watch.layer(layer)
-            scale = info.head_dim**-0.5
-            lse_NH = suffix_lse(q_NHD, own_k_NGD, k_BTGD, spans, scale=scale)
-            s_BHT = importance(q_NHD[row_N], lse_NH[row_N], k_BTGD, answers, scale=scale)
-            found.append(reduce_heads(s_BHT, info.n_kv_heads))
-        return torch.stack(found)
-
-    def _answer_rows(self, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
-        """The answers' rows among all rows: their places, and their spans among themselves."""
-        places: list[int] = []
-        answers = []
-        for span in spans:
-            start = len(places)
-            places += range(span.rows[0] + len(self.questions[span.seq]), span.rows[1])
-            answers.append(replace(span, rows=(start, len(places))))
-        return places, answers
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from longtrain.evaluation.reporting.tables import table
 from longtrain.evaluation.speed import speed_rows
 from longtrain.evaluation.suites import eviction
 from longtrain.evaluation.suites.eviction_prompts import Judged, Prompt, agreement, judge, make_prompts
-from longtrain.evaluation.suites.eviction_ranks import ToldOracle
 from longtrain.methods import policies
+from longtrain.methods.policies.oracle import ToldOracle
 from longtrain.systems import Builder
 from longtrain.targets.bundle import LlamaShape, build_llama, save_bundle
 from longtrain.targets.loading import load_target, random_target
