@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,145 @@ def test_files_hold_one_idea(file: Path) -> None:
     assert lines <= 400, f"{lines} lines: split it by its ideas"
 
 
+def file_imports(file: Path, root: Path = PACKAGE) -> set[Path]:
+    """The files of the package that a file imports, wherever the import stands, but not for types alone."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if place_of(name, root) else str(node.module) for name in names]
+        found |= {place for name in names if (place := place_of(name, root)) and place != file}
+    return found
+
+
+def place_of(module: str, root: Path = PACKAGE) -> Path | None:
+    """The file of a module of the package; None for other packages and for names that are no module."""
+    head, *words = module.split(".")
+    if head != "longtrain":
+        return None
+    plain = root.joinpath(*words)
+    return next((one for one in (plain.with_suffix(".py"), plain / "__init__.py") if one.is_file()), None)
+
+
+def circles(edges: dict[Path, set[Path]]) -> list[list[str]]:
+    """Groups of files that import each other, by Tarjan's algorithm of strongly connected components."""
+    sorter, found, low, stack = iter(range(10**6)), {}, {}, []
+    groups: list[list[str]] = []
+
+    def visit(one: Path) -> None:
+        found[one] = low[one] = next(sorter)
+        stack.append(one)
+        for other in edges.get(one, ()):
+            if other not in found:
+                visit(other)
+                low[one] = min(low[one], low[other])
+            elif other in stack:
+                low[one] = min(low[one], found[other])
+        if low[one] == found[one]:
+            group = []
+            while one not in group:
+                group.append(stack.pop())
+            if len(group) > 1:
+                groups.append(sorted(str(file.relative_to(PACKAGE.parent)) for file in group))
+
+    for one in edges:
+        if one not in found:
+            visit(one)
+    return groups
+
+
+def test_no_files_import_each_other() -> None:
+    assert not circles({file: file_imports(file) for file in FILES})
+
+
+def class_names(files: list[Path]) -> dict[str, list[str]]:
+    """Name of each class -> the files that define it."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(file))
+    return found
+
+
+def test_a_class_name_means_one_thing() -> None:
+    files = [file for file in FILES if not file.match("methods/*/config.py")]
+    assert not {name: places for name, places in class_names(files).items() if len(places) > 1}
+
+
+def test_no_folder_hides_its_files() -> None:
+    folders = {file.parent for file in FILES}
+    crowded = {str(one.relative_to(PACKAGE.parent)): len(list(one.glob("*.py"))) for one in folders}
+    assert not {name: count for name, count in crowded.items() if count > 20}
+
+
+def docstrings(file: Path) -> list[tuple[int, str]]:
+    """(line, text) of every docstring: of the module, of classes and functions, and below attributes."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else []:
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                found += [(child.lineno, child.value.value)] if isinstance(child.value.value, str) else []
+    return found
+
+
+CLIPPED = re.compile(r"(Of|That|Those|Whose|None|Theirs)\b")
+"""How a docstring opens that a stranger cannot read alone."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_docstrings_can_be_read_alone(file: Path) -> None:
+    assert not [(line, text) for line, text in docstrings(file) if CLIPPED.match(text.strip())]
+
+
+def test_packages_say_what_they_hold() -> None:
+    for file in PACKAGE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        assert len(text.split()) >= 4, f"{file}: the docstring '{text}' says nothing that the name does not"
+        assert text.strip(" .").lower() != file.parent.name, f"{file} repeats its folder's name"
+
+
+METHODS = sorted(folder.parent.name for folder in PACKAGE.glob("methods/*/config.py"))
+BLIND = sorted([*PACKAGE.glob("bench/**/*.py"), *PACKAGE.glob("jobs/**/*.py")])
+"""Files that serve every method and know none by name."""
+
+
+@pytest.mark.parametrize("file", BLIND, ids=[str(file.relative_to(PACKAGE)) for file in BLIND])
+def test_jobs_and_bench_know_no_method(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    words = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    said = {line for _, line in docstrings(file)}
+    assert not {word for word in words - said for name in METHODS if re.search(rf"\b{name}\b", word)}
+    assert not re.search(r"(hasattr|getattr)\(\s*(self\.)?config\b", text), "ask the method's spec instead"
+    for module, _ in imports(file):
+        assert not re.match(rf"longtrain\.methods\.({'|'.join(METHODS)})\b", module), module
+
+
+def test_rules_of_settings_stand_in_annotations() -> None:
+    counts = {str(file): file.read_text(encoding="utf-8").count("allowed:") for file in FILES}
+    assert sum(counts.values()) <= 90, sorted(counts.items(), key=lambda item: -item[1])[:10]
+
+
+def test_one_error_for_a_target_without_tokenizer() -> None:
+    said = [
+        file for file in FILES if re.search(r"has no tokenizer[^.]*[,;]", file.read_text(encoding="utf-8"))
+    ]
+    assert len(said) <= 1, [str(file) for file in said]
+
+
 def test_the_checks_can_fail(tmp_path: Path) -> None:
     assert "right of" in forbidden("cache", "targets")
     assert "beside" in forbidden("training", "evaluation")
@@ -186,3 +326,9 @@ def test_the_checks_can_fail(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
     file.write_text("def f():\n    import lightning.pytorch\n    from longtrain.jobs import JOBS\n")
     assert imports(file) == [("lightning.pytorch", ""), ("longtrain.jobs", "JOBS")]
+    a, b, c = (PACKAGE / name for name in ("a.py", "b.py", "c.py"))
+    assert circles({a: {b}, b: {a}, c: {a}}) == [["longtrain/a.py", "longtrain/b.py"]]
+    assert not circles({a: {b}, b: {c}, c: set()})
+    file.write_text('class A:\n    """Of them."""\n    b = 1\n    """None: it is."""\n')
+    assert [CLIPPED.match(text) is not None for _, text in docstrings(file)] == [True, True]
+    assert class_names([file, file])["A"] == [str(file), str(file)]
