@@ -287,6 +287,8 @@ def test_packages_say_what_they_hold() -> None:
 
 
 METHODS = sorted(folder.parent.name for folder in PACKAGE.glob("methods/*/config.py"))
+SUITES = {file.stem for file in (PACKAGE.parent / "conf" / "suite").glob("*.yaml")}
+"""Names of suites, which users type and which may be those of methods."""
 BLIND = sorted([*PACKAGE.glob("bench/**/*.py"), *PACKAGE.glob("jobs/**/*.py")])
 """Files that serve every method and know none by name."""
 
@@ -300,7 +302,7 @@ def test_jobs_and_bench_know_no_method(file: Path) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    said = {line for _, line in docstrings(file)}
+    said = {line for _, line in docstrings(file)} | SUITES
     assert not {word for word in words - said for name in METHODS if re.search(rf"\b{name}\b", word)}
     assert not re.search(r"(hasattr|getattr)\(\s*(self\.)?config\b", text), "ask the method's spec instead"
     for module, _ in imports(file):

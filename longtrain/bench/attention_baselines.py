@@ -21,7 +21,7 @@ from longtrain.kernels.attention.split import split_attention
 BaselineName = Literal["flash", "packed_flash", "cudnn", "packed_flash_and_masked", "flex"]
 NAMES: tuple[BaselineName, ...] = get_args(BaselineName)
 ON_CPU = tuple(name for name in NAMES if name not in ("cudnn", "flex"))
-"""Those that a CPU serves."""
+"""Baselines that a CPU serves."""
 
 
 @dataclass(frozen=True)

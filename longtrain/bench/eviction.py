@@ -20,7 +20,7 @@ from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.bench.training import TrainingSettings
 from longtrain.costs import hardware
 from longtrain.costs.hardware import GPUS, Gpu
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
@@ -40,7 +40,7 @@ PUBLISHED = ("llama31_8b", "llama32_1b")
 
 
 @dataclass(frozen=True)
-class EvictionSettings:
+class EvictionCostSettings:
     """The keys of `suite.cost`.
 
     Args:
@@ -126,7 +126,7 @@ class EvictionSettings:
 class Sections:
     """The sections, and the random target that they share."""
 
-    def __init__(self, settings: EvictionSettings, context: Context) -> None:
+    def __init__(self, settings: EvictionCostSettings, context: Context) -> None:
         self.settings, self.context = settings, context
         self.entries = first_token.entries(settings.methods, context)
 
@@ -160,7 +160,7 @@ class Sections:
             for gpu in hardware.all_named(self.settings.gpus, "suite.cost.gpus"):
                 for causal in (True, False):
                     for tokens in self.settings.theory_lengths:
-                        prompt = Prompt(sizes[0], tokens, self.settings.budget_tokens, sizes[1], causal)
+                        prompt = PromptShape(sizes[0], tokens, self.settings.budget_tokens, sizes[1], causal)
                         yield {**about, **line(self.entries, prompt, gpu)}
 
     def ttft(self) -> Iterator[Row]:
@@ -174,7 +174,7 @@ class Sections:
         if gpu is None or "failed" in row:
             return {}
         sizes = [Sizes.of_keys(SHAPES[name]) for name in (self.settings.shape, self.settings.draft_shape)]
-        prompt = Prompt(sizes[0], row["prompt_tokens"], self.settings.budget_tokens, sizes[1])
+        prompt = PromptShape(sizes[0], row["prompt_tokens"], self.settings.budget_tokens, sizes[1])
         forward_ms = prompt.prefill.ms(gpu)
         if row["method"] == FULL:
             return {"theory_ms": forward_ms}
@@ -187,7 +187,7 @@ class Sections:
     def parts(self) -> Iterator[Row]:
         """Where the added time goes, of systems that run no forward of a whole model for their scores."""
         size = Sizes.of(self.target.info)
-        prompt, gpu = Prompt(size, 1024, draft=size), GPUS["H100"]
+        prompt, gpu = PromptShape(size, 1024, draft=size), GPUS["H100"]
         known = {entry.called(): first_token.theory(entry, prompt, gpu)[0] for entry in self.entries}
         named = [name for name, figures in known.items() if "ms" in figures and "tflop" not in figures]
         systems = [system for system in self.systems if system.family in named]
@@ -216,7 +216,7 @@ class Sections:
         )
 
 
-def line(entries: Sequence[Entry], prompt: Prompt, gpu: Gpu) -> Row:
+def line(entries: Sequence[Entry], prompt: PromptShape, gpu: Gpu) -> Row:
     """Milliseconds and TFLOP of a prefill, and what each system adds to it."""
     base = prompt.prefill
     found: Row = {
@@ -232,7 +232,7 @@ def line(entries: Sequence[Entry], prompt: Prompt, gpu: Gpu) -> Row:
     return found
 
 
-def run(settings: EvictionSettings, context: Context) -> Iterator[Row]:
+def run(settings: EvictionCostSettings, context: Context) -> Iterator[Row]:
     """The rows of all sections.
 
     Raises:
@@ -297,7 +297,7 @@ COLUMNS = {
 }
 
 
-def report(rows: Sequence[Row], settings: EvictionSettings, context: Context) -> str:
+def report(rows: Sequence[Row], settings: EvictionCostSettings, context: Context) -> str:
     """All sections that have rows, every figure beside what arithmetic predicts where that is known."""
     found = [f"# Cost of eviction: {settings.shape} on {context.device_name}"]
     for name, title in TITLES.items():
@@ -309,7 +309,7 @@ def report(rows: Sequence[Row], settings: EvictionSettings, context: Context) ->
     return "\n\n".join(found)
 
 
-def _method_notes(settings: EvictionSettings, context: Context) -> list[str]:
+def _method_notes(settings: EvictionCostSettings, context: Context) -> list[str]:
     """What the papers measured."""
     entries = first_token.entries(settings.methods, context)
     return [methods.get(one.method.name).cost.note for one in entries if one.method is not None]
@@ -362,7 +362,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
 
 
 BENCH = Bench(
-    settings=EvictionSettings,
+    settings=EvictionCostSettings,
     run=run,
     group="cost",
     report=report,

@@ -25,7 +25,7 @@ from longtrain.bench.clock import Timing
 from longtrain.bench.suites import Context, Row
 from longtrain.cache.evicted import compact
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.errors import ConfigError
@@ -134,7 +134,7 @@ def needs_draft(entry: Entry) -> bool:
     return any(one.name == "draft" for one in fields(policies.policy_class(policy.name)))
 
 
-def theory(entry: Entry, prompt: Prompt, gpu: Gpu) -> tuple[Mapping[str, float], str]:
+def theory(entry: Entry, prompt: PromptShape, gpu: Gpu) -> tuple[Mapping[str, float], str]:
     """What a system adds to the first token by arithmetic, and the figure that is to be measured."""
     if entry.method is not None:
         cost = methods.get(entry.method.name).cost

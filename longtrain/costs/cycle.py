@@ -16,10 +16,10 @@ from longtrain.costs.model import ITEM, Sizes, Work
 from longtrain.costs.roofline import Phase, Width
 
 OTHER_MS = 0.35
-"""Of a forward: norms, rotary, activation, launches, choosing a token."""
+"""Milliseconds of a forward beside its reads: norms, rotary, activation, launches, choosing a token."""
 WEIGHT_SHARE = {32: 0.87, 16: 0.87, 4: 0.65}
 KV_SHARE = {32: 0.85, 16: 0.85, 8: 0.75, 4: 0.75}
-"""Of the read bandwidth, by bits of a number."""
+"""Shares of the read bandwidth that kernels reach, by bits of a number."""
 
 
 @dataclass(frozen=True)

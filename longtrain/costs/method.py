@@ -42,7 +42,7 @@ class CycleCost:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptShape:
     """The prompt whose first token is waited for.
 
     Args:
@@ -65,7 +65,7 @@ class Prompt:
         return prefill(self.size, self.tokens, causal=self.causal)
 
 
-FirstToken = Callable[[Any, Prompt, Gpu], Mapping[str, float]]
+FirstToken = Callable[[Any, PromptShape, Gpu], Mapping[str, float]]
 """(settings, prompt, device) -> figure -> value; `ms` and `..._ms` are milliseconds over the prefill."""
 
 

@@ -44,7 +44,7 @@ KINDS = ("book", "code", "chat", "instruct", "web", "math")
 
 
 @dataclass(frozen=True)
-class Document:
+class HeldOutText:
     """A held-out text. `ids_T` are its tokens, without special ones."""
 
     name: str
@@ -56,7 +56,7 @@ class Document:
 class Point:
     """A place to continue from: `end` tokens of `document` lie before it."""
 
-    document: Document
+    document: HeldOutText
     end: int
 
     def prompt(self, length: int, prefix: Sequence[int] = ()) -> list[int]:
@@ -79,7 +79,7 @@ def documents_from_files(
     *,
     kinds: Sequence[str] = (),
     prose: str = "text",
-) -> list[Document]:
+) -> list[HeldOutText]:
     """Text files as documents: one file, or every file of a folder (UTF-8), each under its kind.
 
     The kind is the first word of the file's or folder's name if that is one of `KINDS`, else the ending's:
@@ -95,7 +95,7 @@ def documents_from_files(
         DataError: nothing is there or of these kinds, or a file is not text.
     """
     return [
-        Document(name, kind, np.asarray(_encode(tokenizer, text), dtype=np.int64))
+        HeldOutText(name, kind, np.asarray(_encode(tokenizer, text), dtype=np.int64))
         for name, kind, text in read_texts(where, kinds=kinds, prose=prose)
     ]
 
@@ -125,7 +125,7 @@ def read_texts(
     return [(file.stem, kind, _read(file)) for file, kind in chosen.items()]
 
 
-def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[Document]:
+def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[HeldOutText]:
     """The held-out split of prepared data.
 
     Raises:
@@ -137,7 +137,7 @@ def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> lis
             f"prepared data at {data.folder} has no held-out documents; set data.val_fraction above 0"
         )
     documents = [
-        Document(
+        HeldOutText(
             data.names[row],
             data.kinds[data.kind[row]],
             np.asarray(data.ids[data.start[row] : data.start[row] + data.length[row]], dtype=np.int64),
@@ -154,7 +154,7 @@ def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> lis
 
 
 def choose_points(
-    documents: Iterable[Document], *, longest: int, count: int, margin: int = 0, seed: int = 0
+    documents: Iterable[HeldOutText], *, longest: int, count: int, margin: int = 0, seed: int = 0
 ) -> Selection:
     """Points with `longest` tokens before and `margin` after them, spread over kinds, documents and places.
 
@@ -212,7 +212,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def _shares(documents: list[Document], order: list[int], most_in: list[int], count: int) -> list[int]:
+def _shares(documents: list[HeldOutText], order: list[int], most_in: list[int], count: int) -> list[int]:
     """Points of each document: kinds in turn, within a kind its documents in turn, none above its room."""
     queues: dict[str, list[int]] = {}
     for index in order:

@@ -29,7 +29,7 @@ ROWS = 256
 
 
 @dataclass(frozen=True)
-class Span:
+class TextWindow:
     """A window of a text: tokens `begin` to `first` are its context, tokens `first` to `end` are scored."""
 
     begin: int
@@ -56,7 +56,7 @@ class Nats:
     divergence: float = 0.0
 
 
-def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[Span]:
+def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[TextWindow]:
     """The windows of a text; each token but the first is scored once.
 
     The first window scores all of its tokens but one; each further window moves on by `stride` tokens and
@@ -81,7 +81,7 @@ def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[Span]:
     first, begin = 1, 0
     while first < n_tokens:
         end = min(begin + window, n_tokens)
-        yield Span(begin, first, end)
+        yield TextWindow(begin, first, end)
         first, begin = end, begin + stride
 
 

@@ -29,7 +29,7 @@ WARMUP_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Batch:
+class TimedBatch:
     """Prompts that are timed together.
 
     Args:
@@ -99,7 +99,7 @@ def timed_systems(systems: Sequence[System], *, tokens: int | None) -> list[Syst
 def time_systems(
     target: Target,
     systems: Sequence[System],
-    batches: Sequence[Batch],
+    batches: Sequence[TimedBatch],
     *,
     what: str = "",
     advance: Advance = lambda what, done: None,
@@ -149,7 +149,7 @@ def _batches(
     sampling: Sampling,
     batch: int,
     tokens: int | None,
-) -> Iterator[Batch]:
+) -> Iterator[TimedBatch]:
     """Examples as they are decoded in the suite: those of one temperature together."""
     tokenizer, room = target.require_tokenizer(), prompt_room(task, target)
     for heat in dict.fromkeys(task.temperature(example) for example in some):
@@ -159,7 +159,7 @@ def _batches(
             prompts = [task.encode(one, tokenizer, max_tokens=room) for one in mine]
             request = DecodingRequest.of(task, target, sampling, temperature=heat)
             request = request if tokens is None else request.shortened(tokens)
-            yield Batch(prompts, request, tuple(sequence_id((task.name, one.id)) for one in mine))
+            yield TimedBatch(prompts, request, tuple(sequence_id((task.name, one.id)) for one in mine))
 
 
 def _figures(mine: Sequence[Stats], full: Sequence[Stats], *, peak: int) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _over(a: float, b: float) -> float | None:
     return _known(a / b) if b else None
 
 
-def _timed(target: Target, system: System, some: Batch) -> tuple[Stats, int]:
+def _timed(target: Target, system: System, some: TimedBatch) -> tuple[Stats, int]:
     """Stats of one call, and the most device memory held during it."""
     on_gpu = target.device.type == "cuda"
     if on_gpu:

@@ -39,7 +39,7 @@ STAGE_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecipePlan:
     """What is planned.
 
     Args:
@@ -107,12 +107,12 @@ def run(cfg: DictConfig) -> None:
         )
     info, tied = _target(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
-    plan = Plan(cfg, info, tied, spec, config)
+    plan = RecipePlan(cfg, info, tied, spec, config)
     trains = spec is not None and spec.objective is not None and cfg.data
     say(*plan.facts, *(_training(plan) if trains else _decoding(plan)))
 
 
-def _decoding(plan: Plan) -> list[str]:
+def _decoding(plan: RecipePlan) -> list[str]:
     """A table of plain decoding and, where the method's cycles are known, one of them.
 
     Raises:
@@ -156,7 +156,7 @@ def _chain(cfg: DictConfig) -> tuple[int, ...]:
     return tuple(shape) if is_chain else CHAIN
 
 
-def _training(plan: Plan) -> list[str]:
+def _training(plan: RecipePlan) -> list[str]:
     """What is trained, and a table of the stages.
 
     Raises:
@@ -190,7 +190,7 @@ def _training(plan: Plan) -> list[str]:
     return lines
 
 
-def _longest_step(plan: Plan) -> str:
+def _longest_step(plan: RecipePlan) -> str:
     """Where a decoding step's time goes at the target's longest context, at best."""
     longest, gpu = plan.info.max_positions, plan.gpu
     width = roofline.Width(8 * plan.itemsize, 8 * plan.itemsize)
@@ -202,7 +202,7 @@ def _longest_step(plan: Plan) -> str:
     )
 
 
-def _stage(plan: Plan, stage: DictConfig, trained: int) -> dict[str, Any]:
+def _stage(plan: RecipePlan, stage: DictConfig, trained: int) -> dict[str, Any]:
     """One line of the table of stages."""
     cfg, size, spec = plan.cfg, plan.size, plan.spec
     assert spec is not None

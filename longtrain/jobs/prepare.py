@@ -61,7 +61,7 @@ def ensure_prepared(
     config = data_config(cfg)
     if tokenizer is None:
         raise ConfigError(
-            "the target has no tokenizer, so text cannot be prepared; use a target folder that has one"
+            "text cannot be prepared without a tokenizer; use a target folder that has one (tokenizer.json)"
         )
     from longtrain.decoding.sampling import Sampling
 

@@ -6,7 +6,7 @@ import pytest
 
 from longtrain.bench.eviction import line
 from longtrain.costs.hardware import GPUS, all_named, gpu_called
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes, Work
 from longtrain.errors import ConfigError
 from longtrain.methods.lookaheadkv.config import Config
@@ -34,7 +34,7 @@ ADDED = {
 
 
 def row(tokens: int, *, causal: bool = True) -> dict[str, float]:
-    return line(ENTRIES, Prompt(LLAMA8B, tokens, draft=LLAMA1B, causal=causal), H100)
+    return line(ENTRIES, PromptShape(LLAMA8B, tokens, draft=LLAMA1B, causal=causal), H100)
 
 
 def digits(value: float, like: float) -> float:
@@ -72,7 +72,7 @@ def test_the_table_on_an_h100(tokens: int) -> None:
 
 def test_a_second_pass_reads_the_weights_again() -> None:
     """(13.96 + 4.29) GB at 90% of 3.35 TB/s is 6.05 ms at 32K; with the scores 8.2 ms, fused 6.8."""
-    pass_ms = second_pass(Config(), Prompt(LLAMA8B, 32768)).ms(H100)
+    pass_ms = second_pass(Config(), PromptShape(LLAMA8B, 32768)).ms(H100)
     assert pass_ms == pytest.approx(6.05, abs=0.005)
     for tokens, plain, fused in ((32768, 8.2, 6.8), (8192, 5.5, 5.2)):
         assert round(row(tokens)["lookaheadkv_second_pass_ms"], 1) == plain

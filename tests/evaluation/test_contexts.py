@@ -8,7 +8,7 @@ import pytest
 from longtrain.data.rows.prepared import Prepared, PreparedWriter
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import (
-    Document,
+    HeldOutText,
     choose_points,
     documents_from_files,
     documents_from_prepared,
@@ -30,7 +30,7 @@ class Bytes:
 
 
 def documents(*lengths, kind="book"):
-    return [Document(f"{kind}{i}", kind, np.arange(n) % 251) for i, n in enumerate(lengths)]
+    return [HeldOutText(f"{kind}{i}", kind, np.arange(n) % 251) for i, n in enumerate(lengths)]
 
 
 @pytest.mark.parametrize(("text", "count"), [("512", 512), (300, 300), ("1.5K", 1536), ("1m", 1 << 20)])

@@ -12,7 +12,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.evaluation.perplexity import (
-    Span,
+    TextWindow,
     foretold,
     measure,
     measure_against_full,
@@ -43,9 +43,13 @@ def evictor(name, tokens):
 
 
 def test_windows_move_on_by_the_stride_and_score_each_token_once():
-    assert list(spans(10, window=6, stride=2)) == [Span(0, 1, 6), Span(2, 6, 8), Span(4, 8, 10)]
-    assert list(spans(9, window=6, stride=2))[-1] == Span(4, 8, 9)
-    assert list(spans(4, window=6, stride=2)) == [Span(0, 1, 4)]
+    assert list(spans(10, window=6, stride=2)) == [
+        TextWindow(0, 1, 6),
+        TextWindow(2, 6, 8),
+        TextWindow(4, 8, 10),
+    ]
+    assert list(spans(9, window=6, stride=2))[-1] == TextWindow(4, 8, 9)
+    assert list(spans(4, window=6, stride=2)) == [TextWindow(0, 1, 4)]
     assert list(spans(1, window=6, stride=2)) == []
     for n in range(2, 40):
         scored = [at for span in spans(n, window=7, stride=3) for at in range(span.first, span.end)]

@@ -75,7 +75,7 @@ def position_edges(tokens: int, parts: int | None = None) -> list[int]:
 
 
 def tau_of(rows: Iterable[Sequence[Cycle]]) -> Sums:
-    """Of each text: tokens emitted by cycles (the target's own counts, prefill's does not), and cycles."""
+    """For each text: tokens emitted by cycles (the target's own counts, prefill's does not), and cycles."""
     return _sums(rows, lambda cycle: (cycle.accepted + 1, 1))
 
 

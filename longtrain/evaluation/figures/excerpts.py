@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 START_CHARS, END_CHARS = 300, 700
-"""Of a prompt that are shown."""
+"""Characters shown of a prompt: from its beginning and up to its end."""
 
 
 def examples(

@@ -59,7 +59,7 @@ def interval_of_mean(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Stratum:
     """Strata that are drawn together.
 
     Args:
@@ -71,7 +71,7 @@ class _Part:
     freedom: float
 
 
-def _parts(strata: Sequence[Figures], reading: Reading, *, seed: int, resamples: int) -> list[_Part]:
+def _parts(strata: Sequence[Figures], reading: Reading, *, seed: int, resamples: int) -> list[_Stratum]:
     small = [figures for figures in strata if len(figures[0]) < LEAST]
     parts = [
         _alone(figures, reading, np.random.default_rng((seed, place)), resamples)
@@ -90,7 +90,7 @@ def _parts(strata: Sequence[Figures], reading: Reading, *, seed: int, resamples:
     return parts
 
 
-def _alone(figures: Figures, reading: Reading, rng: np.random.Generator, resamples: int) -> _Part:
+def _alone(figures: Figures, reading: Reading, rng: np.random.Generator, resamples: int) -> _Stratum:
     """A stratum whose prompts are drawn anew."""
     n = len(figures[0])
     index_RN = rng.integers(0, n, size=(resamples, n))
@@ -104,19 +104,19 @@ def _alone(figures: Figures, reading: Reading, rng: np.random.Generator, resampl
         moved = [middle + stretch * gap for middle, gap in zip(middles, gaps, strict=True)]
         return reading(moved) - _read(figures, reading)
 
-    return _Part(draws, n - 1)
+    return _Stratum(draws, n - 1)
 
 
 def _together(
     small: Sequence[Figures], shared: np.ndarray, rng: np.random.Generator, resamples: int
-) -> _Part:
+) -> _Stratum:
     """Strata that draw from the same deviations."""
     total = np.zeros(resamples)
     for figures in small:
         n = len(figures[0])
         total += shared[rng.integers(0, len(shared), size=(resamples, n))].mean(1)
     own = sum(len(figures[0]) for figures in small) - sum(len(figures[0]) > 1 for figures in small)
-    return _Part(lambda stretch: stretch * total, max(1, own - any(len(f[0]) == 1 for f in small)))
+    return _Stratum(lambda stretch: stretch * total, max(1, own - any(len(f[0]) == 1 for f in small)))
 
 
 def _shared(units: Sequence[np.ndarray]) -> np.ndarray:

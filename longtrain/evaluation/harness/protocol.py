@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 VERSION = 1
-"""Of what is hashed: it grows where the harness itself changes what a target is given or how it decodes."""
+"""Version of what is hashed: it grows where the harness changes what a target is given or how it decodes."""
 SLACK = 16
 """Tokens that a prompt cut in the middle may grow by when its text is tokenised anew."""
 

@@ -282,7 +282,7 @@ class Session:
         return notes
 
     def records(self, systems: Sequence[System] | None = None) -> list[Record]:
-        """Of all examples of the suite that are done, in the suite's order, system by system."""
+        """The records of all examples of the suite that are done, in the suite's order, system by system."""
         full = records_of(self.ledger(self.systems[0]))
         found = []
         for system in systems or self.systems:

@@ -15,7 +15,7 @@ from longtrain.data.rows.prepare import tokenizer_hash
 from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError
 from longtrain.evaluation.contexts import (
-    Document,
+    HeldOutText,
     Point,
     documents_from_files,
     documents_from_prepared,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 HELD_OUT = "text/heldout"
-"""Of the bundled files: novels that no target or draft of this package was trained on."""
+"""The bundled held-out files: novels that no target or draft of this package was trained on."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def continuations(
 
 def held_out(
     target: Target, where: str | None, kinds: Sequence[str], *, home: str = ".", data: str | None = None
-) -> list[Document]:
+) -> list[HeldOutText]:
     """Documents no draft was trained on.
 
     Args:

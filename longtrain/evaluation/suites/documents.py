@@ -135,7 +135,7 @@ class Documents(Task):
         return {"length": int(example.fields["length"])}
 
     def score(self, text: str, example: Example) -> float | None:
-        """None: answers are cut short, what matters is how they are drafted."""
+        """Gives no score: answers are cut short, what matters is how they are drafted."""
         return None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from longtrain.data.retrieval.questions import QUESTION_TASKS
 from longtrain.errors import DataError
-from longtrain.evaluation.contexts import Document, Point, choose_points, prefix_of
+from longtrain.evaluation.contexts import HeldOutText, Point, choose_points, prefix_of
 from longtrain.evaluation.suites.needle import prompt_writer
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _points(
     """Places in the texts to continue from, the same at every length."""
     tokenizer = target.require_tokenizer()
     documents = [
-        Document(
+        HeldOutText(
             name,
             "text",
             np.asarray(tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int64),

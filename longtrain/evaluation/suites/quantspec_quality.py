@@ -76,8 +76,8 @@ class QualitySettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Windows(Measured):
-    """Windows of one context length, each with the tokens after it that are scored.
+class QualityWindows(Measured):
+    """QualityWindows of one context length, each with the tokens after it that are scored.
 
     Args:
         name: of the task.
@@ -122,7 +122,7 @@ class Windows(Measured):
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """Windows and greedy texts of each context length.
+    """QualityWindows and greedy texts of each context length.
 
     Args:
         settings: see `QualitySettings`.
@@ -157,7 +157,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
                 for p in chosen.points
             )
             rows = tuple(_row(number, window) for number, window in enumerate(windows))
-            tasks.append(Windows(f"perplexity {tokens(length)}", rows, length, windows))
+            tasks.append(QualityWindows(f"perplexity {tokens(length)}", rows, length, windows))
     if "texts" in asked.sections:
         points = chosen.points[: asked.prompts]
         new = asked.max_new_tokens

@@ -65,7 +65,7 @@ class LongAnswers(Task):
         return {"length": self.lengths[example.id]}
 
     def score(self, text: str, example: Example) -> float | None:
-        """None: answers that go on past their end have no meaningful score."""
+        """Gives no score: answers that go on past their end have no meaningful score."""
         return None
 
 

@@ -7,7 +7,7 @@ Shapes: S prompt tokens, M lookahead tokens.
 from __future__ import annotations
 
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import MethodCost, Prompt
+from longtrain.costs.method import MethodCost, PromptShape
 from longtrain.costs.model import ITEM, Sizes, Work, score
 from longtrain.costs.training import PackedRow, StepCost, kv_bytes_per_token
 from longtrain.methods.lookaheadkv.config import Config
@@ -40,20 +40,20 @@ def adapter(config: Config, size: Sizes) -> int:
     return config.n_lookahead * size.hidden_size + size.n_layers * sum(weights.values()) - dead
 
 
-def lookahead_rows(config: Config, prompt: Prompt) -> Work:
+def lookahead_rows(config: Config, prompt: PromptShape) -> Work:
     """The lookahead tokens' own forward, as rows of the prefill's products: nothing more is read."""
     size = prompt.size
     linear = 2 * config.n_lookahead * (size.weights + adapter(config, size))
     return Work(linear + 4 * size.width * config.n_lookahead * prompt.tokens, 0.0)
 
 
-def second_pass(config: Config, prompt: Prompt) -> Work:
+def second_pass(config: Config, prompt: PromptShape) -> Work:
     """The lookahead tokens' own forward as a pass of its own: weights and cache are read once more."""
     again = ITEM * prompt.size.weights + prompt.size.kv_bytes(prompt.tokens)
     return lookahead_rows(config, prompt) + Work(0.0, again)
 
 
-def first_token(config: Config, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+def first_token(config: Config, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
     """Milliseconds with the rows inside the prefill's products or as a second pass of their own.
 
     `fused`: the attention weights of the observing rows are never written out.

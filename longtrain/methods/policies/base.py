@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.select import max_pool, top
 from longtrain.settings import CountOrZero, Kernel, check, wrong
@@ -79,7 +79,7 @@ class BasePolicy:
         raise NotImplementedError
 
     @classmethod
-    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+    def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
         """What the policy adds to the first token, as `costs.method.FirstToken`; nothing is known here."""
         return {}
 

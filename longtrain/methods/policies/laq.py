@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.costs.model import decode, score
 from longtrain.decoding.evict import Keep, PromptRun
 from longtrain.decoding.observe import AllQueries, Both, LastQueries, observed
@@ -59,7 +59,7 @@ class LAQ(SnapKV):
         return self.n_tokens
 
     @classmethod
-    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+    def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
         """See `BasePolicy`: SnapKV's scores, a pseudo answer on the evicted copy, and scores again."""
         seen = score(prompt.size, cls.window, prompt.tokens)
         pseudo = decode(prompt.size, cls.n_tokens, prompt.budget)

@@ -107,7 +107,7 @@ class ToldOracle(Policy):
         return [[*one, *answer] for one, answer in zip(self.questions, self.answers, strict=True)]
 
     def _answers(self, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
-        """Of all rows those of the answers: their places, and their spans among themselves."""
+        """The answers' rows among all rows: their places, and their spans among themselves."""
         places: list[int] = []
         answers = []
         for span in spans:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 from torch import Tensor
 
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.costs.model import score
 from longtrain.decoding.evict import PromptRun
 from longtrain.decoding.observe import LastQueries, observed
@@ -37,7 +37,7 @@ class SnapKV(Policy):
         return LastQueries(lengths, self.window)
 
     @classmethod
-    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+    def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
         """See `BasePolicy`: the window's attention weights on all keys."""
         return {"ms": score(prompt.size, cls.window, prompt.tokens).ms(gpu)}
 

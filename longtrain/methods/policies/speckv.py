@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import Prompt
+from longtrain.costs.method import PromptShape
 from longtrain.costs.model import decode, prefill, score
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import PromptRun
@@ -71,7 +71,7 @@ class SpecKV(Policy):
         return LastQueries(lengths, self.window + 1)
 
     @classmethod
-    def first_token(cls, prompt: Prompt, gpu: Gpu) -> dict[str, float]:
+    def first_token(cls, prompt: PromptShape, gpu: Gpu) -> dict[str, float]:
         """See `BasePolicy`: the draft reads and answers, and the target reads prompt and answer."""
         if prompt.draft is None:
             return {}

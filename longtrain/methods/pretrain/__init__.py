@@ -1,1 +1,1 @@
-"""pretrain."""
+"""Pretrains the small reference target and its tokenizer from scratch."""
