@@ -14,7 +14,6 @@ from longtrain.assets import asset_dir
 from longtrain.data.read.files import local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.suites import SUITES, shared
-from longtrain.evaluation.suites.settings import Settings
 from longtrain.evaluation.suites.shared import existing_file, read_rows
 
 FIELDS = {"name": (str,), "age": (int, type(None))}
@@ -83,28 +82,6 @@ def test_what_is_not_there() -> None:
         read_rows("/nowhere/at.all", "people", FIELDS)
     with pytest.raises(DataError, match="essays: nothing at /nowhere"):
         existing_file("/nowhere", "essays")
-
-
-def test_settings_are_what_they_should_be() -> None:
-    read = Settings(
-        {"name": "x", "n": 3, "none": None, "share": 0.5, "some": [2, 1], "sizes": ["2k", 512], "no": []}
-    )
-    assert (read.integer("n"), read.optional_integer("none"), read.integers("some")) == (3, None, (2, 1))
-    assert (read.number("share", least=0, most=1), read.tokens("sizes")) == (0.5, (512, 2048))
-    assert read.names("no", ("a", "b")) == read.names("none", ("a", "b")) == ("a", "b")
-    assert Settings({"names": ["b", "a"]}).names("names", ("a", "b", "c")) == ("a", "b")
-    for call, message in (
-        (lambda: read.integer("n", most=2), "suite.n=3; allowed: whole numbers, 1 to 2"),
-        (lambda: read.integer("share"), "suite.share=0.5; allowed: whole numbers"),
-        (lambda: read.number("n", least=0, most=1), "suite.n=3; allowed: a number from 0 to 1"),
-        (lambda: read.text("none"), "suite.none=null; allowed: text"),
-        (lambda: read.choice("name", ("y", "z")), "suite.name=x; allowed: one of y, z"),
-        (lambda: read.tokens("no"), r"^suite.no=\[\]; allowed: a list that is not empty"),
-        (lambda: read.flag("n"), "suite.n=3; allowed: true or false"),
-        (lambda: read.text("nothing"), "suite x needs the key suite.nothing"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            call()
 
 
 def test_every_suite_has_its_module_and_its_configuration() -> None:

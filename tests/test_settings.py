@@ -1,0 +1,68 @@
+"""The one reader of typed settings: what annotations allow, and the one line that says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from longtrain.errors import ConfigError
+from longtrain.settings import (
+    Count,
+    Counts,
+    Lengths,
+    Share,
+    Text,
+    convert,
+    one_of,
+    parse_tokens,
+    read,
+    some_of,
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    lengths: Lengths
+    share: Share = 0.5
+    mode: Literal["fast", "exact"] = "exact"
+    count: Count | None = None
+
+
+def test_values_become_what_their_annotation_says() -> None:
+    found = read(Probe, {"lengths": ["2k", 512], "share": 1, "count": 3.0}, "suite")
+    assert found == Probe((512, 2048), 1.0, "exact", 3)
+    assert isinstance(found.share, float) and isinstance(found.count, int)
+    assert (
+        convert([], some_of(["a", "b"]), "k") == ("a", "b") == convert(["b", "a"], some_of(["a", "b"]), "k")
+    )
+    assert parse_tokens("1.5k") == 1536
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "suite.lengths is missing; allowed: one or more different token counts"),
+        ({"lengths": [512], "sharee": 1}, "unknown key 'suite.sharee'; known: lengths, share, mode, count"),
+        ({"lengths": [512, "0.5k"]}, r"suite.lengths=\[512, '0.5k'\]; allowed: one or more different"),
+        ({"lengths": [512], "share": 1.5}, "suite.share=1.5; allowed: a number from 0 to 1"),
+        ({"lengths": [512], "share": True}, "suite.share=true; allowed: a number"),
+        ({"lengths": [512], "mode": "slow"}, "suite.mode=slow; allowed: fast, exact"),
+        ({"lengths": [512], "count": 0}, "suite.count=0; allowed: a whole number, 1 or more or null"),
+        ({"lengths": [512], "count": True}, "suite.count=true; allowed: a whole number"),
+    ],
+)
+def test_what_is_not_allowed_is_one_line(values, message) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read(Probe, values, "suite")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("", Text), ([1, 1], Counts), ([], Counts), ("c", one_of(["a", "b"])), (["c"], some_of(["a", "b"]))],
+)
+def test_kinds_of_values_refuse_what_they_are_not(value, kind) -> None:
+    with pytest.raises(ConfigError, match=r"^key=.*allowed: "):
+        convert(value, kind, "key")
