@@ -26,7 +26,7 @@ from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, DataError
 from longtrain.settings import Count, CountOrZero, Counts, Lengths, within
 from longtrain.systems import Entry
-from longtrain.systems.entry import Named
+from longtrain.systems.system import Named
 from longtrain.tables import of_rows
 from longtrain.targets.stock import decode_stock
 

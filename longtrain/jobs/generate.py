@@ -6,26 +6,19 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs.setup import (
-    budget_keys,
-    drafting_from,
-    evictor_from,
-    load_target_from,
-    method_parts,
-    plain,
-    sampling_from,
-)
+from longtrain.jobs.setup import drafting_from, load_target_from, plain, sampling_from
 from longtrain.settings import Text, Words, convert, wrong
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
+    from longtrain.systems import Entry
     from longtrain.targets.model import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -44,13 +37,11 @@ def run(cfg: DictConfig) -> None:
 
     prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
     count = convert(cfg.decode.max_new_tokens, int, "decode.max_new_tokens")
-    names = _names(cfg)
-    if not names:
-        _check_method(cfg)
-    artifacts = [Artifact.load(name, home=cfg.home) for name in names]
+    entry = _entry(cfg)
+    artifacts = [Artifact.load(name, home=cfg.home) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
     ids = _encode(target, prompt, chat=bool(cfg.chat))
-    parts = _parts(cfg, target, artifacts)
+    parts = _parts(cfg, target, entry, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
     writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
     generation = Engine(target, parts).generate(
@@ -102,20 +93,43 @@ def _names(cfg: DictConfig) -> list[str]:
     return names
 
 
-def _check_method(cfg: DictConfig) -> None:
-    """Refuse a method that would bring nothing because no artifact holds its weights."""
-    from longtrain import methods
+def _entry(cfg: DictConfig) -> Entry:
+    """What `artifact`, a method without training and `evict` name, as one entry of `suite.systems`.
 
-    if cfg.method is None:
-        return
-    spec = methods.get(str(cfg.method.name))
-    if spec.attach is None:
-        raise ConfigError(f"method={spec.name} brings nothing to decode with; leave method out")
-    if spec.objective is not None:
-        raise ConfigError(
-            f"method={spec.name} needs trained weights, and artifact=null; pass artifact=NAME, or leave "
-            "method out"
-        )
+    Raises:
+        ConfigError: no such policy, or a method that needs an artifact and has none.
+    """
+    from longtrain import methods
+    from longtrain.methods import policies
+    from longtrain.systems.system import BUDGET_KEYS, Entry, Named
+
+    names, method, policy = _names(cfg), None, None
+    if cfg.method is not None:
+        spec = methods.get(str(cfg.method.name))
+        if spec.attach is None and not names:
+            raise ConfigError(f"method={spec.name} brings nothing to decode with; leave method out")
+        if spec.objective is not None and not names:
+            raise ConfigError(
+                f"method={spec.name} needs trained weights, and artifact=null; pass artifact=NAME, or leave "
+                "method out"
+            )
+        if spec.objective is None and spec.attach is not None:
+            method = Named(
+                spec.name, {key: value for key, value in plain(cfg.method).items() if key != "name"}
+            )
+    options = {key: value for key, value in plain(cfg.evict).items() if key not in BUDGET_KEYS}
+    name, adaptive = options.pop("policy"), _adaptive(cfg)
+    if adaptive is False:
+        options.pop("adaptive", None)
+    if name is not None:
+        policies.policy_class(str(name))
+        policy = Named(str(name), options, f"evict={name}")
+    return Entry(tuple(names), policy, method, options={} if adaptive is False else {"adaptive": adaptive})
+
+
+def _adaptive(cfg: DictConfig) -> Any:
+    """How an eviction artifact shares its budget out: `evict.adaptive`, which policies do not have."""
+    return convert(cfg.evict.get("adaptive", False), Literal[False, "heads", "layers"], "evict.adaptive")
 
 
 def _stop(cfg: DictConfig) -> list[str]:
@@ -126,32 +140,29 @@ def _stop(cfg: DictConfig) -> list[str]:
     return convert(listed, texts, "stop")
 
 
-def _parts(cfg: DictConfig, target: Target, artifacts: Sequence[Artifact]) -> Parts:
-    """What the artifacts, a method without training and `evict` bring, as one."""
+def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
+    """What the entry brings to an engine; a budget that nothing evicts to is refused."""
     from longtrain import methods
-    from longtrain.decoding.roles import Parts
+    from longtrain.artifact import Artifact
+    from longtrain.decoding.evict import Budget
+    from longtrain.systems import Builder
+    from longtrain.systems.system import BUDGET_KEYS
 
-    keys, found, taken = budget_keys(cfg), [], set[str]()
-    for artifact in artifacts:
-        known = methods.get(artifact.method).inference_keys
-        found.append(artifact.attach(target, **{key: keys[key] for key in known if key in keys}))
-        taken.update(known)
-    if (untrained := method_parts(cfg, target)) is not None:
-        found.append(untrained)
-    evictor = evictor_from(cfg)
-    if evictor is not None:
-        found.append(Parts(evictor=evictor, name=f"evict={evictor.name}"))
-    parts = Parts().merge(*found)
-    budget = keys["budget_ratio"] if keys["budget_tokens"] is None else keys["budget_tokens"]
-    if parts.evictor is None and budget is not None:
+    tokens = convert(cfg.evict.get("budget_tokens"), int | None, "evict.budget_tokens")
+    ratio = convert(cfg.evict.get("budget_ratio"), float | None, "evict.budget_ratio")
+    taken = {key for artifact in artifacts for key in methods.get(artifact.method).inference_keys}
+    evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
+    budgets = [Budget(tokens, ratio)] if evicts else []
+    parts = Builder(target, budgets=budgets, shapes=(), load=Artifact.load).parts(entry, artifacts)
+    if parts.evictor is None and (tokens, ratio) != (None, None):
         raise ConfigError(
-            f"an eviction budget of {budget} and nothing that evicts; pass evict=snapkv, say, or an eviction "
-            "artifact"
+            f"an eviction budget of {ratio if tokens is None else tokens} and nothing that evicts; pass "
+            "evict=snapkv, say, or an eviction artifact"
         )
-    if keys["adaptive"] is not False and "adaptive" not in taken:
+    if not taken.issuperset(entry.options):
         raise ConfigError(
-            f"evict.adaptive={keys['adaptive']} and nothing that takes it; pass the artifact of a method "
-            "that does, or for a policy evict=adakv evict.over=snapkv, say"
+            f"evict.adaptive={entry.options['adaptive']} and nothing that takes it; pass the artifact of a "
+            "method that does, or for a policy evict=adakv evict.over=snapkv, say"
         )
     return parts
 

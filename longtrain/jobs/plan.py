@@ -20,9 +20,10 @@ from longtrain.costs.model import Sizes
 from longtrain.costs.training import PackedRow
 from longtrain.errors import ConfigError
 from longtrain.jobs.prepare import data_config
-from longtrain.jobs.setup import plain, typed
+from longtrain.jobs.setup import plain
 from longtrain.methods.spec import MethodSpec
 from longtrain.settings import Count, Share, Tokens, Words, convert
+from longtrain.settings import read as typed
 from longtrain.tables import of_rows, say
 from longtrain.targets.info import TargetInfo
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from longtrain.errors import ConfigError
-from longtrain.settings import AUTO, Count, convert, one_of, within
-from longtrain.settings import read as typed
+from longtrain.settings import AUTO, Count, convert, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
 
     from longtrain.artifact import Artifact
     from longtrain.decoding.control import ShapeChoice
-    from longtrain.decoding.evict import Evictor
-    from longtrain.decoding.roles import Law, Parts, TreeShape
+    from longtrain.decoding.roles import Law, TreeShape
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
@@ -138,44 +136,6 @@ def sampling_from(cfg: DictConfig) -> Sampling:
     return Sampling(**values, seed=convert(cfg.seed, int, "seed"))
 
 
-def evictor_from(cfg: DictConfig) -> Evictor | None:
-    """The eviction policy that `cfg.evict` names, with its budget and options; None without one.
-
-    Raises:
-        ConfigError: no such policy or option, a value of another kind, or no budget.
-    """
-    from longtrain.decoding.evict import Budget
-    from longtrain.methods import policies
-
-    keys = budget_keys(cfg)
-    options = {key: value for key, value in plain(cfg.evict).items() if key not in keys or key == "adaptive"}
-    name = options.pop("policy")
-    if keys["adaptive"] is False:
-        options.pop("adaptive", None)
-    if name is None:
-        return None
-    policies.policy_class(str(name))  # an unknown policy is told before a wrong budget
-    return policies.make(str(name), Budget(keys["budget_tokens"], keys["budget_ratio"]), options)
-
-
-def method_parts(cfg: DictConfig, target: Target) -> Parts | None:
-    """What `cfg.method` brings to an engine where it is a method without training; else None.
-
-    Raises:
-        ConfigError: a setting is not allowed, or the target is not served.
-    """
-    from longtrain import methods
-
-    if cfg.method is None:
-        return None
-    spec = methods.get(str(cfg.method.name))
-    if spec.objective is not None or spec.attach is None:
-        return None
-    values = {key: value for key, value in plain(cfg.method).items() if key != "name"}
-    config: Any = typed(spec.config, values, "method")
-    return spec.attach(spec.build(config, target.info), target, config, {})
-
-
 def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     """The entries of `suite.systems` as typed, `artifact=` and an untrained `method=` before them.
 
@@ -190,7 +150,7 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     """
     from longtrain import methods
     from longtrain.artifact import Artifact
-    from longtrain.systems.entry import parse_all
+    from longtrain.systems.system import parse_all
 
     named, suite = plain(cfg.artifact), plain(cfg.suite)
     values: list[Any] = [
@@ -203,30 +163,6 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     values += [value for value in listed or [] if value not in values]
     wanted = dict.fromkeys(name for entry in parse_all(values) for name in entry.artifacts)
     return values, {name: Artifact.load(name, home=cfg.home) for name in wanted}
-
-
-def budget_keys(cfg: DictConfig) -> dict[str, Any]:
-    """The values of `evict` that an eviction artifact is attached with: the budget and how it is shared out.
-
-    Raises:
-        ConfigError: a budget that is no number, or another way to share it out than there is.
-    """
-    kinds: dict[str, Any] = {
-        "budget_tokens": int | None,
-        "budget_ratio": float | None,
-        "adaptive": Literal[False, "heads", "layers"],
-    }
-    values = {"adaptive": False, **plain(cfg.evict)}
-    return {key: convert(values.get(key), kind, f"evict.{key}") for key, kind in kinds.items()}
-
-
-def at_least(value: Any, least: int, key: str) -> int:
-    """A configured count.
-
-    Raises:
-        ConfigError: no whole number, or a lower one than `least`.
-    """
-    return int(convert(value, Annotated[int, within(least)], key))
 
 
 def plain(cfg: Any) -> Any:

@@ -10,8 +10,10 @@ from omegaconf import DictConfig
 
 from longtrain import methods, provenance
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs.setup import convert, load_target_from, plain, typed
+from longtrain.jobs.setup import load_target_from, plain
 from longtrain.log import get_logger
+from longtrain.settings import convert
+from longtrain.settings import read as typed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -80,6 +80,11 @@ def _past_window(config: Any) -> int:
     return 2 * int(getattr(config, "window", 64))
 
 
+def _nothing_trained(config: Any, info: TargetInfo | None) -> nn.Module:
+    """A module without tensors."""
+    return nn.Module()
+
+
 @dataclass(frozen=True)
 class MethodSpec:
     """A method: how to build, train and run it.
@@ -88,7 +93,8 @@ class MethodSpec:
         name: the folder's name, `method=NAME` on the command line.
         config: plain dataclass of hyperparameters (defaults: the paper's), in a module that imports no torch.
         paper: title and arXiv id.
-        build: (config, info) -> module that holds the trainable tensors and nothing else.
+        build: (config, info) -> module that holds the trainable tensors and nothing else; the default is for
+            methods without training.
         objective: (module, target, config) -> Objective; None where nothing is trained.
         attach: (module, target, config, inference keys) -> Parts for the engine.
         export: (module, config, folder, provenance) -> None where the result is not an Artifact (the
@@ -110,7 +116,7 @@ class MethodSpec:
     name: str
     config: type
     paper: str
-    build: Callable[[Any, TargetInfo | None], nn.Module]
+    build: Callable[[Any, TargetInfo | None], nn.Module] = _nothing_trained
     objective: Callable[[nn.Module, Target | None, Any], Objective] | None = None
     attach: Callable[[nn.Module, Target, Any, dict[str, Any]], Parts] | None = None
     export: Callable[[nn.Module, Any, Path, dict[str, Any]], None] | None = None

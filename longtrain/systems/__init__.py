@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from longtrain.systems.build import Builder
-from longtrain.systems.entry import Entry, parse
-from longtrain.systems.system import DRAFT, EVICTOR, FULL_CACHE, System, budget_label, shape_name
+from longtrain.systems.system import (
+    DRAFT,
+    EVICTOR,
+    FULL_CACHE,
+    Entry,
+    System,
+    budget_label,
+    parse,
+    shape_name,
+)
 
 __all__ = [
     "DRAFT",

@@ -21,7 +21,6 @@ from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
 from longtrain.settings import wrong
-from longtrain.systems.entry import KEY, Entry, Named, in_words, parse_all
 from longtrain.systems.system import (
     ARTIFACT,
     BUDGET_KEYS,
@@ -30,10 +29,15 @@ from longtrain.systems.system import (
     DRAFT,
     EVICTOR,
     FULL_CACHE,
+    KEY,
     POLICY,
+    Entry,
     Json,
+    Named,
     System,
     budget_label,
+    in_words,
+    parse_all,
     shape_name,
     without_draft,
 )
@@ -86,7 +90,7 @@ class Builder:
         """The full cache, the taker's own systems, and what the entries name, in this order.
 
         Args:
-            values: entries as typed (`entry.parse`).
+            values: entries as typed (`system.parse`).
             roles: what systems may bring.
             taker: who takes them, for messages (`suite needle`).
             own: makes further systems.
@@ -158,28 +162,14 @@ class Builder:
         """
         loaded = [self.load(one) for one in entry.artifacts]
         self._check_options(entry, loaded)
-        found = zip(entry.artifacts, loaded, strict=True)
-        facts: Json = {"artifacts": [artifact_facts(where, one) for where, one in found]}
-        parts = [self._artifact(one, entry.options) for one in loaded]
-        words = None
-        if entry.method is not None:
-            made, facts["method"], words = self._method(entry)
-            parts.append(made)
-        if entry.policy is not None:
-            make, who = _policy_maker(entry.policy), entry.policy.words
-            parts.append(Parts(evictor=_made(make, self._budgets(who)[0]), name=who))
-            facts["policy"] = _policy_facts(entry.policy)
-        if entry.cache is not None:
-            parts.append(self._cache(entry.cache))
-            facts["cache"] = {"name": entry.cache.name, **options_of(entry.cache.name, entry.cache.options)}
-        facts |= {"options": entry.options} if entry.options else {}
-        facts |= {} if entry.acceptance is None else {"acceptance": entry.acceptance}
-        whole, family = Parts().merge(*parts), entry.called(method=words)
+        whole, (facts, words) = self.parts(entry, loaded), self._facts(entry, loaded)
+        family = entry.called(method=words)
         for role, part in ((DRAFT, whole.draft), (EVICTOR, whole.evictor)):
             if part is not None:
                 check_role(family, role, roles, taker, method=facts.get("method", {}))
+        count = len(loaded) + sum(one is not None for one in (entry.method, entry.policy, entry.cache))
         alone = CACHE if entry.cache is not None else ARTIFACT
-        kind = alone if len(parts) == 1 else COMBINED
+        kind = alone if count == 1 else COMBINED
         system = System(family, kind, family, parts=whole, facts=facts, acceptance=entry.acceptance)
         for shaped in self._at_shapes(system, entry):
             if whole.evictor is None:
@@ -187,6 +177,42 @@ class Builder:
             else:
                 evict = _policy_maker(entry.policy) if entry.policy else whole.evictor.with_budget  # type: ignore[attr-defined]
                 yield from self._at_budgets(shaped, evict)
+
+    def parts(self, entry: Entry, loaded: Sequence[Artifact]) -> Parts:
+        """Draft, evictor and cache of an entry, the evictor with the first budget.
+
+        Args:
+            entry: as `parse` gives it.
+            loaded: its artifacts, in their order.
+
+        Raises:
+            ConfigError: an option is wrong, or something evicts and there is no budget.
+            ConflictError: two of its parts play one role.
+            TargetMismatchError: an artifact of another target.
+        """
+        parts = [self._artifact(one, entry.options) for one in loaded]
+        if entry.method is not None:
+            parts.append(self._method(entry)[0])
+        if (policy := entry.policy) is not None:
+            evictor = _policy_maker(policy)(self._budgets(policy.words)[0])
+            parts.append(Parts(evictor=evictor, name=policy.words))
+        if entry.cache is not None:
+            parts.append(self._cache(entry.cache))
+        return Parts().merge(*parts)
+
+    def _facts(self, entry: Entry, loaded: Sequence[Artifact]) -> tuple[Json, str | None]:
+        """What the outputs of an entry's systems follow from, and the words for its method."""
+        found, words = zip(entry.artifacts, loaded, strict=True), None
+        facts: Json = {"artifacts": [artifact_facts(where, one) for where, one in found]}
+        if entry.method is not None:
+            _, facts["method"], words = self._method(entry)
+        if entry.policy is not None:
+            facts["policy"] = _policy_facts(entry.policy)
+        if entry.cache is not None:
+            facts["cache"] = {"name": entry.cache.name, **options_of(entry.cache.name, entry.cache.options)}
+        facts |= {"options": entry.options} if entry.options else {}
+        facts |= {} if entry.acceptance is None else {"acceptance": entry.acceptance}
+        return facts, words
 
     def _at_shapes(self, system: System, entry: Entry) -> Iterator[System]:
         """A system with every shape that its draft is to have; as it is where nothing drafts."""

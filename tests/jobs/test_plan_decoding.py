@@ -10,7 +10,7 @@ from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs import plan
 from longtrain.methods.quantspec.config import Config
-from longtrain.methods.quantspec.cost import COST
+from longtrain.methods.quantspec.spec import SPEC
 from longtrain.targets.info import TargetInfo
 
 INFO = TargetInfo(
@@ -26,7 +26,7 @@ def row_of(gpu, *, batch, context, draft=True, rate=0.9):
     served = decoding.Served(Sizes.of(INFO), GPUS[gpu], batch, 2, WEIGHTS)
     row = decoding.plain(served, context)
     return row | decoding.speculative(
-        served, COST.cycle(Config(draft=draft), served.size, (1,) * 4, 2), row, rate=rate
+        served, SPEC.cost.cycle(Config(draft=draft), served.size, (1,) * 4, 2), row, rate=rate
     )
 
 

@@ -94,7 +94,7 @@ class Tokenise:
         for index, source in synthetic:
             stream = self._follow(self._synthetic(source), source)
             for items in _groups(stream, BATCH_DOCUMENTS):
-                self._add(writer, index, self._answered(items, source))
+                self._add(writer, index, self._with_answers(items, source))
         if self.nearest_val is not None and not any(writer.val) and len(writer.val) > 1:
             writer.val[self.nearest_val[1]] = True
         if all(writer.val):
@@ -151,7 +151,7 @@ class Tokenise:
                 if item[1][1:].all():
                     self._keep_text(document, item[0], index)
                 items.append((document, *item))
-        for made in self._answered(items, source):
+        for made in self._with_answers(items, source):
             document, ids_T, mask_T = made
             kept = self._limited(document, ids_T, mask_T)
             if kept is not None:
@@ -197,7 +197,7 @@ class Tokenise:
         tokens = self.conversations.labelled(document)
         return [] if tokens is None else [(document, *tokens)]
 
-    def _answered(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
+    def _with_answers(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
         """Prompts with their responses, recorded or written now; the rest as it is."""
         prompts = [item for item in items if isinstance(item, PromptDocument)]
         written: Iterator[list[int]] = iter(())

@@ -5,16 +5,17 @@ from __future__ import annotations
 import fnmatch
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import ADAPTERS
 from longtrain.data.read.files import read_jsonl, read_mds_shard
 from longtrain.errors import ConfigError, DataError
 from longtrain.log import get_logger
+from longtrain.settings import CountOrZero, OneOf, read
 
 log = get_logger(__name__)
 
@@ -46,17 +47,17 @@ class Part:
 
     hub: str
     licence: str
-    adapter: str
+    adapter: Annotated[str, OneOf(*sorted(ADAPTERS))]
     revision: str = "main"
-    format: str = "datasets"
+    format: Annotated[str, OneOf(*FORMATS)] = "datasets"
     config: str | None = None
     split: str = "train"
     files: tuple[str, ...] = ()
     columns: dict[str, str] = field(default_factory=dict)
     kind: str = ""
-    share: float = 1.0
-    shuffle_buffer: int = 0
-    shuffle_seed: int = 0
+    share: int | float = 1.0
+    shuffle_buffer: CountOrZero = 0
+    shuffle_seed: CountOrZero = 0
     source_tokenizer: str | None = None
 
 
@@ -124,9 +125,9 @@ def rows(part: Part, commit: str, limit: int | None) -> Iterator[Row]:
     Raises:
         DataError: the Hub cannot be reached or has no such file, split or configuration.
     """
-    read = {"datasets": _stream, "jsonl": _jsonl, "mds": _mds}[part.format]
+    reader = {"datasets": _stream, "jsonl": _jsonl, "mds": _mds}[part.format]
     try:
-        yield from islice(read(part, commit), limit)
+        yield from islice(reader(part, commit), limit)
     except (OSError, ValueError) as error:
         raise DataError(
             f"reading dataset {part.hub} failed: {_first_line(error)}; check network and manifest"
@@ -209,26 +210,11 @@ def _scalars(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(values: dict[str, Any], path: Path) -> Part:
-    known = {f.name for f in fields(Part)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(f"unknown key '{unknown[0]}' in {path}; known: {', '.join(sorted(known))}")
-    missing = sorted({"hub", "licence", "adapter"} - set(values))
-    if missing:
-        raise ConfigError(f"{path} lacks '{missing[0]}'; every part needs hub, licence and adapter")
-    files = values.pop("files", None) or ()
-    part = Part(**values, files=(files,) if isinstance(files, str) else tuple(files))
-    if part.adapter not in ADAPTERS:
-        raise ConfigError(f"{path}: unknown adapter '{part.adapter}'; known: {', '.join(sorted(ADAPTERS))}")
-    if part.format not in FORMATS or (part.format != "datasets" and not part.files):
-        raise ConfigError(
-            f"{path}: format={part.format} files={part.files}; "
-            f"allowed: {', '.join(FORMATS)}, the last two with files"
-        )
-    for key in ("shuffle_buffer", "shuffle_seed"):
-        value = getattr(part, key)
-        if type(value) is not int or value < 0:
-            raise ConfigError(f"{path}: {key}={value}; allowed: a whole number, 0 or more")
+    files = values.get("files") or ()
+    values["files"] = (files,) if isinstance(files, str) else files
+    part = read(Part, values, str(path))
+    if part.format != "datasets" and not part.files:
+        raise ConfigError(f"{path}: format={part.format} reads files of the repository; give their patterns")
     return part
 
 

@@ -74,34 +74,34 @@ class RetrievalQuestionWriter(Phrases):
                 f"a prompt of {n_tokens} tokens is too short for a question of the task '{task}'; allowed "
                 f"with this target's tokenizer: {self.least_tokens(task)} or more"
             )
-        return getattr(self, f"_one_of_{task}")(n_tokens, rng)
+        return getattr(self, f"_write_{task}")(n_tokens, rng)
 
     def least_tokens(self, task: str) -> int:
         """The shortest prompt that every question of a task of `QUESTION_TASKS` fits in, tokens."""
-        return int(getattr(self, f"_least_of_{task}")())
+        return int(getattr(self, f"_least_tokens_{task}")())
 
-    def _least_of_needles(self) -> int:
+    def _least_tokens_needles(self) -> int:
         pools = (self.keys_listed, self.keys_made_up)
         key = max((np.concatenate([max(part, key=len) for part in pool]) for pool in pools), key=len)
         value = np.zeros(self._most_digits(NEEDLE_DIGITS), dtype=np.int32)
-        ask, prefix = self._needle_asked(key, single=False)
+        ask, prefix = self._needle_question(key, single=False)
         fixed = self._fixed(NEEDLE_INTRO, ask) + len(prefix) + MARGIN
         return fixed + _size(self._needle_runs([key], [[value]]))
 
-    def _least_of_chains(self) -> int:
+    def _least_tokens_chains(self) -> int:
         value = np.zeros(self._most_digits(CHAIN_DIGITS), dtype=np.int32)
         name = np.zeros(len("NAMES") + 2, dtype=np.int32)  # a letter each, the space, and a tokenizer's own
-        ask, prefix = self._chain_asked(value)
+        ask, prefix = self._chain_question(value)
         fixed = self._fixed(CHAIN_INTRO, ask) + len(prefix) + MARGIN
         return fixed + _size(self._chain_runs([name] * LEAST_NAMES, value))
 
-    def _least_of_table(self) -> int:
+    def _least_tokens_table(self) -> int:
         number = np.zeros(self._most_digits(TABLE_DIGITS), dtype=np.int32)
         line = 2 * len(number) + len(self.phrase(": ")) + len(self.phrase("\n"))
         opening = len(self.start) + len(self.user) + len(self.phrase(TABLE_INTRO))
-        return opening + line + len(self._table_asked(number))
+        return opening + line + len(self._table_question(number))
 
-    def _least_of_quote(self) -> int:
+    def _least_tokens_quote(self) -> int:
         cue_twice_and_passage = 3 * CUE  # the cue stands before the passage, and in the question
         return self._fixed(QUOTE_INTRO, self.phrase(QUOTE_ASK)) + cue_twice_and_passage
 
@@ -109,14 +109,14 @@ class RetrievalQuestionWriter(Phrases):
         """Tokens of a number: its digits, and one more where a tokenizer may begin words with its own."""
         return width if self.digits is not None else width + 1
 
-    def _needle_asked(self, key: Ids, *, single: bool) -> tuple[Ids, Ids]:
+    def _needle_question(self, key: Ids, *, single: bool) -> tuple[Ids, Ids]:
         """The question about a key, and what its answers begin with."""
         number, verb = ("number", "is") if single else ("numbers", "are")
         said = [self.phrase(f"The special magic {number} for"), key]
         prefix = np.concatenate([*said, self.phrase(f" mentioned in the provided text {verb}")])
         return self._question(key, single=single, opening=True), prefix
 
-    def _chain_asked(self, value: Ids) -> tuple[Ids, Ids]:
+    def _chain_question(self, value: Ids) -> tuple[Ids, Ids]:
         ask = [
             self.phrase("\nFind all variables that are assigned the value "),
             value,
@@ -131,11 +131,11 @@ class RetrievalQuestionWriter(Phrases):
             lines.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
         return lines
 
-    def _table_asked(self, key: Ids) -> Ids:
+    def _table_question(self, key: Ids) -> Ids:
         parts = [self.phrase("Look up "), key, self.phrase("."), self.assistant, key, self.phrase(":")]
         return np.concatenate(parts)
 
-    def _one_of_needles(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
+    def _write_needles(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         n_keys = int(rng.integers(1, MOST_KEYS + 1))
         several = rng.random() < 0.5
         counts = rng.integers(1, MOST_VALUES + 1, n_keys) if several else np.ones(n_keys, dtype=int)
@@ -154,19 +154,19 @@ class RetrievalQuestionWriter(Phrases):
         runs = [self._needle_runs([keys[o]], [[v]])[0] for o, v in zip(owner, spelt, strict=True)]
         asked = int(owner[0])  # the first needle stays whatever the room
         single = int(counts[asked]) == 1 and rng.random() < 0.3
-        ask, prefix = self._needle_asked(keys[asked], single=single)
+        ask, prefix = self._needle_question(keys[asked], single=single)
         room = n_tokens - self._fixed(NEEDLE_INTRO, ask) - len(prefix) - MARGIN
         sizes = np.cumsum([max(len(spaced), len(line)) for spaced, line in runs])
         kept = rng.permutation(max(1, int(np.searchsorted(sizes, room, side="right"))))
         found = [int(i) for i in kept if owner[i] == asked]
         hidden = [runs[i] for i in kept.tolist()]
-        parts = self._asked(NEEDLE_INTRO, hidden, ask, prefix, n_tokens, rng)
-        return self._answered("needles", parts, tuple(str(numbers[i]) for i in found))
+        parts = self._prompt(NEEDLE_INTRO, hidden, ask, prefix, n_tokens, rng)
+        return self._with_values("needles", parts, tuple(str(numbers[i]) for i in found))
 
-    def _one_of_chains(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
+    def _write_chains(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         numbers = self._draw(CHAIN_DIGITS, int(rng.integers(1, MOST_CHAINS + 1)), rng)
         spelt = self._spell(numbers, CHAIN_DIGITS)
-        ask, prefix = self._chain_asked(spelt[0])
+        ask, prefix = self._chain_question(spelt[0])
         room = n_tokens - self._fixed(CHAIN_INTRO, ask) - len(prefix) - MARGIN
         chains: list[tuple[list[str], list[tuple[Ids, Ids]]]] = []
         for value in spelt:
@@ -181,10 +181,10 @@ class RetrievalQuestionWriter(Phrases):
         order = rng.permutation(np.repeat(np.arange(len(chains)), [len(lines) for _, lines in chains]))
         left = [iter(lines) for _, lines in chains]
         hidden = [next(left[i]) for i in order.tolist()]
-        parts = self._asked(CHAIN_INTRO, hidden, ask, prefix, n_tokens, rng)
-        return self._answered("chains", parts, tuple(chains[0][0]))
+        parts = self._prompt(CHAIN_INTRO, hidden, ask, prefix, n_tokens, rng)
+        return self._with_values("chains", parts, tuple(chains[0][0]))
 
-    def _one_of_table(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
+    def _write_table(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         width = TABLE_DIGITS
         sep, newline = self.phrase(": "), self.phrase("\n")
         intro = self.phrase(TABLE_INTRO)
@@ -201,13 +201,13 @@ class RetrievalQuestionWriter(Phrases):
         for key, value in zip(spelt, values, strict=True):
             body.add(Role.PROMPT, key, sep, value, newline)
         at = int(rng.integers(n_lines))
-        question_T = self._table_asked(spelt[at])
+        question_T = self._table_question(spelt[at])
         n_context = n_tokens - len(question_T) - len(self.start)
         context = self._filled(body, n_context, rng)
         context_T = np.concatenate([self.start, *context.runs])
-        return self._answered("table", (context_T, question_T), (str(numbers[at]),))
+        return self._with_values("table", (context_T, question_T), (str(numbers[at]),))
 
-    def _one_of_quote(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
+    def _write_quote(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         length = int(rng.integers(24, 65))
         ask = self.phrase(QUOTE_ASK)
         room = n_tokens - self._fixed(QUOTE_INTRO, ask) - CUE
@@ -229,13 +229,13 @@ class RetrievalQuestionWriter(Phrases):
         """Tokens of a prompt that are not its text."""
         return len(self.start) + len(self.user) + len(self.phrase(intro)) + len(ask) + len(self.assistant)
 
-    def _answered(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> RetrievalQuestion:
-        """The values one after the other are the rest of the answer."""
+    def _with_values(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> RetrievalQuestion:
+        """The question whose answer goes on with the values, one after the other."""
         text = f" {', '.join(values)}."
         answer_T = np.concatenate([np.array(self.encode(text), dtype=np.int32), self.end])
         return RetrievalQuestion(task, *parts, answer_T, text, values)
 
-    def _asked(
+    def _prompt(
         self,
         intro: str,
         hidden: list[tuple[Ids, Ids]],

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of LongSpec."""
+"""What the rest of the toolkit knows of LongSpec: module, objective, draft, and what they cost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from longtrain.costs.cycle import Forward
+from longtrain.costs.method import CycleCost, MethodCost
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
+from longtrain.costs.training import PackedRow, StepCost, draft_step
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.longspec.config import Config
-from longtrain.methods.longspec.cost import COST
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
@@ -60,6 +64,33 @@ def _check_layer(config: Config, info: TargetInfo) -> None:
         )
 
 
+def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
+    """A step in chunks; hidden states are read for the KL objective alone."""
+    return draft_step(
+        size,
+        row,
+        trained=trained,
+        itemsize=itemsize,
+        hidden=config.objective == "kl",
+        chunk_tokens=config.chunk_tokens,
+        window=config.window,
+    )
+
+
+def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
+    """A layer with two attentions a level, then the target over all nodes."""
+    width = Width(8 * itemsize, 8 * itemsize)
+    cross = 2 * size.hidden_size * size.n_heads * size.head_dim  # queries and output of its cross-attention
+    above = (1, *widths[:-1])
+    return CycleCost(
+        title="LongSpec",
+        alone=Forward(width),
+        draft=tuple(Forward(width, rows=rows, layers=1, more_weights=cross) for rows in above),
+        verify=Forward(width, rows=1 + sum(widths)),
+        weight_bytes=float(itemsize * (size.weights // size.n_layers + cross)),
+    )
+
+
 SPEC = MethodSpec(
     name="longspec",
     config=Config,
@@ -69,5 +100,5 @@ SPEC = MethodSpec(
     objective=_objective,
     attach=_attach,
     inference_keys=("head_bits",),
-    cost=COST,
+    cost=MethodCost(training=training, cycle=cycle),
 )

@@ -1,18 +1,19 @@
-"""What LookaheadKV trains: soft tokens, and LoRA that only their rows pass through.
+"""What LookaheadKV trains: soft tokens, and LoRA that only their rows pass through; those rows as a batch.
 
-Shapes: M lookahead tokens, E hidden dim, R LoRA rank, X outputs of a linear.
+Shapes: P prompts, M lookahead tokens, N = P * M rows, E hidden dim, R LoRA rank, X outputs of a linear.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
+from longtrain.kernels.importance import Span
 from longtrain.targets.suffix import GROUPS, LAST, LayerLora, Lora
 
 if TYPE_CHECKING:
@@ -160,3 +161,25 @@ def _cast(tensors: list[Tensor], dtype: torch.dtype, counts: list[list[int]]) ->
 
 def _loaded(module: nn.Module, _incompatible: object) -> None:
     module.fresh = False  # type: ignore[assignment]
+
+
+def lookahead_rows(
+    module: LookaheadKV, keys: Sequence[tuple[int, int]], seqs: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[Span]]:
+    """Inputs, positions and spans for `SuffixRun`.
+
+    Args:
+        module: the lookahead tokens.
+        keys: start and stop of each prompt in its sequence.
+        seqs: the sequence of each.
+        dtype: the type to compute in.
+
+    Returns:
+        embeds_NE; pos_N on the host, going on where each prompt ends; spans.
+    """
+    M, hidden = module.lookahead_embeddings.shape
+    embeds_NE = module.lookahead_embeddings.to(dtype)[None].expand(len(keys), M, hidden).reshape(-1, hidden)
+    pos_N = torch.cat([torch.arange(stop - start, stop - start + M) for start, stop in keys])
+    rows = [(first, first + M) for first in range(0, len(keys) * M, M)]
+    spans = [Span(row, seq, key) for row, seq, key in zip(rows, seqs, keys, strict=True)]
+    return embeds_NE, pos_N, spans

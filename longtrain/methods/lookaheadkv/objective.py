@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longtrain.losses import importance_kl
-from longtrain.methods.lookaheadkv.rows import lookahead_rows
+from longtrain.methods.lookaheadkv.modules import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import Sample, Truth, moved, positions, prompt_ids, samples
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.spec import Loss, Objective

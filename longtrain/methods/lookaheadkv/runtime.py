@@ -18,7 +18,7 @@ from longtrain.decoding.observe import LastQueries
 from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
 from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
-from longtrain.methods.lookaheadkv.rows import lookahead_rows
+from longtrain.methods.lookaheadkv.modules import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import moved
 from longtrain.targets.suffix import SuffixRun
 

@@ -12,13 +12,7 @@ from longtrain.methods import target_cache
 from longtrain.methods.magicdec.config import Config
 from longtrain.methods.magicdec.runtime import MagicDecRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
-
-
-def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """Nothing is trained: a module without tensors."""
-    return nn.Module()
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
@@ -34,7 +28,6 @@ SPEC = MethodSpec(
     config=Config,
     paper="MagicDec: Breaking the Latency-Throughput Tradeoff for Long Context Generation with Speculative "
     "Decoding, arXiv 2408.11049",
-    build=_build,
     attach=_attach,
     cache_law=target_cache.cache_law,
 )

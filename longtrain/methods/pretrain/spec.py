@@ -15,8 +15,7 @@ from longtrain.errors import ArtifactError, ConfigError
 from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.pretrain.corpus import build_corpus, load_mixture
-from longtrain.methods.pretrain.modules import Pretrained
-from longtrain.methods.pretrain.objective import PretrainObjective
+from longtrain.methods.pretrain.objective import Pretrained, PretrainObjective
 from longtrain.methods.spec import DataRun, MethodSpec
 from longtrain.targets.bundle import save_bundle
 from longtrain.targets.info import TargetInfo

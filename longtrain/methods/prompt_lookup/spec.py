@@ -12,13 +12,7 @@ from longtrain.methods import target_cache
 from longtrain.methods.prompt_lookup.config import Config
 from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
-
-
-def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """Nothing is trained: a module without tensors."""
-    return nn.Module()
 
 
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
@@ -33,7 +27,6 @@ SPEC = MethodSpec(
     name="prompt_lookup",
     config=Config,
     paper="Inference with Reference: Lossless Acceleration of Large Language Models, arXiv 2304.04487",
-    build=_build,
     attach=_attach,
     cache_law=target_cache.cache_law,
 )

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of QuantSpec."""
+"""What the rest of the toolkit knows of QuantSpec: its parts for an engine, and what a cycle of it costs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 from torch import nn
 
 from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.cache.room import hierarchical_bytes
+from longtrain.costs.cycle import Forward
+from longtrain.costs.method import CycleCost, MethodCost
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width, stored
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import Split, check_shape
 from longtrain.methods.quantspec.config import Config
-from longtrain.methods.quantspec.cost import COST
 from longtrain.methods.quantspec.runtime import QuantSpecRuntime
 from longtrain.methods.spec import MethodSpec
-from longtrain.targets.info import TargetInfo
 from longtrain.targets.int4 import Int4Target
 from longtrain.targets.model import Target
 
@@ -60,11 +63,6 @@ class Caches:
         return self.last
 
 
-def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """Nothing is trained: a module without tensors."""
-    return nn.Module()
-
-
 def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
     """The cache and, if wanted, the draft."""
     if keys:
@@ -80,12 +78,43 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     return Parts(draft=draft, cache=new_cache, name="quantspec")
 
 
+def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
+    """Draft steps that read the cache's upper half, and one verification that reads both.
+
+    Raises:
+        ConfigError: heads that the quantised cache does not serve.
+    """
+    check_shape(n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, head_dim=size.head_dim)
+    target = Width(8 * itemsize, 8)
+    draft = Width(4 if config.weight_bits == 4 else 8 * itemsize, config.kv_bits)
+    drafted = len(widths) if config.draft else 0
+    own_weights = config.draft and config.weight_bits == 4
+
+    def cache_bytes(batch: int, tokens: int) -> float:
+        return hierarchical_bytes(
+            n_layers=size.n_layers,
+            n_kv_heads=size.n_kv_heads,
+            head_dim=size.head_dim,
+            batch=batch,
+            max_tokens=tokens,
+            itemsize=itemsize,
+        )
+
+    return CycleCost(
+        title="QuantSpec",
+        alone=Forward(target),
+        draft=(Forward(draft, times=drafted),) if drafted else (),
+        verify=Forward(target, rows=drafted + 1),
+        weight_bytes=stored(size.weights + size.head, 4) if own_weights else 0.0,
+        cache_bytes=cache_bytes,
+    )
+
+
 SPEC = MethodSpec(
     name="quantspec",
     config=Config,
     paper="QuantSpec: Self-Speculative Decoding with Hierarchical Quantized KV Cache, arXiv 2502.10424",
-    build=_build,
     attach=_attach,
     cache_law=lambda config: {"split": config.split} if config.strict_flush else None,
-    cost=COST,
+    cost=MethodCost(cycle=cycle),
 )

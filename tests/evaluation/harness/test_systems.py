@@ -177,7 +177,7 @@ def test_methods_without_training_alone_and_beside_others(wide):
         builder.systems([{"method": "quantspec", "policy": "snapkv"}])
     with pytest.raises(ConfigError, match="longspec is trained; export it and pass"):
         builder.systems([{"method": "longspec"}])
-    with pytest.raises(ConfigError, match=r"unknown key 'method quantspec\.bits'; known: draft, split"):
+    with pytest.raises(ConfigError, match=r"unknown key 'method\.bits'; known: draft, split"):
         builder.systems([{"method": {"name": "quantspec", "bits": 4}}])
     with pytest.raises(ConfigError, match=r"cache alone is \{method: \{name: quantspec, draft: false"):
         builder.systems([{"method": "quantspec"}], roles={EVICTOR})

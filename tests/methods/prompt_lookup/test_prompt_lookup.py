@@ -12,8 +12,7 @@ from longtrain.decoding.roles import Law, Parts, TreeShape, Verdict
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.prompt_lookup.config import Config
-from longtrain.methods.prompt_lookup.history import History
-from longtrain.methods.prompt_lookup.runtime import PromptLookupRuntime
+from longtrain.methods.prompt_lookup.runtime import History, PromptLookupRuntime
 from longtrain.targets.loading import random_target
 
 SPEC = methods.get("prompt_lookup")
