@@ -47,7 +47,7 @@ def test_the_text_of_plain_decoding(composed, capsys):
         (["method=magicdec", "method.budget=2"], r"method.budget=2.0; allowed: above 0, at most 1"),
         (["method=magicdec", "decode.shape=[2,2]"], r"MagicDec drafts chains, and shape \[2, 2\] is none"),
         (["method=magicdec", "method.cache=int4"], "method.cache=int4; allowed: plain, hierarchical"),
-        (["method=prompt_lookup", "method.ngram=0"], "method.ngram=0; allowed: 1 to 16"),
+        (["method=prompt_lookup", "method.ngram=0"], "method.ngram=0; allowed: a whole number from 1 to 16"),
         (["method=prompt_lookup", "decode.shape=[2,2]"], "prompt look-up drafts chains"),
     ],
 )
