@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longtrain.evaluation.attention_mass import SINKS, attention_mass
+from longtrain.evaluation.suites.acceptance import SINKS, attention_mass
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import shape_config
 

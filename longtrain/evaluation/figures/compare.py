@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.figures.excerpts import numbers_of_output
-from longtrain.evaluation.figures.outcomes import Numbers
+from longtrain.evaluation.figures.outcomes import Numbers, numbers_of_output
 from longtrain.evaluation.figures.readings import change_of, reading_of
 from longtrain.evaluation.figures.results import verdict
 from longtrain.evaluation.figures.statistics import USUAL, Bootstrap, Ratio, paired_mean_difference

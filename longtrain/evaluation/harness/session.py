@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation.exactness import is_strict
-from longtrain.evaluation.figures.excerpts import examples
+from longtrain.evaluation.figures.outcomes import examples
 from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded

@@ -17,7 +17,7 @@ from typing import Any
 from longtrain.assets import asset_dir
 from longtrain.data.read.files import PACKED_SUFFIXES, local_file, read_jsonl
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.fields import check_fields
+from longtrain.evaluation.suites.shared import check_fields
 from longtrain.evaluation.task import Example
 
 HUB = "THUDM/LongBench"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
-from longtrain.evaluation.framing import around_message
+from longtrain.evaluation.prompts import around_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora
 from longtrain.evaluation.contexts import prefix_of
-from longtrain.evaluation.framing import around_message
-from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.prompts import Encoded, around_message
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites import drafting
-from longtrain.evaluation.suites.shared import not_greedy, settings_of
+from longtrain.evaluation.suites.shared import ACCEPTANCE_SCALE, acceptance_summary, not_greedy, settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, wrong
 
@@ -228,9 +226,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     title = f"Variant of {corpus.title}" if departures else corpus.title
 
     def summarise(records: ByTask) -> Summary:
-        return drafting.summary(title, records, [*notes, *departures])
+        return acceptance_summary(title, records, [*notes, *departures])
 
-    return Suite(name, (task,), scale=drafting.SCALE, summarise=summarise)
+    return Suite(name, (task,), scale=ACCEPTANCE_SCALE, summarise=summarise)
 
 
 def _listed(corpus: Corpus) -> str:

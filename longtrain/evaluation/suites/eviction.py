@@ -24,11 +24,11 @@ from longtrain.evaluation.suites.eviction_prompts import (
     TASKS,
     Judged,
     Prompt,
+    TrueScores,
     agreement,
     judge,
     make_prompts,
 )
-from longtrain.evaluation.suites.eviction_ranks import TrueScores
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Facet, Task
 from longtrain.methods import policies

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.data.read.files import PACKED_SUFFIXES, read_jsonl
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.fields import check_fields
 from longtrain.evaluation.judge.client import judge_settings
 from longtrain.evaluation.judge.marker import JudgeMarker, marker_from, marks_of
 from longtrain.evaluation.judge.naming import Published
@@ -20,7 +19,7 @@ from longtrain.evaluation.judge.prompts import mt_bench_prompts
 from longtrain.evaluation.judge.rubrics import HIGHEST_RATING, MtBenchRubric, mt_bench_figures
 from longtrain.evaluation.prompts import Encoded, encode_chat
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
-from longtrain.evaluation.suites.shared import existing_file, read_rows, settings_of
+from longtrain.evaluation.suites.shared import check_fields, existing_file, read_rows, settings_of
 from longtrain.evaluation.task import Example, Facet, Task, rows_sha256
 from longtrain.settings import Count, Text, within
 

@@ -15,8 +15,7 @@ from longtrain.assets import asset_dir
 from longtrain.data.retrieval.synthetic import RetrievalWriter, TextStream
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.contexts import read_texts
-from longtrain.evaluation.framing import chat_ids
-from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.prompts import Encoded, chat_ids
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
 from longtrain.evaluation.suites.continuation import HELD_OUT
 from longtrain.evaluation.suites.shared import not_greedy, settings_of

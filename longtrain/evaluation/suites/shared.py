@@ -1,4 +1,7 @@
-"""What suites share: their settings, the rows of a file, how long prompts may be, and notes on decoding."""
+"""What suites share: settings, rows of files, lengths of prompts, notes on decoding, acceptance of drafts.
+
+Shapes: T tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from longtrain.data.read.files import HUB, local_file, read_jsonl
 from longtrain.data.read.manifest import Part, resolve, rows
 from longtrain.decoding.sampling import Sampling
+from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.fields import check_fields
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.protocol import prompt_room
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.task import Task
 from longtrain.settings import read, wrong
+from longtrain.systems import System
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -165,3 +173,97 @@ def narrowed(sampling: Sampling) -> list[str]:
     if sampling.top_k:
         parts.append(f"top_k {sampling.top_k}")
     return parts
+
+
+REMEDY = "correct the row or leave it out"
+
+
+def check_fields(
+    row: Mapping[str, Any], place: str, what: str, fields: Mapping[str, tuple[type, ...]]
+) -> None:
+    """Refuse a row without a field or with a field of another type.
+
+    Raises:
+        DataError: with the row's place.
+    """
+    for field, types in fields.items():
+        if field not in row:
+            raise DataError(
+                f"{place}: field '{field}' is missing, there are {', '.join(row) or 'none'}; a row of {what} "
+                f"has {', '.join(fields)}: {REMEDY}"
+            )
+        if not isinstance(row[field], types) or (isinstance(row[field], bool) and bool not in types):
+            allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+            found = type(row[field]).__name__
+            article = "an" if found[0] in "aeiou" else "a"
+            raise DataError(f"{place}: field '{field}' is {article} {found}; it must be {allowed}: {REMEDY}")
+
+
+ACCEPTANCE_SCALE = Scale(ACCEPTANCE, None, higher_is_better=True)
+"""Tokens a forward of the target, its own included: 1 for plain decoding."""
+
+
+def length_bucket(n_tokens: int) -> int:
+    """The power of two, 1024 or more, that a prompt's length is counted under: the smallest not below it."""
+    return max(1024, 1 << (n_tokens - 1).bit_length())
+
+
+def with_draft_notes(suite: Suite, systems: Sequence[System]) -> Suite:
+    """A suite that measures drafts, with notes on what has none: an acceptance length of 1 is no finding.
+
+    Args:
+        suite: any; one that measures something else is given back as it is.
+        systems: what is run, the full cache first.
+    """
+    if suite.scale != ACCEPTANCE_SCALE:
+        return suite
+    if not any(system.drafts for system in systems):
+        notes = ["no system here has a draft, nothing is measured; pass artifact=DRAFT or method=quantspec"]
+    else:
+        without = [system.name for system in systems[1:] if not system.drafts]
+        notes = [f"{name} has no draft: its acceptance length says nothing here" for name in without]
+
+    def summarise(records: ByTask) -> Summary:
+        found = suite.summary(records)
+        return replace(found, notes=(*notes, *found.notes))
+
+    return replace(suite, summarise=summarise) if notes else suite
+
+
+def acceptance_summary(title: str, records: ByTask, notes: Sequence[str]) -> Summary:
+    """Acceptance length of each task and its plain mean; acceptance rates, also by prompt length, beside it.
+
+    Acceptance is pooled over cycles. The rate is QuantSpec's: accepted drafts over drafted levels.
+
+    Args:
+        title: what the result is called.
+        records: of one system, by task; without a draft there are no figures.
+        notes: see `Summary`.
+    """
+    pooled = {name: _acceptance_of(some) for name, some in records.items()}
+    tasks = {name: found["tau"] for name, found in pooled.items() if found["tau"] is not None}
+    acceptance = {}
+    for name in tasks:
+        lengths = _by_length(records[name]).items()
+        by_length = {str(length): _acceptance_of(inside) for length, inside in lengths}
+        acceptance[name] = pooled[name] | {"by_length": by_length}
+    average = round(fmean(tasks.values()), 4) if tasks else None
+    return Summary(title, tuple(notes), tasks, average, {"acceptance": acceptance} if tasks else {})
+
+
+def _acceptance_of(some: Sequence[Record]) -> dict[str, Any]:
+    stats = Stats(rows=[row for record in some for row in record.rows()])
+    cycles = sum(1 for _ in stats.cycles())
+    if not cycles:
+        return {"tau": None, "acceptance_rate": None, "cycles": 0}
+    rate = stats.acceptance_rate
+    return {
+        "tau": round(stats.tau, 4),
+        "acceptance_rate": None if rate != rate else round(rate, 4),
+        "cycles": cycles,
+    }
+
+
+def _by_length(some: Sequence[Record]) -> dict[int, list[Record]]:
+    lengths = sorted({int(record.facets["length"]) for record in some if "length" in record.facets})
+    return {length: [one for one in some if one.facets.get("length") == length] for length in lengths}

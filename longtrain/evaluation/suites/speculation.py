@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 from longtrain.errors import DataError
 from longtrain.evaluation.longbench import SPECS, TEMPLATES, read_tasks
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites import aime24, drafting
-from longtrain.evaluation.suites.shared import not_greedy, settings_of
+from longtrain.evaluation.suites import aime24
+from longtrain.evaluation.suites.shared import (
+    ACCEPTANCE_SCALE,
+    acceptance_summary,
+    length_bucket,
+    not_greedy,
+    settings_of,
+)
 from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, CountOrZero, Text, some_of, wrong
 
@@ -55,7 +61,7 @@ class LongAnswers(Task):
     """Prompts of a benchmark whose answers are not scored: what matters is how they are drafted.
 
     Args:
-        lengths: example -> prompt length it is counted under (`drafting.bucket`).
+        lengths: example -> prompt length it is counted under (`length_bucket`).
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)
@@ -97,9 +103,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     def summarise(records: ByTask) -> Summary:
         cut = sum(record.cut for some in records.values() for record in some)
         other = [*departures, *([f"prompts cut in the middle: {cut}"] if cut else [])]
-        return drafting.summary(f"Variant of {TITLE}" if other else TITLE, records, [*other, *notes])
+        return acceptance_summary(f"Variant of {TITLE}" if other else TITLE, records, [*other, *notes])
 
-    return Suite("speculation", tuple(tasks), scale=drafting.SCALE, summarise=summarise)
+    return Suite("speculation", tuple(tasks), scale=ACCEPTANCE_SCALE, summarise=summarise)
 
 
 def _long(
@@ -125,7 +131,7 @@ def _long(
                 "pass a smaller suite.min_prompt_tokens, or leave out the task"
             )
         window = target.info.max_positions - answer if most is None else most
-        lengths = {row.id: drafting.bucket(min(sized[row.id], window)) for row in kept[:limit]}
+        lengths = {row.id: length_bucket(min(sized[row.id], window)) for row in kept[:limit]}
         tasks.append(
             LongAnswers(
                 name,
@@ -184,7 +190,7 @@ def _contest(
     if options.limit is None and aime24.fingerprint(list(task.examples())) != aime24.PUBLISHED:
         departures.append("AIME 2024: problems or answers are not those published")
     notes.append(f"AIME 2024: solutions of at most {task.max_new_tokens} tokens, over where the text ends")
-    lengths = {row.id: drafting.bucket(_tokens(target, task.prompt(row))) for row in task.examples()}
+    lengths = {row.id: length_bucket(_tokens(target, task.prompt(row))) for row in task.examples()}
     return LongAnswers(**{**vars(task), "metric": "acceptance", "judge": None}, lengths=lengths)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from longtrain.decoding.stats import Cycle
-from longtrain.evaluation.figures.excerpts import output
+from longtrain.evaluation.figures.outcomes import output
 from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn

@@ -9,7 +9,7 @@ import pytest
 from longtrain.decoding.stats import Cycle
 from longtrain.errors import DataError
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.figures.excerpts import examples
+from longtrain.evaluation.figures.outcomes import examples
 from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn

@@ -19,7 +19,7 @@ from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.reporting.speed import speed_table
 from longtrain.evaluation.speed import speed_rows, speed_steps
-from longtrain.evaluation.suites import documents, drafting, speculation
+from longtrain.evaluation.suites import documents, shared, speculation
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
 
@@ -135,11 +135,11 @@ def test_figures_are_those_of_the_cycles(target, data, systems):
 def test_acceptance_is_pooled_and_ended_cycles_are_left_out():
     rows = ((Cycle(1, 4, 4, 4, 5), Cycle(6, 4, 4, 0, 1)), (Cycle(1, 4, 4, 2, 1, ended=True),))
     records = [Record("d", "t", str(i), {"length": 1024 << i}, cycles=(row,)) for i, row in enumerate(rows)]
-    found = drafting.summary("T", {"t": records}, ["n"])
+    found = shared.acceptance_summary("T", {"t": records}, ["n"])
     assert found.tasks == {"t": 3.0} and found.average == 3.0 and found.notes == ("n",)
     assert found.extra["acceptance"]["t"]["acceptance_rate"] == 0.5
     assert found.extra["acceptance"]["t"]["by_length"]["2048"]["tau"] is None
-    assert [drafting.bucket(n) for n in (1, 1024, 1025, 4096, 4097)] == [1024, 1024, 2048, 4096, 8192]
+    assert [shared.length_bucket(n) for n in (1, 1024, 1025, 4096, 4097)] == [1024, 1024, 2048, 4096, 8192]
 
 
 def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
@@ -320,7 +320,7 @@ def test_what_has_no_draft_is_told_in_every_title_block(target, data, systems):
     evictor = System("snapkv@48", "policy", "snapkv", budget="48")
 
     def notes(*some):
-        return drafting.told(suite, some).summary({"lcc": []}).notes
+        return shared.with_draft_notes(suite, some).summary({"lcc": []}).notes
 
     assert notes(*systems) == suite.summary({"lcc": []}).notes
     (first, *rest) = notes(*systems, evictor)
