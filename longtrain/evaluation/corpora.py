@@ -1,5 +1,7 @@
 """Running text for measurements: files, folders, prepared data, or a corpus of `data_prep` from the Hub.
 
+`texts` gives plain text by its name; held-out documents also have a kind, such as book or code.
+
 Shapes: T tokens.
 """
 
@@ -28,10 +30,25 @@ from longtrain.data.read.files import (
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.contexts import documents_from_prepared
+from longtrain.log import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+log = get_logger(__name__)
+
+SUFFIXES = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "code",
+    ".c": "code",
+    ".h": "code",
+    ".js": "code",
+}
+"""File name ending -> text kind, where the name itself does not begin with a kind."""
+
+KINDS = ("book", "code", "chat", "instruct", "web", "math")
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> Tokens
     (a slow one) is asked for the text of each token instead.
     """
     if not tokenizer.is_fast:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        ids = plain_ids(tokenizer, text)
         return Tokens(name, np.asarray(ids, np.int64), _decoded_bytes(tokenizer, ids))
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = np.asarray([end for _, end in made.offset_mapping], np.int64)
@@ -121,6 +138,112 @@ def prepared_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterato
     )
 
 
+@dataclass(frozen=True)
+class HeldOutText:
+    """A held-out text. `ids_T` are its tokens, without special ones."""
+
+    name: str
+    kind: str
+    ids_T: np.ndarray
+
+
+def documents_from_files(
+    where: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kinds: Sequence[str] = (),
+    prose: str = "text",
+) -> list[HeldOutText]:
+    """Text files as documents: one file, or every file of a folder (UTF-8), each under its kind.
+
+    The kind is the first word of the file's or folder's name if that is one of `KINDS`, else the ending's:
+    code, or `prose`. Where no file is of the kinds that are wanted, those that carry none are used.
+
+    Args:
+        where: a file or folder.
+        tokenizer: the target's.
+        kinds: kinds to keep; empty: all.
+        prose: what to call files whose name says nothing else.
+
+    Raises:
+        DataError: nothing is there or of these kinds, or a file is not text.
+    """
+    return [
+        HeldOutText(name, kind, np.asarray(plain_ids(tokenizer, text), dtype=np.int64))
+        for name, kind, text in read_texts(where, kinds=kinds, prose=prose)
+    ]
+
+
+def read_texts(
+    where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text"
+) -> list[tuple[str, str, str]]:
+    """Name, kind and content of text files; see `documents_from_files`.
+
+    Raises:
+        DataError: nothing is there, or a file is not text.
+    """
+    root = Path(where).expanduser()
+    files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES) if root.is_dir() else [root]
+    if not files or not files[0].is_file():
+        raise DataError(
+            f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
+        )
+    named = {file: _kind(file, root) for file in files}
+    chosen = {file: kind or prose for file, kind in named.items() if not kinds or (kind or prose) in kinds}
+    if not chosen:
+        chosen = {file: prose for file, kind in named.items() if kind is None}
+        if not chosen:
+            have = sorted({kind for kind in named.values() if kind})
+            raise DataError(f"no text of kinds {list(kinds)} at {root}; kinds there: {', '.join(have)}")
+        log.info("kinds=%s path=%s files=%d carry no kind and are used", list(kinds), root, len(chosen))
+    return [(file.stem, kind, _read(file)) for file, kind in chosen.items()]
+
+
+def documents_from_prepared(data: Prepared, *, kinds: Sequence[str] = ()) -> list[HeldOutText]:
+    """The held-out split of prepared data.
+
+    Raises:
+        DataError: it has none, or none of these kinds.
+    """
+    rows = [int(row) for row in np.flatnonzero(data.val)]
+    if not rows:
+        raise DataError(
+            f"prepared data at {data.folder} has no held-out documents; set data.val_fraction above 0"
+        )
+    documents = [
+        HeldOutText(
+            data.names[row],
+            data.kinds[data.kind[row]],
+            np.asarray(data.ids[data.start[row] : data.start[row] + data.length[row]], dtype=np.int64),
+        )
+        for row in rows
+        if not kinds or data.kinds[data.kind[row]] in kinds
+    ]
+    if not documents:
+        have = sorted({data.kinds[data.kind[row]] for row in rows})
+        raise DataError(
+            f"no held-out documents of kinds {list(kinds)} at {data.folder}; kinds: {', '.join(have)}"
+        )
+    return documents
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text, without special ones."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def prefix_of(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The special tokens that the tokenizer puts before a text, if any."""
+    if tokenizer is None:
+        return []
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    full = tokenizer("a").input_ids
+    for start in range(len(full)):
+        if full[start : start + len(plain)] == plain:
+            return list(full[:start])
+    return []
+
+
 def _local(where: str, like: str | None) -> Iterator[tuple[str, str]]:
     part = Manifest.load(like).parts[0] if like else None
     for file in find(where, (*TEXT_SUFFIXES, *JSONL_SUFFIXES)):
@@ -135,3 +258,21 @@ def _local(where: str, like: str | None) -> Iterator[tuple[str, str]]:
 def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np.ndarray:
     sizes = [len(str(tokenizer.decode([token])).encode()) for token in ids]
     return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
+
+
+def _kind(file: Path, root: Path) -> str | None:
+    """What a file's name, folder or ending says of its kind; None where they say nothing."""
+    named = [file.stem, *file.relative_to(root).parts[:-1]] if root.is_dir() else [file.stem]
+    for word in named:
+        first = word.replace("-", "_").split("_")[0].lower().removesuffix("s")
+        if first in KINDS:
+            return first
+    kind = SUFFIXES.get(file.suffix, "text")
+    return None if kind == "text" else kind

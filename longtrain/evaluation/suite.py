@@ -167,20 +167,21 @@ class Suite:
 
 
 def mean_summary(
-    title: str, records: ByTask, *, notes: Sequence[str] = (), extra: Json | None = None
+    title: str, records: ByTask, *, notes: Sequence[str] = (), maximum: int = 100, digits: int = 2
 ) -> Summary:
-    """100 times the mean score of each task, rounded to 2 digits, and the plain mean of these.
+    """The mean score of each task, rounded, and the plain mean of these.
 
     Args:
         title: what the result is called.
         records: of one system, by task; records without a score do not count.
         notes: see `Summary`.
-        extra: see `Summary`.
+        maximum: what the best score counts as.
+        digits: after the decimal point.
     """
     tasks = {}
     for name, some in records.items():
         scores = [record.score for record in some if record.score is not None]
         if scores:
-            tasks[name] = round(100 * sum(scores) / len(scores), 2)
-    average = round(sum(tasks.values()) / len(tasks), 2) if tasks else None
-    return Summary(title, tuple(notes), tasks, average, dict(extra or {}))
+            tasks[name] = round(maximum * sum(scores) / len(scores), digits)
+    average = round(sum(tasks.values()) / len(tasks), digits) if tasks else None
+    return Summary(title, tuple(notes), tasks, average)

@@ -37,8 +37,27 @@ class Example:
     fields: Mapping[str, Any]
 
 
+class WithExamples:
+    """What tasks of both kinds have: a name, and examples in a fixed order."""
+
+    name: str
+    rows: tuple[Example, ...]
+
+    def examples(self) -> Iterator[Example]:
+        """The examples, in their order: the published one of a benchmark."""
+        return iter(self.rows)
+
+    def serves(self, system: System) -> bool:
+        """Whether a system is run on this task; others have no records of it."""
+        return True
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """What figures are split by: `{"length": 4096, "depth": 50, "category": "math"}`."""
+        return {}
+
+
 @dataclass(frozen=True)
-class Task:
+class Task(WithExamples):
     """A task of a benchmark with its examples. A benchmark of another kind overrides methods.
 
     Args:
@@ -78,14 +97,6 @@ class Task:
     keep_special: bool = False
     protocol: Mapping[str, Any] = field(default_factory=dict)
 
-    def examples(self) -> Iterator[Example]:
-        """The examples, in the published order."""
-        return iter(self.rows)
-
-    def serves(self, system: System) -> bool:
-        """Whether a system is run on this task; others have no records of it."""
-        return True
-
     def prompt(self, example: Example) -> str:
         """The text of an example, before truncation and chat template."""
         return self.template.format(**example.fields)
@@ -115,10 +126,6 @@ class Task:
     def temperature(self, example: Example) -> float | None:
         """Temperature of an example's answers; None: the run's own (`decode.temperature`)."""
         return None
-
-    def facets(self, example: Example) -> dict[str, Facet]:
-        """What figures are split by: `{"length": 4096, "depth": 50, "category": "math"}`."""
-        return {}
 
     def references(self, example: Example) -> list[str]:
         """Expected answers, to be read beside the output."""
@@ -214,7 +221,38 @@ class Task:
         return {name: value for name, value in own.items() if value is not None}
 
 
-class Measured(ABC):
+@dataclass(frozen=True)
+class WrittenTask(Task):
+    """A task whose prompts are written in tokens, each of a stated length, and never cut.
+
+    The facet `length` says how long a prompt is.
+    """
+
+    def written(self, example: Example) -> Encoded:
+        """The prompt of an example."""
+        raise NotImplementedError
+
+    def prompt(self, example: Example) -> str:
+        """The name of the prompt, for messages alone: `written` gives its tokens."""
+        return f"{self.name} {example.id}"
+
+    def size(self, example: Example) -> int:
+        """The stated length."""
+        return int(self.facets(example)["length"])
+
+    def encode(
+        self,
+        example: Example,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        answers: Sequence[str] = (),
+    ) -> Encoded:
+        """The prompt as it was written: its length is what is measured."""
+        return self.written(example)
+
+
+class Measured(WithExamples, ABC):
     """A task without generation: the target is run over given text (perplexity).
 
     Args:
@@ -222,26 +260,12 @@ class Measured(ABC):
         rows: the examples, in a fixed order.
     """
 
-    name: str
-    rows: tuple[Example, ...]
     against_full: bool = False
     """Whether figures follow from what the full cache gives too; all systems then run unit by unit."""
-
-    def examples(self) -> Iterator[Example]:
-        """The examples, in a fixed order."""
-        return iter(self.rows)
-
-    def serves(self, system: System) -> bool:
-        """Whether a system is run on this task; others have no records of it."""
-        return True
 
     def size(self, example: Example) -> int:
         """How long it is, in whatever unit: examples of like size are measured together."""
         return 0
-
-    def facets(self, example: Example) -> dict[str, Facet]:
-        """What figures are split by."""
-        return {}
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def context_of(cfg: DictConfig) -> Context:
 
 def _held_out(target: Target) -> list[int]:
     """The tokens of the held-out text that ships here, all documents in a row."""
-    from longtrain.evaluation.contexts import documents_from_files
+    from longtrain.evaluation.corpora import documents_from_files
 
     folder = asset_dir("bundled") / "text" / "heldout"
     documents = documents_from_files(folder, target.require_tokenizer())

@@ -12,8 +12,8 @@ from longtrain.artifact import Artifact
 from longtrain.assets import asset_dir
 from longtrain.decoding.roles import Parts
 from longtrain.evaluation import row_invariance
-from longtrain.evaluation.contexts import choose_points, prefix_of
-from longtrain.evaluation.suites.continuation import held_out
+from longtrain.evaluation.corpora import prefix_of
+from longtrain.evaluation.suites.continuation import choose_points, held_out
 from longtrain.evaluation.suites.quantspec_quality import ROWS, QualitySettings
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.jobs import eval as eval_job

@@ -7,14 +7,14 @@ import pytest
 
 from longtrain.data.rows.prepared import Prepared, PreparedWriter
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.contexts import (
+from longtrain.evaluation.corpora import (
     HeldOutText,
-    choose_points,
     documents_from_files,
     documents_from_prepared,
     prefix_of,
     read_texts,
 )
+from longtrain.evaluation.suites.continuation import choose_points
 from longtrain.settings import parse_tokens
 
 

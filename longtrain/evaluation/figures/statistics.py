@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from longtrain.errors import DataError
-from longtrain.evaluation.figures.strata import LEAST, interval_of_mean, resampled_ratios
+from longtrain.evaluation.figures.strata import LEAST, interval_of_mean, ratio, resampled_ratios
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -106,7 +106,7 @@ def pooled_ratio(figure: Ratio, draw: Bootstrap = USUAL) -> Interval:
     if len(pairs_N2) == 0:
         return NOTHING
     draws_R = resampled_ratios(pairs_N2, draw.indices(len(pairs_N2)))
-    return draw.interval(_ratio(pairs_N2.sum(0)), draws_R, len(pairs_N2))
+    return draw.interval(ratio(pairs_N2.sum(0)), draws_R, len(pairs_N2))
 
 
 def paired_difference(first: Ratio, second: Ratio, draw: Bootstrap = USUAL) -> Interval:
@@ -120,7 +120,7 @@ def paired_difference(first: Ratio, second: Ratio, draw: Bootstrap = USUAL) -> I
         return NOTHING
     index_RN = draw.indices(len(a_N2))
     gaps_R = resampled_ratios(a_N2, index_RN) - resampled_ratios(b_N2, index_RN)
-    return draw.interval(_ratio(a_N2.sum(0)) - _ratio(b_N2.sum(0)), gaps_R, len(a_N2))
+    return draw.interval(ratio(a_N2.sum(0)) - ratio(b_N2.sum(0)), gaps_R, len(a_N2))
 
 
 def paired_quotient(first: Sequence[float], second: Sequence[float], draw: Bootstrap = USUAL) -> Interval:
@@ -140,7 +140,7 @@ def paired_quotient(first: Sequence[float], second: Sequence[float], draw: Boots
     index_RN = draw.indices(len(pairs_N2))
     sums_R2 = np.stack([pairs_N2[:, column][index_RN].sum(1) for column in (0, 1)], axis=1)
     sums_R2 = sums_R2[sums_R2[:, 1] > 0]
-    return draw.interval(_ratio(pairs_N2.sum(0)), sums_R2[:, 0] / sums_R2[:, 1], len(pairs_N2))
+    return draw.interval(ratio(pairs_N2.sum(0)), sums_R2[:, 0] / sums_R2[:, 1], len(pairs_N2))
 
 
 def mean_of_ratios(
@@ -220,7 +220,3 @@ def _pairs(figure: Ratio) -> np.ndarray:
         )
     pairs_N2 = np.array([numerators, denominators], dtype=float).T.reshape(-1, 2)
     return pairs_N2[pairs_N2[:, 1] > 0]
-
-
-def _ratio(pair_2: np.ndarray) -> float:
-    return float(pair_2[0] / pair_2[1])

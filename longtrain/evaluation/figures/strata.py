@@ -94,7 +94,7 @@ def _alone(figures: Figures, reading: Reading, rng: np.random.Generator, resampl
     """A stratum whose prompts are drawn anew."""
     n = len(figures[0])
     index_RN = rng.integers(0, n, size=(resamples, n))
-    middles = [_ratio(pairs_N2.sum(0)) for pairs_N2 in figures]
+    middles = [ratio(pairs_N2.sum(0)) for pairs_N2 in figures]
     gaps = [
         (resampled_ratios(pairs_N2, index_RN) - middle) * math.sqrt(n / (n - 1))
         for pairs_N2, middle in zip(figures, middles, strict=True)
@@ -146,7 +146,7 @@ def _units(figures: Figures, reading: Reading) -> np.ndarray:
 
 
 def _read(figures: Figures, reading: Reading) -> float:
-    return float(reading([np.asarray(_ratio(pairs_N2.sum(0))) for pairs_N2 in figures]))
+    return float(reading([np.asarray(ratio(pairs_N2.sum(0))) for pairs_N2 in figures]))
 
 
 def resampled_ratios(pairs_N2: np.ndarray, index_RN: np.ndarray) -> np.ndarray:
@@ -155,5 +155,6 @@ def resampled_ratios(pairs_N2: np.ndarray, index_RN: np.ndarray) -> np.ndarray:
     return sums_R2[:, 0] / sums_R2[:, 1]
 
 
-def _ratio(pair_2: np.ndarray) -> float:
+def ratio(pair_2: np.ndarray) -> float:
+    """The first number over the second."""
     return float(pair_2[0] / pair_2[1])

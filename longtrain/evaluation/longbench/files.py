@@ -17,7 +17,7 @@ from typing import Any
 from longtrain.assets import asset_dir
 from longtrain.data.read.files import PACKED_SUFFIXES, local_file, read_jsonl
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.suites.shared import check_fields
+from longtrain.evaluation.suites.shared import check_fields, on_hub
 from longtrain.evaluation.task import Example
 
 HUB = "THUDM/LongBench"
@@ -48,7 +48,6 @@ CODE = ("lcc", "repobench-p")
 """Tasks whose `language` is that of the code; of the others it is `en`."""
 
 _PUBLISHED_ID = re.compile(r"[0-9a-f]{48}")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, ...]]:
@@ -67,7 +66,7 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
     path = Path(where).expanduser()
     if path.is_dir():
         return {name: read_rows(_file(path, name), name) for name in names}
-    if not path.exists() and _HUB_ID.fullmatch(where):
+    if on_hub(where):
         path = local_file(f"hub:{where}/{ARCHIVE}")
     if not (path.is_file() and zipfile.is_zipfile(path)):
         raise ConfigError(

@@ -19,7 +19,7 @@ from longtrain.assets import asset_dir
 from longtrain.data.read.files import read_text
 from longtrain.data.retrieval.material import ADJECTIVES, NOUNS
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.contexts import read_texts
+from longtrain.evaluation.corpora import read_texts
 
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*$")
 _BEGIN = re.compile(r"[\"'“‘(\[]*[A-Z0-9]")

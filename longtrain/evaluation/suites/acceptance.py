@@ -16,10 +16,9 @@ from torch.nn.functional import linear, rms_norm
 
 from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import choose_points
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import ByTask, Figure, Suite, Summary
-from longtrain.evaluation.suites.continuation import Continuation, continuations, held_out
+from longtrain.evaluation.suites.continuation import Continuation, choose_points, continuations, held_out
 from longtrain.evaluation.suites.shared import ACCEPTANCE_SCALE, acceptance_summary, settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, rows_sha256
 from longtrain.layers import apply_rope

@@ -1,35 +1,41 @@
 """Held-out text that is continued from the same points after several context lengths.
 
+Context length is compared fairly only if nothing else changes: every point is used at every length, and lies
+far enough in for the longest.
+
 Shapes: T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from longtrain.assets import asset_dir
 from longtrain.data.rows.prepare import tokenizer_hash
 from longtrain.data.rows.prepared import Prepared, read_manifest
-from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import (
+from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.corpora import (
     HeldOutText,
-    Point,
     documents_from_files,
     documents_from_prepared,
     prefix_of,
+    read_texts,
 )
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
-from longtrain.evaluation.task import Example, Task
+from longtrain.evaluation.suites.shared import check_lengths
+from longtrain.evaluation.task import Example, WrittenTask
 from longtrain.log import get_logger
 from longtrain.tables import tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -38,8 +44,76 @@ HELD_OUT = "text/heldout"
 """The bundled held-out files: novels that no target or draft of this package was trained on."""
 
 
+SPACING_TOKENS = 64
+"""Least distance of two continuation points of one document."""
+
+
 @dataclass(frozen=True)
-class Continuation(Task):
+class Point:
+    """A place to continue from: `end` tokens of `document` lie before it."""
+
+    document: HeldOutText
+    end: int
+
+    def prompt(self, length: int, prefix: Sequence[int] = ()) -> list[int]:
+        """The `length` tokens before the point, the first ones replaced by `prefix` (begin-of-text)."""
+        body = self.document.ids_T[self.end - length + len(prefix) : self.end]
+        return [*prefix, *(int(token) for token in body)]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen points, and what was asked for but could not be had, by reason."""
+
+    points: list[Point]
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+def choose_points(
+    documents: Iterable[HeldOutText], *, longest: int, count: int, margin: int = 0, seed: int = 0
+) -> Selection:
+    """Points with `longest` tokens before and `margin` after them, spread over kinds, documents and places.
+
+    Kinds get equal shares, then the documents of a kind do; within a document the points are drawn one from
+    each of as many equal stretches.
+
+    Args:
+        documents: where to look.
+        longest: tokens needed before a point.
+        count: points wanted.
+        margin: tokens needed after a point.
+        seed: of the draw; the choice does not depend on the shorter lengths.
+
+    Raises:
+        DataError: no document is long enough.
+    """
+    documents = list(documents)
+    rng = np.random.default_rng(seed)
+    room = [(len(doc.ids_T) - margin - longest) for doc in documents]
+    usable = [index for index, free in enumerate(room) if free >= 0]
+    dropped: Counter[str] = Counter()
+    if short := len(documents) - len(usable):
+        dropped[f"documents shorter than {longest + margin} tokens"] = short
+    if not usable:
+        most = max((len(doc.ids_T) for doc in documents), default=0)
+        raise DataError(
+            f"no held-out document has {longest} tokens of context and {margin} to continue; the longest has "
+            f"{most}; pass shorter lengths or longer text (suite.text=PATH)"
+        )
+    most_in = [max(0, free) // SPACING_TOKENS + 1 if free >= 0 else 0 for free in room]
+    taken = _shares(documents, rng.permutation(usable).tolist(), most_in, count)
+    points = []
+    for index in usable:
+        edges = np.linspace(0, room[index] + 1, taken[index] + 1)
+        for low, high in pairwise(edges):
+            points.append(Point(documents[index], longest + int(low + rng.random() * (high - low))))
+    if len(points) < count:
+        dropped["prompts beyond what the held-out text gives"] = count - len(points)
+    return Selection([points[i] for i in rng.permutation(len(points))], dict(dropped))
+
+
+@dataclass(frozen=True)
+class Continuation(WrittenTask):
     """Prompts of one length, cut at points of held-out text that all lengths share.
 
     Args:
@@ -50,24 +124,9 @@ class Continuation(Task):
     length: int = 0
     prompts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
-    def prompt(self, example: Example) -> str:
-        """Where the text comes from, for messages alone: `encode` gives its tokens."""
-        return f"{example.fields['document']} to token {example.fields['end']}"
-
-    def size(self, example: Example) -> int:
-        """Tokens."""
-        return self.length
-
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
-        """The prompt, which is never shortened: its length is what is measured."""
-        return Encoded(self.prompts[int(example.fields["number"])], False)
+    def written(self, example: Example) -> Encoded:
+        """The tokens up to the point."""
+        return Encoded(self.prompts[int(example.fields["number"])])
 
     def facets(self, example: Example) -> dict[str, int | float | str]:
         """Context length, and the kind of text."""
@@ -96,12 +155,7 @@ def continuations(
     Raises:
         ConfigError: a length that the target's context does not hold.
     """
-    most = target.info.max_positions - max_new_tokens
-    if max(lengths) > most:
-        raise ConfigError(
-            f"length {max(lengths)} with {max_new_tokens} new tokens exceeds the target's context of "
-            f"{target.info.max_positions}; pass lengths of at most {most}"
-        )
+    check_lengths(lengths, max_new_tokens, target)
     prefix = prefix_of(target.tokenizer)
     tasks = []
     for length in lengths:
@@ -157,6 +211,20 @@ def held_out(
     return documents_from_files(path, tokenizer, kinds=kinds, prose=prose)
 
 
+def texts_of(where: str | None, kinds: Sequence[str]) -> dict[str, str]:
+    """Held-out text by its name.
+
+    Args:
+        where: a file or folder; None: what ships here.
+        kinds: of text; empty: all.
+
+    Raises:
+        DataError: there is no text.
+    """
+    texts = read_texts(where or asset_dir("bundled") / HELD_OUT, kinds=kinds, prose="book")
+    return {name: text for name, _, text in texts}
+
+
 def _row(number: int, point: Point, prompt: Sequence[int]) -> Example:
     fields = {
         "number": number,
@@ -166,3 +234,22 @@ def _row(number: int, point: Point, prompt: Sequence[int]) -> Example:
         "sha256": ids_sha256(prompt),
     }
     return Example(f"{number:04d}", fields)
+
+
+def _shares(documents: list[HeldOutText], order: list[int], most_in: list[int], count: int) -> list[int]:
+    """Points of each document: kinds in turn, within a kind its documents in turn, none above its room."""
+    queues: dict[str, list[int]] = {}
+    for index in order:
+        queues.setdefault(documents[index].kind, []).append(index)
+    taken = [0] * len(documents)
+    while sum(taken) < count and queues:
+        for kind in sorted(queues):
+            if sum(taken) == count:
+                break
+            index = queues[kind].pop(0)
+            taken[index] += 1
+            if taken[index] < most_in[index]:
+                queues[kind].append(index)
+            if not queues[kind]:
+                del queues[kind]
+    return taken

@@ -6,18 +6,24 @@ Shapes: T tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora
-from longtrain.evaluation.contexts import prefix_of
+from longtrain.evaluation.corpora import plain_ids, prefix_of
 from longtrain.evaluation.prompts import Encoded, around_message
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.shared import ACCEPTANCE_SCALE, acceptance_summary, not_greedy, settings_of
-from longtrain.evaluation.task import Example, Task
+from longtrain.evaluation.suites.shared import (
+    ACCEPTANCE_SCALE,
+    acceptance_summary,
+    check_lengths,
+    not_greedy,
+    settings_of,
+)
+from longtrain.evaluation.task import Example, WrittenTask
 from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, wrong
 
 if TYPE_CHECKING:
@@ -100,7 +106,7 @@ class DocumentSettings:
 
 
 @dataclass(frozen=True)
-class Documents(Task):
+class Documents(WrittenTask):
     """Prompts of exactly stated lengths. Answers are not scored.
 
     Args:
@@ -109,24 +115,9 @@ class Documents(Task):
 
     ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
-    def prompt(self, example: Example) -> str:
-        """What the prompt was made of, for messages alone: `encode` gives its tokens."""
-        return f"{example.fields['document']}, {example.fields['length']} tokens"
-
-    def size(self, example: Example) -> int:
-        """Tokens."""
-        return len(self.ids[example.id])
-
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
-        """The prompt, which is never shortened: its length is what is measured."""
-        return Encoded(self.ids[example.id], False)
+    def written(self, example: Example) -> Encoded:
+        """What stands before the document, its beginning, and what stands after it."""
+        return Encoded(self.ids[example.id])
 
     def facets(self, example: Example) -> dict[str, int | float | str]:
         """Prompt length."""
@@ -153,11 +144,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     options = settings_of(DocumentSettings, settings)
     name, corpus, tokenizer = options.name, CORPORA[options.name], target.require_tokenizer()
     lengths, answer = options.lengths, options.max_new_tokens
-    if lengths[-1] + answer > target.info.max_positions:
-        most = (
-            f"up to {target.info.max_positions - answer} beside {answer} new tokens, in the target's context"
-        )
-        raise wrong("suite.lengths", list(lengths), most)
+    check_lengths(lengths, answer, target)
     wanted, skip = options.prompts, options.skip_tokens
     head, tail, prefix = _around(corpus, tokenizer, chat=options.chat)
     ids: dict[str, tuple[int, ...]] = {}
@@ -237,11 +224,9 @@ def _listed(corpus: Corpus) -> str:
 
 def _body(tokenizer: PreTrainedTokenizerBase, head: str, text: str, skip: int) -> list[int]:
     """Tokens of the head and of the text from its token `skip` on."""
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-    return [*encode(head), *encode(text)[skip:]] if skip else encode(head + text)
+    if not skip:
+        return plain_ids(tokenizer, head + text)
+    return [*plain_ids(tokenizer, head), *plain_ids(tokenizer, text)[skip:]]
 
 
 def _around(
@@ -257,5 +242,4 @@ def _around(
             )
         before, after = around_message(tokenizer, enable_thinking=False)
         prefix = ()
-    tail = tokenizer(corpus.tail + after, add_special_tokens=False, verbose=False).input_ids
-    return before + corpus.head, tuple(tail), prefix
+    return before + corpus.head, tuple(plain_ids(tokenizer, corpus.tail + after)), prefix

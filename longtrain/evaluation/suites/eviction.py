@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from longtrain.assets import asset_dir
 from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.ranking import RECALLS
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import read_texts
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record, Turn, ids_sha256
-from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary
-from longtrain.evaluation.suites.continuation import HELD_OUT
+from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.continuation import texts_of
 from longtrain.evaluation.suites.eviction_prompts import (
     CONTINUE,
     QUOTED,
@@ -29,8 +27,8 @@ from longtrain.evaluation.suites.eviction_prompts import (
     judge,
     make_prompts,
 )
-from longtrain.evaluation.suites.shared import settings_of
-from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.evaluation.suites.shared import check_lengths, settings_of
+from longtrain.evaluation.task import Example, Facet, WrittenTask
 from longtrain.methods import policies
 from longtrain.methods.policies.oracle import ToldOracle
 from longtrain.settings import Count, CountOrZero, Lengths, one_of
@@ -85,7 +83,7 @@ class EvictionSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class EvictionTask(Task):
+class EvictionTask(WrittenTask):
     """The prompts of one length; the kinds of questions are in turn.
 
     Args:
@@ -108,27 +106,12 @@ class EvictionTask(Task):
         """The prompt of an example."""
         return self.prompts[int(example.fields["number"])]
 
-    def prompt(self, example: Example) -> str:
-        """What it is, for messages alone: `encode` gives its tokens."""
-        return f"{example.fields['task']} in {self.length} tokens"
-
-    def size(self, example: Example) -> int:
-        """Tokens."""
-        return self.length
-
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
+    def written(self, example: Example) -> Encoded:
         """The prompt, or its context with the question to be read after eviction."""
         prompt = self.of(example)
-        return (
-            Encoded(prompt.context, after=prompt.question) if self.question_after else Encoded(prompt.whole)
-        )
+        if self.question_after:
+            return Encoded(prompt.context, after=prompt.question)
+        return Encoded(prompt.whole)
 
     def facets(self, example: Example) -> dict[str, Facet]:
         """The length, and what is asked."""
@@ -203,16 +186,10 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         raise ConfigError(
             f"suite.samples={asked.samples} greedy answers are the same; set decode.temperature above 0"
         )
-    most = target.info.max_positions - asked.max_new_tokens
-    if asked.lengths[-1] > most:
-        raise ConfigError(
-            f"length {asked.lengths[-1]} with {asked.max_new_tokens} new tokens exceeds the target's context "
-            f"of {target.info.max_positions}; pass lengths of at most {most}"
-        )
-    where = asked.text or asset_dir("bundled") / HELD_OUT
+    check_lengths(asked.lengths, asked.max_new_tokens, target)
     prompts = make_prompts(
         target,
-        {name: text for name, _, text in read_texts(where, kinds=asked.kinds or (), prose="book")},
+        texts_of(asked.text, asked.kinds or ()),
         tasks=asked.tasks,
         lengths=asked.lengths,
         count=asked.prompts,
@@ -288,10 +265,7 @@ def _mean(found: Sequence[Judged], key: str) -> float:
 
 def _summary(records: ByTask, asked: EvictionSettings) -> Summary:
     """The mean score of each length, and notes on what was asked and what counts as right."""
-    scores = {name: [one.score for one in some if one.score is not None] for name, some in records.items()}
-    tasks = {name: round(sum(some) / len(some), 4) for name, some in scores.items() if some}
-    average = round(sum(tasks.values()) / len(tasks), 4) if tasks else None
-    return Summary("Eviction", tuple(_notes(asked)), tasks, average)
+    return mean_summary("Eviction", records, notes=_notes(asked), maximum=1, digits=4)
 
 
 def _notes(asked: EvictionSettings) -> list[str]:

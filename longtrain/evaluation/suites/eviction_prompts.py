@@ -23,9 +23,10 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.roles import Parts
 from longtrain.errors import DataError
-from longtrain.evaluation.contexts import HeldOutText, Point, choose_points, prefix_of
+from longtrain.evaluation.corpora import HeldOutText, plain_ids, prefix_of
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
+from longtrain.evaluation.suites.continuation import Point, choose_points
 from longtrain.evaluation.suites.needle import prompt_writer
 from longtrain.methods.policies.base import Scorer
 from longtrain.methods.policies.oracle import ToldOracle
@@ -161,11 +162,7 @@ def _points(
     """Places in the texts to continue from, the same at every length."""
     tokenizer = target.require_tokenizer()
     documents = [
-        HeldOutText(
-            name,
-            "text",
-            np.asarray(tokenizer.encode(text, add_special_tokens=False, verbose=False), dtype=np.int64),
-        )
+        HeldOutText(name, "text", np.asarray(plain_ids(tokenizer, text), dtype=np.int64))
         for name, text in texts.items()
     ]
     points = choose_points(documents, longest=longest, count=count, margin=margin, seed=seed).points

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from longtrain.assets import asset_dir
 from longtrain.data.retrieval.synthetic import RetrievalWriter, TextStream
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.contexts import read_texts
+from longtrain.evaluation.corpora import plain_ids
 from longtrain.evaluation.prompts import Encoded, chat_ids
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.continuation import HELD_OUT
-from longtrain.evaluation.suites.shared import not_greedy, settings_of
-from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.evaluation.suites.continuation import texts_of
+from longtrain.evaluation.suites.shared import check_lengths, not_greedy, settings_of
+from longtrain.evaluation.task import Example, Facet, WrittenTask
 from longtrain.settings import Count, Counts, Lengths, within, wrong
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
@@ -38,6 +35,9 @@ WORDING = (
 
 KEPT = 64
 """Prompts kept in memory between encoding and scoring."""
+
+Write = Callable[[int, int, int, int], tuple[tuple[int, ...], str]]
+"""Writes a prompt from its length, count of needles, depth and number: its tokens and the value expected."""
 
 
 @dataclass(frozen=True)
@@ -70,57 +70,27 @@ def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
             "there is no text to hide needles in; pass suite.text=FOLDER, or null: what ships here"
         )
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
+    encode = partial(plain_ids, tokenizer)
     vocabulary = [str(tokenizer.decode([i])) for i in range(target.info.vocab_size)]
     ids_T = np.concatenate([np.array(encode(text), dtype=np.int64) for text in texts.values() if text])
     streams = [TextStream(ids_T, vocabulary, "held-out")]
     return RetrievalWriter(encode, chat_ids(tokenizer), streams, separator=-1)
 
 
-class Writer:
-    """Writes a prompt from its place in the grid; the last ones are kept."""
-
-    def __init__(self, writer: RetrievalWriter, seed: int) -> None:
-        self.writer, self.seed = writer, seed
-        self.prompt = lru_cache(maxsize=KEPT)(self._prompt)
-
-    def _prompt(self, length: int, needles: int, depth: int, index: int) -> tuple[tuple[int, ...], str]:
-        rng = np.random.default_rng([self.seed, length, needles, depth, index])
-        ids, value = self.writer.needle_prompt(length, needles, rng, depth=depth / 100)
-        return tuple(ids), value
-
-
 @dataclass(frozen=True, eq=False)
-class NeedleTask(Task):
+class NeedleTask(WrittenTask):
     """Some needles in one prompt, one of them asked for: rows hold the place in the grid."""
 
-    writer: Writer = field(kw_only=True)
+    write: Write = field(kw_only=True)
 
-    def written(self, example: Example) -> tuple[tuple[int, ...], str]:
+    def needle(self, example: Example) -> tuple[tuple[int, ...], str]:
         """Token ids and the value expected."""
         fields = example.fields
-        return self.writer.prompt(fields["length"], fields["needles"], fields["depth"], fields["index"])
+        return self.write(fields["length"], fields["needles"], fields["depth"], fields["index"])
 
-    def prompt(self, example: Example) -> str:
-        """Prompts are written in tokens; see `encode`."""
-        raise NotImplementedError("needle prompts are tokens from the start; use encode")
-
-    def size(self, example: Example) -> int:
-        """The length."""
-        return int(example.fields["length"])
-
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
+    def written(self, example: Example) -> Encoded:
         """Exactly as many tokens as the length says, chat marks included."""
-        return Encoded(self.written(example)[0])
+        return Encoded(self.needle(example)[0])
 
     def facets(self, example: Example) -> dict[str, Facet]:
         """Length, and depth in percent of the text."""
@@ -128,11 +98,11 @@ class NeedleTask(Task):
 
     def references(self, example: Example) -> list[str]:
         """The value."""
-        return [self.written(example)[1]]
+        return [self.needle(example)[1]]
 
     def score(self, text: str, example: Example) -> float:
         """1 if the numbers in the answer are exactly the value asked for, else 0."""
-        return float(NUMBER.findall(text) == [self.written(example)[1]])
+        return float(NUMBER.findall(text) == [self.needle(example)[1]])
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
@@ -151,14 +121,16 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     """
     asked = settings_of(NeedleSettings, settings)
     lengths, most = asked.lengths, asked.max_new_tokens
-    if lengths[-1] + most > target.info.max_positions:
-        raise ConfigError(
-            f"suite.lengths={list(lengths)} with answers of {most} tokens; allowed: together up to "
-            f"{target.info.max_positions}, the tokens that target {target.info.name} reads"
-        )
-    where = asked.text or asset_dir("bundled") / HELD_OUT
-    texts = {name: text for name, _, text in read_texts(where, kinds=asked.kinds or (), prose="book")}
-    writer = Writer(prompt_writer(target, texts), seed)
+    check_lengths(lengths, most, target)
+    texts = texts_of(asked.text, asked.kinds or ())
+    writer = prompt_writer(target, texts)
+
+    @lru_cache(maxsize=KEPT)
+    def write(length: int, needles: int, depth: int, index: int) -> tuple[tuple[int, ...], str]:
+        rng = np.random.default_rng([seed, length, needles, depth, index])
+        ids, value = writer.needle_prompt(length, needles, rng, depth=depth / 100)
+        return tuple(ids), value
+
     protocol = {
         "seed": seed,
         "texts": {
@@ -175,7 +147,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             None,
             chat=bool(target.tokenizer and target.tokenizer.chat_template),
             protocol=protocol,
-            writer=writer,
+            write=write,
         )
         for count in asked.needles
     )

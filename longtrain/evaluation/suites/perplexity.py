@@ -16,7 +16,7 @@ import numpy as np
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora, perplexity
-from longtrain.evaluation.contexts import prefix_of
+from longtrain.evaluation.corpora import prefix_of
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Measured, rows_sha256
@@ -48,30 +48,26 @@ class PerplexitySettings:
 
 
 @dataclass(frozen=True)
-class TextSettings:
-    """An entry of `suite.texts` that is a mapping; `from` is called `where` here."""
+class Text:
+    """An entry of `suite.texts`; its key `from` is called `where` here.
+
+    Args:
+        where: see `corpora.texts`, or a folder of prepared data.
+        join: put between texts that are read as one; None: each is read alone.
+        limit: most texts; None: all.
+        name: of the task; None: that of the file or corpus.
+    """
 
     where: Word
     join: str | None = None
     limit: Count | None = None
     name: str | None = None
 
-
-@dataclass(frozen=True)
-class Text:
-    """An entry of `suite.texts`.
-
-    Args:
-        name: of the task.
-        where: see `corpora.texts`, or a folder of prepared data.
-        join: put between texts that are read as one; None: each is read alone.
-        limit: most texts; None: all.
-    """
-
-    name: str
-    where: str
-    join: str | None = None
-    limit: int | None = None
+    @property
+    def task(self) -> str:
+        """The name of the task."""
+        here = Path(self.where).expanduser()
+        return self.name or (here.name if here.exists() else self.where)
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             f"each text of {', '.join(alone)} is read alone; published figures of WikiText-2 and C4 are of "
             "texts joined into one (`join` in suite.texts)"
         )
-    notes += [f"the first {one.limit} texts of {one.name}" for one in texts if one.limit]
+    notes += [f"the first {one.limit} texts of {one.task}" for one in texts if one.limit]
 
     def summarise(records: ByTask) -> Summary:
         tasks, extra = {}, {}
@@ -227,7 +223,7 @@ def _entries(items: Sequence[Any]) -> list[Text]:
         ConfigError: anything else, or two entries of one name.
     """
     found = [_entry(item) for item in items]
-    if len({text.name for text in found}) < len(found) or not found:
+    if len({text.task for text in found}) < len(found) or not found:
         raise wrong("suite.texts", list(items), "one or more corpora or paths with different names")
     return found
 
@@ -237,14 +233,10 @@ def _entry(item: Any) -> Text:
     where = values.pop("from", None)
     usual = {"where": where, "join": JOINS.get(str(where)), "limit": ROWS.get(str(where))}
     try:
-        asked = read(TextSettings, usual | values, "suite.texts")
+        return read(Text, usual | values, "suite.texts")
     except ConfigError:
         allowed = "corpora, paths, and mappings such as {from: c4, join: ' ', limit: 1100, name: c4}"
         raise wrong("suite.texts", item, allowed) from None
-    here = Path(asked.where).expanduser()
-    return Text(
-        asked.name or (here.name if here.exists() else asked.where), asked.where, asked.join, asked.limit
-    )
 
 
 def _windows(entry: Text, target: Target, asked: PerplexitySettings) -> Windows:
@@ -279,9 +271,9 @@ def _windows(entry: Text, target: Target, asked: PerplexitySettings) -> Windows:
     if not rows:
         least = 2 if asked.first_windows else window + 1
         raise DataError(
-            f"text {entry.name} at {entry.where} has no {least} tokens in one piece; give it more"
+            f"text {entry.task} at {entry.where} has no {least} tokens in one piece; give it more"
         )
-    return Windows(entry.name, tuple(rows), tuple(ids), window, stride, whole)
+    return Windows(entry.task, tuple(rows), tuple(ids), window, stride, whole)
 
 
 def _texts(entry: Text, target: Target) -> Iterator[corpora.Tokens]:
@@ -295,4 +287,4 @@ def _texts(entry: Text, target: Target) -> Iterator[corpora.Tokens]:
         for name, text in named:
             yield corpora.tokenise(tokenizer, name, text)
     else:
-        yield corpora.tokenise(tokenizer, entry.name, entry.join.join(text for _, text in named))
+        yield corpora.tokenise(tokenizer, entry.task, entry.join.join(text for _, text in named))

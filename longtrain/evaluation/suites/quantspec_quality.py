@@ -6,7 +6,6 @@ Windows of text are scored as decoding would see them: the context is read in fu
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +14,11 @@ from longtrain.cache.readings import Axis
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
-from longtrain.evaluation.contexts import choose_points, prefix_of
+from longtrain.evaluation.corpora import prefix_of
 from longtrain.evaluation.perplexity import measure_against_full, perplexity
+from longtrain.evaluation.records import ids_sha256
 from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary
-from longtrain.evaluation.suites.continuation import continuations, held_out
+from longtrain.evaluation.suites.continuation import choose_points, continuations, held_out
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, Task, rows_sha256
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
@@ -228,8 +228,7 @@ def _drafts(asked: QualitySettings, builder: Builder) -> list[System]:
 
 
 def _row(number: int, window: tuple[list[int], list[int]]) -> Example:
-    digest = hashlib.sha256(" ".join(map(str, [*window[0], -1, *window[1]])).encode()).hexdigest()
-    return Example(f"{number:04d}", {"number": number, "sha256": digest[:16]})
+    return Example(f"{number:04d}", {"number": number, "sha256": ids_sha256([*window[0], -1, *window[1]])})
 
 
 def _summary(records: ByTask, notes: Sequence[str]) -> Summary:

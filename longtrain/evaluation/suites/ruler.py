@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.data.read.files import local_file
-from longtrain.data.read.manifest import Part, resolve, rows
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError
 from longtrain.evaluation import ruler
 from longtrain.evaluation.metrics.ruler import percent
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.ruler.sources import SOURCES
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.shared import existing_file, not_greedy, settings_of
+from longtrain.evaluation.suites.shared import check_lengths, existing_file, hub_rows, not_greedy, settings_of
 from longtrain.evaluation.task import Example, Facet, Task
-from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, some_of, wrong
+from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, some_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,10 +176,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         DataError: a file is missing or of another format.
     """
     options = settings_of(RulerSettings, settings)
-    window = target.info.max_positions
-    if options.lengths[-1] > window:
-        tokens = f"up to {window}, the tokens that target {target.info.name} reads"
-        raise wrong("suite.lengths", list(options.lengths), tokens)
+    check_lengths(options.lengths, 0, target)
     sources = _sources(options, target)
     tasks = tuple(_task(name, options, sources) for name in options.tasks)
     for task in tasks:
@@ -210,16 +206,12 @@ def _from_hub(dataset: str) -> ruler.Questions:
     """The questions of `squad` or `hotpotqa` from the Hub's data set of that name."""
     known = ruler.DATASETS[dataset]
     hub, config = known.hub
-    part = Part(hub=hub, licence="", adapter="", config=config, split="validation")
-    try:
-        found = [row for _, row in rows(part, resolve(part), None)]
-    except DataError as error:
-        raise DataError(
-            f"RULER's questions of {dataset}: data set {hub} could not be read from the Hub "
-            f"({error.__cause__ or error}); pass suite.{dataset}=FILE, to be had from {known.url}, or leave "
-            "out qa_1 and qa_2 with suite.tasks"
-        ) from error
-    return known.of_rows(found, hub)
+    instead = (
+        f"pass suite.{dataset}=FILE, to be had from {known.url}, or leave out qa_1 and qa_2 with suite.tasks"
+    )
+    what = f"RULER's questions of {dataset}"
+    found = hub_rows(hub, what, instead, split="validation", config=config)
+    return known.of_rows([row for _, row in found], hub)
 
 
 def _sources(options: RulerSettings, target: Target) -> Sources:

@@ -33,6 +33,9 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+LOCAL = "check the id and the network, or pass a local file of JSON lines"
+"""What can be done where a data set on the Hub cannot be read."""
+
 HARNESS_KEYS = (
     "name",
     "systems",
@@ -90,7 +93,9 @@ def read_rows(
     if path.is_file():
         named = [(str(path.parent / place), row) for place, row in read_jsonl(path)]
     elif on_hub(where):
-        named = [(place, dict(row)) for place, row in _hub_rows(where, what, split, config)]
+        named = [
+            (place, dict(row)) for place, row in hub_rows(where, what, LOCAL, split=split, config=config)
+        ]
     else:
         raise ConfigError(
             f"{what} data at {where}: no file and no Hub id; pass a file of JSON lines (plain, .xz or .gz), "
@@ -124,15 +129,46 @@ def existing_file(where: str, what: str) -> Path:
     return path
 
 
-def _hub_rows(where: str, what: str, split: str, config: str | None) -> list[tuple[str, Mapping[str, Any]]]:
-    part = Part(hub=where, licence="", adapter="", config=config, split=split)
+def hub_rows(
+    hub: str, what: str, instead: str, *, split: str, config: str | None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The rows of a data set on the Hub, each with its place.
+
+    Args:
+        hub: `ORG/NAME`.
+        what: the benchmark, for messages.
+        instead: what can be done where the Hub does not answer.
+        split: of the data set.
+        config: of the data set.
+
+    Raises:
+        DataError: the Hub does not answer.
+    """
+    part = Part(hub=hub, licence="", adapter="", config=config, split=split)
     try:
         return list(rows(part, resolve(part), None))
     except DataError as error:
         raise DataError(
-            f"{what}: data set {where} could not be read from the Hub ({error.__cause__ or error}); check "
-            "the id and the network, or pass a local file of JSON lines"
+            f"{what}: data set {hub} could not be read from the Hub ({error.__cause__ or error}); {instead}"
         ) from error
+
+
+def check_lengths(lengths: Sequence[int], answer: int, target: Target) -> None:
+    """Refuse prompts that the target's context does not hold.
+
+    Args:
+        lengths: of prompts, the longest one last.
+        answer: tokens that follow a prompt.
+        target: the frozen model.
+
+    Raises:
+        ConfigError: the longest prompt and its answer are too long.
+    """
+    window = target.info.max_positions
+    if lengths[-1] + answer > window:
+        beside = f" beside {answer} new tokens" if answer else ""
+        most = f"up to {window - answer}{beside}, in the context of target {target.info.name}"
+        raise wrong("suite.lengths", list(lengths), most)
 
 
 def prompts_up_to(most: int | None, tasks: Sequence[AnyTask], target: Target) -> list[AnyTask]:
