@@ -167,8 +167,8 @@ def check_lengths(lengths: Sequence[int], answer: int, target: Target) -> None:
     window = target.info.max_positions
     if lengths[-1] + answer > window:
         beside = f" beside {answer} new tokens" if answer else ""
-        most = f"up to {window - answer}{beside}, in the context of target {target.info.name}"
-        raise wrong("suite.lengths", list(lengths), most)
+        most = f"up to {window - answer}{beside}, in the target's context of {window}"
+        raise wrong("suite.lengths", list(lengths), f"{most}; pass lengths of at most {window - answer}")
 
 
 def prompts_up_to(most: int | None, tasks: Sequence[AnyTask], target: Target) -> list[AnyTask]:
