@@ -33,6 +33,20 @@ def of_rows(
     return markdown(used, [[number(found[head][i]) for head in used] for i in range(len(rows))])
 
 
+def without_empty(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, kept: Sequence[int] = (0,)
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows without the columns that hold dashes alone.
+
+    Args:
+        header: of the table.
+        rows: of the table.
+        kept: numbers of the columns that stay in any case.
+    """
+    used = [i for i in range(len(header)) if i in kept or any(row[i] != DASH for row in rows)]
+    return [header[i] for i in used], [[row[i] for i in used] for row in rows]
+
+
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
     """Print a table on the terminal; the first column is never wrapped."""
     from rich.console import Console

@@ -19,7 +19,7 @@ from longtrain.evaluation.figures.statistics import USUAL, Bootstrap, Ratio, pai
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.reporting.tables import difference
 from longtrain.evaluation.suite import Figure
-from longtrain.tables import escaped, interval, markdown
+from longtrain.tables import escaped, interval, markdown, without_empty
 
 Json = dict[str, Any]
 
@@ -201,9 +201,7 @@ def rows(compared: Json, *, plain: bool = False) -> tuple[list[str], list[list[s
         figures = [interval(pair["average"][key]) for key in ("first", "second")]
         gaps = [difference(pair[key], plain=plain) for key in ("average", "acceptance")]
         lines.append([shown, *figures, *gaps, str(pair["examples"])])
-    used = [i for i in range(len(header)) if i in (0, 5) or any(line[i] != "-" for line in lines)]
-    head = [header[i] if plain else escaped(header[i]) for i in used]
-    return head, [[line[i] for i in used] for line in lines]
+    return without_empty(header if plain else [escaped(one) for one in header], lines, kept=(0, 5))
 
 
 class _Differences:

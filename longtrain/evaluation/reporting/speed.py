@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longtrain.tables import DASH, escaped, fixed, markdown, tokens
+from longtrain.tables import DASH, escaped, fixed, markdown, tokens, without_empty
 
 Json = dict[str, Any]
 
@@ -37,8 +37,7 @@ def speed_table(results: Json, timings: Json) -> str:
     ]
     if not rows:
         return ""
-    used = [i for i in range(len(HEADER)) if i == 0 or any(row[i] != DASH for row in rows)]
-    table = markdown([HEADER[i] for i in used], [[row[i] for i in used] for row in rows])
+    table = markdown(*without_empty(HEADER, rows))
     some = timings["speed"][0]
     first = next(iter(some["figures"]))
     prompts = ", ".join(

@@ -7,7 +7,7 @@ from typing import Any
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.figures.strata import LEAST
-from longtrain.tables import DASH, escaped, fixed, interval, markdown, percent
+from longtrain.tables import DASH, escaped, fixed, interval, markdown, percent, without_empty
 
 Json = dict[str, Any]
 
@@ -117,8 +117,7 @@ def _columns(results: Json, *, plain: bool) -> tuple[list[str], list[list[str]]]
                 str(unjudged) if unjudged and system["average"]["value"] is not None else DASH,
             ]
         )
-    used = [i for i in range(len(header)) if i == 0 or any(row[i] != DASH for row in rows)]
-    return [header[i] for i in used], [[row[i] for i in used] for row in rows]
+    return without_empty(header, rows)
 
 
 def _tasks(results: Json) -> str:

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.ruler.tasks import DOCUMENT, PromptText, RulerSpec
-
-Row = TypeVar("Row")
 
 STEP = 10
 
@@ -51,83 +49,35 @@ class Questions:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
-def read_squad(path: str | Path) -> Questions:
-    """SQuAD 2.0 in its own format (dev-v2.0.json); questions that cannot be answered are left out.
-
-    Raises:
-        DataError: the file cannot be read or has another format.
-    """
-    file, data = _read(path)
-    return squad(data, file)
+Row = tuple[str, list[str], list[str], list[str]]
+"""A question's text, its answers, its own documents and near ones."""
+Parsed = tuple[list[str], list[Row]]
+"""All documents of a file, and its questions."""
 
 
-def squad(data: Any, file: str | Path) -> Questions:
-    """The same from what the file holds. `flat_squad` makes it of the Hub's rows.
-
-    Args:
-        data: as in dev-v2.0.json.
-        file: its name, for messages.
-
-    Raises:
-        DataError: another format.
-    """
-
-    def rows() -> list[tuple[str, list[str], str, list[str]]]:
-        found = []
-        for article in data["data"]:
-            paragraphs = [_string(paragraph["context"]) for paragraph in article["paragraphs"]]
-            for paragraph, context in zip(article["paragraphs"], paragraphs, strict=True):
-                for row in paragraph["qas"]:
-                    if row["is_impossible"]:
-                        continue
+def squad(data: Any) -> Parsed:
+    """SQuAD 2.0 in its own format (dev-v2.0.json); questions that cannot be answered are left out."""
+    documents, found = list[str](), list[Row]()
+    for article in data["data"]:
+        paragraphs = [_string(paragraph["context"]) for paragraph in article["paragraphs"]]
+        documents += paragraphs
+        for paragraph, context in zip(article["paragraphs"], paragraphs, strict=True):
+            near = [other for other in paragraphs if other != context]
+            for row in paragraph["qas"]:
+                if not row["is_impossible"]:
                     texts = [_string(answer["text"]) for answer in row["answers"]]
-                    found.append((_string(row["question"]), texts, context, paragraphs))
-        return found
-
-    where = "data[].paragraphs[].{context, qas[].{question, is_impossible, answers[].text}}"
-    read = _checked(rows, file, "SQuAD 2.0", where)
-    documents = sorted({_string(p["context"]) for article in data["data"] for p in article["paragraphs"]})
-    place = {document: i for i, document in enumerate(documents)}
-    items = [
-        RulerQuestion(query, tuple(texts), (place[own],), tuple(place[p] for p in article if p != own))
-        for query, texts, own, article in read
-    ]
-    return _made(file, documents, items)
+                    found.append((_string(row["question"]), texts, [context], near))
+    return documents, found
 
 
-def read_hotpotqa(path: str | Path) -> Questions:
-    """HotpotQA in its own format (hotpot_dev_distractor_v1.json): a question has up to ten documents.
-
-    Raises:
-        DataError: the file cannot be read or has another format.
-    """
-    file, data = _read(path)
-    return hotpotqa(data, file)
-
-
-def hotpotqa(data: Any, file: str | Path) -> Questions:
-    """The same from what the file holds. `flat_hotpotqa` makes it of the Hub's rows.
-
-    Args:
-        data: as in hotpot_dev_distractor_v1.json.
-        file: its name, for messages.
-
-    Raises:
-        DataError: another format.
-    """
-
-    def rows() -> list[tuple[str, str, list[str]]]:
-        found = []
-        for row in data:
-            documents = [f"{_string(title)}\n{''.join(sentences)}" for title, sentences in row["context"]]
-            found.append((_string(row["question"]), _string(row["answer"]), documents))
-        return found
-
-    read = _checked(rows, file, "HotpotQA", "[].{question, answer, context[].[title, [sentence]]}")
-    documents = sorted({document for _, _, own in read for document in own})
-    place = {document: i for i, document in enumerate(documents)}
-    items = [RulerQuestion(query, (answer,), tuple(place[d] for d in own)) for query, answer, own in read]
-    return _made(file, documents, items)
+def hotpotqa(data: Any) -> Parsed:
+    """HotpotQA in its own format (hotpot_dev_distractor_v1.json): a question has up to ten documents."""
+    documents, found = list[str](), list[Row]()
+    for row in data:
+        own = [f"{_string(title)}\n{''.join(sentences)}" for title, sentences in row["context"]]
+        documents += own
+        found.append((_string(row["question"]), [_string(row["answer"])], own, list[str]()))
+    return documents, found
 
 
 def flat_squad(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -171,32 +121,83 @@ class Dataset:
     """How to read a question file, and where to get it.
 
     Args:
-        read: questions of a local file.
-        url: of that file.
+        title: the name of the data set.
+        layout: what a file looks like, for messages.
+        parse: questions and documents of what a file holds.
+        flat: the rows of the data set on the Hub as a file would hold them.
+        url: the address of the file.
         hub: the data set on the Hub with its configuration; its split is `validation`.
-        of_rows: questions of that data set's rows, with a name for messages.
     """
 
-    read: Callable[[str | Path], Questions]
+    title: str
+    layout: str
+    parse: Callable[[Any], Parsed]
+    flat: Callable[[Iterable[Mapping[str, Any]]], Any]
     url: str
     hub: tuple[str, str]
-    of_rows: Callable[[Iterable[Mapping[str, Any]], str], Questions]
+
+    def read(self, path: str | Path) -> Questions:
+        """The questions of a local file.
+
+        Raises:
+            DataError: the file cannot be read or has another format.
+        """
+        file = Path(path).expanduser()
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"question file {file} cannot be read as JSON: {error}") from None
+        return self._questions(data, file)
+
+    def of_rows(self, rows: Iterable[Mapping[str, Any]], name: str) -> Questions:
+        """The questions of the rows of the data set on the Hub, with a name for messages."""
+        return self._questions(self.flat(rows), name)
+
+    def _questions(self, data: Any, file: str | Path) -> Questions:
+        try:
+            all_documents, found = self.parse(data)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(
+                f"question file {file} is not in {self.title}'s format ({reason}); expected: {self.layout}"
+            ) from None
+        if not found:
+            raise DataError(
+                f"question file {file} has no question with an answer; expected {self.title}: {self.layout}"
+            )
+        documents = sorted(set(all_documents))
+        place = {document: i for i, document in enumerate(documents)}
+        items = []
+        for query, answers, own, near in found:
+            if not answers or not own:
+                raise DataError(
+                    f"question file {file}: question '{query[:60]}' has {len(answers)} answers and "
+                    f"{len(own)} documents; it needs at least one of each"
+                )
+            places = (tuple(place[document] for document in some) for some in (own, near))
+            items.append(RulerQuestion(query, tuple(answers), *places))
+        return Questions(Path(file).name, tuple(documents), tuple(items))
 
 
 DATASETS = {
     "squad": Dataset(
-        read_squad,
+        "SQuAD 2.0",
+        "data[].paragraphs[].{context, qas[].{question, is_impossible, answers[].text}}",
+        squad,
+        flat_squad,
         "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
         ("rajpurkar/squad_v2", "squad_v2"),
-        lambda rows, name: squad(flat_squad(rows), name),
     ),
     "hotpotqa": Dataset(
-        read_hotpotqa,
+        "HotpotQA",
+        "[].{question, answer, context[].[title, [sentence]]}",
+        hotpotqa,
+        flat_hotpotqa,
         "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",
         ("hotpotqa/hotpot_qa", "distractor"),
-        lambda rows, name: hotpotqa(flat_hotpotqa(rows), name),
     ),
 }
+read_squad, read_hotpotqa = DATASETS["squad"].read, DATASETS["hotpotqa"].read
 
 
 class DocumentWriter:
@@ -263,37 +264,6 @@ class DocumentWriter:
                 "examples"
             )
         return items[index]
-
-
-def _read(path: str | Path) -> tuple[Path, Any]:
-    file = Path(path).expanduser()
-    try:
-        return file, json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"question file {file} cannot be read as JSON: {error}") from None
-
-
-def _checked(rows: Callable[[], list[Row]], file: str | Path, what: str, where: str) -> list[Row]:
-    try:
-        found = rows()
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(
-            f"question file {file} is not in {what}'s format ({reason}); expected: {where}"
-        ) from None
-    if not found:
-        raise DataError(f"question file {file} has no question with an answer; expected {what}: {where}")
-    return found
-
-
-def _made(file: str | Path, documents: list[str], items: list[RulerQuestion]) -> Questions:
-    for item in items:
-        if not item.answers or not item.own:
-            raise DataError(
-                f"question file {file}: question '{item.query[:60]}' has {len(item.answers)} answers and "
-                f"{len(item.own)} documents; it needs at least one of each"
-            )
-    return Questions(Path(file).name, tuple(documents), tuple(items))
 
 
 def _string(value: Any) -> str:
