@@ -45,6 +45,7 @@ class Nats:
         nats: summed negative log-likelihood of its scored tokens.
         tokens: how many these are.
         kept_rows: rows of the context in the cache, mean over layers and KV heads.
+        likeliest: tokens that were the most probable ones, which greedy decoding would have written.
         agreed: tokens whose most probable one is that of the full cache; 0 where they are not compared.
         divergence: Kullback-Leibler divergence of the full cache's law from this one, summed, in nats.
     """
@@ -52,6 +53,7 @@ class Nats:
     nats: float
     tokens: int
     kept_rows: float
+    likeliest: int
     agreed: int = 0
     divergence: float = 0.0
 
@@ -111,18 +113,20 @@ def measure(
     """
     read = read_contexts(target, parts, contexts, scored=scored)
     nats, divergence = ([0.0] * len(scored) for _ in range(2))
-    agreed = [0] * len(scored)
+    likeliest, agreed = ([0] * len(scored) for _ in range(2))
     for row, at, logits_TV in foretold(target, read, scored, rows=rows):
         here = slice(at, at + len(logits_TV))
         wanted_T = torch.tensor(scored[row][here], device=logits_TV.device)
         nats[row] += float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
+        best_T = logits_TV.argmax(-1)
+        likeliest[row] += int((best_T == wanted_T).sum())
         if full is not None:
             whole_TV = full[row][here]
-            agreed[row] += int((logits_TV.argmax(-1) == whole_TV.argmax(-1)).sum())
+            agreed[row] += int((best_T == whole_TV.argmax(-1)).sum())
             own_TV, law_TV = log_softmax(logits_TV.double(), -1), log_softmax(whole_TV.double(), -1)
             divergence[row] += float((law_TV.exp() * (law_TV - own_TV)).sum())
-    counts = map(len, scored)
-    return [Nats(*one) for one in zip(nats, counts, read.kept_rows, agreed, divergence, strict=True)]
+    figures = (nats, map(len, scored), read.kept_rows, likeliest, agreed, divergence)
+    return [Nats(*one) for one in zip(*figures, strict=True)]
 
 
 def measure_against_full(

@@ -15,9 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.functional import cross_entropy
-
 from longtrain.errors import ConfigError
 from longtrain.evaluation import lm_harness, perplexity
 from longtrain.evaluation.prompts import Encoded
@@ -139,14 +136,15 @@ class LikelihoodRequests(Measured):
             some = slice(first, first + len(examples))
             for (number, at), one, context in zip(
                 places[some],
-                likelihoods(target, parts, contexts[some], scored=scored[some]),
+                perplexity.measure(target, parts, contexts[some], scored=scored[some]),
                 contexts[some],
                 strict=True,
             ):
                 share = 1 / sum(place[0] == number for place in places)
                 measures = found[number]
-                measures[f"loglikelihood_{at}"] += one.loglikelihood
-                measures[f"greedy_{at}"] = one.greedy and measures.get(f"greedy_{at}", True)
+                measures[f"loglikelihood_{at}"] -= one.nats
+                greedy = one.likeliest == one.tokens
+                measures[f"greedy_{at}"] = greedy and measures.get(f"greedy_{at}", True)
                 measures["context_tokens"] += len(context) * share
                 measures["kept_rows"] += one.kept_rows * share
         return [dict(measures) for measures in found]
@@ -163,42 +161,6 @@ class LikelihoodRequests(Measured):
         """The document's value in the task's first metric."""
         requests = [self.library.instances[one["request"]] for one in example.fields["requests"]]
         return lm_harness.score(self.library, requests, self.answers(measures, example))
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """How likely a continuation is.
-
-    Args:
-        loglikelihood: natural logarithm of its probability.
-        greedy: whether greedy decoding would have written it.
-        kept_rows: rows of the context in the cache, mean over layers and KV heads.
-    """
-
-    loglikelihood: float
-    greedy: bool
-    kept_rows: float
-
-
-@torch.no_grad()
-def likelihoods(
-    target: Target, parts: Parts, contexts: Sequence[Sequence[int]], *, scored: Sequence[Sequence[int]]
-) -> list[Likelihood]:
-    """The likelihood of the tokens that follow each context.
-
-    Args:
-        target: the frozen model.
-        parts: its evictor drops rows of the contexts, its cache holds them; a draft has no part in this.
-        contexts: token ids, at least one each.
-        scored: the tokens after each, at least one.
-    """
-    read = perplexity.read_contexts(target, parts, contexts, scored=scored)
-    total, greedy = [0.0] * len(scored), [True] * len(scored)
-    for row, at, logits_TV in perplexity.foretold(target, read, scored):
-        wanted_T = torch.tensor(scored[row][at : at + len(logits_TV)], device=logits_TV.device)
-        total[row] -= float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
-        greedy[row] &= bool((logits_TV.argmax(-1) == wanted_T).all())
-    return [Likelihood(*one) for one in zip(total, greedy, read.kept_rows, strict=True)]
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from longtrain.evaluation import compare
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.figures.compare import Run
+from longtrain.evaluation.figures.compare import Run, compare
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.reporting.page import compare_page, page
 from longtrain.evaluation.suite import Scale, Summary
@@ -295,7 +294,7 @@ def test_a_comparison_opens_and_sorts(made, tmp_path, open_page):
         outputs.setdefault(one["task"], {})[one["example"]] = one["outputs"]
     runs = [Run(name, made.results, outputs, {}) for name in ("old", "<b>new</b>")]
     file = tmp_path / "compare.html"
-    file.write_bytes(compare_page(compare.compare(*runs, Bootstrap(resamples=50))))
+    file.write_bytes(compare_page(compare(*runs, Bootstrap(resamples=50))))
     tab = open_page(file)
     assert tab.inner_text("h1") == "old and <b>new</b>"
     tab.locator("#pairs thead button").first.click()
