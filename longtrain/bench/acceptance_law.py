@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.errors import DataError
-from longtrain.settings import NOT_EMPTY, Count, from_file
+from longtrain.errors import ConfigError, DataError
+from longtrain.settings import NOT_EMPTY, Count, from_file, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RecordedLength:
 
 @dataclass(frozen=True)
 class RecordedDraft:
-    """What a draft of one shape was accepted, an entry of `variants` in a run's `scores.json`."""
+    """What a draft of one shape was accepted, at every length of its prompts."""
 
     name: str
     shape: Annotated[tuple[int, ...], NOT_EMPTY]
@@ -104,18 +104,67 @@ class RecordedDraft:
         return AcceptanceLaw(tuple(count / cycles for count in counts), source)
 
 
+@dataclass(frozen=True)
+class SystemFacts:
+    """What a result says of a system: the shape of its drafts, where it has any."""
+
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TaskAcceptance:
+    """What was accepted in a task."""
+
+    by_depth: tuple[RecordedDepth, ...] = ()
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """A task of `suite=acceptance`, which bears the name of its prompts' length."""
+
+    task: str
+    acceptance: TaskAcceptance | None = None
+
+
+@dataclass(frozen=True)
+class SystemResult:
+    """An entry of `systems` in a run's `results.json`."""
+
+    name: str
+    facts: SystemFacts
+    tasks: tuple[TaskResult, ...]
+
+    def recorded(self) -> dict[str, Any]:
+        """The same in the form of a run's `scores.json`.
+
+        Raises:
+            ValueError: a task's name is no length.
+        """
+        lengths = [
+            {"length": _length(one.task), "by_depth": one.acceptance.by_depth}
+            for one in self.tasks
+            if one.acceptance is not None
+        ]
+        return {"name": self.name, "shape": self.facts.shape, "lengths": lengths}
+
+
 def recorded(file: Path) -> list[RecordedDraft]:
     """The drafts of a run of `eval suite=acceptance`.
 
     Args:
-        file: that run's `scores.json`.
+        file: that run's `results.json`, or its `scores.json` as older versions wrote it.
 
     Raises:
         DataError: there is no such file, or it holds something else.
     """
     try:
-        variants = json.loads(file.read_text(encoding="utf-8"))["variants"]
-        found: list[RecordedDraft] = from_file(list[RecordedDraft], [one for one in variants if one["shape"]])
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if "systems" in content:
+            systems: list[SystemResult] = from_file(list[SystemResult], content["systems"])
+            variants = [one.recorded() for one in systems if one.facts.shape]
+        else:
+            variants = [one for one in content["variants"] if one["shape"]]
+        found: list[RecordedDraft] = from_file(list[RecordedDraft], variants)
         return found
     except KeyError as error:
         raise _not_scores(file, f"no entry {error}") from error
@@ -123,9 +172,17 @@ def recorded(file: Path) -> list[RecordedDraft]:
         raise _not_scores(file, str(error)) from error
 
 
+def _length(task: str) -> int:
+    """The length that a task is named after."""
+    try:
+        return parse_tokens(task)
+    except ConfigError as error:
+        raise ValueError(f"task {task} is not named after a length") from error
+
+
 def _not_scores(file: Path, why: str) -> DataError:
     return DataError(
-        f"suite.recorded={file} is not a scores.json of eval suite=acceptance ({why}); write one with "
+        f"suite.recorded={file} is not a results.json of eval suite=acceptance ({why}); write one with "
         "`longtrain eval suite=acceptance`, or pass suite.recorded=null"
     )
 

@@ -58,7 +58,7 @@ class CyclesSettings:
         recorded_systems: entries that repeat the accepted lengths of `recorded`.
         drafted: tokens drafted a cycle by an entry that says nothing else.
         acceptance: chance that a drafted token is accepted where all before it were.
-        recorded: a run's `scores.json`; None: no recorded systems.
+        recorded: a run's `results.json` or `scores.json`; None: no recorded systems.
         batches: sequences decoded together, at the first length.
         batch_drafted: tokens drafted where batches are compared and cycles taken apart.
         split: take cycles of the first length apart.

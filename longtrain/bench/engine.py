@@ -109,7 +109,7 @@ def run(settings: EngineSettings, context: Context) -> Iterator[Row]:
     else:
         assert context.load_target is not None and context.held_out is not None
         target = context.load_target(named or None)
-        prompts_of = functools.partial(_stretches, context.held_out(target))
+        prompts_of = functools.partial(_stretches, context.held_out(target, None))
     parts = parts_of(context, target)
     for length in settings.lengths:
         for batch in settings.batches:

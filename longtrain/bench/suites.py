@@ -35,12 +35,32 @@ SUITES = {
     "quantise": "quantise",
     "quantspec": "cycles",
     "roofline": "roofline",
+    "rows": "rows",
     "training": "training",
 }
 """`suite=NAME` -> module of `longtrain.bench` that holds its `BENCH`."""
 
 Row = dict[str, Any]
 """One measurement; its keys are those of the JSON file."""
+
+
+@dataclass(frozen=True)
+class HeldOutWanted:
+    """A stretch of one held-out document, at a place that the seed chooses.
+
+    Args:
+        length: tokens of a prompt, with those that the tokenizer puts before a text.
+        after: tokens of the document behind the prompt.
+        text: a file or folder; None: what ships here.
+        kinds: the kinds of text to take from it; empty: all.
+        seed: the seed of the choice.
+    """
+
+    length: int
+    after: int
+    text: str | None = None
+    kinds: tuple[str, ...] = ()
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,8 @@ class Context:
         drafting: gives the shape, or the shapes to choose among, that `decode` says.
         load_target: gives the target that `target` names; its argument is taken where `target.path` is not
             set.
-        held_out: gives the tokens of the held-out text that ships here.
+        held_out: gives the tokens of a stretch of held-out text, a prompt and what follows it; for None
+            those of all the text that ships here.
     """
 
     device: torch.device
@@ -70,7 +91,7 @@ class Context:
     sampling: Sampling = field(default_factory=Sampling)
     drafting: Callable[[], TreeShape | ShapeChoice] = lambda: TreeShape(())
     load_target: Callable[[str | None], Target] | None = None
-    held_out: Callable[[Target], Sequence[int]] | None = None
+    held_out: Callable[[Target, HeldOutWanted | None], Sequence[int]] | None = None
 
     @property
     def cuda(self) -> bool:

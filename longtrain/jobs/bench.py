@@ -16,28 +16,34 @@ from longtrain.settings import AUTO, Counts
 from longtrain.tables import say
 
 if TYPE_CHECKING:
-    from longtrain.bench.suites import Bench, Context
+    from longtrain.bench.suites import Bench, Context, HeldOutWanted
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
 
+QUALITY = "quantspec_quality"
+"""A suite of `longtrain eval` with one section that bench measures."""
+
 
 def run(cfg: DictConfig) -> None:
-    """Run the suite that `suite.name` names; what was measured before a fault is kept and shown.
+    """Run the suite that `suite.name` names; `longtrain eval` measures what needs records of texts.
 
     Raises:
         ConfigError: no such suite, or one of its keys is wrong.
     """
+    if cfg.suite.get("eval") is not None and cfg.suite.shape is None:
+        _hand_over(cfg, _suite_of_eval(cfg))
+    elif str(cfg.suite.name) == QUALITY:
+        _quality(cfg)
+    else:
+        _measure(cfg)
+
+
+def _measure(cfg: DictConfig) -> None:
+    """Run a suite of bench; what was measured before a fault is kept and shown."""
     from longtrain.bench.suites import bench_of, brief
-    from longtrain.jobs import bench_quality
 
     name = str(cfg.suite.name)
-    if name == "quantspec_quality":
-        bench_quality.run(cfg)
-        return
-    if cfg.suite.get("eval") is not None and cfg.suite.shape is None:
-        _hand_over(cfg)
-        return
     bench, context = bench_of(name), context_of(cfg)
     settings = bench.read(plain(cfg.suite), context)
     folder = Path(cfg.run_dir) / "bench"
@@ -54,32 +60,56 @@ def run(cfg: DictConfig) -> None:
             _show(bench, settings, context, folder, name, rows)
 
 
-def _hand_over(cfg: DictConfig) -> None:
-    """Let `longtrain eval` measure what needs a real target and text, with the keys under `suite.eval`.
+def _quality(cfg: DictConfig) -> None:
+    """Measure the section `rows` by the suite of that name, and hand the other sections over to `eval`."""
+    from longtrain.evaluation.suites.quantspec_quality import ROWS, QualitySettings
+    from longtrain.evaluation.suites.shared import settings_of
 
-    Keys of the same name in `suite` go before them, unless they are `auto` or null.
+    wanted = settings_of(QualitySettings, plain(cfg.suite))
+    if ROWS in wanted.sections:
+        keys = {"lengths": [wanted.lengths[0]], "row_counts": wanted.row_counts, "split": wanted.splits[0]}
+        rows = cfg.copy()
+        rows.suite = {"name": ROWS, **keys, "text": wanted.text, "kinds": wanted.kinds}
+        _measure(rows)
+    if set(wanted.sections) != {ROWS}:
+        _hand_over(cfg, cfg.suite)
+
+
+def _hand_over(cfg: DictConfig, suite: DictConfig) -> None:
+    """Let `longtrain eval` measure one of its suites."""
+    from omegaconf import OmegaConf
+
+    from longtrain.jobs import eval as eval_job
+
+    own = plain(OmegaConf.load(asset_dir("conf") / "eval.yaml"))
+    del own["defaults"]
+    with open_dict(cfg):
+        step = OmegaConf.merge(own, cfg, {"job": "eval"})
+    assert isinstance(step, DictConfig)
+    step.suite = suite
+    eval_job.run(step)
+
+
+def _suite_of_eval(cfg: DictConfig) -> DictConfig:
+    """The suite under `suite.eval`: its own keys, and those of the same name in `suite`.
+
+    Keys of `suite` count unless they are `auto` or null. GPU memory is limited here, as with a shape.
     """
     import torch
     from omegaconf import OmegaConf
 
     from longtrain.bench.cycles import limit_memory
-    from longtrain.jobs import eval as eval_job
 
-    conf, given = asset_dir("conf"), plain(cfg.suite)
+    folder, given = asset_dir("conf") / "suite", plain(cfg.suite)
     keys = given["eval"]
     keys |= {key: given[key] for key in keys if key != "name" and given.get(key, AUTO) not in (AUTO, None)}
     if given["drafted"] != AUTO:
         keys["shapes"] = [[1] * count for count in convert(given["drafted"], Counts, "suite.drafted")]
     limit_memory(given["memory_gib"], torch.device(device_of(cfg)))
-    suite = OmegaConf.load(conf / "suite" / "common.yaml").suite
-    suite = OmegaConf.merge(suite, OmegaConf.load(conf / "suite" / f"{keys['name']}.yaml").suite)
-    own = plain(OmegaConf.load(conf / "eval.yaml"))
-    del own["defaults"]
-    with open_dict(cfg):
-        step = OmegaConf.merge(own, cfg, {"job": "eval"})
-    assert isinstance(step, DictConfig)
-    step.suite = OmegaConf.merge(suite, keys)
-    eval_job.run(step)
+    files_of_suite = [OmegaConf.load(folder / f"{name}.yaml").suite for name in ("common", keys["name"])]
+    merged = OmegaConf.merge(*files_of_suite, keys)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def context_of(cfg: DictConfig) -> Context:
@@ -102,13 +132,18 @@ def context_of(cfg: DictConfig) -> Context:
     )
 
 
-def _held_out(target: Target) -> list[int]:
-    """The tokens of the held-out text that ships here, all documents in a row."""
-    from longtrain.evaluation.corpora import documents_from_files
+def _held_out(target: Target, wanted: HeldOutWanted | None) -> list[int]:
+    """The tokens of a stretch of held-out text; for None those of all that ships here, in a row."""
+    from longtrain.evaluation.corpora import prefix_of
+    from longtrain.evaluation.suites.continuation import choose_points, held_out
 
-    folder = asset_dir("bundled") / "text" / "heldout"
-    documents = documents_from_files(folder, target.require_tokenizer())
-    return [int(token) for document in documents for token in document.ids_T]
+    if wanted is None:
+        return [int(token) for document in held_out(target, "bundled", ()) for token in document.ids_T]
+    documents = held_out(target, wanted.text or "bundled", wanted.kinds)
+    chosen = choose_points(documents, longest=wanted.length, count=1, margin=wanted.after, seed=wanted.seed)
+    (point,) = chosen.points
+    after = point.document.ids_T[point.end :][: wanted.after].tolist()
+    return [*point.prompt(wanted.length, prefix_of(target.tokenizer)), *after]
 
 
 def _write(folder: Path, name: str, keys: Any, rows: list[dict[str, Any]]) -> None:

@@ -40,6 +40,17 @@ MICRO = {
 RECORDED = asset_dir("recipes") / cycle_cells.RECORDED
 FEW = CycleCounts(cycles=10, warmup=2, read=False)
 INT8 = "INT8"
+OTHER_SUITE = json.dumps(
+    {
+        "systems": [
+            {
+                "name": "a",
+                "facts": {"shape": [1]},
+                "tasks": [{"task": "qasper", "acceptance": {"by_depth": []}}],
+            }
+        ]
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +104,32 @@ def test_recorded_lengths_are_those_of_the_run():
     assert drafts[0].law(RECORDED, 100).source["prompt_tokens"] == 2048
 
 
-@pytest.mark.parametrize("text", ['{"rows": []}', '{"variants": [{}]}', "[]", "no JSON", '{"variants": 3}'])
+def test_results_of_the_harness_are_read_as_scores_are(tmp_path):
+    """The same levels in either file give the same law; systems that draft nothing are passed over."""
+    levels = [{"depth": 1, "tried": 8, "accepted": 6}, {"depth": 2, "tried": 6, "accepted": 3}]
+    old, new = tmp_path / "scores.json", tmp_path / "results.json"
+    lengths = [{"length": length, "by_depth": levels} for length in (128, 1536)]
+    old.write_text(json.dumps({"variants": [{"name": "a", "shape": [1, 1], "lengths": lengths}]}))
+    tasks = [{"task": name, "acceptance": {"tau": {}, "by_depth": levels}} for name in ("128", "1.5k")]
+    plain = {"name": "full", "facts": {}, "tasks": [{"task": "128", "acceptance": None}]}
+    new.write_text(
+        json.dumps({"systems": [plain, {"name": "a", "facts": {"shape": [1, 1]}, "tasks": tasks}]})
+    )
+    assert accept.recorded(new) == accept.recorded(old)
+    law = accept.recorded(new)[0].law(new, 2048)
+    assert law.probs == (2 / 8, 3 / 8, 3 / 8) and law.source["prompt_tokens"] == 1536
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rows": []}', '{"variants": [{}]}', "[]", "no JSON", '{"variants": 3}', OTHER_SUITE]
+)
 def test_what_is_not_a_run_is_refused(tmp_path, text):
     other = tmp_path / "other.json"
     other.write_text(text)
-    with pytest.raises(DataError, match=r"not a scores\.json of eval suite=acceptance") as caught:
+    with pytest.raises(DataError, match=r"not a results\.json of eval suite=acceptance") as caught:
         accept.recorded(other)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=r"not a scores\.json of eval suite=acceptance"):
+    with pytest.raises(DataError, match=r"not a results\.json of eval suite=acceptance"):
         accept.recorded(tmp_path / "missing.json")
 
 

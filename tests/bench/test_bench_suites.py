@@ -1,15 +1,13 @@
-"""The benchmarks on shapes of a few thousand weights, and the report that they write."""
+"""The benchmarks on shapes of a few thousand weights."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from longtrain.bench import engine, report, training
+from longtrain.bench import clock, engine, training
 from longtrain.bench.suites import Context
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
@@ -17,6 +15,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.methods import get
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.tables import of_rows
 from longtrain.targets.loading import random_target
 
 CPU = Context(torch.device("cpu"), method={"name": "longspec"})
@@ -117,16 +116,9 @@ def test_engine_suite_measures_baselines_and_takes_cycles_apart() -> None:
         assert one["linear_ms"] == one["forward_ms"]["median"] - one["attention_ms"]["median"]
 
 
-def test_report_keeps_the_environment(tmp_path: Path) -> None:
-    path = report.write(tmp_path / "new", "suite", settings={"a": 1}, rows=[{"b": 2.5}])
-    found = json.loads(path.read_text())
-    assert found["rows"] == [{"b": 2.5}] and found["settings"] == {"a": 1}
-    assert found["versions"]["torch"] and "argv" in found and "gpus" in found["machine"]
-
-
 def test_table_and_spread() -> None:
     rows = [{"n": 12345.6, "in": {"x": 0.12345}}, {"n": 2}]
-    table = report.table(rows, {"count": "n", "inner": "in.x"})
+    table = of_rows(rows, {"count": "n", "inner": "in.x"})
     assert table.splitlines()[2:] == ["| 12,346 | 0.123 |", "| 2 | - |"]
-    assert report.spread([4.0]) == {"median": 4.0, "p10": 4.0, "p90": 4.0}
-    assert report.spread([float(i) for i in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
+    assert clock.spread([4.0]) == {"median": 4.0, "p10": 4.0, "p90": 4.0}
+    assert clock.spread([float(i) for i in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}

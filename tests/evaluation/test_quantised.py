@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from longtrain import methods
+from longtrain.bench import rows as rows_of_a_step
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
-from longtrain.evaluation import row_invariance
 from longtrain.evaluation.perplexity import measure_against_full
 from longtrain.systems import Builder, parse
 from longtrain.targets.loading import random_target
@@ -84,7 +84,7 @@ def quantspec(target, **keys) -> Parts:
 @pytest.mark.parametrize("own_cache", [True, False])
 def test_single_rows_are_single_rows(target, own_cache):
     parts = quantspec(target, draft=False) if own_cache else Parts()
-    one, three = row_invariance.measure(target, parts, tokens(257, 0), tokens(6, 1), counts=[1, 3])
+    one, three = rows_of_a_step.measure(target, parts, tokens(257, 0), tokens(6, 1), counts=[1, 3])
     assert one["attention_equal"] and one["logits_equal"] and one["layers_equal"] == 2
     assert (one["first_layer"], one["hidden_difference"], one["same_argmax"]) == (None, 0.0, 1.0)
     assert three["hidden_difference"] < 1e-12 and three["same_argmax"] == 1.0
@@ -104,7 +104,7 @@ def test_rows_that_depend_on_their_number_are_told(target):
             **shape, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes, dtype=torch.float64
         ),
     )
-    (row,) = row_invariance.measure(target, uneven, tokens(257, 0), tokens(6, 1), counts=[2])
+    (row,) = rows_of_a_step.measure(target, uneven, tokens(257, 0), tokens(6, 1), counts=[2])
     assert not row["attention_equal"] and not row["logits_equal"]
     assert row["first_layer"] == 0 and row["layers_equal"] == 0
     assert row["hidden_difference"] > 1e-6 and row["logit_difference"] > 1e-6
@@ -119,7 +119,7 @@ def test_on_a_gpu_rows_are_the_same_to_the_last_bit(kv_heads, head_dim):
     shape = {**MICRO, **heads, "max_position_embeddings": 2048}
     target = random_target(shape, seed=3, dtype=torch.bfloat16, device="cuda").fuse()
     for parts in (quantspec(target, draft=False), Parts()):
-        found = row_invariance.measure(target, parts, tokens(1025, 0), tokens(16, 1), counts=[2, 5, 8])
+        found = rows_of_a_step.measure(target, parts, tokens(1025, 0), tokens(16, 1), counts=[2, 5, 8])
         assert all(row["attention_equal"] and row["logits_equal"] for row in found)
 
 
@@ -127,4 +127,4 @@ def test_a_text_over_a_blocks_end_is_refused(target):
     with pytest.raises(
         ConfigError, match="16 tokens after a prompt of 250 on a cache that quantises after 6"
     ):
-        row_invariance.measure(target, quantspec(target), tokens(250, 0), tokens(16, 1), counts=[2])
+        rows_of_a_step.measure(target, quantspec(target), tokens(250, 0), tokens(16, 1), counts=[2])

@@ -117,6 +117,13 @@ def test_plan_and_bench_ask_it_what_it_costs(composed, text, tmp_path, capsys):
     assert all(row["draft"]["tokens_per_s"] > 0 for row in rows)
 
 
+def test_the_engine_is_timed_with_it(composed, tmp_path):
+    keys = ("suite.shape=llama_micro", "lengths=[24]", "suite.max_new_tokens=5", "suite.repeats=1")
+    bench.run(composed("bench", "suite=engine", "method=toy_draft", *keys))
+    (row,) = json.loads((tmp_path / "runs" / "toy" / "bench" / "engine.json").read_text())["rows"]
+    assert row["same"] == 1.0 and row["draft"]["tau"] >= 1.0
+
+
 def test_its_cycles_have_a_time(registered):
     spec, size = methods.get("toy_draft"), Sizes.of(random_target("llama_micro").info)
     served = decoding.Served(size, GPUS["H100"], 1, 2, 10**6)

@@ -164,7 +164,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         tasks += continuations(points, asked.lengths, target, max_new_tokens=new, name="texts {}")
     notes = [f"{count} {reason}" for reason, count in chosen.dropped.items()]
     if ROWS in asked.sections:
-        notes.append("rows of a step are measured by longtrain bench suite=quantspec_quality")
+        notes.append("rows of a step are measured by longtrain bench suite=rows")
     return Suite(
         str(settings["name"]),
         tuple(tasks),

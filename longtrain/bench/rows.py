@@ -8,21 +8,83 @@ Shapes: B batch (1), T tokens, E hidden dim, H query heads, G KV heads, D head d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from longtrain.artifact import Artifact
+from longtrain.bench.suites import Bench, Context, HeldOutWanted, Row
 from longtrain.cache.base import Causal, KVCache
 from longtrain.decoding.captured import CaptureBuffers, can_capture
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
+from longtrain.kernels.hierarchical.layout import BLOCK, Split
+from longtrain.settings import Counts, Lengths
+from longtrain.systems import Builder, parse
 from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
+
+STEP_TOKENS = 24
+"""Tokens that are read row by row and in steps."""
+COLUMNS = {
+    "cache": "cache",
+    "prompt tokens": "context_tokens",
+    "rows": "rows",
+    "attention equal": "attention_equal",
+    "layers equal": "layers_equal",
+    "first that differs": "first_layer",
+    "hidden difference": "hidden_difference",
+    "logit difference": "logit_difference",
+    "logit spacing": "logit_spacing",
+    "same argmax": "same_argmax",
+}
+
+
+@dataclass(frozen=True)
+class RowsSettings:
+    """The keys of `suite=rows`.
+
+    Args:
+        lengths: prompt tokens, rounded down to whole blocks of the quantised cache and one more.
+        row_counts: rows of the steps that are compared with single rows.
+        split: how the quantised cache's codes fall into two planes.
+        text: held-out text, a file or folder; None: what ships here.
+        kinds: the kinds of text to take from it; empty: all.
+    """
+
+    lengths: Lengths
+    row_counts: Counts = (2,)
+    split: Split = Split.FLOOR
+    text: str | None = None
+    kinds: tuple[str, ...] | None = ()
+
+
+def run(settings: RowsSettings, context: Context) -> Iterator[Row]:
+    """One row a length, cache and count of rows: on the quantised cache, and on the plain one.
+
+    Raises:
+        ConfigError: the target has no tokenizer.
+        DataError: there is too little text.
+    """
+    assert context.load_target is not None and context.held_out is not None
+    target = context.load_target(None)
+    artifacts: dict[str, Artifact] = {}  # a cache alone loads none
+    entry = parse({"cache": {"name": "int8", "split": settings.split.value}})
+    (quantised,) = Builder(target, (), (), artifacts.__getitem__).of(entry)
+    for length in settings.lengths:
+        whole = max(length // BLOCK, 1) * BLOCK + 1  # then no block is quantised for a while
+        wanted = HeldOutWanted(whole, STEP_TOKENS, settings.text, settings.kinds or (), context.seed)
+        ids = context.held_out(target, wanted)
+        prompt, text = ids[:-STEP_TOKENS], ids[-STEP_TOKENS:]
+        for cache, parts in (("quantised", quantised.parts), ("plain", Parts())):
+            for row in measure(target, parts, prompt, text, counts=settings.row_counts):
+                yield {"section": "rows", "cache": cache, "context_tokens": len(prompt), **row}
 
 
 @torch.no_grad()
@@ -143,3 +205,6 @@ def _spacing(logits_TV: Tensor) -> float:
     """Distance of neighbouring numbers at the median of the largest logits."""
     top = logits_TV.amax(-1).double().abs().median()
     return float(torch.finfo(logits_TV.dtype).eps * 2.0 ** torch.floor(torch.log2(top)))
+
+
+BENCH = Bench(settings=RowsSettings, run=run, columns=COLUMNS)
