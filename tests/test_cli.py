@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import yaml
 
 from longtrain import cli
 from longtrain.assets import asset_dir
-from longtrain.jobs import JOBS, bench
+from longtrain.bench.suites import SUITES
+from longtrain.jobs import JOBS
 from longtrain.suite_help import keys_of, suites_help, suites_of
 
 
@@ -76,7 +78,7 @@ def test_help_says_which_suites_are_of_a_job() -> None:
     evals, benches = (suites_help(job) for job in ("eval", "bench"))
     assert "\n  speculation " in evals and "\n  ruler " in evals and "\n  engine " not in evals
     assert "\n  engine " in benches and "\n  ruler " not in benches and "\n  common " not in evals
-    assert "\n  eviction         accuracy against budget" in evals and "eviction costs" in benches
+    assert re.search(r"\n  eviction +accuracy against budget", evals) and "eviction costs" in benches
     assert "longtrain eval suite=smoke target=tiny method=quantspec" in evals and "compare=[" in evals
     assert suites_help("train") == ""
 
@@ -93,7 +95,7 @@ def test_help_of_a_suite_lists_its_keys(tmp_path: Path) -> None:
 
 def test_every_suite_is_in_the_help_of_its_job_with_all_its_keys() -> None:
     found = {job: suites_of(job) for job in ("eval", "bench")}
-    assert set(found["bench"]) == set(bench.SUITES)
+    assert set(found["bench"]) == set(SUITES)
     folder = asset_dir("conf") / "suite"
     files = {file.stem: yaml.safe_load(file.read_text()) for file in folder.glob("*.yaml")}
     assert {*found["eval"], *found["bench"]} == set(files) - {"common"}
