@@ -122,8 +122,6 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Json = dict[str, Any]
-
 START_CHARS, END_CHARS = 300, 700
 """Characters shown of a prompt: from its beginning and up to its end."""
 
