@@ -17,7 +17,7 @@ from typing import Any
 from longtrain.assets import asset_dir
 from longtrain.data.read.files import PACKED_SUFFIXES, local_file, read_jsonl
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.suites.shared import check_fields, on_hub
+from longtrain.evaluation.suites.shared import check_fields, distinct, on_hub
 from longtrain.evaluation.task import Example
 
 HUB = "THUDM/LongBench"
@@ -128,16 +128,13 @@ def read_rows(path: Path, name: str, shown: Path | None = None) -> tuple[Example
     Raises:
         DataError: no row, or a wrong one.
     """
-    rows: list[Example] = []
-    seen: dict[str, int] = {}
+    rows = []
     for place, fields in read_jsonl(path):
         _check(fields, str((shown or path.parent) / place), name)
-        identity = fields["_id"]
-        seen[identity] = seen.get(identity, 0) + 1
-        rows.append(Example(identity if seen[identity] == 1 else f"{identity}#{seen[identity]}", fields))
+        rows.append(fields)
     if not rows:
         raise DataError(f"{path} holds no row; LongBench's {name} was expected there")
-    return tuple(rows)
+    return tuple(map(Example, distinct(row["_id"] for row in rows), rows))
 
 
 def _text_of(row: Example) -> str:

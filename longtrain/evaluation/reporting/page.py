@@ -46,7 +46,7 @@ def page(
 
     Args:
         results: of `results.assemble`.
-        examples: of `results.examples`; more than fit are thinned out, evenly over the tasks.
+        examples: of `outcomes.examples`; more than fit are thinned out, evenly over the tasks.
         timings: `{"speed": [...]}` to show, if speed was measured.
         examples_bytes: most bytes of examples.
 

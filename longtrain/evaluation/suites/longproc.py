@@ -11,7 +11,7 @@ from longtrain.data.read.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.longproc import html_to_tsv
 from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.shared import not_greedy, prompts_up_to, read_rows, settings_of
+from longtrain.evaluation.suites.shared import distinct, not_greedy, prompts_up_to, read_rows, settings_of
 from longtrain.evaluation.task import Example, Task, rows_sha256
 from longtrain.settings import Count, Text, some_of, within
 
@@ -146,14 +146,11 @@ def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, 
             f"{file} holds rows of the output length {', '.join(there)} and none of {group}; pass "
             f"suite.groups=[{','.join(there)}], or add the rows of {group}"
         )
-    found, seen = [], dict[str, int]()
-    for row in of_group:
-        name = row["task_id"]
-        seen[name] = seen.get(name, 0) + 1
+    found = []
+    for id_, row in zip(distinct(row["task_id"] for row in of_group), of_group, strict=True):
         prompt = row["prompt"] if "prompt" in row else _filled(row, file)
         if not isinstance(prompt, str) or not prompt:
-            raise DataError(f"{file}: the prompt of {name} is {prompt!r:.40}; it must be a text")
-        id_ = name if seen[name] == 1 else f"{name}#{seen[name]}"
+            raise DataError(f"{file}: the prompt of {row['task_id']} is {prompt!r:.40}; it must be a text")
         found.append(Example(id_, {"prompt": prompt, "gt": row["gt"]}))
     return tuple(found)
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 METHOD = "quantspec"
 LEAST_AFTER = 24
 """Tokens of text that are there after every context, however few are scored."""
-AXES = (Axis.TOKEN.value, Axis.CHANNEL.value)
 ROWS = "rows"
 """A section that `longtrain bench` measures."""
 SECTIONS = ("perplexity", "axes", ROWS, "texts")

@@ -6,7 +6,8 @@ Shapes: T tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -106,6 +107,16 @@ def read_rows(
     if not named:
         raise DataError(f"{where} holds no row of {what}; pass a file with at least one")
     return [row for _, row in named]
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Names of examples; one that was there before gets `#2`, `#3` and so on."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
 
 
 def on_hub(where: str) -> bool:
