@@ -80,6 +80,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "p10": tenths[0], "p90": tenths[-1]}
 
 
+def spread_columns(heading: str, key: str) -> dict[str, str]:
+    """Columns of a table for a `spread`: the median under its heading, and both percentiles."""
+    return {heading: f"{key}.median", "p10": f"{key}.p10", "p90": f"{key}.p90"}
+
+
 def summary(timings: Sequence[Timing]) -> dict[str, Any]:
     """Spreads of both clocks over some runs, and the highest peak."""
     on_device = [one.device_ms for one in timings if one.device_ms is not None]

@@ -26,9 +26,7 @@ from longtrain.settings import NOT_EMPTY, Count, Lengths
 COLUMNS = {
     "prompt tokens": "prompt_tokens",
     "split": "split",
-    "ms": "ms.median",
-    "p10": "ms.p10",
-    "p90": "ms.p90",
+    **clock.spread_columns("ms", "ms"),
     "ms a layer": "layer_ms",
     "TB/s": "tb_per_s",
     "of read": "of_read",
