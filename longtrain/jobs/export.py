@@ -13,11 +13,11 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs.setup import load_target_from, plain
+from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from longtrain.artifact import Artifact
     from longtrain.decoding.evict import Keep, PromptRun
@@ -59,7 +59,7 @@ def run(cfg: DictConfig) -> None:
             raise ConfigError(f"push={cfg.push}: method {spec.name} makes no artifact; leave push out")
         _same_settings(saved, settings["method"], trained)
         module = spec.build(config, None)
-        _load(module, tensors, path)
+        load_tensors(module, tensors, str(path), "pass the settings of the run")
         spec.export(module, config, folder, facts)
         log.info("exported=%s", folder)
         return
@@ -67,7 +67,7 @@ def run(cfg: DictConfig) -> None:
     target = load_target_from(cfg, path=settings["target"]["path"], fuse=False)
     _same_target(saved, target)
     module = spec.build(config, target.info)
-    _load(module, tensors, path)
+    load_tensors(module, tensors, str(path), "pass the settings of the run")
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
     made.save(folder, pictures=_pictures(Path(cfg.run_dir)))
@@ -177,16 +177,6 @@ def _entries(item: dict[str, Any], texts: list[str]) -> list[dict[str, Any]]:
     return [
         {"name": name, "kind": kind, "revision": f"{len(files)} files" if files else None, "license": licence}
     ]
-
-
-def _load(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        module.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ArtifactError(
-            f"{path} holds another module than the configuration describes: {reason}; pass the run's settings"
-        ) from None
 
 
 def _compare(spec: MethodSpec, config: Any, module: nn.Module, *, target: Target, artifact: Artifact) -> None:

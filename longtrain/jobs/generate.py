@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs.setup import drafting_from, load_target_from, plain, sampling_from
-from longtrain.settings import Text, Words, convert, wrong
+from longtrain.jobs.setup import artifact_names, drafting_from, load_target_from, plain, sampling_from
+from longtrain.settings import Text, Words, convert
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -84,15 +84,6 @@ def _named(widths: Sequence[int]) -> str:
     return "-".join(map(str, widths)) or "plain"
 
 
-def _names(cfg: DictConfig) -> list[str]:
-    """The artifacts asked for: `artifact=NAME` or `artifact=[DRAFT,EVICTION]`."""
-    value = plain(cfg.artifact)
-    names = value if isinstance(value, list) else [value] if value else []
-    if not all(isinstance(name, str) and name for name in names):
-        raise wrong("artifact", value, "a name, or a list of names such as [draft,eviction]")
-    return names
-
-
 def _entry(cfg: DictConfig) -> Entry:
     """What `artifact`, a method without training and `evict` name, as one entry of `suite.systems`.
 
@@ -103,7 +94,7 @@ def _entry(cfg: DictConfig) -> Entry:
     from longtrain.methods import policies
     from longtrain.systems.system import BUDGET_KEYS, Entry, Named
 
-    names, method, policy = _names(cfg), None, None
+    names, method, policy = artifact_names(cfg), None, None
     if cfg.method is not None:
         spec = methods.get(str(cfg.method.name))
         if spec.attach is None and not names:

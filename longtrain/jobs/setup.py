@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from longtrain.errors import ConfigError
-from longtrain.settings import AUTO, Count, convert, one_of
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.settings import AUTO, Count, convert, one_of, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omegaconf import DictConfig
+    from torch import Tensor, nn
 
     from longtrain.artifact import Artifact
     from longtrain.decoding.control import ShapeChoice
@@ -152,10 +153,8 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     from longtrain.artifact import Artifact
     from longtrain.systems.system import parse_all
 
-    named, suite = plain(cfg.artifact), plain(cfg.suite)
-    values: list[Any] = [
-        {"artifact": str(one)} for one in (named if isinstance(named, list) else [named]) if one
-    ]
+    suite = plain(cfg.suite)
+    values: list[Any] = [{"artifact": name} for name in artifact_names(cfg)]
     if cfg.method is not None and methods.get(str(cfg.method.name)).objective is None and not values:
         values.append({"method": plain(cfg.method)})
     listed = suite["policies"] if "policies" in suite else suite["systems"]
@@ -163,6 +162,34 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     values += [value for value in listed or [] if value not in values]
     wanted = dict.fromkeys(name for entry in parse_all(values) for name in entry.artifacts)
     return values, {name: Artifact.load(name, home=cfg.home) for name in wanted}
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, Tensor], where: str, advice: str) -> None:
+    """Give a module its trained tensors.
+
+    Raises:
+        ArtifactError: they are those of another module than the configuration describes.
+    """
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(
+            f"{where} does not fit the module that the configuration describes: {reason}; {advice}"
+        ) from None
+
+
+def artifact_names(cfg: DictConfig) -> list[str]:
+    """The artifacts that are named: `artifact=NAME` or `artifact=[NAME,NAME]`.
+
+    Raises:
+        ConfigError: something else stands there.
+    """
+    value = plain(cfg.artifact)
+    names = value if isinstance(value, list) else [value] if value else []
+    if not all(isinstance(name, str) and name for name in names):
+        raise wrong("artifact", value, "a name, or a list of names such as [draft,eviction]")
+    return names
 
 
 def plain(cfg: Any) -> Any:

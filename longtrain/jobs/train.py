@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain import methods, provenance
-from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs.setup import load_target_from, plain
+from longtrain.errors import ConfigError
+from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -87,7 +87,7 @@ def run(cfg: DictConfig) -> None:
             optim=optim,
             loop=settings,
             folder=folder,
-            max_steps=_max_steps(settings, data),
+            max_steps=_max_steps(settings.max_steps, data.n_steps),
             facts=checkpoint.flat(facts),
             begin=begin,
             resume=resume,
@@ -183,19 +183,17 @@ def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Any:
     )
 
 
-def _max_steps(settings: LoopConfig, data: Any) -> int:
-    """`trainer.max_steps`, or the length of the data's plan; the plan must be long enough."""
-    plan = getattr(data, "plan", None)
-    if settings.max_steps is None and plan is None:
+def _max_steps(asked: int | None, planned: int | None) -> int:
+    """`trainer.max_steps`, or how long the data lasts; that must be long enough."""
+    steps = planned if asked is None else asked
+    if steps is None:
         raise ConfigError("trainer.max_steps=null, and the data does not say how long the run is; set it")
-    if plan is None or (settings.max_steps is not None and settings.max_steps <= plan.n_steps):
-        return int(settings.max_steps or 0)
-    if settings.max_steps is not None:
+    if planned is not None and steps > planned:
         raise ConfigError(
-            f"data.stages hold {plan.n_steps} optimizer steps, trainer.max_steps={settings.max_steps} asks "
-            f"for more; lengthen data.stages or lower trainer.max_steps"
+            f"data.stages hold {planned} optimizer steps, trainer.max_steps={asked} asks for more; lengthen "
+            "data.stages or lower trainer.max_steps"
         )
-    return int(plan.n_steps)
+    return steps
 
 
 def _load_init(cfg: DictConfig, spec: MethodSpec, module: nn.Module, target: Target | None) -> dict[str, Any]:
@@ -211,20 +209,14 @@ def _load_init(cfg: DictConfig, spec: MethodSpec, module: nn.Module, target: Tar
         )
     if target is not None:
         artifact.target.check(target.info)
-    try:
-        module.load_state_dict(artifact.tensors)
-    except RuntimeError as error:
-        raise ArtifactError(
-            f"init={cfg.init} does not fit the module: {' '.join(str(error).split())}; use the settings it "
-            f"was trained with: {artifact.config}"
-        ) from None
+    advice = f"use the settings it was trained with: {artifact.config}"
+    load_tensors(module, artifact.tensors, f"init={cfg.init}", advice)
     log.info("init=%s", cfg.init)
     return {"init": {"artifact": str(cfg.init), "step": artifact.provenance.get("step")}}
 
 
 def _facts(cfg: DictConfig, info: TargetInfo | None, data: Any) -> dict[str, Any]:
     """What a resumed run must share with the run before: who was trained on what, in which order."""
-    manifest = getattr(getattr(data, "data", None), "manifest", {})
     who = (
         {}
         if info is None
@@ -242,7 +234,7 @@ def _facts(cfg: DictConfig, info: TargetInfo | None, data: Any) -> dict[str, Any
         "optim": plain(cfg.optim),
         "data": {
             "name": cfg.data.name if cfg.data else None,
-            "sha256": manifest.get("sha256"),
+            "sha256": data.sha256,
             "stages": stages,
         },
         "target": who,

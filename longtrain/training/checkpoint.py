@@ -3,6 +3,8 @@
 A run's folder holds `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then
 renamed, so a kill at any moment leaves at least one that is whole. A checkpoint is torch's zip file (a folder
 under DeepSpeed), whose records carry a CRC that is verified before anything is loaded from it.
+
+The generations are kept by hand, since `longtrain.files` takes whole contents, and a checkpoint is streamed.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
     about.write_text(json.dumps({**json.loads(about.read_text()), "data": {"name": "mix", "sha256": sha256}}))
     export.run(composed("export"))
     card = (tmp_path / "checkpoints" / "one" / "README.md").read_text()
-    assert "datasets: [org/corpus]" in card and "| org/corpus | c0ffee | book | cc0-1.0 |" in card
+    assert "datasets:\n- org/corpus\n" in card and "| org/corpus | c0ffee | book | cc0-1.0 |" in card
     assert "| my/books | 2 files | book | not stated |" in card
 
 

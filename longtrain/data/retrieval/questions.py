@@ -86,14 +86,14 @@ class RetrievalQuestionWriter(Phrases):
         value = np.zeros(self._most_digits(NEEDLE_DIGITS), dtype=np.int32)
         ask, prefix = self._needle_question(key, single=False)
         fixed = self._fixed(NEEDLE_INTRO, ask) + len(prefix) + MARGIN
-        return fixed + _size(self._needle_runs([key], [[value]]))
+        return fixed + most_tokens(self._needle_runs([key], [[value]]))
 
     def _least_tokens_chains(self) -> int:
         value = np.zeros(self._most_digits(CHAIN_DIGITS), dtype=np.int32)
         name = np.zeros(len("NAMES") + 2, dtype=np.int32)  # a letter each, the space, and a tokenizer's own
         ask, prefix = self._chain_question(value)
         fixed = self._fixed(CHAIN_INTRO, ask) + len(prefix) + MARGIN
-        return fixed + _size(self._chain_runs([name] * LEAST_NAMES, value))
+        return fixed + most_tokens(self._chain_runs([name] * LEAST_NAMES, value))
 
     def _least_tokens_table(self) -> int:
         number = np.zeros(self._most_digits(TABLE_DIGITS), dtype=np.int32)
@@ -172,11 +172,11 @@ class RetrievalQuestionWriter(Phrases):
         for value in spelt:
             names = [self._letters(rng) for _ in range(int(rng.integers(LEAST_NAMES, MOST_NAMES + 1)))]
             lines = self._chain_runs([self._word(name) for name in names], value)
-            while not chains and _size(lines) > room and len(lines) > LEAST_NAMES:
+            while not chains and most_tokens(lines) > room and len(lines) > LEAST_NAMES:
                 lines.pop()  # the chain asked for stays, cut to what fits
-            if chains and _size(lines) > room:
+            if chains and most_tokens(lines) > room:
                 break
-            room -= _size(lines)
+            room -= most_tokens(lines)
             chains.append((names[: len(lines)], lines))
         order = rng.permutation(np.repeat(np.arange(len(chains)), [len(lines) for _, lines in chains]))
         left = [iter(lines) for _, lines in chains]
@@ -252,6 +252,6 @@ class RetrievalQuestionWriter(Phrases):
         return np.concatenate([self.start, *doc.runs]), question_T
 
 
-def _size(runs: list[tuple[Ids, Ids]]) -> int:
+def most_tokens(runs: list[tuple[Ids, Ids]]) -> int:
     """Tokens of sentences at most: those of the longer of their two forms."""
     return sum(max(len(spaced), len(line)) for spaced, line in runs)

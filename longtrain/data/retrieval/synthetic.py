@@ -10,7 +10,6 @@ Shapes: T tokens of one document.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,12 @@ from longtrain.data.retrieval.phrases import (
     QUOTE_INTRO,
     TABLE_INTRO,
 )
-from longtrain.data.retrieval.questions import QUESTION_TASKS, RetrievalQuestion, RetrievalQuestionWriter
+from longtrain.data.retrieval.questions import (
+    QUESTION_TASKS,
+    RetrievalQuestion,
+    RetrievalQuestionWriter,
+    most_tokens,
+)
 from longtrain.errors import ConfigError, DataError
 
 OPTIONS = {"doc_tokens", "tasks"}
@@ -103,7 +107,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
             turns.extend(turn)
         needles = self._needle_runs(keys, values)
         fixed = len(self.user) + len(self.phrase(NEEDLE_INTRO)) + turns.n
-        if fixed + sum(max(len(spaced), len(line)) for spaced, line in needles) + MARGIN > n_tokens:
+        if fixed + most_tokens(needles) + MARGIN > n_tokens:
             return self._needles(n_tokens, rng) if len(needles) > 1 else self._copy(n_tokens, rng)
         doc = DocumentBuilder()
         self._context(doc, NEEDLE_INTRO, needles, n_tokens - turns.n, rng)
@@ -117,9 +121,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
         turns = DocumentBuilder()
         for value in self._numbers(5, int(rng.integers(1, max(2, min(7, n_tokens // 200)))), rng):
             names = [self._name(rng) for _ in range(int(rng.integers(2, 5)))]
-            chain = [self._hidden("VAR", [names[0], self.phrase(" = "), value, self.phrase(".")])]
-            for a, b in pairwise(names):
-                chain.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
+            chain = self._chain_runs(names, value)
             opening = turns.n == 0
             turn = DocumentBuilder()
             ask = self.phrase(("\n" if opening else "") + "Find all variables that are assigned the value ")
@@ -134,7 +136,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
             lines += chain
             turns.extend(turn)
         fixed = len(self.user) + len(self.phrase(CHAIN_INTRO)) + turns.n
-        if fixed + sum(max(len(spaced), len(line)) for spaced, line in lines) + MARGIN > n_tokens:
+        if fixed + most_tokens(lines) + MARGIN > n_tokens:
             return self._table(n_tokens, rng)
         doc = DocumentBuilder()
         self._context(doc, CHAIN_INTRO, lines, n_tokens - turns.n, rng, in_order=True)

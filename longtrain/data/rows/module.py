@@ -60,7 +60,35 @@ class PlannedRows(Dataset[Batch]):
         return (self[item] for item in range(len(self)))
 
 
-class DataModule(lightning.LightningDataModule):
+class RowsModule(lightning.LightningDataModule):
+    """Packed rows for training, and what a run asks of them beside Lightning's own hooks."""
+
+    data: Prepared | Mixture
+    workers: int
+    pin_memory: bool
+
+    @property
+    def n_steps(self) -> int | None:
+        """The optimizer steps that the rows last for; None where they never end."""
+        return None
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of what the rows are made from, where it has one."""
+        return self.data.manifest.get("sha256")
+
+    def _loader(self, rows: Dataset[Batch]) -> DataLoader[Batch]:
+        return DataLoader(
+            rows,
+            batch_size=None,
+            shuffle=False,
+            num_workers=self.workers,
+            prefetch_factor=4 if self.workers else None,
+            pin_memory=self.pin_memory,
+        )
+
+
+class DataModule(RowsModule):
     """Prepared data as a stream of packed rows.
 
     Args:
@@ -93,7 +121,7 @@ class DataModule(lightning.LightningDataModule):
         super().__init__()
         self.data = Prepared.open(Path(folder))
         self.config, self.accumulate, self.seed, self.total_steps = config, accumulate, seed, total_steps
-        self.start_batch, self.pin_memory = start_batch, pin_memory
+        self.start_batch, self.pin_memory, self.workers = start_batch, pin_memory, config.workers
         self._world, self._rank = world, rank
         self._plans: dict[tuple[int, int], Plan] = {}
         check_context(config.stages, context_tokens)
@@ -135,6 +163,11 @@ class DataModule(lightning.LightningDataModule):
     def rank(self) -> int:
         """This rank."""
         return self.trainer.global_rank if self.trainer is not None else self._rank
+
+    @property
+    def n_steps(self) -> int:
+        """The optimizer steps of the plan."""
+        return self.plan.n_steps
 
     @property
     def plan(self) -> Plan:
@@ -193,18 +226,8 @@ class DataModule(lightning.LightningDataModule):
         """The token that fills rows."""
         return int(self.data.manifest.get("pad_id", 0))
 
-    def _loader(self, rows: PlannedRows) -> DataLoader[Batch]:
-        return DataLoader(
-            rows,
-            batch_size=None,
-            shuffle=False,
-            num_workers=self.config.workers,
-            prefetch_factor=4 if self.config.workers else None,
-            pin_memory=self.pin_memory,
-        )
 
-
-class MixtureModule(lightning.LightningDataModule):
+class MixtureModule(RowsModule):
     """Rows of a mixture, written on the fly by loading processes.
 
     Args:
@@ -255,14 +278,7 @@ class MixtureModule(lightning.LightningDataModule):
             world=self.world,
             start=self.start_batch,
         )
-        return DataLoader(
-            rows,
-            batch_size=None,
-            shuffle=False,
-            num_workers=self.workers,
-            prefetch_factor=4 if self.workers else None,
-            pin_memory=self.pin_memory,
-        )
+        return self._loader(rows)
 
 
 def check_context(stages: Sequence[PackingStage], context_tokens: int | None) -> None:
