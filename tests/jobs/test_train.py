@@ -188,10 +188,10 @@ def test_training_may_start_from_an_artifact(compose, tmp_path):
         ("optim.lr=fast", "optim.lr=fast; allowed: a number"),
         ("optim.betas=[0.9]", r"optim.betas=\[0.9\]; allowed: a list of 2"),
         ("optim.betas=[0.9,1.0]", r"optim.betas=\[0.9, 1.0\]; allowed: two numbers"),
-        ("trainer.max_steps=many", "trainer.max_steps=many; allowed: a whole number or null"),
+        ("trainer.max_steps=many", "trainer.max_steps=many; allowed: a whole number, 1 or more or null"),
         ("trainer.log_every=null", "trainer.log_every=null; allowed: a whole number"),
         ("trainer.rows_per_step=4", "rows_per_step=4 .*accumulate_grad_batches=2 .*are both set"),
-        ("optim.schedule=cosin", r"optim.schedule=cosin; known: cosine, linear, constant"),
+        ("optim.schedule=cosin", r"optim.schedule=cosin; allowed: cosine, linear, constant"),
         (
             "data.stages=[{steps: 2, row_tokens: 96, doc_tokens: 64}]",
             r"stages hold 2 optimizer steps.*=4 asks",
@@ -212,7 +212,7 @@ def test_rows_per_step_are_of_all_ranks(tmp_path):
         trainer = build_trainer(loop, tmp_path)
         assert trainer.world_size == devices and trainer.accumulate_grad_batches == 8 // devices
         assert loop.spread(devices) == loop.spread(devices).spread(devices)
-    with pytest.raises(ConfigError, match="rows_per_step=7 does not divide among 2 ranks"):
+    with pytest.raises(ConfigError, match="rows_per_step=7; allowed: a multiple of 2"):
         LoopConfig(rows_per_step=7).spread(2)
 
 
