@@ -63,7 +63,6 @@ class PlannedRows(Dataset[Batch]):
 class RowsModule(lightning.LightningDataModule):
     """Packed rows for training, and what a run asks of them beside Lightning's own hooks."""
 
-    data: Prepared | Mixture
     workers: int
     pin_memory: bool
 
@@ -75,7 +74,7 @@ class RowsModule(lightning.LightningDataModule):
     @property
     def sha256(self) -> str | None:
         """The hash of what the rows are made from, where it has one."""
-        return self.data.manifest.get("sha256")
+        return None
 
     def _loader(self, rows: Dataset[Batch]) -> DataLoader[Batch]:
         return DataLoader(
@@ -168,6 +167,11 @@ class DataModule(RowsModule):
     def n_steps(self) -> int:
         """The optimizer steps of the plan."""
         return self.plan.n_steps
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of the prepared data."""
+        return self.data.manifest.get("sha256")
 
     @property
     def plan(self) -> Plan:
@@ -265,6 +269,11 @@ class MixtureModule(RowsModule):
         )
         self.workers, self.pin_memory, self.world, self.rank = workers, pin_memory, world, rank
         self.start_batch = 0
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of the corpus, where its manifest has one."""
+        return self.data.manifest.get("sha256")
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """This rank's rows from `start_batch` on."""
