@@ -314,7 +314,7 @@ def test_parts_are_merged_one_a_role():
     [
         ("snap", {}, "unknown eviction policy 'snap'; known: streaming_llm, snapkv"),
         ("snapkv", {"sinks": 3}, "'snapkv' has no option 'sinks'; known: window, kernel"),
-        ("snapkv", {"window": 0}, "evict.window=0; snapkv allows: 1 or more"),
+        ("snapkv", {"window": 0}, "evict.window=0; allowed: 1 or more for snapkv"),
         ("snapkv", {"kernel": 2}, "evict.kernel=2; allowed: 1"),
         ("streaming_llm", {"sinks": -1}, "evict.sinks=-1"),
     ],

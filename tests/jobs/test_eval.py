@@ -203,7 +203,7 @@ def test_evictors_alone_are_sent_to_suites_that_measure_them(run):
         ("lengths=[]", ConfigError, r"suite.lengths=\[\]; allowed: one or more"),
         ("lengths=[two]", ConfigError, r"suite.lengths=\['two'\]; allowed: .*token counts"),
         ("suite.prompts=0", ConfigError, r"suite.prompts=0; allowed: .*1 or more"),
-        ("suite.shapes=[[0,1]]", ConfigError, r"=\[0, 1\]; allowed: a list, each a whole number, 1 or more"),
+        ("suite.shapes=[[0,1]]", ConfigError, r"suite.shapes=\[\[0, 1\]\]; allowed: a list"),
         ("suite.shapes=4", ConfigError, r"suite.shapes=4; allowed: a list"),
         ("decode.temperature=hot", ConfigError, "decode.temperature=hot; allowed: a number"),
         ("decode.law=luck", ConfigError, "decode.law=luck; allowed: auto, point, iid"),
