@@ -228,16 +228,16 @@ def test_marks(reply: str, good: bool) -> None:
 def test_tries_are_those_of_the_official_loop(reply: str, tries: int) -> None:
     def official() -> int:
         """THUDM/LongWriter, eval_quality.py, `process_data`: one turn of its loop."""
-        trys = 0
+        tries = 0
         try:
             scores = json.loads(reply.replace("\n", ""))
             for dim in rubrics.DIMENSIONS:
                 if dim not in scores:
                     scores = None
-                    trys += 1
+                    tries += 1
         except Exception:
-            trys += 1
-        return trys
+            tries += 1
+        return tries
 
     assert rubrics.LongWriteRubric(longbench_write_prompts()).tries_of(reply) == tries == official()
 
