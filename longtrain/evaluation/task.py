@@ -145,7 +145,7 @@ class Task(WithExamples):
         Args:
             record: of any system, the full cache among them.
             full: the full cache's record.
-            example: theirs.
+            example: the example that both records are of.
         """
         return record
 
