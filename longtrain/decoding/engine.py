@@ -248,7 +248,9 @@ class Engine:
             return None
         reason = ""
         shape = max(shapes, key=lambda one: one.n_nodes)
-        if draft is not None and draft.tensors() is None:
+        if self.target.shards is not None:
+            reason = "the target's layers are split over ranks, which a graph cannot gather"
+        elif draft is not None and draft.tensors() is None:
             reason = f"the draft of '{self.parts.name}' does not update its state in place"
         elif shape.n_nodes > MAX_NODES:
             reason = (
@@ -334,8 +336,8 @@ def _logits(step: TargetStep) -> Tensor:
 
 
 def _gains(target: Target) -> bool:
-    """Whether static buffers are faster there: on CUDA, where attention over them has a kernel."""
-    if target.device.type != "cuda":
+    """Whether static buffers are faster there: on CUDA, where attention over them has a kernel, unsharded."""
+    if target.device.type != "cuda" or target.shards is not None:
         return False
     probe = torch.empty(1, 1, 1, target.info.head_dim, dtype=target.dtype, device=target.device)
     return kernel_serves(probe, probe, probe)

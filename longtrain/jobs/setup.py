@@ -53,10 +53,20 @@ def load_target_from(
             "longtrain train --help lists the names"
         )
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
-    target = load_target(str(where), dtype=dtype, device=device or device_of(cfg), **target_overrides(cfg))
+    weights, shard = ((cfg.target or {}).get(key) for key in ("weights", "shard"))
+    target = load_target(
+        str(where),
+        dtype=dtype,
+        device=device or device_of(cfg),
+        weights=convert(weights or "stored", Literal["stored", "random"], "target.weights"),
+        seed=convert(cfg.seed, int, "seed"),
+        shard=convert(shard, Literal["fsdp2"] | None, "target.shard"),
+        **target_overrides(cfg),
+    )
     wanted = cfg.target.get("fused", AUTO) if cfg.target else AUTO
     wanted = convert(wanted, Literal["auto", True, False], "target.fused")
-    fused = target.device.type == "cuda" if wanted == AUTO else wanted
+    usual = target.device.type == "cuda" and target.shards is None
+    fused = usual if wanted == AUTO else wanted
     return target.fuse() if fuse and fused else target
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -23,8 +23,9 @@ from longtrain.targets.attention import NAME
 from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
+from longtrain.targets.sharded import GATHERED, Node, Shards
 from longtrain.targets.tokenizer import legacy_hint, set_chat_template
-from longtrain.targets.weights import assign_weights, fingerprint, weight_files
+from longtrain.targets.weights import assign_weights, draw, fingerprint, random_weights, weight_files
 
 DTYPES = {
     "float64": torch.float64,
@@ -33,6 +34,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin"]
+ROOM = 0.9
+"""Share of a device that weights may fill."""
 _PROBE = "The quick brown fox, 1234567 jumps:\n\tif x != y { return größe; } 龙 🙂"
 
 
@@ -43,8 +46,19 @@ def load_target(
     device: str | torch.device = "cpu",
     max_positions: int | None = None,
     chat_template: str | None = None,
+    weights: Literal["stored", "random"] = "stored",
+    seed: int = 0,
+    shard: Literal["fsdp2"] | None = None,
 ) -> Target:
     """Load a frozen target.
+
+    With random weights a folder of `config.json` and tokenizer files is enough, to measure training against a
+    model that is not at hand. One of Llama 3.3 70B's shape, with the bundled tokenizer, is made in Python by:
+
+        shape_config("llama33_70b").save_pretrained(folder)
+        for file in (asset_dir("bundled") / "tiny").glob("*token*"):
+            shutil.copy(file, folder)
+        shutil.copy(asset_dir("bundled") / "tiny" / "chat_template.jinja", folder)
 
     Args:
         where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, or a Hub id.
@@ -52,9 +66,13 @@ def load_target(
         device: the device to put it on.
         max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
         chat_template: over the tokenizer's own: the name of a bundled one, or a file.
+        weights: "stored", or "random" ones, which the target's name then says.
+        seed: of random weights; they are the same on one kind of device only, sharded or not.
+        shard: "fsdp2": split the layers over this machine's ranks (`longtrain.targets.sharded`).
 
     Raises:
-        ConfigError: no such folder, Hub id or chat template, or an unknown dtype or device.
+        ConfigError: no such folder, Hub id or chat template, an unknown dtype or device, a target that the
+            device has no room for, or `shard` without other ranks.
         ArtifactError: a file of the folder is missing or damaged.
         TargetMismatchError: the attention is not supported, or weights do not fit the config.
     """
@@ -63,22 +81,69 @@ def load_target(
     folder = _folder(where)
     config = _config(folder)
     check_supported(config, str(where))
-    weight_files(folder)  # missing weights are told before anything is built
+    if weights == "stored":
+        weight_files(folder)  # missing weights are told before anything is built
     tokenizer = _tokenizer(folder)
     set_chat_template(tokenizer, chat_template)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    assign_weights(model, folder, dtype=dtype, device=device)
+    node = None if shard is None else Node.join(device)
+    check_room(model, str(where), device, ranks=None if node is None else node.size)
+    shards = None if node is None else Shards(model.model.layers, node, device)
+    if weights == "stored":
+        assign_weights(model, folder, dtype=dtype, device=device)
+    else:
+        random_weights(model, seed, dtype=dtype, device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     rebuild_rotary(model, device)
     eos_ids = _eos_ids(config, folder)
-    info = describe(model, tokenizer=tokenizer, name=str(where), eos_ids=eos_ids)
+    name = str(where) if weights == "stored" else f"{where} (random weights)"
+    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards)
     if max_positions is not None:
         info = replace(info, max_positions=max_positions)
-    return Target(model, info, tokenizer)
+    return Target(model, info, tokenizer, shards=shards)
+
+
+def check_room(model: PreTrainedModel, name: str, device: torch.device, *, ranks: int | None) -> None:
+    """Refuse a target whose weights leave a GPU no room for training or decoding, before they are loaded.
+
+    Args:
+        model: on the meta device.
+        name: the target's.
+        device: the device that its weights go to; a CPU is not asked.
+        ranks: ranks that share its layers; None: it is not sharded.
+
+    Raises:
+        ConfigError: weights would fill more than nine tenths of the device.
+    """
+    has = device_bytes(device)
+    if has is None:
+        return
+    body: Any = model.model
+    sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in body.layers]
+    layers, rest = sum(sizes), sum(weight.nbytes for weight in model.parameters()) - sum(sizes)
+    needs = rest + (layers if ranks is None else layers / ranks + min(GATHERED, len(sizes)) * max(sizes))
+    if needs <= ROOM * has:
+        return
+    what = f"{(rest + layers) / 1e9:.1f} GB of weights in {str(model.dtype).removeprefix('torch.')}"
+    room = f"{device} has {has / 1e9:.1f} GB, {ROOM:.0%} of them for weights"
+    if ranks is None:
+        raise ConfigError(
+            f"target {name} has {what}, and {room}; split it over the GPUs of a machine: "
+            "trainer=ddp target.shard=fsdp2"
+        )
+    raise ConfigError(
+        f"target {name} has {what}, over {ranks} ranks {needs / 1e9:.1f} GB each (gathered layers included), "
+        f"and {room}; use machines with more GPUs, or a smaller target"
+    )
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU in bytes; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def target_from_model(
@@ -134,15 +199,17 @@ def random_target(
     coins = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for leaf, param in model.named_parameters():
-            if param.dim() == 1 and leaf.endswith("norm.weight"):
-                param.fill_(1.0)
-            else:  # a matrix keeps the size of what it multiplies
-                param.normal_(0.0, param.shape[-1] ** -0.5 if param.dim() == 2 else 0.02, generator=coins)
+            draw(leaf, param, coins)
     return Target(model, describe(model, tokenizer=None, name=name, eos_ids=_eos_ids(config, None)))
 
 
 def describe(
-    model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None, name: str, eos_ids: tuple[int, ...]
+    model: PreTrainedModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    name: str,
+    eos_ids: tuple[int, ...],
+    shards: Shards | None = None,
 ) -> TargetInfo:
     """The facts of a model: shapes from its config, the rest from its modules and weights."""
     config = model.config
@@ -168,7 +235,7 @@ def describe(
         max_positions=config.max_position_embeddings,
         eos_ids=eos_ids,
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
-        weights_hash=fingerprint(model, facts),
+        weights_hash=fingerprint(model, facts, shards),
         **facts,
     )
 

@@ -6,7 +6,7 @@ Shapes: B batch, T new tokens, E hidden dim, G KV heads, D head dim, V vocabular
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.nn.functional import linear
 from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
-from longtrain.errors import ConfigError, DataError, refusal
+from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.targets.attention import LeaveEarly, Pass, Watch
 from longtrain.targets.fused import FusedDecoder
+from longtrain.targets.sharded import Shards, whole
 from longtrain.targets.step import PackedStep, Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -38,13 +39,26 @@ class Target(nn.Module):
         model: a CausalLM built with `attn_implementation="longtrain"`.
         info: facts about it.
         tokenizer: its tokenizer, if any.
+        shards: its layers, where they are split over ranks; it then shows its weights to nobody who moves,
+            broadcasts or saves those of a module (a trainer's strategy).
     """
 
     def __init__(
-        self, model: PreTrainedModel, info: TargetInfo, tokenizer: PreTrainedTokenizerBase | None = None
+        self,
+        model: PreTrainedModel,
+        info: TargetInfo,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        shards: Shards | None = None,
     ) -> None:
         super().__init__()
-        self.model: Any = model.requires_grad_(False)
+        self.shards = shards
+        self.model: Any
+        frozen = model.requires_grad_(False).eval()
+        if shards is None:
+            self.model = frozen
+        else:
+            self.__dict__["model"] = frozen  # not registered as a submodule
         self.info = info
         self.tokenizer = tokenizer
         self.fused: FusedDecoder | None = None
@@ -72,7 +86,12 @@ class Target(nn.Module):
 
         Raises:
             TargetMismatchError: the MLP is not a SwiGLU without biases.
+            ConflictError: the layers are split over ranks.
         """
+        if self.shards is not None:
+            raise ConflictError(
+                "target.fused joins the weights of a layer, and target.shard=fsdp2 splits them; leave one out"
+            )
         if self.fused is None:
             self.fused = FusedDecoder(self.model.model, self.info)
         return self
@@ -137,7 +156,17 @@ class Target(nn.Module):
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """Weights of a decoder layer under their Hugging Face names (`self_attn.q_proj.weight`, ...)."""
-        return self.model.model.layers[layer].state_dict()
+        state = self.model.model.layers[layer].state_dict()
+        return {name: whole(weight) for name, weight in state.items()}
+
+    def settle(self) -> None:
+        """Wait until every rank that shares the target is done with its passes, and help with them.
+
+        All ranks call this where their passes may differ in number: after each objective, and where one of
+        them writes answers. Nothing happens where each rank has a target of its own.
+        """
+        if self.shards is not None:
+            self.shards.settle()
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> DenseCache:
         """An empty cache of this target's shape.
@@ -241,19 +270,22 @@ class Target(nn.Module):
         hidden: dict[int, Tensor],
     ) -> Tensor | None:
         """The decoder without its LM head; None if the hook left early. Fills `hidden` as far as it gets."""
-        try:
-            if self.fused is not None:
-                last_BTE = self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
-            else:
-                with self._recorded(wanted, hidden):
-                    last_BTE = self.model.model(
-                        inputs_embeds=embeds_BTE,
-                        position_ids=pos_BT,
-                        use_cache=False,
-                        longtrain_pass=one_pass,
-                    ).last_hidden_state
-        except LeaveEarly:
-            return None
+        stop = one_pass.stop_at_layer
+        layers = self.info.n_layers if stop is None else stop + 1
+        with self.shards.running(layers) if self.shards is not None else nullcontext():
+            try:
+                if self.fused is not None:
+                    last_BTE = self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
+                else:
+                    with self._recorded(wanted, hidden):
+                        last_BTE = self.model.model(
+                            inputs_embeds=embeds_BTE,
+                            position_ids=pos_BT,
+                            use_cache=False,
+                            longtrain_pass=one_pass,
+                        ).last_hidden_state
+            except LeaveEarly:
+                return None
         if -1 in wanted:
             hidden[-1] = last_BTE
         return last_BTE

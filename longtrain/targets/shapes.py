@@ -50,6 +50,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": [128001, 128008, 128009],
         "bos_token_id": 128000,
     },
+    "llama33_70b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+        "eos_token_id": [128001, 128008, 128009],
+        "bos_token_id": 128000,
+    },
     "llama2_7b": {
         "model_type": "llama",
         "vocab_size": 32000,
@@ -100,7 +116,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
     },
 }
-"""Config keys by name: Llama-3.1-8B, Llama-2-7B, Llama-3.2-1B (meta-llama), Qwen3-8B; their config.json."""
+"""The config.json of Llama-3.1-8B, Llama-3.3-70B, Llama-2-7B, Llama-3.2-1B (meta-llama) and Qwen3-8B."""
 
 
 def shape_config(shape: str | dict[str, Any]) -> Any:

@@ -84,7 +84,7 @@ class SuffixRun:
         adapters: Sequence[LayerLora],
     ) -> None:
         self._target, self._spans, self._adapters = target, spans, adapters
-        self._x_NE, self._layer = embeds_NE, 0
+        self._x_NE, self._layer = _between(target, embeds_NE, None, 0), 0
         with torch.autocast(embeds_NE.device.type, enabled=False):
             self._rope = _rope(target, pos_N, embeds_NE.dtype)
 
@@ -108,8 +108,10 @@ class SuffixRun:
             mixed_NHD, s_BHT = suffix_attention(
                 q_NHD, k_NGD, v_NGD, k_BTGD, v_BTGD, self._spans, scale=layer.self_attn.scaling
             )
-            if not last:
-                self._output(layer, self._adapters[index], mixed_NHD.flatten(1))
+            if last:
+                return _between(self._target, s_BHT, index, None)
+            self._output(layer, self._adapters[index], mixed_NHD.flatten(1))
+            self._x_NE = _between(self._target, self._x_NE, index, index + 1)
         return s_BHT
 
     def _heads(self, layer: Any, lora: Lora | None, last: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +134,11 @@ class SuffixRun:
         gate_NI, up_NI = _linears(layer, GROUPS["gate_up"], normed_NE, lora.get("gate_up"))
         hidden_NI = layer.mlp.act_fn(gate_NI) * up_NI
         (self._x_NE,) = _linears(layer, GROUPS["down"], hidden_NI, lora.get("down"), add_to=x_NE)
+
+
+def _between(target: Target, x: Tensor, below: int | None, above: int | None) -> Tensor:
+    """The same tensor; in a sharded target, backward gathers the layer below here and frees the one above."""
+    return x if target.shards is None else target.shards.regather(x, enter=below, leave=above)
 
 
 def _linears(

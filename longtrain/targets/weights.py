@@ -5,15 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from longtrain.errors import ArtifactError, TargetMismatchError
+from longtrain.targets.sharded import rows_of
+
+if TYPE_CHECKING:
+    from longtrain.targets.sharded import Shards
 
 INT8_FILE = "weights.int8.safetensors"
 """Rows stored as int8 with one scale each (`name` and `name.scale`); int8 * scale in bf16 is the weight."""
@@ -21,29 +28,74 @@ _SAMPLES = 256
 
 
 def assign_weights(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill a model built on the meta device, in place, one file at a time.
+    """Fill a model built on the meta device, in place, one file at a time; of a split weight its own rows.
 
     Raises:
         ArtifactError: a file is missing, truncated or unreadable, or a tensor is missing.
         TargetMismatchError: a tensor's shape is not the config's.
     """
-    missing = {name: param.shape for name, param in model.named_parameters() if param.is_meta}
+    missing = {name: param.shape for name, param in _empty(model)}
     for file in weight_files(folder):
-        for name, tensor in _tensors(file, device):
+        for name, stored in _tensors(file, device):
             if name not in missing:
                 continue  # rotary buffers of old checkpoints, a tied head
-            if tensor.shape != missing[name]:
+            if stored.shape != tuple(missing[name]):
                 raise TargetMismatchError(
-                    f"{file}: {name} has shape {tuple(tensor.shape)}, config.json says {tuple(missing[name])}"
+                    f"{file}: {name} has shape {stored.shape}, config.json says {tuple(missing[name])}"
                 )
-            owner, _, leaf = name.rpartition(".")
-            value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
-            setattr(model.get_submodule(owner), leaf, value)
+            _fill(model, name, stored.rows, dtype=dtype, device=device)
             del missing[name]
     if missing:
         raise ArtifactError(
             f"{folder} lacks {len(missing)} tensors, the first is {min(missing)}; get the folder again"
         )
+
+
+def random_weights(model: nn.Module, seed: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill a model built on the meta device with random weights, in place.
+
+    They depend on the seed and the kind of device, and not on how weights are split.
+    """
+    for name, param in list(_empty(model)):
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        coins = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
+        value = draw(name, torch.empty(param.shape, dtype=dtype, device=device), coins)
+        _fill(model, name, value.__getitem__, dtype=dtype, device=device)
+
+
+def draw(name: str, tensor: Tensor, coins: torch.Generator) -> Tensor:
+    """Fill a tensor with random weights: norms are 1, and a matrix keeps the size of what it multiplies."""
+    if tensor.dim() == 1 and name.endswith("norm.weight"):
+        return tensor.fill_(1.0)
+    return tensor.normal_(0.0, tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0.02, generator=coins)
+
+
+def _empty(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that have no values yet, by name."""
+    for name, param in model.named_parameters():
+        if param.is_meta or isinstance(param, DTensor):
+            yield name, param
+
+
+def _fill(
+    model: nn.Module,
+    name: str,
+    rows: Callable[[slice], Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Give a parameter its values; `rows` reads some of them."""
+    param = model.get_parameter(name)
+    if isinstance(param, DTensor):
+        mine = rows_of(param)
+        if mine.start < mine.stop:
+            with torch.no_grad():
+                param.to_local().copy_(rows(mine))
+        return
+    owner, _, leaf = name.rpartition(".")
+    value = rows(slice(None)).to(device=device, dtype=dtype)
+    setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -72,46 +124,98 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def fingerprint(model: nn.Module, facts: dict[str, Any]) -> str:
+def fingerprint(model: nn.Module, facts: dict[str, Any], shards: Shards | None = None) -> str:
     """Who the weights are: sha256 over facts of the config and, of each tensor, name, shape and bf16 samples.
 
-    The same for one folder loaded in fp32 on a CPU and in bf16 on a GPU.
+    The same for one folder loaded in fp32 on a CPU, in bf16 on a GPU, or split over ranks.
 
     Args:
         model: the model, on any device, in any dtype that holds its bf16 weights.
         facts: JSON values that belong to the identity.
+        shards: its layers, if they are split; every rank that shares them calls this.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    samples = []
+    samples: dict[str, Tensor] = {}
     for name, param in sorted(model.named_parameters()):
         digest.update(f"{name}{tuple(param.shape)}".encode())
-        flat = param.detach().reshape(-1)
-        stride = max(1, flat.numel() // _SAMPLES)
-        samples.append(flat[::stride].to(torch.bfloat16))
-    digest.update(torch.cat(samples).view(torch.int16).cpu().numpy().tobytes())
+        stride, first = max(1, param.numel() // _SAMPLES), 0
+        flat = param.detach()
+        if isinstance(flat, DTensor):
+            first = -rows_of(flat).start * (param.numel() // param.shape[0]) % stride
+            flat = flat.to_local()
+        samples[name] = flat.reshape(-1)[first::stride].to(torch.bfloat16)
+    mine = _on_host(samples)
+    if shards is not None:
+        split = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+        parts = shards.node.gather({name: mine[name] for name in split})
+        mine |= {name: b"".join(part[name] for part in parts) for name in split}
+    digest.update(b"".join(mine.values()))
     return digest.hexdigest()
 
 
-def _tensors(file: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _on_host(samples: dict[str, Tensor]) -> dict[str, bytes]:
+    """Tensors of 16 bits as bytes, in one transfer."""
+    numbers = torch.cat(list(samples.values())).view(torch.int16).cpu()
+    cut = numbers.split([len(value) for value in samples.values()])
+    return {name: part.numpy().tobytes() for name, part in zip(samples, cut, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file, read when its rows are asked for.
+
+    Args:
+        file: for error messages.
+        shape: of the whole tensor.
+        read: rows -> their values.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    read: Callable[[slice], Tensor]
+
+    def rows(self, which: slice) -> Tensor:
+        """Some rows.
+
+        Raises:
+            ArtifactError: the file is damaged.
+        """
+        try:
+            return self.read(which)
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(_damaged(self.file, error)) from error
+
+
+def _tensors(file: Path, device: torch.device) -> Iterator[tuple[str, _Stored]]:
     """Name and tensor of one file, expanded if it holds int8 rows."""
     if file.suffix == ".bin":
         try:
-            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=True).items()
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ArtifactError(_damaged(file, error)) from error
+        for name, tensor in state.items():
+            yield name, _Stored(file, tuple(tensor.shape), tensor.__getitem__)
         return
     try:
         with safe_open(file, framework="pt", device=str(device)) as store:
-            names = list(store.keys())
-            for name in names:
+            names = set(store.keys())
+            for name in store.keys():  # noqa: SIM118 (it is no mapping)
                 if name.endswith(".scale") and name.removesuffix(".scale") in names:
                     continue
-                tensor = store.get_tensor(name)
-                if f"{name}.scale" in names:
-                    tensor = (tensor.float() * store.get_tensor(f"{name}.scale")).to(torch.bfloat16)
-                yield name, tensor
+                shape = tuple(store.get_slice(name).get_shape())
+                yield name, _Stored(file, shape, partial(_rows, store, name, f"{name}.scale" in names))
     except (SafetensorError, OSError) as error:
         raise ArtifactError(_damaged(file, error)) from error
+
+
+def _rows(store: Any, name: str, scaled: bool, which: slice) -> Tensor:
+    """Rows of a tensor of an open file; int8 rows times their scales in bf16."""
+    if which == slice(None):
+        tensor, scale = store.get_tensor(name), store.get_tensor(f"{name}.scale") if scaled else None
+    else:
+        tensor = store.get_slice(name)[which]
+        scale = store.get_slice(f"{name}.scale")[which] if scaled else None
+    return tensor if scale is None else (tensor.float() * scale).to(torch.bfloat16)
 
 
 def _damaged(file: Path, error: Exception) -> str:

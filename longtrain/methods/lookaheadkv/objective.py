@@ -64,11 +64,20 @@ class LookaheadObjective(Objective):
         """
         found, device = samples(batch), batch.ids_T.device
         if not found:
-            zero = torch.zeros((), device=device)
-            nothing = sum((value.sum() * 0 for value in self.module.parameters()), start=zero)
-            return Loss(nothing, 0, {"loss": (zero, zero)})
+            return self._nothing(batch)
         with torch.autocast(device.type, enabled=False):
             return self._loss(batch, found)
+
+    def _nothing(self, batch: Batch) -> Loss:
+        """The loss of a row without labels; in a sharded target it goes through the layers as others do."""
+        zero = torch.zeros((), device=batch.ids_T.device)
+        if self.target.shards is None:
+            nothing = sum((value.sum() * 0 for value in self.module.parameters()), start=zero)
+        else:
+            tokens = len(batch.ids_T)
+            with torch.autocast(zero.device.type, enabled=False):
+                nothing = self._loss(batch, [Sample(0, tokens - 1, tokens)]).total * 0
+        return Loss(nothing, 0, {"loss": (zero, zero)})
 
     def _loss(self, batch: Batch, found: list[Sample]) -> Loss:
         config, device, info = self.config, batch.ids_T.device, self.target.info

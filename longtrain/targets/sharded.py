@@ -1,0 +1,268 @@
+"""A frozen target whose decoder layers are split over the GPUs of a node and gathered one at a time.
+
+Every rank holds an equal part of each decoder layer (`torch.distributed.fsdp.fully_shard`), and all of the
+embeddings, the final norm and the LM head: a loss reads the head for as long as it lasts, so that splitting
+it would not lower the peak. A layer is gathered while the one before it computes, and let go after its use;
+nodes are copies of each other. The trained module is no part of this.
+
+Gathering needs all ranks of a node, and their rows may ask for unlike passes. So the ranks agree, before each
+pass, on how many layers to gather, and a rank that has no more to ask helps the others (`Shards.settle`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from longtrain.errors import ConfigError, ConflictError, TrainingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PATIENCE = timedelta(days=7)
+"""How long ranks wait for one that prepares data or writes answers; one that ends is noticed at once."""
+
+GATHERED = 3
+"""Layers' worth of memory that gathering takes at most: the one in use, the next one's parts as they arrive,
+and room for putting them in order."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """The ranks that share a target.
+
+    Args:
+        mesh: they as a mesh of one dimension, over which weights are gathered.
+        host: the same ranks as a gloo group, over which they agree; it leaves the GPU alone.
+    """
+
+    mesh: DeviceMesh
+    host: Any
+
+    @classmethod
+    def join(cls, device: torch.device) -> Node:
+        """The ranks of this machine. Every rank of the run calls this.
+
+        Raises:
+            ConfigError: no process group stands, or the machines have unlike numbers of ranks.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "target.shard=fsdp2 splits the target over the ranks of a training run, and this is a single "
+                "process; train with trainer=ddp trainer.devices=2 (or more) or under torchrun, or leave "
+                "target.shard=null"
+            )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.empty(0, device=device)
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, socket.gethostname())
+        hosts = [list(ranks) for _, ranks in groupby(range(len(names)), key=names.__getitem__)]
+        sizes = {len(ranks) for ranks in hosts}
+        if len(sizes) > 1 or len(hosts) != len(set(names)):
+            raise ConfigError(
+                f"target.shard=fsdp2 needs the same number of neighbouring ranks on every machine, and ranks "
+                f"0..{len(names) - 1} are on {', '.join(map(str, names))}; start as many on each, in blocks"
+            )
+        mesh = init_device_mesh(device.type, (len(hosts), len(hosts[0])), mesh_dim_names=("node", "shard"))
+        host, _ = dist.new_subgroups_by_enumeration(hosts, backend="gloo", timeout=PATIENCE)
+        return cls(mesh["shard"], host)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the machine."""
+        return self.mesh.size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of each rank of the machine, in rank order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.host)
+        return found
+
+
+class _Split(nn.Module):
+    """What `fully_shard` is applied to: a layer's parameters, without its hooks around the layer's forward.
+
+    Those hooks do not survive a forward that is left by an exception (`LeaveEarly`), and keep an entry for
+    each forward until a backward that never comes.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class Shards:
+    """The decoder layers of a target, each split over the ranks of a node.
+
+    Args:
+        layers: of a model on the meta device; they come out empty, on `device`.
+        node: who shares them.
+        device: this rank's.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], node: Node, device: torch.device) -> None:
+        self.node, self.device = node, device
+        self._split: list[Any] = []
+        self._coming: dict[int, Any] = {}
+        self._here: set[int] = set()
+        self._until: int | None = None
+        """Layers that the ranks gather in the pass under way; None: there is none."""
+        self._waits: list[tuple[Any, Any]] = []
+        for index, layer in enumerate(layers):
+            split = _Split(layer.requires_grad_(False))
+            fully_shard(split, mesh=node.mesh, reshard_after_forward=True)
+            self._split.append(split.to_empty(device=device))
+            layer.register_forward_pre_hook(self._before(index))
+            layer.register_forward_hook(self._after(index))
+
+    @contextmanager
+    def running(self, layers: int) -> Iterator[None]:
+        """A pass through the first `layers` layers; the ranks gather as many as any of them asks for.
+
+        Raises:
+            TrainingError: another rank of the node ended.
+        """
+        self._free_all()
+        self._until = self._agree(layers)
+        try:
+            yield
+            self._free_all()
+            self._follow(layers, self._until)
+        finally:
+            self._until = None
+            self._free_all()
+
+    def settle(self) -> None:
+        """Help with the passes of the node's other ranks until all of them have come here.
+
+        Raises:
+            TrainingError: another rank of the node ended.
+        """
+        while until := self._agree(0):
+            self._follow(0, until)
+
+    def gather(self, layer: int, then: int | None) -> None:
+        """Have a layer's weights here, and ask for those of another meanwhile."""
+        if layer not in self._here:
+            coming = self._coming.pop(layer, None) or self._split[layer].unshard(async_op=True)
+            began = self._now()
+            coming.wait()
+            self._waits.append((began, self._now()))
+            self._here.add(layer)
+        if then is not None and then not in self._here and then not in self._coming:
+            self._coming[then] = self._split[then].unshard(async_op=True)
+
+    def free(self, layer: int) -> None:
+        """Let go of a layer's weights but for this rank's part."""
+        if layer in self._here:
+            self._here.remove(layer)
+            self._split[layer].reshard()
+
+    def regather(self, x: Tensor, *, enter: int | None, leave: int | None) -> Tensor:
+        """The same tensor; backward lets go of layer `leave` there and gathers `enter`, and the one below.
+
+        It stands between layers whose weights a gradient flows through: autograd keeps their tensors, which
+        are empty until the layer is gathered again. All ranks of a node must go through the same layers.
+        """
+        return _Regather.apply(x, self, enter, leave) if x.requires_grad else x
+
+    def seconds_waited(self) -> float:
+        """How long the device waited for layers to arrive and be put in order, since the last call.
+
+        What came while another layer was computing is not in it.
+        """
+        waits, self._waits = self._waits, []
+        if self.device.type != "cuda":
+            return sum(ended - began for began, ended in waits)
+        if waits:
+            waits[-1][1].synchronize()
+        return sum(began.elapsed_time(ended) for began, ended in waits) / 1e3
+
+    def _before(self, index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            if self._until is None:
+                raise ConflictError(
+                    "a layer of a sharded target was called directly; call Target.forward or Target.packed"
+                )
+            self.gather(index, index + 1 if index + 1 < self._until else None)
+
+        return hook
+
+    def _after(self, index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+            self.free(index)
+
+        return hook
+
+    def _follow(self, start: int, stop: int) -> None:
+        """Gather layers that another rank computes."""
+        for layer in range(start, stop):
+            self.gather(layer, layer + 1 if layer + 1 < stop else None)
+            self.free(layer)
+
+    def _free_all(self) -> None:
+        for layer in sorted(self._here):
+            self.free(layer)
+
+    def _agree(self, layers: int) -> int:
+        """The largest number of layers that a rank of the node asks for; 0: all have settled."""
+        most = torch.tensor([layers])
+        try:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.node.host)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:120]
+            raise TrainingError(
+                f"another rank that shares the target ended; its own message says why ({reason})"
+            ) from error
+        return int(most)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class _Regather(torch.autograd.Function):
+    """See `Shards.regather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards, enter: int | None, leave: int | None) -> Tensor:
+        ctx.shards, ctx.enter, ctx.leave = shards, enter, leave
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.leave is not None:
+            ctx.shards.free(ctx.leave)
+        if ctx.enter is not None:
+            ctx.shards.gather(ctx.enter, ctx.enter - 1 if ctx.enter else None)
+        return grads[0], None, None, None
+
+
+def rows_of(weight: DTensor) -> slice:
+    """The rows of a split weight that this rank holds."""
+    mesh = weight.device_mesh
+    each = -(-weight.shape[0] // mesh.size())
+    first = min(mesh.get_local_rank() * each, weight.shape[0])
+    return slice(first, min(first + each, weight.shape[0]))
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A weight, put together where it is split; then every rank of the node must ask."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

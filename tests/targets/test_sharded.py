@@ -1,0 +1,71 @@
+"""A target split over two ranks gives what a whole one gives (`sharded_worker.py` holds the checks)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import sharded_worker
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError
+from longtrain.targets import loading
+from longtrain.targets.loading import load_target
+from longtrain.targets.shapes import SHAPES, shape_config
+
+
+def tokenizer_files(folder):
+    """The bundled tokenizer's, as the docstring of `load_target` has it."""
+    tiny = asset_dir("bundled") / "tiny"
+    for file in (*tiny.glob("*token*"), tiny / "chat_template.jinja"):
+        (folder / file.name).write_bytes(file.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Check -> what went wrong on each rank. Three layers, one width that two ranks do not share evenly."""
+    folder = tmp_path_factory.mktemp("sharded")
+    torch.manual_seed(0)
+    shape = {**SHAPES["qwen3_micro"], "num_hidden_layers": 3, "intermediate_size": 81}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).save_pretrained(folder / "model")
+    tokenizer_files(folder / "model")
+    torch.multiprocessing.spawn(sharded_worker.main, (str(folder),), nprocs=sharded_worker.WORLD)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(sharded_worker.WORLD)]
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in sharded_worker.CHECKS])
+def test_a_sharded_target_is_the_whole_one(found, check):
+    for rank, results in enumerate(found):
+        assert results.get(check, "an earlier check failed") == "", f"rank {rank}"
+
+
+def test_one_process_cannot_share_a_target():
+    with pytest.raises(ConfigError, match=r"target\.shard=fsdp2 .* single process; train with trainer=ddp"):
+        load_target("tiny", shard="fsdp2")
+
+
+def test_a_target_that_fills_the_gpu_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    shape_config("llama33_70b").save_pretrained(tmp_path)
+    tokenizer_files(tmp_path)
+    monkeypatch.setattr(loading, "device_bytes", lambda device: 150_750_000_000)  # an H200
+    message = r"141\.1 GB of weights in bfloat16, and cpu has 150\.8 GB, 90% .* target\.shard=fsdp2"
+    with pytest.raises(ConfigError, match=message):
+        load_target(tmp_path, weights="random", dtype="bfloat16")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_config("llama33_70b"), dtype=torch.bfloat16)
+    loading.check_room(model, "x", torch.device("cpu"), ranks=2)
+    monkeypatch.setattr(loading, "device_bytes", lambda device: 24_000_000_000)
+    with pytest.raises(ConfigError, match=r"over 4 ranks 43\.6 GB each .* use machines with more GPUs"):
+        loading.check_room(model, "x", torch.device("cpu"), ranks=4)
+
+
+def test_random_weights_need_a_config_and_a_tokenizer_alone(tmp_path):
+    shape_config("llama_micro").save_pretrained(tmp_path)
+    tokenizer_files(tmp_path)
+    one, same, other = (load_target(tmp_path, weights="random", seed=seed) for seed in (0, 0, 1))
+    assert one.info == same.info and one.info.weights_hash != other.info.weights_hash
+    assert one.info.name.endswith("(random weights)")
+    assert replace(one.info, weights_hash="") == replace(other.info, weights_hash="")
