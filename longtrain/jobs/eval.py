@@ -286,9 +286,9 @@ def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:
 
 def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[str, bytes]:
     """Tables, pictures and, where `report=html`, the page."""
+    from longtrain.evaluation.reporting.comparisons import speed_table
     from longtrain.evaluation.reporting.page import page
     from longtrain.evaluation.reporting.pictures import pictures
-    from longtrain.evaluation.reporting.speed import speed_table
     from longtrain.evaluation.reporting.tables import table
 
     files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results, timings)}

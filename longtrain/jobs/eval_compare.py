@@ -25,19 +25,20 @@ def run(cfg: DictConfig) -> None:
     """
     from longtrain.evaluation.figures import compare
     from longtrain.evaluation.figures.statistics import RESAMPLES, Bootstrap
+    from longtrain.evaluation.reporting.comparisons import compare_summary, compare_table
     from longtrain.evaluation.reporting.page import compare_page
 
     folders = folders_of(cfg)
     resamples = convert(plain(cfg.suite).get("bootstrap", RESAMPLES), Count, "suite.bootstrap")
     first, second = compare.load(folders)
     found = compare.compare(first, second, Bootstrap(convert(cfg.seed, int, "seed"), resamples))
-    files = {"compare.json": files_.as_json(found), "compare.md": compare.table(found).encode()}
+    files = {"compare.json": files_.as_json(found), "compare.md": compare_table(found).encode()}
     if cfg.report == "html":
         files["compare.html"] = compare_page(found)
     folder = Path(cfg.run_dir) / "compare" / folder_name(first.label, second.label)
     files_.write_files(folder, files)
     provenance.write(folder, plain(cfg), protocol=found["protocol"]["hash"])
-    tables.show(*compare.rows(found, plain=True))
+    tables.show(*compare_summary(found))
     tables.say(
         "difference: the second run minus the first; * where larger than noise",
         *(f"note: {note}" for note in found["notes"]),

@@ -32,7 +32,7 @@ def test_texts_that_repeat_themselves_are_told_apart():
     records = [record([Cycle(1, 3, 3, 3, 4)], loop), record([Cycle(1, 3, 3, 0, 1)], fresh)]
     numbers = [numbers_of(one) for one in records]
     assert [one["repeated_tokens"] for one in numbers] == [8, 0]
-    found = figures_of(FIGURES, numbers, full=None, draw=USUAL)
+    found = figures_of(FIGURES, numbers, USUAL)
     assert found["repeated"]["value"] == 8 / 32
     assert found["τ, not repetitive"]["value"] == 1.0 and found["τ, not repetitive"]["n"] == 1
 

@@ -5,6 +5,7 @@ import pytest
 
 from longtrain.errors import DataError
 from longtrain.evaluation.figures.statistics import (
+    LEAST,
     Bootstrap,
     Interval,
     mean_of_ratios,
@@ -13,7 +14,6 @@ from longtrain.evaluation.figures.statistics import (
     pooled_ratio,
     wilson,
 )
-from longtrain.evaluation.figures.strata import LEAST
 
 
 def test_wilson_matches_published_values():

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.figures.outcomes import Numbers, numbers_of_output
-from longtrain.evaluation.figures.readings import change_of, reading_of
-from longtrain.evaluation.figures.results import verdict
-from longtrain.evaluation.figures.statistics import USUAL, Bootstrap, Ratio, paired_mean_difference
+from longtrain.evaluation.figures.outcomes import numbers_of_output
+from longtrain.evaluation.figures.readings import Pair, Reading, change_of, reading_of
+from longtrain.evaluation.figures.results import PLAIN_KINDS, verdict
+from longtrain.evaluation.figures.statistics import USUAL, Bootstrap
 from longtrain.evaluation.harness.ledger import first_difference
-from longtrain.evaluation.reporting.tables import difference
 from longtrain.evaluation.suite import Figure
-from longtrain.tables import escaped, interval, markdown, without_empty
 
 Json = dict[str, Any]
 
@@ -163,60 +161,20 @@ def pairs_of(first: Run, second: Run) -> list[tuple[str, str]]:
     return pairs
 
 
-def table(compared: Json) -> str:
-    """The Markdown report of a comparison."""
-    a, b = compared["runs"]
-    parts = [
-        f"# {escaped(compared['title'])}: {escaped(a['label'])} and {escaped(b['label'])}",
-        f"Difference: {escaped(b['label'])} minus {escaped(a['label'])}, over the examples that both have; "
-        f"bold where larger than noise. Protocol `{compared['protocol']['hash']}`.",
-        "\n".join(f"- {escaped(note)}" for note in compared["notes"]),
-        markdown(*rows(compared)),
-    ]
-    if own := list(dict.fromkeys(name for pair in compared["pairs"] for name in pair["figures"])):
-        lines = [
-            [escaped(pair["name"]), *(difference(pair["figures"].get(name), digits=4) for name in own)]
-            for pair in compared["pairs"]
-        ]
-        parts.append("## Further figures\n\n" + markdown(["system", *map(escaped, own)], lines))
-    names = list(dict.fromkeys(task["task"] for pair in compared["pairs"] for task in pair["tasks"]))
-    if len(names) > 1:
-        lines = []
-        for pair in compared["pairs"]:
-            by = {task["task"]: task["score"] for task in pair["tasks"]}
-            cells = [difference(by[name]) if name in by else "-" for name in names]
-            lines.append([escaped(pair["name"]), *cells])
-        parts.append("## By task\n\n" + markdown(["system", *map(escaped, names)], lines))
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def rows(compared: Json, *, plain: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Head and a line a pair: both figures, their difference, and that of the acceptance length."""
-    a, b = (run["label"] for run in compared["runs"])
-    name = compared["scale"]["name"]
-    header = ["system", f"{name}, {a}", f"{name}, {b}", "difference", "difference of τ", "examples"]
-    lines = []
-    for pair in compared["pairs"]:
-        shown = pair["name"] if plain else escaped(pair["name"])
-        figures = [interval(pair["average"][key]) for key in ("first", "second")]
-        gaps = [difference(pair[key], plain=plain) for key in ("average", "acceptance")]
-        lines.append([shown, *figures, *gaps, str(pair["examples"])])
-    return without_empty(header if plain else [escaped(one) for one in header], lines, kept=(0, 5))
-
-
 class _Differences:
-    """Differences of one comparison."""
+    """Differences of one comparison. Pairs of numbers are those of the second run and of the first."""
 
     def __init__(self, first: Run, second: Run, draw: Bootstrap) -> None:
         self.first, self.second, self.draw = first, second, draw
         self.reading = reading_of(first.results["scale"])
         known = [[Figure(**one) for one in run.results.get("figures", [])] for run in (first, second)]
-        self.figures = [one for one in known[0] if one in known[1] and one.kind in ("pooled", "wilson")]
+        self.figures = [one for one in known[0] if one in known[1] and one.kind in PLAIN_KINDS]
 
     def pair(self, a: str, b: str) -> Json:
         """The differences between a system of the first run and one of the second."""
         both = {task: pairs for task in self.first.outputs if (pairs := self._both(task, a, b))}
         every = [pair for pairs in both.values() for pair in pairs]
+        gaps = {one.name: change_of(one, every, self.draw) for one in self.figures}
         return {
             "name": a if a == b else f"{a} / {b}",
             "first": a,
@@ -228,43 +186,31 @@ class _Differences:
             ],
             "average": self._score(list(both.values())),
             "acceptance": self._acceptance(every),
-            "figures": self._own(every),
+            "figures": {name: verdict(gap) for name, gap in gaps.items() if gap.n},
         }
 
-    def _both(self, task: str, a: str, b: str) -> list[tuple[Numbers, Numbers]]:
+    def _both(self, task: str, a: str, b: str) -> list[Pair]:
         others = self.second.outputs.get(task, {})
         return [
-            (numbers_of_output(outputs[a]), numbers_of_output(others[name][b]))
+            (numbers_of_output(others[name][b]), numbers_of_output(outputs[a]))
             for name, outputs in self.first.outputs[task].items()
             if a in outputs and b in others.get(name, {})
         ]
 
-    def _score(self, strata: list[list[tuple[Numbers, Numbers]]]) -> Json:
+    def _score(self, strata: list[list[Pair]]) -> Json:
         """Both figures and their difference, over those examples that have a figure in both runs."""
-        share = self.reading.share
-        known = [[pair for pair in pairs if share(pair[0]) and share(pair[1])] for pairs in strata]
-        sides = [[[pair[side] for pair in pairs] for pairs in known] for side in (0, 1)]
-        ratio = self.reading.ratio
-        ratios = [(ratio(b), ratio(a)) for a, b in zip(*sides, strict=True)]
-        gap = paired_mean_difference(ratios, self.draw, of=self.reading.of, bounds=self.reading.bounds)
-        first, second = (self.reading.mean(side, self.draw).to_json() for side in sides)
-        return {"first": first, "second": second, **verdict(gap)}
+        known = [[pair for pair in pairs if all(map(self.reading.share, pair))] for pairs in strata]
+        second, first = (
+            self.reading.mean([[pair[side] for pair in pairs] for pairs in known], self.draw).to_json()
+            for side in (0, 1)
+        )
+        return {"first": first, "second": second, **verdict(self.reading.difference(known, self.draw))}
 
-    def _acceptance(self, every: list[tuple[Numbers, Numbers]]) -> Json | None:
+    def _acceptance(self, every: list[Pair]) -> Json | None:
         """The difference of the acceptance length, pooled over tasks; None where a run has no draft."""
         drafted = [pair for pair in every if all("cycles" in one for one in pair)]
-        ratios: list[Ratio] = [
-            ([pair[side]["cycle_tokens"] for pair in drafted], [pair[side]["cycles"] for pair in drafted])
-            for side in (1, 0)
-        ]
-        gap = paired_mean_difference([(ratios[0], ratios[1])], self.draw)
+        gap = Reading(lambda one: (one["cycle_tokens"], one["cycles"])).difference([drafted], self.draw)
         return verdict(gap) if gap.n else None
-
-    def _own(self, every: list[tuple[Numbers, Numbers]]) -> Json:
-        """The differences of what the suite reports beside its score."""
-        first, second = ([pair[side] for pair in every] for side in (0, 1))
-        found = {one.name: change_of(one, second, first, self.draw) for one in self.figures}
-        return {name: verdict(gap) for name, gap in found.items() if gap.n}
 
 
 def _notes(first: Run, second: Run) -> list[str]:

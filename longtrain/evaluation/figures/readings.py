@@ -18,6 +18,7 @@ from longtrain.evaluation.figures.statistics import (
     Ratio,
     mean_of_ratios,
     paired_difference,
+    paired_mean_difference,
     paired_quotient,
     pooled_ratio,
     wilson,
@@ -26,6 +27,8 @@ from longtrain.evaluation.suite import Figure
 
 Json = dict[str, Any]
 Share = tuple[float, float]
+Pair = tuple[Numbers, Numbers]
+"""Numbers of one example with two systems, or in two runs."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class Reading:
             return wilson(round(above / best), round(below)).through(lambda share: best * share)
         return mean_of_ratios(ratios, draw, of=self.of, bounds=self.bounds)
 
+    def difference(self, strata: Iterable[Sequence[Pair]], draw: Bootstrap) -> Interval:
+        """The mean over strata of the first figures minus that of the second, over the same examples."""
+        ratios = [(self.ratio(a for a, _ in some), self.ratio(b for _, b in some)) for some in strata]
+        return paired_mean_difference(ratios, draw, of=self.of, bounds=self.bounds)
+
 
 def reading_of(scale: Mapping[str, Any]) -> Reading:
     """How scores are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), or tokens a cycle.
@@ -80,47 +88,33 @@ def reading_of(scale: Mapping[str, Any]) -> Reading:
     return Reading(share, bounds=bounds, wilson=scale.get("wilson", False))
 
 
-def figures_of(
-    figures: Sequence[Figure],
-    some: Sequence[Numbers],
-    *,
-    full: Sequence[Numbers] | None,
-    draw: Bootstrap,
-) -> Json:
+def figures_of(figures: Sequence[Figure], some: Sequence[Numbers | Pair], draw: Bootstrap) -> Json:
     """Name -> interval of each figure that these records have.
 
     Args:
         figures: what the suite reports.
-        some: numbers of the records.
-        full: those of the full cache for the same examples, in their order; None for the full cache itself.
+        some: numbers of the records, or where there is a full cache beside them pairs of theirs and its own.
         draw: how the bootstrap draws.
     """
-    found = {one.name: _interval(one, some, full, draw) for one in figures}
+    rows = [one if isinstance(one, tuple) else (one,) for one in some]
+    found = {one.name: _interval(one, rows, draw) for one in figures}
     return {name: interval.to_json() for name, interval in found.items() if interval.n}
 
 
-def change_of(
-    figure: Figure, first: Sequence[Numbers], second: Sequence[Numbers], draw: Bootstrap
-) -> Interval:
-    """A figure of the first records minus that of the second, over the same examples in the same order."""
-    both = [pair for pair in zip(first, second, strict=True) if all(_has(figure, one) for one in pair)]
-    a, b = (_ratio(figure, [pair[side] for pair in both]) for side in (0, 1))
-    gap = paired_difference(a, b, draw)
+def change_of(figure: Figure, pairs: Sequence[Pair], draw: Bootstrap) -> Interval:
+    """A figure of the first records minus that of the second."""
+    gap = paired_difference(*_ratios(figure, pairs, sides=2), draw)
     return gap.through(lambda nats: 100 * math.expm1(nats)) if figure.growth else gap
 
 
-def _interval(
-    figure: Figure, some: Sequence[Numbers], full: Sequence[Numbers] | None, draw: Bootstrap
-) -> Interval:
+def _interval(figure: Figure, rows: Sequence[tuple[Numbers, ...]], draw: Bootstrap) -> Interval:
     if figure.kind in ("change", "quotient"):
-        if full is None:
-            return NOTHING
+        pairs = [(row[0], row[1]) for row in rows if len(row) == 2]
         if figure.kind == "change":
-            return change_of(figure, some, full, draw)
-        both = [pair for pair in zip(some, full, strict=True) if all(_has(figure, one) for one in pair)]
-        mine, whole = ([pair[side][figure.above] for pair in both] for side in (0, 1))
+            return change_of(figure, pairs, draw)
+        (mine, _), (whole, _) = _ratios(figure, pairs, sides=2)
         return paired_quotient(mine, whole, draw)
-    above, below = _ratio(figure, [one for one in some if _has(figure, one)])
+    ((above, below),) = _ratios(figure, rows, sides=1)
     if figure.kind == "wilson":
         return wilson(round(sum(above)), round(sum(below)))
     if figure.kind == "pooled":
@@ -129,12 +123,14 @@ def _interval(
     return Interval(math.fsum(above) / total, math.nan, math.nan, len(above)) if total else NOTHING
 
 
-def _has(figure: Figure, one: Numbers) -> bool:
-    return figure.above in one and figure.below in one
-
-
-def _ratio(figure: Figure, some: Sequence[Numbers]) -> Ratio:
-    return [one[figure.above] for one in some], [one[figure.below] for one in some]
+def _ratios(figure: Figure, rows: Sequence[tuple[Numbers, ...]], *, sides: int) -> list[Ratio]:
+    """A figure's two numbers of the first sides of those rows that have them on each of these sides."""
+    needed = {figure.above, figure.below}
+    there = [row for row in rows if all(needed <= set(one) for one in row[:sides])]
+    return [
+        ([row[side][figure.above] for row in there], [row[side][figure.below] for row in there])
+        for side in range(sides)
+    ]
 
 
 def _share(one: Numbers, above: str, below: str, needs: str = "one") -> Share | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from longtrain.decoding.stats import Cycle
 from longtrain.evaluation.figures.acceptance import acceptance_of, position_edges, tau_of
 from longtrain.evaluation.figures.outcomes import (
+    Numbers,
     Table,
     by_example,
     first_difference,
@@ -20,13 +22,12 @@ from longtrain.evaluation.figures.outcomes import (
     numbers_of,
     plain,
 )
-from longtrain.evaluation.figures.readings import change_of, figures_of, reading_of
+from longtrain.evaluation.figures.readings import Pair, change_of, figures_of, reading_of
 from longtrain.evaluation.figures.statistics import (
     USUAL,
     Bootstrap,
     Interval,
     paired_difference,
-    paired_mean_difference,
     pooled_ratio,
 )
 from longtrain.evaluation.records import Record
@@ -34,22 +35,15 @@ from longtrain.evaluation.suite import Suite, Summary
 from longtrain.evaluation.task import Task
 from longtrain.systems import System
 
+if TYPE_CHECKING:
+    from longtrain.evaluation.harness.protocol import Protocol
+
 Json = dict[str, Any]
 SCHEMA = 2
 SHOWN = 10
 """Texts that differ from plain decoding's of which the places are kept."""
-
-
-class Hashed(Protocol):
-    """A protocol as the harness has it."""
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits."""
-
-    @property
-    def settings(self) -> Json:
-        """What was hashed."""
+PLAIN_KINDS = ("pooled", "wilson")
+"""Kinds of figures whose differences between two systems, or two runs, are reported."""
 
 
 def assemble(
@@ -57,7 +51,7 @@ def assemble(
     systems: Sequence[System],
     records: Iterable[Record],
     *,
-    protocol: Hashed,
+    protocol: Protocol,
     target: Json,
     draw: Bootstrap = USUAL,
     baseline: Json | None = None,
@@ -120,26 +114,20 @@ def title_and_notes(summaries: Mapping[str, Summary]) -> tuple[str, list[str]]:
 
 
 class _Figures:
-    """Figures of one run."""
+    """Figures of one run. Records of a system come as strata: those of each task, in the suite's order."""
 
     def __init__(
         self, suite: Suite, found: Table, draw: Bootstrap, *, full: str | None, strict: bool
     ) -> None:
         self.suite, self.found, self.draw, self.full, self.strict = suite, found, draw, full, strict
         self.reading = reading_of(asdict(suite.scale))
-        self.known: dict[int, dict[str, float]] = {}
+        self.known: dict[int, Numbers] = {}
         self.longest = {task.name: task.max_new_tokens for task in suite.tasks if isinstance(task, Task)}
-
-    def _numbers(self, record: Record) -> dict[str, float]:
-        """The numbers of a record, which are made once."""
-        if id(record) not in self.known:
-            self.known[id(record)] = numbers_of(record)
-        return self.known[id(record)]
 
     def system(self, system: System, official: Mapping[str, float]) -> Json:
         """A system's entry."""
         tasks = self.found[system.name]
-        everything = [record for some in tasks.values() for record in some]
+        strata = list(tasks.values())
         edges = position_edges(max(self.longest.values(), default=1))
         return {
             "name": system.name,
@@ -151,36 +139,34 @@ class _Figures:
                 self._task(system, name, some) | {"official": official.get(name)}
                 for name, some in tasks.items()
             ],
-            "average": self._mean(tasks.values()),
-            "acceptance": self._acceptance(everything, edges),
-            "figures": self._own(system.name, everything),
-            "versus_full": self._versus(system.name, tasks),
-            "facets": self._facets(system.name, everything),
+            "average": self._score(strata),
+            "acceptance": self._acceptance(strata, edges),
+            "figures": self._own(strata),
+            "versus_full": self._versus(strata),
+            "facets": self._facets(strata),
         }
 
     def cells(self, system: System) -> list[Json]:
         """Figures of every combination of facets that occurs."""
         entries = []
         for name, some in self.found[system.name].items():
-            for facets, inside in _grouped(some, lambda record: [tuple(sorted(record.facets.items()))]):
+            groups = _grouped(some, lambda record: [tuple(sorted(record.facets.items()))])
+            for facets in sorted(groups, key=_rank):
                 if facets:
                     place = {"system": system.name, "task": name, "facets": dict(facets)}
-                    entries.append(place | self._part(system.name, [inside], inside))
+                    entries.append(place | self._part([groups[facets]]))
         return entries
 
     def differences(self, first: str, second: str) -> list[Json]:
         """What one system has more than another, task by task over the same examples."""
         entries = []
+        plain = [figure for figure in self.suite.figures if figure.kind in PLAIN_KINDS]
         for task, some in self.found[first].items():
-            both = _paired(some, self.found[second].get(task, []))
-            a, b = ([self._numbers(pair[side]) for pair in both] for side in (0, 1))
-            score = paired_difference(self.reading.ratio(a), self.reading.ratio(b), self.draw)
-            entry = {"first": first, "second": second, "task": task, "score": verdict(score)}
-            entry["figures"] = {
-                figure.name: change_of(figure, a, b, self.draw).to_json()
-                for figure in self.suite.figures
-                if figure.kind in ("pooled", "wilson")
-            }
+            pairs = self._numbers_of_pairs(some, second)
+            ratios = (self.reading.ratio(pair[side] for pair in pairs) for side in (0, 1))
+            entry = {"first": first, "second": second, "task": task}
+            entry["score"] = verdict(paired_difference(*ratios, self.draw))
+            entry["figures"] = {one.name: change_of(one, pairs, self.draw).to_json() for one in plain}
             entries.append(entry)
         return entries
 
@@ -190,7 +176,7 @@ class _Figures:
         return {
             "task": name,
             "rows": len(some),
-            "score": self._mean([some]),
+            "score": self._score([some]),
             "cut": sum(record.cut for record in some),
             "unjudged": sum(self.reading.share(one) is None for one in numbers if "output_tokens" in one),
             **({"out_of_memory": failed} if (failed := sum(bool(one.failed) for one in some)) else {}),
@@ -199,67 +185,58 @@ class _Figures:
                 for key in ("prompt_tokens", "output_tokens", "kept_rows")
             },
             "kept_share": mean(kept_share(record) for record in some),
-            "acceptance": self._acceptance(some, edges),
-            "exactness": self._exactness(system, name, some),
-            "figures": self._own(system.name, some),
-            "versus_full": self._versus(system.name, {name: some}),
+            "acceptance": self._acceptance([some], edges),
+            "exactness": self._exactness(system, some),
+            "figures": self._own([some]),
+            "versus_full": self._versus([some]),
         }
 
-    def _facets(self, system: str, everything: Sequence[Record]) -> list[Json]:
+    def _facets(self, strata: Sequence[Sequence[Record]]) -> list[Json]:
         """Figures by one facet at a time: the mean over the tasks that have it, and what is pooled."""
-        entries = []
-        for (facet, value), inside in _grouped(everything, lambda record: record.facets.items()):
-            strata = [same for _, same in _grouped(inside, lambda record: [record.task])]
-            entries.append({"facet": facet, "value": value} | self._part(system, strata, inside))
-        return entries
+        every = [record for some in strata for record in some]
+        groups = _grouped(every, lambda record: record.facets.items())
+        return [
+            {"facet": facet, "value": value} | self._part(_by_task(groups[facet, value]))
+            for facet, value in sorted(groups, key=_rank)
+        ]
 
-    def _part(self, system: str, strata: Iterable[Sequence[Record]], inside: Sequence[Record]) -> Json:
-        rows = [row for record in inside for row in record.rows()]
-        tau = pooled_ratio(tau_of(rows), self.draw).to_json() if rows else None
-        return {"score": self._mean(strata), "acceptance": tau, "figures": self._own(system, inside)}
+    def _part(self, strata: Sequence[Sequence[Record]]) -> Json:
+        """A cell's entry, or a facet's; tasks are drawn in the order of their names there."""
+        rows = _rows(strata)
+        return {
+            "score": self._score(sorted(strata, key=lambda some: some[0].task)),
+            "acceptance": pooled_ratio(tau_of(rows), self.draw).to_json() if rows else None,
+            "figures": self._own(strata),
+        }
 
-    def _own(self, system: str, some: Sequence[Record]) -> Json:
+    def _score(self, strata: Sequence[Sequence[Record]]) -> Json:
+        """The mean over tasks."""
+        return self.reading.mean([map(self._numbers, some) for some in strata], self.draw).to_json()
+
+    def _acceptance(self, strata: Sequence[Sequence[Record]], edges: list[int]) -> Json | None:
+        rows = _rows(strata)
+        return acceptance_of(rows, self.draw, edges=edges) if rows else None
+
+    def _own(self, strata: Sequence[Sequence[Record]]) -> Json:
         """What the suite reports beside its score."""
         if not self.suite.figures:
             return {}
-        full = None
-        if self.full not in (None, system):
-            pairs = [_paired(inside, self._full(task)) for task, inside in _by_task(some).items()]
-            both = [pair for some_pairs in pairs for pair in some_pairs]
-            some, full = [a for a, _ in both], [self._numbers(b) for _, b in both]
-        return figures_of(self.suite.figures, [self._numbers(one) for one in some], full=full, draw=self.draw)
+        pairs = self._beside_full(strata)
+        if pairs is not None:
+            return figures_of(self.suite.figures, [pair for some in pairs for pair in some], self.draw)
+        numbers = [self._numbers(record) for some in strata for record in some]
+        return figures_of(self.suite.figures, numbers, self.draw)
 
-    def _mean(self, strata: Iterable[Sequence[Record]]) -> Json:
-        numbers = [[self._numbers(record) for record in some] for some in strata]
-        return self.reading.mean(numbers, self.draw).to_json()
-
-    def _acceptance(self, some: Sequence[Record], edges: list[int]) -> Json | None:
-        rows = [row for record in some for row in record.rows()]
-        return acceptance_of(rows, self.draw, edges=edges) if rows else None
-
-    def _versus(self, system: str, tasks: Mapping[str, Sequence[Record]]) -> Json | None:
+    def _versus(self, strata: Sequence[Sequence[Record]]) -> Json | None:
         """The mean over tasks of the difference from the full cache over the same examples."""
-        if self.full in (None, system):
-            return None
-        strata = []
-        for name, some in tasks.items():
-            pairs = _paired(some, self._full(name))
-            first, second = (
-                self.reading.ratio(self._numbers(pair[side]) for pair in pairs) for side in (0, 1)
-            )
-            strata.append((first, second))
-        gap = paired_mean_difference(strata, self.draw, of=self.reading.of, bounds=self.reading.bounds)
-        return verdict(gap)
+        pairs = self._beside_full(strata)
+        return None if pairs is None else verdict(self.reading.difference(pairs, self.draw))
 
-    def _full(self, task: str) -> Sequence[Record]:
-        assert self.full is not None
-        return self.found[self.full].get(task, [])
-
-    def _exactness(self, system: System, name: str, some: Sequence[Record]) -> Json | None:
+    def _exactness(self, system: System, some: Sequence[Record]) -> Json | None:
         """How many answers are not those of the same cache without a draft, and where the first ones part."""
         if system.lossless_of is None or system.lossless_of not in self.found:
             return None
-        pairs = _paired(some, self.found[system.lossless_of].get(name, []))
+        pairs = self._pairs(some, system.lossless_of)
         apart = [
             {"example": a.example, **place} for a, b in pairs if (place := first_difference(a, b)) is not None
         ]
@@ -271,38 +248,55 @@ class _Figures:
             "first": apart[:SHOWN],
         }
 
+    def _numbers(self, record: Record) -> Numbers:
+        """The numbers of a record, which are made once."""
+        if id(record) not in self.known:
+            self.known[id(record)] = numbers_of(record)
+        return self.known[id(record)]
+
+    def _pairs(self, some: Sequence[Record], other: str) -> list[tuple[Record, Record]]:
+        """Records of a task with another system's of the same examples, where neither failed."""
+        there = {one.example: one for one in self.found[other].get(some[0].task, [])} if some else {}
+        pairs = [(record, there[record.example]) for record in some if record.example in there]
+        return [(a, b) for a, b in pairs if not (a.failed or b.failed)]
+
+    def _numbers_of_pairs(self, some: Sequence[Record], other: str) -> list[Pair]:
+        return [(self._numbers(a), self._numbers(b)) for a, b in self._pairs(some, other)]
+
+    def _beside_full(self, strata: Sequence[Sequence[Record]]) -> list[list[Pair]] | None:
+        """Numbers beside the full cache's, by task; None for itself, and where it did not run."""
+        system = next((record.system for some in strata for record in some), None)
+        if self.full in (None, system):
+            return None
+        assert self.full is not None
+        return [self._numbers_of_pairs(some, self.full) for some in strata]
+
 
 def verdict(difference: Interval) -> Json:
     """A difference as it is reported."""
     return {"difference": difference.to_json(), "larger_than_noise": difference.larger_than_noise}
 
 
-def _paired(some: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Records of two systems in one task, by example, where both have it."""
-    there = {record.example: record for record in others}
-    pairs = [(record, there[record.example]) for record in some if record.example in there]
-    return [(a, b) for a, b in pairs if not (a.failed or b.failed)]
+def _rows(strata: Iterable[Sequence[Record]]) -> list[list[Cycle]]:
+    """The cycles of every turn; empty where no draft ran."""
+    return [row for some in strata for record in some for row in record.rows()]
 
 
-def _by_task(some: Iterable[Record]) -> dict[str, list[Record]]:
-    tasks: dict[str, list[Record]] = defaultdict(list)
-    for record in some:
-        tasks[record.task].append(record)
-    return tasks
+def _by_task(some: Iterable[Record]) -> list[list[Record]]:
+    return list(_grouped(some, lambda record: [record.task]).values())
 
 
-def _grouped(
-    records: Iterable[Record], keys: Callable[[Record], Iterable[Any]]
-) -> list[tuple[Any, list[Record]]]:
-    """Records by each of their keys, numbers before texts; a record with two keys is in two groups."""
+def _grouped(records: Iterable[Record], keys: Callable[[Record], Iterable[Any]]) -> dict[Any, list[Record]]:
+    """Records by each of their keys; a record with two keys is in two groups."""
     groups: dict[Any, list[Record]] = defaultdict(list)
     for record in records:
         for key in keys(record):
             groups[key].append(record)
-    return sorted(groups.items(), key=lambda item: _rank(item[0]))
+    return groups
 
 
 def _rank(key: Any) -> Any:
+    """Keys in order: numbers before texts."""
     if isinstance(key, tuple):
         return tuple(_rank(part) for part in key)
     if isinstance(key, int | float):

@@ -1,15 +1,22 @@
-"""`table.md` and the short table of the terminal."""
+"""`table.md` and the short table of the terminal.
+
+A table is described once, by its columns: a heading, and what stands there for one thing (a system, a task).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
-from longtrain.evaluation.figures.strata import LEAST
+from longtrain.evaluation.figures.statistics import LEAST
 from longtrain.tables import DASH, escaped, fixed, interval, markdown, percent, without_empty
 
 Json = dict[str, Any]
+Column = tuple[str, Callable[[Any], str]]
+"""A heading, and a thing -> its cell as Markdown."""
+Sheet = tuple[list[str], list[list[str]]]
+"""Headings and rows."""
 
 WIDE = 8
 """Most columns of tasks beside each other; with more, systems are the columns."""
@@ -21,22 +28,24 @@ def table(results: Json) -> str:
     Args:
         results: of `results.assemble`.
     """
-    parts = [_headline(results), _systems(results), _tasks(results), _own(results)]
-    parts += [
-        _depths(results),
-        _positions(results),
-        _figures(results),
-        _facets(results),
-        _rivals(results),
+    drafted = [system for system in results["systems"] if system["acceptance"] is not None]
+    return joined(
+        _headline(results),
+        section("Systems", _systems(results)),
+        *_tasks(results, drafted),
+        _own(results),
+        *_drafts(drafted),
+        section("Further figures", _figures(results)),
+        *_facets(results),
+        section("Differences over the same prompts (paired bootstrap)", _rivals(results)),
         _exactness(results),
         _footnote(results),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    )
 
 
-def summary(results: Json) -> tuple[list[str], list[list[str]]]:
+def summary(results: Json) -> Sheet:
     """Head and rows of a short table: a line a system."""
-    return _columns(results, plain=True)
+    return _systems(results, plain=True)
 
 
 def difference(versus: Json | None, *, plain: bool = False, digits: int = 2) -> str:
@@ -50,169 +59,176 @@ def difference(versus: Json | None, *, plain: bool = False, digits: int = 2) -> 
     return value if gap["low"] is None else f"{value} [{gap['low']:.{digits}f}, {gap['high']:.{digits}f}]"
 
 
-def kept_share(system: Json) -> float | None:
-    """Mean over tasks of the share of the prompt's rows in the cache."""
-    shares = [task["kept_share"] for task in system["tasks"] if task["kept_share"] is not None]
-    return sum(shares) / len(shares) if shares else None
+def sheet(columns: Sequence[Column], things: Iterable[Any]) -> Sheet:
+    """The table that its columns describe: a row for each thing."""
+    return [heading for heading, _ in columns], [[cell(one) for _, cell in columns] for one in things]
 
 
-def same_texts(system: Json) -> str:
-    """How many drafted texts are those of the same cache without a draft; a dash if none was compared."""
-    found = [task["exactness"] for task in system["tasks"] if task["exactness"] is not None]
-    if not found:
-        return DASH
-    compared = sum(one["compared"] for one in found)
-    return f"{compared - sum(one['different'] for one in found)}/{compared} the same"
+def section(title: str, found: Sheet) -> str:
+    """A table under its title; empty without rows. Headings are escaped: they may be names from outside."""
+    header, rows = found
+    return f"## {title}\n\n{markdown(list(map(escaped, header)), rows)}" if rows else ""
+
+
+def joined(*parts: str) -> str:
+    """A report from its parts, some of which may be empty."""
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _name(system: Json) -> str:
+    return escaped(system["name"])
 
 
 def _headline(results: Json) -> str:
-    scale = results["scale"]
-    notes = "".join(f"\n- {escaped(note)}" for note in results["notes"])
+    scale, tasks = results["scale"], results["systems"][0]["tasks"]
     better = "" if scale["higher_is_better"] else ", lower is better"
-    rows = sum(task["rows"] for task in results["systems"][0]["tasks"])
-    return (
-        f"# {escaped(results['title'])}: {escaped(results['target']['name'])}\n\n"
-        f"{_count(len(results['systems'][0]['tasks']), 'task')}, {_count(rows, 'example')}, "
-        f"{scale['name']}{better}; protocol "
-        f"`{results['protocol']['hash']}`." + (f"\n{notes}" if notes else "")
-    )
+    counts = f"{_count(len(tasks), 'task')}, {_count(sum(task['rows'] for task in tasks), 'example')}"
+    return joined(
+        f"# {escaped(results['title'])}: {escaped(results['target']['name'])}",
+        f"{counts}, {scale['name']}{better}; protocol `{results['protocol']['hash']}`.",
+        "\n".join(f"- {escaped(note)}" for note in results["notes"]),
+    ).rstrip("\n")
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _systems(results: Json) -> str:
-    header, rows = _columns(results, plain=False)
-    return "## Systems\n\n" + markdown(header, rows)
-
-
-def _columns(results: Json, *, plain: bool) -> tuple[list[str], list[list[str]]]:
+def _systems(results: Json, *, plain: bool = False) -> Sheet:
     """A line a system; columns that nobody fills are left out."""
-    name = results["scale"]["name"]
+    scale = results["scale"]["name"]
     several = len(results["systems"][0]["tasks"]) > 1
-    header = [
-        "system",
-        f"average {name}" if several else name,
-        "vs full",
-        "cache kept",
-        "τ",
-        "accepted",
-        "texts",
+    columns: list[Column] = [
+        ("system", lambda system: system["name"] if plain else _name(system)),
+        (f"average {scale}" if several else scale, lambda system: interval(system["average"])),
+        ("vs full", lambda system: difference(system["versus_full"], plain=plain)),
+        ("cache kept", lambda system: percent(_kept_share(system) if system["budget"] else None)),
+        ("τ", _tau),
+        ("accepted", lambda system: percent(_value(system["acceptance"], "acceptance_rate"))),
+        ("texts", _same_texts),
+        ("unjudged", _unjudged),
     ]
-    header.append("unjudged")
-    rows = []
-    for system in results["systems"]:
-        found, kept = system["acceptance"], kept_share(system)
-        unjudged = sum(task["unjudged"] for task in system["tasks"])
-        rows.append(
-            [
-                system["name"] if plain else escaped(system["name"]),
-                interval(system["average"]),
-                difference(system["versus_full"], plain=plain),
-                DASH if kept is None or system["budget"] is None else f"{100 * kept:.1f}%",
-                interval(found["tau"]) if found else DASH,
-                percent(found["acceptance_rate"]["value"]) if found else DASH,
-                same_texts(system),
-                str(unjudged) if unjudged and system["average"]["value"] is not None else DASH,
-            ]
-        )
-    return without_empty(header, rows)
+    return without_empty(*sheet(columns, results["systems"]))
 
 
-def _tasks(results: Json) -> str:
+def _kept_share(system: Json) -> float | None:
+    """Mean over tasks of the share of the prompt's rows in the cache."""
+    shares = [task["kept_share"] for task in system["tasks"] if task["kept_share"] is not None]
+    return sum(shares) / len(shares) if shares else None
+
+
+def _tau(entry: Json) -> str:
+    """Acceptance length of a system, or of one in a task."""
+    return interval(entry["acceptance"]["tau"]) if entry["acceptance"] else DASH
+
+
+def _value(acceptance: Json | None, key: str) -> float | None:
+    return acceptance[key]["value"] if acceptance else None
+
+
+def _same_texts(system: Json) -> str:
+    """How many drafted texts are those of the same cache without a draft; a dash if none was compared."""
+    found = [task["exactness"] for task in system["tasks"] if task["exactness"] is not None]
+    compared, different = (sum(one[key] for one in found) for key in ("compared", "different"))
+    return f"{compared - different}/{compared} the same" if found else DASH
+
+
+def _unjudged(system: Json) -> str:
+    count = sum(task["unjudged"] for task in system["tasks"])
+    return str(count) if count and system["average"]["value"] is not None else DASH
+
+
+def _tasks(results: Json, drafted: Sequence[Json]) -> list[str]:
     """Point values by task; bold where the difference from the full cache is larger than noise."""
-    systems = results["systems"]
+    systems, parts = results["systems"], []
     names = list(dict.fromkeys(task["task"] for system in systems for task in system["tasks"]))
     by = {(system["name"], task["task"]): task for system in systems for task in system["tasks"]}
-    parts = []
     if any(task["score"]["value"] is not None for task in by.values()):
-        title = f"## {results['scale']['name'].capitalize()} by task"
-        parts.append(f"{title}\n\n{_grid(systems, names, by, _score)}")
-    drafted = [system for system in systems if system["acceptance"] is not None]
+        title = f"{results['scale']['name'].capitalize()} by task"
+        parts.append(section(title, _grid(systems, names, by, _score)))
     if drafted and len(names) > 1:
-        parts.append(f"## Acceptance length τ by task\n\n{_grid(drafted, names, by, _tau)}")
-    return "\n\n".join(parts)
+        parts.append(section("Acceptance length τ by task", _grid(drafted, names, by, _tau)))
+    return parts
 
 
-def _grid(systems: Sequence[Json], names: Sequence[str], by: dict[tuple[str, str], Json], show: Any) -> str:
-    def at(system: Json, name: str) -> str:
-        task = by.get((system["name"], name))
-        return DASH if task is None else show(task)
+def _grid(
+    systems: Sequence[Json],
+    names: Sequence[str],
+    by: Mapping[tuple[str, str], Json],
+    show: Callable[[Json], str],
+) -> Sheet:
+    """Systems by tasks, or with many tasks and few systems the other way round."""
 
-    if len(names) <= WIDE or len(systems) > len(names):
-        rows = [[escaped(system["name"]), *(at(system, name) for name in names)] for system in systems]
-        return markdown(["system", *map(escaped, names)], rows)
-    rows = [[escaped(name), *(at(system, name) for system in systems)] for name in names]
-    return markdown(["task", *(escaped(system["name"]) for system in systems)], rows)
+    def at(system: str, task: str) -> str:
+        return show(by[system, task]) if (system, task) in by else DASH
+
+    own = [system["name"] for system in systems]
+    if len(names) <= WIDE or len(own) > len(names):
+        return ["system", *names], [[escaped(one), *(at(one, name) for name in names)] for one in own]
+    return ["task", *own], [[escaped(name), *(at(one, name) for one in own)] for name in names]
 
 
 def _score(task: Json) -> str:
-    value = task["score"]["value"]
-    if value is None:
-        return DASH
     versus = task["versus_full"]
-    bold = versus is not None and versus["larger_than_noise"]
-    return f"**{value:.2f}**" if bold else f"{value:.2f}"
-
-
-def _tau(task: Json) -> str:
-    return interval(task["acceptance"]["tau"]) if task["acceptance"] else DASH
+    shown = fixed(task["score"]["value"])
+    return f"**{shown}**" if shown != DASH and versus and versus["larger_than_noise"] else shown
 
 
 def _own(results: Json) -> str:
     """Figures that only this suite has, `extra.table` of its summary: a title, and a number a column."""
-    found = {
-        system["name"]: system["extra"]["table"]
-        for system in results["systems"]
-        if "table" in system["extra"]
-    }
-    if not found:
+    having = [system for system in results["systems"] if "table" in system["extra"]]
+    if not having:
         return ""
-    first = next(iter(found.values()))
+    first = having[0]["extra"]["table"]
     rows = [
-        [
-            escaped(name),
-            *(fixed(own["columns"].get(column)) for column in first["columns"]),
-        ]
-        for name, own in found.items()
+        [_name(system), *(fixed(system["extra"]["table"]["columns"].get(one)) for one in first["columns"])]
+        for system in having
     ]
-    return f"## {escaped(first['title'])}\n\n" + markdown(["system", *map(escaped, first["columns"])], rows)
+    return section(escaped(first["title"]), (["system", *first["columns"]], rows))
 
 
-def _depths(results: Json) -> str:
-    drafted = [system for system in results["systems"] if system["acceptance"] is not None]
-    deepest = max((len(system["acceptance"]["by_depth"]) for system in drafted), default=0)
-    if not deepest:
-        return ""
-    rows = []
-    for system in drafted:
-        rates = [percent(row["rate"]["value"]) for row in system["acceptance"]["by_depth"]]
-        rows.append([escaped(system["name"]), *rates, *[DASH] * (deepest - len(rates))])
-    header = ["system", *(f"depth {depth}" for depth in range(1, deepest + 1))]
-    return "## Acceptance by depth (of drafts whose parent was accepted)\n\n" + markdown(header, rows)
-
-
-def _positions(results: Json) -> str:
-    drafted = [system for system in results["systems"] if system["acceptance"] is not None]
+def _drafts(drafted: Sequence[Json]) -> list[str]:
+    """Acceptance by depth and by place."""
     if not drafted:
-        return ""
-    places = drafted[0]["acceptance"]["by_position"]
-    header = ["system", *(f"{place['from']} to {place['below'] - 1}" for place in places)]
-    rows = [
-        [escaped(system["name"]), *(interval(place["tau"]) for place in system["acceptance"]["by_position"])]
+        return []
+    by_depth = {system["name"]: system["acceptance"]["by_depth"] for system in drafted}
+    deepest = max(map(len, by_depth.values()))
+    header = ["system", *(f"depth {depth}" for depth in range(1, deepest + 1))]
+    depths = [
+        [escaped(name), *(percent(one["rate"]["value"]) for one in found), *[DASH] * (deepest - len(found))]
+        for name, found in by_depth.items()
+        if deepest
+    ]
+    places = [f"{one['from']} to {one['below'] - 1}" for one in drafted[0]["acceptance"]["by_position"]]
+    taus = [
+        [_name(system), *(interval(one["tau"]) for one in system["acceptance"]["by_position"])]
         for system in drafted
     ]
-    return "## τ by place in the output (generated tokens)\n\n" + markdown(header, rows)
+    return [
+        section("Acceptance by depth (of drafts whose parent was accepted)", (header, depths)),
+        section("τ by place in the output (generated tokens)", (["system", *places], taus)),
+    ]
 
 
-def figure(one: Json, found: Json | None) -> str:
-    """A figure beside the score, as its suite wants it shown.
-
-    Args:
-        one: its declaration, of `results["figures"]`.
-        found: value and interval.
+def _figures(results: Json) -> Sheet:
+    """What the suite reports beside its score: a line for each system and task, columns that nobody fills
+    left out; by facet in results.json.
     """
+    found = [(system, task) for system in results["systems"] for task in system["tasks"] if task["figures"]]
+    columns: list[Column] = [
+        ("system", lambda one: _name(one[0])),
+        ("task", lambda one: escaped(one[1]["task"])),
+    ]
+    columns += [
+        (figure["name"], lambda one, figure=figure: _figure(figure, one[1]["figures"].get(figure["name"])))
+        for figure in results["figures"]
+        if any(figure["name"] in task["figures"] for _, task in found)
+    ]
+    return sheet(columns, found if len(columns) > 2 else [])
+
+
+def _figure(one: Json, found: Json | None) -> str:
+    """A figure beside the score, as its suite wants it shown."""
     if found is None or found["value"] is None:
         return DASH
     scale, unit = {"number": (1.0, ""), "percent": (100.0, "%"), "bytes": (1e-6, " MB")}[one["unit"]]
@@ -221,48 +237,23 @@ def figure(one: Json, found: Json | None) -> str:
     return interval(scaled, 1 if one["unit"] == "percent" else 3) + unit
 
 
-def _figures(results: Json) -> str:
-    """What the suite reports beside its score: a line for each system and task, columns that nobody fills
-    left out; by facet in results.json.
-    """
-    found = [
-        (system["name"], task["task"], task["figures"])
-        for system in results["systems"]
-        for task in system["tasks"]
-        if task["figures"]
-    ]
-    used = [one for one in results["figures"] if any(one["name"] in own for _, _, own in found)]
-    if not used:
-        return ""
-    rows = [
-        [escaped(system), escaped(task), *(figure(one, own.get(one["name"])) for one in used)]
-        for system, task, own in found
-    ]
-    return "## Further figures\n\n" + markdown(["system", "task", *(one["name"] for one in used)], rows)
-
-
-def _rivals(results: Json) -> str:
+def _rivals(results: Json) -> Sheet:
     """Differences between systems over the same prompts."""
-    rows = [
-        [
-            escaped(one["first"]),
-            escaped(one["second"]),
-            escaped(one["task"]),
-            difference(one["score"], digits=3),
-        ]
-        for one in results["differences"]
+    columns: list[Column] = [
+        ("system", lambda one: escaped(one["first"])),
+        ("minus", lambda one: escaped(one["second"])),
+        ("task", lambda one: escaped(one["task"])),
+        (f"difference of {results['scale']['name']}", lambda one: difference(one["score"], digits=3)),
     ]
-    header = ["system", "minus", "task", f"difference of {results['scale']['name']}"]
-    return (
-        "## Differences over the same prompts (paired bootstrap)\n\n" + markdown(header, rows) if rows else ""
-    )
+    return sheet(columns, results["differences"])
 
 
-def _facets(results: Json) -> str:
+def _facets(results: Json) -> list[str]:
     """A table a facet and figure: systems by values."""
-    systems, parts = results["systems"], []
+    systems, scale, parts = results["systems"], results["scale"]["name"], []
+    keys = [("score", scale), *([] if scale == ACCEPTANCE else [("acceptance", "τ")])]
     for facet in dict.fromkeys(one["facet"] for system in systems for one in system["facets"]):
-        for key, name in (("score", results["scale"]["name"]), ("acceptance", "τ")):
+        for key, name in keys:
             found = {
                 (system["name"], one["value"]): one[key]
                 for system in systems
@@ -270,18 +261,12 @@ def _facets(results: Json) -> str:
                 if one["facet"] == facet and one[key] is not None and one[key]["value"] is not None
             }
             values = sorted({value for _, value in found}, key=lambda v: (isinstance(v, str), v))
-            if not 2 <= len(values) <= 2 * WIDE or (
-                key == "acceptance" and results["scale"]["name"] == ACCEPTANCE
-            ):
-                continue
-            rows = [
-                [escaped(s["name"]), *(interval(found.get((s["name"], v), {"value": None})) for v in values)]
-                for s in systems
-                if any((s["name"], value) in found for value in values)
-            ]
-            header = ["system", *(escaped(value) for value in values)]
-            parts.append(f"## {name.capitalize()} by {escaped(facet)}\n\n{markdown(header, rows)}")
-    return "\n\n".join(parts)
+            if 2 <= len(values) <= 2 * WIDE:
+                own = dict.fromkeys(system for system, _ in found)
+                rows = [[escaped(one), *(interval(found.get((one, v))) for v in values)] for one in own]
+                title = f"{name.capitalize()} by {escaped(facet)}"
+                parts.append(section(title, (["system", *map(str, values)], rows)))
+    return parts
 
 
 def _exactness(results: Json) -> str:
@@ -293,7 +278,7 @@ def _exactness(results: Json) -> str:
             if found and found["different"]:
                 first = found["first"][0]
                 lines.append(
-                    f"- {escaped(system['name'])}, {escaped(task['task'])}: {found['different']} of "
+                    f"- {_name(system)}, {escaped(task['task'])}: {found['different']} of "
                     f"{found['compared']} texts differ{_gap(found)}; {escaped(first['example'])} at token "
                     f"{first['position']}"
                 )

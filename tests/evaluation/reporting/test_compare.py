@@ -7,6 +7,7 @@ import pytest
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.figures import compare
 from longtrain.evaluation.figures.statistics import Bootstrap
+from longtrain.evaluation.reporting.comparisons import compare_table
 from longtrain.evaluation.reporting.page import compare_page
 from longtrain.files import as_json, jsonl
 
@@ -175,7 +176,7 @@ def test_a_damaged_file_is_named(write, name, content):
 
 def test_the_report_marks_what_is_larger_than_noise(write):
     found = compared(write("old"), write("new", lift))
-    text = compare.table(found)
+    text = compare_table(found)
     assert "old and new" in text.splitlines()[0]
     for pair in found["pairs"]:
         line = next(line for line in text.splitlines() if line.startswith(f"| {pair['name']} |"))

@@ -17,7 +17,7 @@ from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.reporting.speed import speed_table
+from longtrain.evaluation.reporting.comparisons import speed_table
 from longtrain.evaluation.speed import speed_rows, speed_steps
 from longtrain.evaluation.suites import documents, shared, speculation
 from longtrain.methods.longspec.config import Config

@@ -1,0 +1,109 @@
+"""What is set side by side: systems timed in turn (`speed.md`) and two runs (`compare.md`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longtrain.evaluation.reporting.tables import Column, Sheet, difference, joined, section, sheet
+from longtrain.tables import DASH, escaped, fixed, interval, markdown, tokens, without_empty
+
+Json = dict[str, Any]
+
+
+def compare_table(compared: Json) -> str:
+    """The Markdown report of a comparison, of `compare.compare`."""
+    first, second = (escaped(run["label"]) for run in compared["runs"])
+    pairs = compared["pairs"]
+    own = dict.fromkeys(name for pair in pairs for name in pair["figures"])
+    by = {id(pair): {task["task"]: task["score"] for task in pair["tasks"]} for pair in pairs}
+    names = dict.fromkeys(name for found in by.values() for name in found)
+    name_of: Column = ("system", lambda pair: escaped(pair["name"]))
+    figures = [
+        (name, lambda pair, name=name: difference(pair["figures"].get(name), digits=4)) for name in own
+    ]
+    tasks = [(name, lambda pair, name=name: difference(by[id(pair)].get(name))) for name in names]
+    return joined(
+        f"# {escaped(compared['title'])}: {first} and {second}",
+        f"Difference: {second} minus {first}, over the examples that both have; bold where larger than "
+        f"noise. Protocol `{compared['protocol']['hash']}`.",
+        "\n".join(f"- {escaped(note)}" for note in compared["notes"]),
+        markdown(*compare_summary(compared, plain=False)),
+        section("Further figures", sheet([name_of, *figures], pairs)) if own else "",
+        section("By task", sheet([name_of, *tasks], pairs)) if len(names) > 1 else "",
+    )
+
+
+def compare_summary(compared: Json, *, plain: bool = True) -> Sheet:
+    """Head and a line a pair: both figures, their difference, and that of the acceptance length."""
+    scale, (first, second) = compared["scale"]["name"], (run["label"] for run in compared["runs"])
+    columns: list[Column] = [
+        ("system", lambda pair: pair["name"] if plain else escaped(pair["name"])),
+        (f"{scale}, {first}", lambda pair: interval(pair["average"]["first"])),
+        (f"{scale}, {second}", lambda pair: interval(pair["average"]["second"])),
+        ("difference", lambda pair: difference(pair["average"], plain=plain)),
+        ("difference of τ", lambda pair: difference(pair["acceptance"], plain=plain)),
+        ("examples", lambda pair: str(pair["examples"])),
+    ]
+    header, rows = without_empty(*sheet(columns, compared["pairs"]), kept=(0, 5))
+    return (header if plain else list(map(escaped, header))), rows
+
+
+def speed_table(results: Json, timings: Json) -> str:
+    """The Markdown table of `timings["speed"]`, systems timed in turn; empty where nothing was timed.
+
+    Args:
+        results: of `results.assemble`.
+        timings: as they are written.
+    """
+    timed = timings.get("speed", [])
+    things = [{**row, "system": name, **one} for row in timed for name, one in row["figures"].items()]
+    if not things:
+        return ""
+    columns: list[Column] = [
+        ("task", lambda one: escaped(one["task"])),
+        ("prompt", lambda one: DASH if one["length"] is None else tokens(one["length"])),
+        ("system", lambda one: escaped(one["system"])),
+        ("τ", lambda one: fixed(_tau_at(results, one))),
+        ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
+        ("speed", lambda one: _times(one["ratio"])),
+        ("with prefill", lambda one: fixed(one["end_to_end_tokens_per_s"], 1)),
+        ("speed with prefill", lambda one: _times(one["end_to_end_ratio"])),
+        ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
+        ("cache", lambda one: _bytes(one["cache_bytes"] + one["draft_bytes"])),
+        ("peak memory", lambda one: _bytes(one["peak_device_bytes"])),
+    ]
+    prompts = ", ".join(
+        f"{row['prompts']} of {_place(row)} ({row['max_new_tokens']} tokens each)" for row in timed
+    )
+    return joined(
+        f"# Speed: {escaped(results['title'])}, {escaped(results['target']['name'])} on {timings['device']}",
+        markdown(*without_empty(*sheet(columns, things))),
+        f"Every system in turn on the same prompts, {timed[0]['batch']} at a time, in one process: {prompts}."
+        f" Speeds are ratios to {next(iter(timed[0]['figures']))}; tokens/s and its ratio leave out prefill "
+        "(a draft's own included). τ is that of all prompts of the run.",
+    )
+
+
+def _tau_at(results: Json, row: Json) -> float | None:
+    """Acceptance length of a system in a task, or at one of its prompt lengths."""
+    if row["length"] is not None:
+        place = (row["system"], row["task"], {"length": row["length"]})
+        found = [one for one in results["cells"] if (one["system"], one["task"], one["facets"]) == place]
+        return found[0]["acceptance"]["value"] if found and found[0]["acceptance"] else None
+    systems = [system for system in results["systems"] if system["name"] == row["system"]]
+    tasks = [task for system in systems for task in system["tasks"] if task["task"] == row["task"]]
+    return tasks[0]["acceptance"]["tau"]["value"] if tasks and tasks[0]["acceptance"] else None
+
+
+def _place(row: Json) -> str:
+    return str(row["task"]) if row["length"] is None else f"{row['task']} at {tokens(row['length'])}"
+
+
+def _times(ratio: float | None) -> str:
+    return DASH if ratio is None else f"{ratio:.2f} ×"
+
+
+def _bytes(count: int | None) -> str:
+    if not count:
+        return DASH
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
