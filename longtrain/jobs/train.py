@@ -69,6 +69,8 @@ def run(cfg: DictConfig) -> None:
     module = spec.build(config, target.info if target is not None else None)
     start_from = _load_init(cfg, spec, module, target)
     objective = spec.objective(module, target, config)
+    if target is not None:
+        objective.register_forward_hook(lambda *_: target.settle())
     if objective.per_document and isinstance(data, DataModule):
         data.refuse_cuts()
     facts = {**_facts(cfg, target.info if target is not None else None, data), **start_from}

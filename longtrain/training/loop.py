@@ -27,7 +27,7 @@ from longtrain.training import checkpoint, strategy, table
 from longtrain.training.callbacks import Checkpoints, ProgressBar
 from longtrain.training.checkpoint import AtomicIO
 from longtrain.training.metrics import Metrics, peak_memory
-from longtrain.training.module import TrainModule
+from longtrain.training.module import TrainModule, gather
 from longtrain.training.optim import Optim
 
 log = get_logger(__name__)
@@ -267,7 +267,12 @@ def fit(
     with _numerics(loop):
         trainer.fit(module, datamodule=data, ckpt_path=start)
     summary = _summary(
-        module, metrics, first=first, step=trainer.global_step, seconds=time.perf_counter() - began
+        module,
+        metrics,
+        gather(trainer, peak_memory()),
+        first=first,
+        step=trainer.global_step,
+        seconds=time.perf_counter() - began,
     )
     if trainer.is_global_zero:
         files.write_files(folder, {"summary.json": files.as_json(summary)})
@@ -304,7 +309,7 @@ def _numerics(loop: LoopConfig) -> Iterator[None]:
 
 
 def _summary(
-    module: TrainModule, metrics: Metrics, *, first: int, step: int, seconds: float
+    module: TrainModule, metrics: Metrics, peaks: list[int], *, first: int, step: int, seconds: float
 ) -> dict[str, Any]:
     tokens = module.seen["row_tokens"]
     newest = {key: value if math.isfinite(value) else None for key, value in metrics.newest.items()}
@@ -319,7 +324,9 @@ def _summary(
         "training_seconds": round(module.seen["seconds"], 3),
         "wall_seconds_this_session": round(seconds, 3),
         "tokens_per_s": round(tokens / max(module.seen["seconds"], 1e-9), 1),
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": max(peaks),
+        "peak_memory_bytes_by_rank": peaks,
+        "gather_wait_share": newest.get("speed/gather_wait_share"),
     }
 
 

@@ -86,6 +86,7 @@ class Metrics(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock again."""
+        _gathered_seconds(pl_module)
         self.restart_clock()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -102,6 +103,7 @@ class Metrics(Callback):
         if not records:
             return
         seconds = time.perf_counter() - self._mark
+        speed = self._speed(trainer, module, records, seconds)
         rows = []
         failed: StepRecord | None = None
         for record in records:
@@ -123,7 +125,7 @@ class Metrics(Callback):
         module.seen["seconds"] += seconds
         if trainer.is_global_zero and rows:
             self._write(trainer, rows)
-            self._tell_speed(trainer, records, seconds)
+            self._tell_speed(trainer, records[-1].step, speed)
         self.restart_clock()
         if failed is not None:
             raise TrainingError(_not_finite(failed, self.folder))
@@ -141,15 +143,21 @@ class Metrics(Callback):
                     {key: value for key, value in row.items() if key != "step"}, step=row["step"]
                 )
 
-    def _tell_speed(self, trainer: Any, records: list[StepRecord], seconds: float) -> None:
-        steps = len(records)
+    def _speed(
+        self, trainer: Any, module: TrainModule, records: list[StepRecord], seconds: float
+    ) -> dict[str, float]:
+        """What the clock says since the last reading, and the largest memory of a rank; all ranks call it."""
+        seconds = max(seconds, 1e-9)
         speed = {
-            "tokens_per_s": sum(record.row_tokens for record in records) / max(seconds, 1e-9),
-            "seconds_per_step": seconds / steps,
-            "data_wait_share": min(1.0, self._waited / max(seconds, 1e-9)),
-            "peak_memory_bytes": peak_memory(),
+            "tokens_per_s": sum(record.row_tokens for record in records) / seconds,
+            "seconds_per_step": seconds / len(records),
+            "data_wait_share": min(1.0, self._waited / seconds),
+            "peak_memory_bytes": max(gather(trainer, peak_memory())),
         }
-        step = records[-1].step
+        gathered = _gathered_seconds(module)
+        return speed if gathered is None else {**speed, "gather_wait_share": gathered / seconds}
+
+    def _tell_speed(self, trainer: Any, step: int, speed: dict[str, float]) -> None:
         self.speed_table.append([{"step": step, **speed}])
         named = {f"speed/{key}": float(value) for key, value in speed.items()}
         for logger in trainer.loggers:
@@ -162,6 +170,12 @@ class Metrics(Callback):
         """Leave out what happened since the last reading: saving, validating."""
         self._mark = self._idle = time.perf_counter()
         self._waited = 0.0
+
+
+def _gathered_seconds(module: TrainModule) -> float | None:
+    """How long the device waited for a sharded target's layers since the last call; None: it is whole."""
+    shards = getattr(getattr(module.objective, "target", None), "shards", None)
+    return None if shards is None else shards.seconds_waited()
 
 
 def _means(rows: list[dict[str, Any]]) -> dict[str, float]:

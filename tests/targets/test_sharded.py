@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import sharded_worker
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.targets import loading
 from longtrain.targets.loading import load_target
-from longtrain.targets.shapes import SHAPES, shape_config
-
-
-def tokenizer_files(folder):
-    """The bundled tokenizer's, as the docstring of `load_target` has it."""
-    tiny = asset_dir("bundled") / "tiny"
-    for file in (*tiny.glob("*token*"), tiny / "chat_template.jinja"):
-        (folder / file.name).write_bytes(file.read_bytes())
+from longtrain.targets.shapes import shape_config
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Check -> what went wrong on each rank. Three layers, one width that two ranks do not share evenly."""
-    folder = tmp_path_factory.mktemp("sharded")
-    torch.manual_seed(0)
-    shape = {**SHAPES["qwen3_micro"], "num_hidden_layers": 3, "intermediate_size": 81}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).save_pretrained(folder / "model")
-    tokenizer_files(folder / "model")
-    torch.multiprocessing.spawn(sharded_worker.main, (str(folder),), nprocs=sharded_worker.WORLD)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(sharded_worker.WORLD)]
+    return sharded_worker.run(tmp_path_factory.mktemp("sharded"), "cpu")
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in sharded_worker.CHECKS])
@@ -49,7 +33,7 @@ def test_one_process_cannot_share_a_target():
 
 def test_a_target_that_fills_the_gpu_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
     shape_config("llama33_70b").save_pretrained(tmp_path)
-    tokenizer_files(tmp_path)
+    sharded_worker.tokenizer_files(tmp_path)
     monkeypatch.setattr(loading, "device_bytes", lambda device: 150_750_000_000)  # an H200
     message = r"141\.1 GB of weights in bfloat16, and cpu has 150\.8 GB, 90% .* target\.shard=fsdp2"
     with pytest.raises(ConfigError, match=message):
@@ -64,7 +48,7 @@ def test_a_target_that_fills_the_gpu_is_told_before_anything_is_loaded(tmp_path,
 
 def test_random_weights_need_a_config_and_a_tokenizer_alone(tmp_path):
     shape_config("llama_micro").save_pretrained(tmp_path)
-    tokenizer_files(tmp_path)
+    sharded_worker.tokenizer_files(tmp_path)
     one, same, other = (load_target(tmp_path, weights="random", seed=seed) for seed in (0, 0, 1))
     assert one.info == same.info and one.info.weights_hash != other.info.weights_hash
     assert one.info.name.endswith("(random weights)")
