@@ -231,7 +231,7 @@ def main(rank, folder, kind):
 
 
 def run(folder, kind):
-    """Start the ranks; check -> what went wrong, of each rank. Three layers; two ranks share them unevenly."""
+    """Start the ranks; check -> what went wrong, of each. Three layers, which two ranks share unevenly."""
     torch.manual_seed(0)
     shape = {**SHAPES["qwen3_micro"], "num_hidden_layers": 3, "intermediate_size": 81}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).save_pretrained(folder / "model")
