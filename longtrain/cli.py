@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from longtrain import __version__
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
-from longtrain.jobs import JOBS
+from longtrain.jobs import JOBS, SHARED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -134,8 +134,8 @@ def run_jobs(cfg: DictConfig) -> None:
     main_rank = all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     for job in jobs:
         step = _with_own_keys(cfg, job)
-        if not main_rank and job != "train":
-            continue  # only training is shared between ranks
+        if not main_rank and job not in SHARED:
+            continue
         if main_rank and not cfg.quiet:
             _show(step, job)
         importlib.import_module(JOBS[job][0]).run(step)

@@ -109,5 +109,5 @@ def test_python_example_runs_on_names_that_exist() -> None:
 def test_slurm_scripts_hold_no_recipe_logic() -> None:
     for job in ("train", "prepare", "eval"):
         text = (ROOT / "recipes" / "slurm" / f"{job}.sbatch").read_text(encoding="utf-8")
-        (start,) = re.findall(r"^srun ((?:.*\\\n)*.*)", text, re.M)
-        assert '"+recipe=$recipe"' in start and '"${@:2}"' in start
+        (words,) = re.findall(r'^.*"\+recipe=\$recipe".*$', text, re.M)
+        assert '"${@:2}"' in words

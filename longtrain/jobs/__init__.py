@@ -4,6 +4,10 @@ from __future__ import annotations
 
 JOBS: dict[str, tuple[str, str]] = {
     "prepare": ("longtrain.jobs.prepare", "turn manifests or your own files into tokenised, packed data"),
+    "preflight": (
+        "longtrain.jobs.preflight",
+        "try what a training run needs, on every rank, in under a minute",
+    ),
     "train": ("longtrain.jobs.train", "train a module against a frozen target (also without any job word)"),
     "export": (
         "longtrain.jobs.export",
@@ -18,3 +22,6 @@ JOBS: dict[str, tuple[str, str]] = {
     "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),
 }
 """Job name -> (module with `run(cfg)`, one line of help)."""
+
+SHARED = ("preflight", "train")
+"""Jobs that every rank does; the others are done by the first rank alone."""

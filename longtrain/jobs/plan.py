@@ -106,7 +106,7 @@ def run(cfg: DictConfig) -> None:
             "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
             "target=NAME, with a method that needs no training where one is wanted"
         )
-    info, tied = _target(cfg)
+    info, tied = target_shape(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
     plan = RecipePlan(cfg, info, tied, spec, config)
     trains = spec is not None and spec.objective is not None and cfg.data
@@ -249,7 +249,7 @@ def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
     return int(stage.epochs * (counts["tokens"] - counts["val_tokens"]) / (stage.row_tokens * rows))
 
 
-def _target(cfg: DictConfig) -> tuple[TargetInfo, bool]:
+def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
     """The target's shape, and whether its head is its embedding: from config.json, else from `target.shape`.
 
     Raises:

@@ -1,0 +1,189 @@
+"""What a training run takes on each machine at the least, beside what is free there.
+
+Only what is certain is counted: the target's weights, what is trained with its optimizer, and checkpoints.
+What a row's activations take, `longtrain plan` estimates.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from longtrain import methods
+from longtrain.costs.hardware import GIB
+from longtrain.costs.model import Sizes
+from longtrain.costs.training import STATE_BYTES, target_parameters
+from longtrain.errors import ConfigError, LongtrainError
+from longtrain.jobs.plan import ITEMSIZE, target_shape
+from longtrain.jobs.preflight_ranks import Rank
+from longtrain.jobs.setup import plain
+from longtrain.settings import read as typed
+
+CHECKPOINT_BYTES = 4 + 8
+"""A trained weight in a checkpoint: itself and two Adam moments, fp32."""
+CHECKPOINTS = 3
+"""Last, previous, and the one that is being written."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is free where a rank runs, bytes; None where nobody says.
+
+    Args:
+        gpu: of its GPU.
+        gpu_name: what CUDA calls it.
+        host: memory of its machine, within the job's limit; only the first rank of a machine tells it.
+        disk: below `run_dir`; only the first rank of a machine tells it.
+        home: below `home`; only the first rank of a machine tells it.
+    """
+
+    gpu: int | None = None
+    gpu_name: str = ""
+    host: int | None = None
+    disk: int | None = None
+    home: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the run takes at the least, bytes.
+
+    Args:
+        gpu: on each GPU; 0 where none is used.
+        host: on each machine.
+        disk: below `run_dir`.
+        advice: what to do where a GPU is too small.
+    """
+
+    gpu: int
+    host: int
+    disk: int
+    advice: str
+
+    def check(self, rooms: list[tuple[str, Room]]) -> None:
+        """Compare with what the ranks found.
+
+        Args:
+            rooms: the node of each rank and what is free there.
+
+        Raises:
+            LongtrainError: the first place where something is too small.
+        """
+        for node, room in rooms:
+            told = {
+                f"disk below run_dir on node {node}": (
+                    room.disk,
+                    self.disk,
+                    "free space, or pass home=FOLDER",
+                ),
+                f"GPU memory on node {node}": (room.gpu, self.gpu, self.advice),
+                f"host memory on node {node}": (room.host, self.host, "ask for more (sbatch --mem=SIZE)"),
+            }
+            for what, (free, need, advice) in told.items():
+                if free is not None and free < need:
+                    raise LongtrainError(
+                        f"{what}: {free / GIB:.3g} GiB are free, the run needs {need / GIB:.3g} GiB or more; "
+                        f"{advice}"
+                    )
+
+    def words(self, rooms: list[Room]) -> list[str]:
+        """Least free bytes of all ranks beside the need, for the last line."""
+        found = []
+        for name, need in (("gpu", self.gpu), ("host", self.host), ("disk", self.disk)):
+            free = [value for room in rooms if (value := getattr(room, name)) is not None]
+            if free:
+                found.append(f"{name}={min(free) / GIB:.3g} GiB free ({need / GIB:.3g} needed)")
+        return found
+
+
+def needs_of(cfg: DictConfig, rank: Rank) -> Needs:
+    """The least that training takes, from shapes alone.
+
+    Raises:
+        ConfigError: no method is chosen, or the target's shape is not at hand.
+    """
+    import torch
+
+    spec = methods.get(str(cfg.method.name))
+    config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    info, weights = None, 0
+    if spec.export is None:
+        info, tied = target_shape(cfg)
+        itemsize = ITEMSIZE.get(str(cfg.target.dtype), 2)
+        if str(cfg.target.dtype) == "auto" and str(cfg.trainer.accelerator) == "cpu":
+            itemsize = ITEMSIZE["float32"]
+        weights = target_parameters(Sizes.of(info), tied=tied) * itemsize
+    with torch.device("meta"):
+        module = spec.build(config, info)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    sharded = bool(cfg.target and cfg.target.get("shard"))
+    rank_bytes = weights // (rank.per_node if sharded else 1) + trained * STATE_BYTES
+    on_gpu = str(cfg.trainer.accelerator) != "cpu" and torch.cuda.is_available()
+    advice = (
+        "use more GPUs of a machine, or a smaller target"
+        if sharded
+        else "split the target over the GPUs of a machine: target.shard=fsdp2"
+    )
+    return Needs(
+        gpu=rank_bytes if on_gpu else 0,
+        host=0 if on_gpu else rank_bytes * rank.per_node,
+        disk=CHECKPOINTS * CHECKPOINT_BYTES * trained,
+        advice=f"{advice}; nvidia-smi shows who else uses it",
+    )
+
+
+def room_here(cfg: DictConfig, device: Any, *, first: bool) -> Room:
+    """What is free where this process runs.
+
+    Args:
+        cfg: the resolved configuration.
+        device: the rank's.
+        first: whether it is the first rank of its machine, which looks at memory and disk too.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    import torch
+
+    gpu, name = None, ""
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"torch sees {torch.cuda.device_count()} CUDA devices, and this rank is to use number "
+                f"{device.index}; ask for as many GPUs as ranks (sbatch --gpus-per-node), or pass trainer=cpu"
+            )
+        gpu, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+    if not first:
+        return Room(gpu, name)
+    places = {"disk": Path(cfg.run_dir), "home": Path(cfg.home)}
+    free = {key: shutil.disk_usage(_existing(place)).free for key, place in places.items()}
+    return Room(gpu, name, host=_host_bytes(), **free)
+
+
+def _existing(place: Path) -> Path:
+    """The path, or the first folder above it that is there."""
+    place = place.expanduser().absolute()
+    return next(one for one in (place, *place.parents) if one.exists())
+
+
+def _host_bytes() -> int | None:
+    """Memory that a process may take: what the machine has free, within the limits of its job and cgroup."""
+    limits = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    if megabytes := os.environ.get("SLURM_MEM_PER_NODE"):
+        limits.append(int(megabytes) * 2**20)
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(file).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(limits, default=None)
