@@ -63,6 +63,7 @@ def run(cfg: DictConfig) -> None:
         seed=convert(cfg.seed, int, "seed"),
     )
     settings = settings.spread(trainer.world_size)
+    training.connect(trainer)
     device = str(trainer.strategy.root_device)
     target = None if spec.export is not None else load_target_from(cfg, device=device, fuse=False)
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
@@ -122,11 +123,11 @@ def _loop(cfg: DictConfig) -> LoopConfig:
     """`cfg.trainer`, its strategy and further Lightning arguments built from their `_target_`."""
     from hydra.utils import instantiate
 
-    from longtrain.training import strategy
+    from longtrain.training import zero
     from longtrain.training.loop import LoopConfig
 
     values = plain(cfg.trainer)
-    strategy.check_available(values.get("strategy"))
+    zero.check_available(values.get("strategy"))
     for key in ("strategy", "lightning"):
         if isinstance(values.get(key), Mapping):
             values[key] = instantiate(values[key], _convert_="all")
@@ -144,7 +145,7 @@ def _data(
 ) -> Any:
     """The method's own rows, or documents prepared now if they are missing or out of date."""
     from longtrain.methods.spec import DataRun
-    from longtrain.training.loop import meet
+    from longtrain.training.ranks import first
 
     about = DataRun(
         home=Path(cfg.home),
@@ -155,15 +156,13 @@ def _data(
         seed=int(cfg.seed),
         pin_memory=trainer.strategy.root_device.type == "cuda",
     )
-    if about.rank > 0:
-        meet(trainer)  # rank 0 prepares
-    if spec.data is not None:
-        made = spec.data(config, plain(cfg.data) if cfg.data else {}, about)
-    else:
-        made = _documents(cfg, about, target)
-    if about.rank == 0:
-        meet(trainer)
-    return made
+
+    def make() -> Any:
+        if spec.data is not None:
+            return spec.data(config, plain(cfg.data) if cfg.data else {}, about)
+        return _documents(cfg, about, target)
+
+    return first(trainer, make)
 
 
 def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Any:

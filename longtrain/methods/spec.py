@@ -39,13 +39,27 @@ class Loss:
 
 
 class Objective(nn.Module):
-    """Maps a batch to a loss. Holds the trained `module` and the frozen `target` (or None)."""
+    """Maps a batch to a loss. Holds the trained `module` and the frozen `target` (or None).
+
+    The target is held beside the tree of modules: nothing that a trainer does to what it trains (moving,
+    casting, broadcasting, sharding, saving) reaches it.
+    """
+
+    module: nn.Module
+    target: Target | None
 
     per_document: bool = False
     """Whether a loss sums over documents with labels, and not over labels."""
 
     lr_multipliers: Mapping[str, float] = {}
     """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep `target` out of the modules."""
+        if name == "target":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def forward(self, batch: Batch) -> Loss:
         """The loss of one micro-batch."""

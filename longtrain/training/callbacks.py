@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from longtrain.errors import DataError
 from longtrain.log import get_logger
-from longtrain.training import checkpoint
+from longtrain.training import checkpoint, state
 from longtrain.training.metrics import Metrics
 from longtrain.training.module import TrainModule
 
@@ -123,7 +123,7 @@ class Checkpoints(Callback):
         path = self.folder / checkpoint.LAST
         if trainer.global_step != self._saved_step:
             started = time.monotonic()
-            checkpoint.save(trainer, self.folder)
+            state.save(trainer, self.folder)
             log.info(
                 "saved step=%d path=%s seconds=%.1f", trainer.global_step, path, time.monotonic() - started
             )

@@ -1,135 +1,118 @@
-"""Checkpoints on disk: written whole or not at all, checked before use, the one before always kept.
+"""Checkpoints on disk: one form for every strategy, written whole or not at all, checked before use.
 
 A run's folder holds `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then
-renamed, so a kill at any moment leaves at least one that is whole. A checkpoint is torch's zip file (a folder
-under DeepSpeed), whose records carry a CRC that is verified before anything is loaded from it.
+renamed, so a kill at any moment leaves at least one that is whole. Each is a folder:
 
-The generations are kept by hand, since `longtrain.files` takes whole contents, and a checkpoint is streamed.
+    longtrain.json           step, facts, what was seen, the number of ranks, size and SHA-256 of every file
+    weights.safetensors      the trained tensors by the name they have in the trained module
+    optimizer.safetensors    the optimizer's state, `PARAMETER.exp_avg` for example
+    state.safetensors        tensors of the rest: the random states of all ranks, callbacks
+
+Nothing in it is pickled, and nothing depends on how the run was spread, so that a run goes on under another
+strategy and on another number of ranks. `state.py` gathers and restores what stands here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import pickle
 import shutil
-import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-from lightning.pytorch.plugins.io import CheckpointIO
+from safetensors import SafetensorError
+from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
-from longtrain.log import get_logger
-
-log = get_logger(__name__)
+from longtrain.training import tensor_file
+from longtrain.training.tensor_file import Piece, Tensors
 
 LAST, PREVIOUS, INCOMING = "last.ckpt", "previous.ckpt", "incoming.ckpt"
-FACTS = "longtrain.json"
-"""The file of a DeepSpeed folder that holds the step and the facts; other checkpoints hold them inside."""
+ABOUT = "longtrain.json"
+WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.safetensors"
+FORM = 1
+"""The version of the form; a reader refuses any other."""
+
+_CHECKSUM = "sha256"
+"""The key of `longtrain.json` that holds the checksum of all its others."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself: optimizer steps done and the facts of its run."""
+    """What a checkpoint says of itself.
+
+    Args:
+        path: its folder.
+        step: optimizer steps done.
+        facts: what the run that resumes from it must share.
+        about: all of `longtrain.json`.
+    """
 
     path: Path
     step: int
     facts: dict[str, Any]
+    about: dict[str, Any] = field(repr=False)
+
+    def tensors(self, name: str) -> Tensors:
+        """The tensors of one of its files."""
+        return Tensors(self.path / name)
 
 
-class _Sink:
-    """A file for `torch.save` that remembers an error instead of raising it inside torch's writer."""
+def write(
+    folder: Path, about: Mapping[str, Any], pieces: Mapping[str, Sequence[Piece]], *, writer: bool
+) -> str | None:
+    """Write a checkpoint as `last.ckpt` of a folder and keep the one before.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.bytes = 0
-        self.error: OSError | None = None
+    Every rank calls this, since tensors may be gathered while they are written; one of them writes.
 
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.bytes += size
-        if self.error is None:
-            try:
-                self.file.write(data)
-            except OSError as error:
-                self.error = error
-        return size
+    Args:
+        folder: of the checkpoints.
+        about: `step`, `facts` and more, as JSON values.
+        pieces: file name -> its tensors.
+        writer: whether this rank writes.
 
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-
-class AtomicIO(CheckpointIO):
-    """Lightning's way to the disk. A failed write is kept in `error`: every rank can stop together."""
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write to a temporary name, sync, rename. On an error nothing is left, and `error` says why."""
-        path, self.error = Path(path), None
-        temporary = path.with_name(f".{path.name}.tmp")
-        written = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                sink = _Sink(file)
-                torch.save(checkpoint, sink)  # type: ignore[arg-type]
-                written = sink.bytes
-                if sink.error is not None:
-                    raise sink.error
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync_folder(path.parent)
-        except OSError as error:
-            self.error = f"{error.strerror or error} (it needs {written / 2**20:.1f} MiB{_free(path.parent)})"
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Tensors and plain values only: no code in a checkpoint is ever run."""
-        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a checkpoint."""
-        remove(Path(path))
-
-
-def save(trainer: Any, folder: Path) -> Path:
-    """Save the run as `last.ckpt` of a folder and keep the one before; every rank calls this.
-
-    Raises:
-        TrainingError: the disk is full or cannot be written; the checkpoints before are as they were.
+    Returns:
+        Why it could not be written, in a phrase; the checkpoints before are then as they were.
     """
-    incoming = folder / INCOMING
+    if not writer:
+        for some in pieces.values():
+            tensor_file.read_others(some)
+        return None
+    incoming, files, failed = folder / INCOMING, {}, None
     try:
-        if trainer.is_global_zero:
-            remove(incoming)
-        trainer.save_checkpoint(incoming)
-        failed = getattr(trainer.strategy.checkpoint_io, "error", None)
-    except OSError as error:  # DeepSpeed writes by itself
-        failed = error.strerror or str(error)
-    failed = trainer.strategy.broadcast(failed)
-    if failed is None and trainer.is_global_zero:
-        failed = _rotate(folder, trainer.lightning_module.facts, trainer.global_step)
-    failed = trainer.strategy.broadcast(failed)
-    if failed is not None:
-        if trainer.is_global_zero:
-            remove(incoming)
-        raise TrainingError(
-            f"cannot save a checkpoint at step {trainer.global_step} in {folder}: {failed}; "
-            f"{describe(folder)}; make room or set home=FOLDER, then run the same command again to resume"
-        )
-    return folder / LAST
+        remove(incoming)
+        incoming.mkdir(parents=True)
+    except OSError as error:
+        failed = error
+    for name, some in pieces.items():
+        if failed is not None:
+            tensor_file.read_others(some)
+            continue
+        try:
+            files[name] = tensor_file.write(incoming / name, some)
+        except OSError as error:
+            failed = error
+    try:
+        if failed is not None:
+            raise failed
+        _write_about(incoming, {"form": FORM, **about, "files": files})
+        _rotate(folder)
+    except OSError as error:
+        needed = sum(piece.bytes for some in pieces.values() for piece in some)
+        shutil.rmtree(incoming, ignore_errors=True)
+        return f"{error.strerror or error} (it needs {needed / 2**20:.1f} MiB{_free(folder)})"
+    return None
+
+
+def cannot_save(folder: Path, step: int, reason: str) -> TrainingError:
+    """The error of a checkpoint that could not be written."""
+    return TrainingError(
+        f"cannot save a checkpoint at step {step} in {folder}: {reason}; "
+        f"{describe(folder)}; make room or set home=FOLDER, then run the same command again to resume"
+    )
 
 
 def find(folder: Path, resume: str) -> Path | None:
@@ -163,8 +146,10 @@ def verify(path: Path) -> None:
     """Check that a checkpoint is whole, byte by byte.
 
     Raises:
-        ArtifactError: it is damaged; the message names the good one beside it.
+        ArtifactError: it is damaged, or of another form; the message names the good one beside it.
     """
+    if path.is_file():
+        raise _stranger(path, "it is a file, perhaps of an earlier longtrain, and a checkpoint is a folder")
     if (reason := _damage(path)) is None:
         return
     other = path.with_name(PREVIOUS if path.name != PREVIOUS else LAST)
@@ -179,37 +164,23 @@ def read(path: Path) -> Saved:
     """Step and facts of a checkpoint.
 
     Raises:
-        ArtifactError: the file is not a checkpoint of longtrain.
+        ArtifactError: it is not a checkpoint of longtrain, or `longtrain.json` is damaged.
     """
     try:
-        if path.is_dir():
-            about = json.loads((path / FACTS).read_text())
-        else:
-            about = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["longtrain"]
-        return Saved(path, int(about["step"]), dict(about["facts"]))
-    except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
-        raise ArtifactError(
-            f"{path} is not a training checkpoint of longtrain ({type(error).__name__}: {error}); "
-            f"to start from the weights of an artifact use init=ARTIFACT"
-        ) from error
+        about = _read_about(path)
+        return Saved(path, int(about["step"]), dict(about["facts"]), about)
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise _stranger(path, f"{type(error).__name__}: {error}") from error
 
 
-def trained_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The trained module's tensors in a checkpoint file, under the module's own names, on the CPU.
+def trained_tensors(path: Path) -> dict[str, Tensor]:
+    """The trained module's tensors in a checkpoint, under the module's own names, on the CPU.
 
     Raises:
         ArtifactError: damaged, or not a checkpoint of longtrain.
     """
     verify(path)
-    read(path)
-    if path.is_dir():
-        from longtrain.training.strategy import full_state
-
-        state = full_state(path)
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    prefix = "objective.module."
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    return dict(read(path).tensors(WEIGHTS))
 
 
 def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
@@ -261,7 +232,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
+    """Make new names in a folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -269,36 +240,69 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _rotate(folder: Path, facts: Mapping[str, Any], step: int) -> str | None:
-    """Incoming -> last -> previous; returns what went wrong."""
+def _rotate(folder: Path) -> None:
+    """Incoming -> last -> previous."""
     incoming, last, previous = (folder / name for name in (INCOMING, LAST, PREVIOUS))
-    try:
-        if incoming.is_dir():
-            (incoming / FACTS).write_text(json.dumps({"step": step, "facts": facts}))
-        if last.exists():
-            if previous.is_dir() or last.is_dir():
-                remove(previous)
-            last.replace(previous)
-        incoming.replace(last)
-        sync_folder(folder)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+    if last.exists():
+        remove(previous)
+        last.replace(previous)
+    incoming.replace(last)
+    sync_folder(folder)
+
+
+def _write_about(folder: Path, about: Mapping[str, Any]) -> None:
+    values = json.loads(json.dumps(about, default=str))
+    with (folder / ABOUT).open("w", encoding="utf-8") as file:
+        json.dump({**values, _CHECKSUM: _checksum(values)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """`longtrain.json`, checked against its own checksum.
+
+    Raises:
+        ValueError: it is damaged, or of another form.
+        OSError: it cannot be read.
+    """
+    about = json.loads((path / ABOUT).read_bytes())
+    if not isinstance(about, dict) or _CHECKSUM not in about:
+        raise ValueError(f"{ABOUT} has no checksum")
+    if about.pop(_CHECKSUM) != _checksum(about):
+        raise ValueError(f"{ABOUT} does not match its checksum")
+    if about.get("form") != FORM:
+        raise ValueError(f"its form is {about.get('form')}, and this longtrain reads {FORM}")
+    return about
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _damage(path: Path) -> str | None:
     """Why a checkpoint cannot be used, or None."""
-    if path.is_dir():
-        return None if (path / FACTS).is_file() else "the folder is incomplete"
     try:
-        with zipfile.ZipFile(path) as file:
-            if (bad := file.testzip()) is not None:
-                return f"its record {bad} does not match its checksum"
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, OSError, EOFError, ValueError, RuntimeError) as error:
-        reason = str(error).split("\n")[0].split(". ")[0].lower() or type(error).__name__
-        return f"{reason}, {path.stat().st_size} bytes"
+        about = _read_about(path)
+        for name, known in about["files"].items():
+            size = (path / name).stat().st_size
+            if size != known["bytes"]:
+                return f"{name} has {size} bytes of {known['bytes']}"
+            if tensor_file.sha256(path / name) != known["sha256"]:
+                return f"{name} does not match its checksum"
+            Tensors(path / name)
+    except OSError as error:
+        return f"{Path(error.filename).name if error.filename else path.name}: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        return str(error)
     return None
+
+
+def _stranger(path: Path, reason: str) -> ArtifactError:
+    return ArtifactError(
+        f"{path} is not a training checkpoint of this longtrain ({reason}); pass resume=never to start anew, "
+        "or start from the weights of an artifact with init=ARTIFACT"
+    )
 
 
 def _free(folder: Path) -> str:

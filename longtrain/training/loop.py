@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 from longtrain import files
@@ -23,12 +23,12 @@ from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
 from longtrain.settings import Count, CountOrZero, NotNegative, check, wrong
-from longtrain.training import checkpoint, strategy, table
+from longtrain.training import checkpoint, state, table, zero
 from longtrain.training.callbacks import Checkpoints, ProgressBar
-from longtrain.training.checkpoint import AtomicIO
 from longtrain.training.metrics import Metrics, peak_memory
 from longtrain.training.module import TrainModule, gather
 from longtrain.training.optim import Optim
+from longtrain.training.ranks import connect, share
 
 log = get_logger(__name__)
 
@@ -133,12 +133,10 @@ def build_trainer(
     Raises:
         ConfigError: DeepSpeed is asked for and missing, or Lightning refuses the hardware or precision.
     """
-    strategy.check_available(loop.strategy)
+    zero.check_available(loop.strategy)
     _quieten()
-    plugins: list[Any] = [AtomicIO()]
-    deepspeed = strategy.is_deepspeed(type(loop.strategy).__name__)
-    if deepspeed:
-        plugins = [strategy.RowPrecision(loop.precision)]  # type: ignore[arg-type]
+    deepspeed = zero.is_deepspeed(loop.strategy)
+    plugins = [zero.prepare(loop.strategy, loop.precision)] if deepspeed else []
     seed_everything(seed, workers=True, verbose=False)
     try:
         trainer = Trainer(
@@ -155,7 +153,7 @@ def build_trainer(
             default_root_dir=folder,
             callbacks=list(callbacks),
             logger=list(loggers),
-            plugins=plugins,
+            plugins=plugins,  # type: ignore[arg-type]
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -163,20 +161,12 @@ def build_trainer(
             use_distributed_sampler=False,  # the data module knows its rank
             **{"max_epochs": -1, **loop.lightning},
         )
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         raise ConfigError(
             f"Lightning refuses the trainer settings: {' '.join(str(error).split())}"
         ) from error
     trainer.accumulate_grad_batches = loop.spread(trainer.world_size).accumulate_grad_batches
     return trainer
-
-
-def meet(trainer: Trainer) -> None:
-    """Wait for the other ranks, if torchrun or Slurm started them; Lightning starts its own only to train."""
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    if trainer.world_size > 1 and not isinstance(environment, LightningEnvironment):
-        trainer.strategy.setup_environment()
-        trainer.strategy.barrier("meet")
 
 
 def clean(folder: Path) -> None:
@@ -239,7 +229,8 @@ def fit(
         "trainer.precision": loop.precision,
         "trainer.gradient_clip_val": loop.gradient_clip_val,
     }
-    start = checkpoint.find(checkpoints, resume)
+    connect(trainer)
+    start = share(trainer, lambda: checkpoint.find(checkpoints, resume))
     first = 0
     if start is not None:
         saved = checkpoint.read(start)
@@ -254,6 +245,8 @@ def fit(
     checkpoints.mkdir(parents=True, exist_ok=True)
     _set_steps(trainer, loop, max_steps)
     module = TrainModule(objective, optim, facts=facts)
+    if start is not None:
+        module.resume = lambda: state.restore(trainer, module, saved)
     bar = ProgressBar(enabled=show_progress)
     metrics = Metrics(folder, every=loop.log_every, listeners=[bar.show])
     saving = Checkpoints(
@@ -265,7 +258,7 @@ def fit(
     trainer.callbacks.extend([metrics, saving, bar])  # type: ignore[attr-defined]
     began = time.perf_counter()
     with _numerics(loop):
-        trainer.fit(module, datamodule=data, ckpt_path=start)
+        trainer.fit(module, datamodule=data)
     summary = _summary(
         module,
         metrics,

@@ -21,7 +21,8 @@ from longtrain.errors import TrainingError
 from longtrain.log import get_logger
 from longtrain.training import checkpoint
 from longtrain.training.figures import StepRecord
-from longtrain.training.module import TrainModule, gather
+from longtrain.training.module import TrainModule
+from longtrain.training.ranks import gather
 from longtrain.training.table import Table
 
 log = get_logger(__name__)

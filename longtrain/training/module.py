@@ -6,21 +6,20 @@ Shapes: T tokens of one packed row.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from longtrain.data.rows.batch import Batch
-from longtrain.errors import ArtifactError, DataError
-from longtrain.methods.spec import Objective
+from longtrain.errors import DataError
+from longtrain.methods.spec import Loss, Objective
 from longtrain.training.figures import Number, Pool
 from longtrain.training.optim import Optim
+from longtrain.training.zero import RowPrecision, engine_of
 
 
 class TrainModule(LightningModule):
@@ -32,7 +31,7 @@ class TrainModule(LightningModule):
     gradient of the mean over all labels (documents) of the optimizer step, however they are spread.
 
     Args:
-        objective: maps a batch to a loss; its `target`, if any, is frozen and never saved.
+        objective: maps a batch to a loss; its `module` is trained, its `target` is no part of this module.
         optim: optimizer and schedule.
         facts: what a checkpoint must agree on with the run that resumes from it; saved in every checkpoint.
     """
@@ -45,16 +44,16 @@ class TrainModule(LightningModule):
         self.pool = Pool()
         self.val_pool = Pool()
         self.seen = {"tokens": 0, "documents": 0, "rows": 0, "row_tokens": 0, "seconds": 0.0}
-        self._grad_norm: Tensor | None = None
-        self._rng: list[dict[str, Any]] | None = None
+        self.resume: Callable[[], None] | None = None
+        """Restores a checkpoint, when there is one to start from."""
+        self.after_resume: Callable[[], None] | None = None
+        """Called once, before the first batch after a resume."""
+        self._grad_norm: Number | None = None
 
-    def setup(self, stage: str) -> None:
-        """Keep DDP from broadcasting the frozen target at every start."""
-        trained = self.trained_names()
-        everything = [name for name, _ in self.named_parameters()] + [
-            name for name, _ in self.named_buffers()
-        ]
-        self._ddp_params_and_buffers_to_ignore = [name for name in everything if name not in trained]
+    @property
+    def trained(self) -> nn.Module:
+        """The module that is trained: its tensors are what is optimized, saved and exported."""
+        return self.objective.module
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of one micro-batch, scaled so that the step's gradient is that of its mean.
@@ -70,27 +69,32 @@ class TrainModule(LightningModule):
                 f"optimizer step {self.trainer.global_step + 1} has no {what} (documents: "
                 f"{', '.join(batch.names[:8])}); check the label masks with: longtrain prepare"
             )
-        loss = self.objective(batch)
+        loss = self._loss(batch)
         self.pool.add(loss, batch)
         spread = self.trainer.accumulate_grad_batches * self.trainer.world_size
         return loss.total * (spread / count)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Pool the figures of one held-out micro-batch."""
-        self.val_pool.add(self.objective(batch), batch)
+        self.val_pool.add(self._loss(batch), batch)
+
+    def _loss(self, batch: Batch) -> Loss:
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, RowPrecision):
+            with plugin.autocast(self.trainer.strategy.root_device.type):
+                return self.objective(batch)
+        return self.objective(batch)
 
     def configure_optimizers(self) -> Any:
         """AdamW and its schedule from `optim`; parameter names are those of the trained module.
 
         The objective's own learning-rate factors count where `optim.lr_multipliers` says nothing.
         """
-        prefix = "module."
-        named = [(name.removeprefix(prefix), value) for name, value in self.objective.named_parameters()]
         scaled = str(self.trainer.precision) == "16-mixed"  # the loss scaler must unscale before clipping
         mine = {**self.optim.lr_multipliers}
         mine |= {key: value for key, value in self.objective.lr_multipliers.items() if key not in mine}
         optimizer, schedule = replace(self.optim, lr_multipliers=mine).build(
-            named,
+            self.trained.named_parameters(),
             max_steps=self.trainer.max_steps,
             fused=self.trainer.strategy.root_device.type == "cuda" and not scaled,
         )
@@ -103,7 +107,7 @@ class TrainModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the global norm and keep the norm as a figure; DeepSpeed clips inside its engine."""
-        if self.trainer.strategy.handles_gradient_accumulation:
+        if isinstance(self.trainer.precision_plugin, RowPrecision):
             return
         trained = [value for value in self.parameters() if value.grad is not None]
         limit = float(gradient_clip_val) if gradient_clip_val else math.inf
@@ -114,6 +118,8 @@ class TrainModule(LightningModule):
         step = self.trainer.global_step
         rate = self.optim.lr * self.optim.factor(step - 1, max_steps=self.trainer.max_steps)
         extra: dict[str, Number] = {"lr": rate}
+        if engine := engine_of(self.trainer):
+            self._grad_norm = engine.grad_norm()
         if self._grad_norm is not None:
             extra["grad_norm"] = self._grad_norm
         self.pool.close(step, extra)
@@ -124,105 +130,13 @@ class TrainModule(LightningModule):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch.to(device, non_blocking=True)
 
-    def trained_names(self) -> set[str]:
-        """Parameters with a gradient, and saved buffers outside the frozen target, by name."""
-        names = {name for name, value in self.named_parameters(remove_duplicate=False) if value.requires_grad}
-        parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        saved = set(super().state_dict())
-        return names | {name for name in saved - parameters if not name.startswith("objective.target.")}
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Only what is trained: never the frozen target."""
-        state = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        trained = self.trained_names()
-        for key in [key for key in state if key.startswith(prefix)]:
-            if key[len(prefix) :] not in trained:
-                del state[key]
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load what `state_dict` saves; the frozen target is not expected, everything else is.
-
-        Raises:
-            ArtifactError: a trained tensor is missing, has another shape, or is unknown to this module.
-        """
-        mine = self.state_dict()
-        missing, unknown = sorted(set(mine) - set(state_dict)), sorted(set(state_dict) - set(mine))
-        shapes = [key for key in set(mine) & set(state_dict) if mine[key].shape != state_dict[key].shape]
-        if strict and (missing or unknown or shapes):
-            raise ArtifactError(
-                f"checkpoint does not fit the module: missing {missing[:4]}, unknown {unknown[:4]}, "
-                f"other shape {sorted(shapes)[:4]}; use the method's settings it was trained with"
-            )
-        return super().load_state_dict(state_dict, strict=False, assign=assign)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the step, the facts of the run, what was seen and every rank's random state."""
-        checkpoint["longtrain"] = {
-            "step": self.trainer.global_step,
-            "facts": self.facts,
-            "seen": dict(self.seen),
-            "rng": gather(self.trainer, random_state()),
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the run at the start of the next optimizer step, at the data position that belongs to it.
-
-        Lightning's own loop state is not used: a checkpoint is always taken between two steps, so the step
-        count says all there is, also when the same rows are now spread over other ranks.
-        """
-        saved = checkpoint["longtrain"]
-        step = int(saved["step"])
-        checkpoint.pop("loops", None)
-        epoch = self.trainer.fit_loop.epoch_loop
-        epoch.automatic_optimization.optim_progress.optimizer.step.total.completed = step
-        epoch._batches_that_stepped = step
-        rows = step * self.trainer.accumulate_grad_batches
-        total: Any = epoch.batch_progress.total
-        total.ready = total.started = total.processed = total.completed = rows
-        data = getattr(self.trainer, "datamodule", None)
-        if data is not None:
-            data.start_batch = rows
-        self.seen.update(saved["seen"])
-        self._rng = saved["rng"]
+    def on_fit_start(self) -> None:
+        """Go on from a checkpoint: Lightning calls this on every rank once its strategy is set up."""
+        if self.resume is not None:
+            self.resume()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """After a resume, set the random state that the run had here."""
-        if self._rng is not None and len(self._rng) == self.trainer.world_size:
-            set_random_state(self._rng[self.trainer.global_rank])
-        self._rng = None
-
-
-def gather(trainer: Any, value: Any) -> list[Any]:
-    """A value of every rank, in rank order; needs no device and no other process on one rank."""
-    if trainer.world_size == 1:
-        return [value]
-    found: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(found, value)
-    return found
-
-
-def random_state() -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's generators, loadable without running pickled code."""
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, gauss = state
-    return {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` gave."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
+        if self.after_resume is not None:
+            self.after_resume()
+            self.after_resume = None

@@ -17,6 +17,8 @@ from longtrain.assets import asset_dir
 from longtrain.methods.longspec.config import Config
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
+from longtrain.training import checkpoint
+from longtrain.training.tensor_file import pieces_of
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +54,11 @@ def trained(tmp_path, target_folder):
     module = methods.get("longspec").build(config, target.info)
     folder = tmp_path / "runs" / "one" / "train"
     (folder / "checkpoints").mkdir(parents=True)
-    state = {f"objective.module.{name}": tensor for name, tensor in module.state_dict().items()}
     method = {f"method.{key}": value for key, value in {"name": "longspec", **vars(config)}.items()}
     who = {"target.weights": target.info.weights_hash, "target.tokenizer": target.info.tokenizer_hash}
     about = {"step": 7, "facts": {**method, **who, "target.name": str(target_folder)}}
-    torch.save({"state_dict": state, "longtrain": about}, folder / "checkpoints" / "last.ckpt")
+    weights = {checkpoint.WEIGHTS: pieces_of(module.state_dict())}
+    assert checkpoint.write(folder / "checkpoints", about, weights, writer=True) is None
     settings = {"method": {"name": "longspec", **vars(config)}, "target": {"path": str(target_folder)}}
     provenance.write(folder, OmegaConf.to_container(OmegaConf.create(settings)), data={"name": "none"})
     (folder / "curves.png").write_bytes(b"a picture")

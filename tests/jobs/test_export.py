@@ -62,7 +62,7 @@ def test_another_method_than_was_trained(composed, trained):
 
 
 def test_corrupt_checkpoint(composed, trained, tmp_path):
-    path = tmp_path / "runs" / "one" / "train" / "checkpoints" / "last.ckpt"
+    path = tmp_path / "runs" / "one" / "train" / "checkpoints" / "last.ckpt" / "weights.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ArtifactError, match="damaged"):

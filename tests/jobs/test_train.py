@@ -247,12 +247,18 @@ def test_loggers_by_config(compose, tmp_path):
     assert list((tmp_path / "runs/w/train/wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_deepspeed_names_its_extra(compose, stage):
     if __import__("importlib").util.find_spec("deepspeed"):
         pytest.skip("DeepSpeed is installed here")
     with pytest.raises(ConfigError, match=r"pip install 'longtrain\[deepspeed\]'"):
         train.run(compose(f"trainer=deepspeed_zero{stage}"))
+
+
+def test_zero3_is_refused_with_what_to_use_before_anything_is_loaded(compose):
+    with pytest.raises(ConfigError, match=r"trainer=deepspeed_zero2; .*target.shard=fsdp2") as error:
+        train.run(compose("trainer=deepspeed_zero3", "target.path=absent"))
+    assert "\n" not in str(error.value)
 
 
 def test_every_trainer_option_gives_known_keys():

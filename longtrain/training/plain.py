@@ -1,0 +1,64 @@
+"""Nested values as JSON and named tensors, so that a checkpoint needs no pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from longtrain.errors import ConfigError
+
+TENSOR, PAIRS, FLOAT = "__tensor__", "__pairs__", "__float__"
+"""Keys of the stand-ins for what JSON does not have."""
+
+
+def pack(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    """A nested value as JSON values; its tensors go into `tensors` under names that say where they were.
+
+    Tuples become lists.
+
+    Args:
+        value: None, flags, numbers, text, tensors, numpy's numbers, and lists, tuples and mappings of them.
+        tensors: takes the tensors.
+        where: the name of the value.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    if isinstance(value, Tensor):
+        tensors[where] = value
+        return {TENSOR: where}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [pack(item, tensors, f"{where}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        packed = [(key, pack(item, tensors, f"{where}.{key}")) for key, item in value.items()]
+        plain = all(isinstance(key, str) and key not in (TENSOR, PAIRS, FLOAT) for key, _ in packed)
+        return dict(packed) if plain else {PAIRS: [[key, item] for key, item in packed]}
+    raise ConfigError(
+        f"the state {where} holds a {type(value).__name__}, which a checkpoint cannot hold; "
+        "allowed: numbers, text, tensors, and lists and mappings of them; leave that callback out"
+    )
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` was given, with lists where there were tuples."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        return tensors[value[TENSOR]].clone()
+    if FLOAT in value:
+        return float(value[FLOAT])
+    if PAIRS in value:
+        return {key: unpack(item, tensors) for key, item in value[PAIRS]}
+    return {key: unpack(item, tensors) for key, item in value.items()}

@@ -1,0 +1,146 @@
+"""The processes of a run: how they find each other, wait for the first one, and agree.
+
+It relies on these facts of Lightning 2.6: `launcher.launch` starts the processes of this machine unless they
+were started already (it then sets LOCAL_RANK, which it reads at the next call), and `setup_environment` does
+nothing where the process group stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from longtrain.errors import ConfigError, LongtrainError, TrainingError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+"""How often a rank asks whether the first one is done."""
+
+_turns = itertools.count()
+"""Numbers the waits of this process; every rank makes them in the same order."""
+
+
+def connect(trainer: Any) -> None:
+    """Have the process group stand, before anything large is loaded; nothing on one rank, or a second time.
+
+    Under torchrun and Slurm the other processes are there; on a machine with several GPUs Lightning starts
+    them here: they run the same command from its beginning and join at this place.
+
+    Raises:
+        ConfigError: the ranks were started in another number than the settings say, or cannot meet.
+    """
+    if trainer.world_size == 1 or torch.distributed.is_initialized():
+        return
+    launcher = trainer.strategy.launcher
+    if launcher is not None and not isinstance(launcher, _SubprocessScriptLauncher):
+        raise ConfigError(
+            "trainer.strategy starts its ranks inside this process, which longtrain cannot use; "
+            "allowed: ddp, or DeepSpeed by trainer=deepspeed_zero2"
+        )
+    try:
+        if launcher is None:
+            trainer.strategy.setup_environment()
+        else:
+            launcher.launch(trainer.strategy.setup_environment, trainer=trainer)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"the {trainer.world_size} ranks of trainer.devices x trainer.num_nodes cannot meet: {reason}"
+        ) from error
+
+
+def first(trainer: Any, work: Callable[[], T]) -> T:
+    """The first rank does something alone; then the others do it too, and find it done on the disk.
+
+    There is no time limit. The others ask the store of the process group, which lives in the first rank's
+    process (or in torchrun's), so they notice when that is gone.
+
+    Args:
+        trainer: connected.
+        work: the same on every rank.
+
+    Raises:
+        TrainingError: on the other ranks, when the first one failed or ended.
+    """
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return work()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"longtrain/first/{next(_turns)}"
+    if trainer.global_rank == 0:
+        try:
+            made = work()
+        except BaseException as error:
+            store.set(key, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+            raise
+        store.set(key, "")
+        return made
+    _wait(store, key, trainer.global_rank)
+    return work()
+
+
+def _wait(store: Any, key: str, rank: int) -> None:
+    """Until the first rank has written a key."""
+    try:
+        while not store.check([key]):
+            time.sleep(POLL_SECONDS)
+        failed = store.get(key).decode()
+    except RuntimeError as error:  # torch's errors of a lost connection
+        raise TrainingError(
+            f"rank {rank} waited for rank 0, which ended without a word (killed, or out of memory); see its "
+            "own output, then run the same command again"
+        ) from error
+    if failed:
+        raise TrainingError(f"rank {rank} leaves, since rank 0 failed: {failed}")
+
+
+def share(trainer: Any, find: Callable[[], T]) -> T:
+    """What the first rank finds, on every rank; its error, if it has one, on every rank too.
+
+    Args:
+        trainer: connected.
+        find: called on the first rank alone; gives a value that can be sent to the others.
+
+    Raises:
+        LongtrainError: the error of `find`.
+    """
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return find()
+    found: Any = None
+    failed: LongtrainError | None = None
+    if trainer.global_rank == 0:
+        try:
+            found = find()
+        except LongtrainError as error:
+            failed = error
+    found, kind, text = trainer.strategy.broadcast((found, type(failed), str(failed)))
+    if kind is not type(None):
+        raise failed or kind(text)
+    return found
+
+
+def gather(trainer: Any, value: Any) -> list[Any]:
+    """A value of every rank, in rank order; needs no device and no other process on one rank."""
+    if trainer.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
+def leave(trainer: Any) -> None:
+    """End the processes that this one started, since it cannot go on; they run the same command."""
+    launcher = trainer.strategy.launcher
+    for process in getattr(launcher, "procs", []):
+        if process.pid != os.getpid():
+            process.send_signal(signal.SIGTERM)

@@ -1,0 +1,213 @@
+"""DeepSpeed's ZeRO-1 and 2: its settings under Lightning, and the whole tensors behind its shards.
+
+What is relied on, in DeepSpeed 0.19.8 and Lightning 2.6.6, stands in one line where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+
+from longtrain.errors import ConfigError
+from longtrain.training.tensor_file import Piece
+
+PRECISIONS = ("bf16-mixed", "32-true")
+
+INSTEAD = (
+    "allowed: trainer=deepspeed_zero1 or trainer=deepspeed_zero2; where the target does not fit on one GPU, "
+    "shard it with target.shard=fsdp2"
+)
+
+
+class RowPrecision(DeepSpeedPrecision):
+    """Trained weights in fp32 as under DDP, and autocast where the trainer says bf16-mixed.
+
+    Lightning's own plugin would turn the trained weights into bf16 (DeepSpeed's `bf16` section), so that
+    losses differ from DDP's by about 0.4%.
+
+    Args:
+        precision: bf16-mixed or 32-true.
+    """
+
+    def __init__(self, precision: str) -> None:
+        super().__init__("32-true")
+        self.mixed = precision == "bf16-mixed"
+
+    def convert_input(self, data: Any) -> Any:
+        """The batch as it is: token ids and masks have nothing to convert."""
+        return data
+
+    def autocast(self, device: str) -> AbstractContextManager[Any]:
+        """Entered inside the engine's forward, since DeepSpeed switches off an autocast that is around it."""
+        return torch.autocast(device, torch.bfloat16) if self.mixed else nullcontext()
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Backpropagate through the engine.
+
+        Lightning has divided the loss by the accumulated micro-batches, and `engine.backward` would do it
+        again unless `scale_wrt_gas` is False.
+        """
+        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+
+def is_deepspeed(strategy: Any) -> bool:
+    """Whether `trainer.strategy` means DeepSpeed: a name, a mapping with `_target_`, or an object."""
+    if isinstance(strategy, DeepSpeedStrategy):
+        return True
+    name = strategy.get("_target_", "") if isinstance(strategy, Mapping) else str(strategy)
+    return "deepspeed" in name.lower()
+
+
+def check_available(strategy: Any) -> None:
+    """Refuse what cannot work, before anything is built or loaded.
+
+    Args:
+        strategy: `trainer.strategy` as it was typed.
+
+    Raises:
+        ConfigError: DeepSpeed is asked for and not installed, or by another stage than 1 and 2.
+    """
+    if not is_deepspeed(strategy) or isinstance(strategy, DeepSpeedStrategy):
+        return
+    if isinstance(strategy, str):
+        raise ConfigError(f"trainer.strategy={strategy}; {INSTEAD}")
+    if "config" not in strategy:
+        _check_stage(strategy.get("stage"))
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "trainer.strategy needs DeepSpeed, which is not installed; run: pip install "
+            "'longtrain[deepspeed]', or choose trainer=one_gpu or trainer=ddp"
+        )
+
+
+def prepare(strategy: DeepSpeedStrategy, precision: str) -> RowPrecision:
+    """Complete the configuration that Lightning hands to DeepSpeed, and give the precision that goes with it.
+
+    Raises:
+        ConfigError: another stage than 1 and 2, or a precision that ZeRO is not run with here.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"trainer.precision={precision} with DeepSpeed; allowed: {', '.join(PRECISIONS)}, auto"
+        )
+    config: Any = strategy.config
+    _check_stage((config.get("zero_optimization") or {}).get("stage"))
+    # Lightning asks the loader's batch sampler for this size, and ours has none; DeepSpeed only prints it.
+    config.setdefault("train_micro_batch_size_per_gpu", 1)
+    # With offload DeepSpeed refuses torch's AdamW unless told so; its own needs a compiler on every node.
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return RowPrecision(precision)
+
+
+def engine_of(trainer: Any) -> Engine | None:
+    """The engine of a trainer that is set up with DeepSpeed, else None."""
+    if not isinstance(trainer.strategy, DeepSpeedStrategy):
+        return None
+    return Engine(trainer.strategy.deepspeed_engine, trainer.lightning_module.trained)
+
+
+class Engine:
+    """The trained weights and the optimizer's state behind DeepSpeed's shards, a parameter at a time.
+
+    Every rank calls the methods that give whole tensors, for the same parameters in the same order.
+
+    Args:
+        engine: DeepSpeed's, of ZeRO-1 or 2.
+        module: the trained module, whose parameters the engine's optimizer holds.
+    """
+
+    def __init__(self, engine: Any, module: torch.nn.Module) -> None:
+        self.engine, self.module = engine, module
+        self.optimizer: Any = engine.optimizer
+        """`DeepSpeedZeroOptimizer`: a flat fp32 partition a parameter group, and torch's optimizer of it."""
+
+    def grad_norm(self) -> Tensor | float:
+        """The global gradient norm of the last step before clipping; infinite where it was skipped."""
+        return self.engine.get_global_grad_norm()
+
+    def full(self, parameter: Tensor) -> Tensor:
+        """A parameter's fp32 weights, whole, on its device."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+
+    def set_full(self, parameter: Tensor) -> None:
+        """Have the partition of this rank hold what the parameter holds."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        safe_set_full_fp32_param(parameter, parameter.detach().float())
+
+    def moments(self) -> list[Piece]:
+        """The optimizer's state, `PARAMETER.KEY` in fp32, each piece put together when it is read."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        found = []
+        for name, parameter, state in self._states():
+            for key, flat in sorted(state.items()):
+                shape = tuple(parameter.shape) if flat.ndim else ()
+
+                def read(parameter: Tensor = parameter, key: str = key, flat: Tensor = flat) -> Tensor:
+                    return safe_get_full_optimizer_state(parameter, key) if flat.ndim else flat
+
+                found.append(Piece(f"{name}.{key}", shape, torch.float32, read))
+        return found
+
+    def load_moments(self, saved: Mapping[str, Tensor]) -> None:
+        """Give the partition of this rank its share of the optimizer's state of every parameter."""
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        states = by_parameter(saved)
+        self._make_states({key for keys in states.values() for key in keys})
+        for name, parameter, state in self._states():
+            for key in states.get(name, ()):
+                value = saved[f"{name}.{key}"].to(state[key].device, torch.float32)
+                if value.ndim:
+                    safe_set_full_optimizer_state(parameter, value, key)
+                else:  # the count of steps, which the parameters of a group share
+                    state[key].copy_(torch.maximum(state[key], value))
+
+    def _states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Every trained parameter with its name and its group's flat state, empty before a first step."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        flat = self.optimizer.single_partition_of_fp32_groups
+        inner = self.optimizer.optimizer.state
+        return [
+            (names[id(parameter)], parameter, inner.get(flat[index], {}))
+            for index, group in enumerate(self.optimizer.bit16_groups)
+            for parameter in group
+        ]
+
+    def _make_states(self, keys: set[str]) -> None:
+        """The optimizer's state before its first step, in which DeepSpeed lets torch make it."""
+        inner = self.optimizer.optimizer
+        for group, flat in zip(
+            inner.param_groups, self.optimizer.single_partition_of_fp32_groups, strict=True
+        ):
+            on = flat.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+            inner.state[flat] = {
+                key: torch.zeros((), device=on) if key == "step" else torch.zeros_like(flat) for key in keys
+            }
+        # Links the fragments of every parameter to these tensors, as DeepSpeed does after its first step.
+        self.optimizer._hp_optimizer_states_linked = False
+        self.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def by_parameter(saved: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Parameter name -> the keys of its state, of names such as `layer.weight.exp_avg`."""
+    found: dict[str, list[str]] = {}
+    for name in saved:
+        parameter, _, key = name.rpartition(".")
+        found.setdefault(parameter, []).append(key)
+    return found
+
+
+def _check_stage(stage: Any) -> None:
+    if stage not in (1, 2):
+        raise ConfigError(f"DeepSpeed's stage {stage} cannot train here; {INSTEAD}")
