@@ -21,7 +21,7 @@ from longtrain.training.checkpoint import OPTIMIZER, STATE, WEIGHTS, Saved
 from longtrain.training.module import TrainModule
 from longtrain.training.plain import pack, unpack
 from longtrain.training.tensor_file import Piece, pieces_of
-from longtrain.training.zero import Engine
+from longtrain.training.zero import ZeroShards
 
 
 def save(trainer: Any, folder: Path) -> Path:
@@ -77,7 +77,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if name not in parameters or value.requires_grad}
 
 
-def _weights(module: nn.Module, engine: Engine | None) -> list[Piece]:
+def _weights(module: nn.Module, engine: ZeroShards | None) -> list[Piece]:
     def piece(name: str, value: Tensor) -> Piece:
         if engine and value.requires_grad:
             return Piece(name, tuple(value.shape), torch.float32, lambda: engine.full(value))
@@ -86,7 +86,7 @@ def _weights(module: nn.Module, engine: Engine | None) -> list[Piece]:
     return [piece(name, value) for name, value in weights_of(module).items()]
 
 
-def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: Engine | None) -> None:
+def _load_weights(module: nn.Module, saved: Mapping[str, Tensor], engine: ZeroShards | None) -> None:
     mine = weights_of(module)
     missing, unknown = sorted(set(mine) - set(saved)), sorted(set(saved) - set(mine))
     shapes = sorted(name for name in set(mine) & set(saved) if mine[name].shape != saved[name].shape)

@@ -106,14 +106,14 @@ def prepare(strategy: DeepSpeedStrategy, precision: str) -> RowPrecision:
     return RowPrecision(precision)
 
 
-def engine_of(trainer: Any) -> Engine | None:
+def engine_of(trainer: Any) -> ZeroShards | None:
     """The engine of a trainer that is set up with DeepSpeed, else None."""
     if not isinstance(trainer.strategy, DeepSpeedStrategy):
         return None
-    return Engine(trainer.strategy.deepspeed_engine, trainer.lightning_module.trained)
+    return ZeroShards(trainer.strategy.deepspeed_engine, trainer.lightning_module.trained)
 
 
-class Engine:
+class ZeroShards:
     """The trained weights and the optimizer's state behind DeepSpeed's shards, a parameter at a time.
 
     Every rank calls the methods that give whole tensors, for the same parameters in the same order.
