@@ -26,9 +26,9 @@ from longtrain.settings import Count, CountOrZero, NotNegative, check, wrong
 from longtrain.training import checkpoint, state, table, zero
 from longtrain.training.callbacks import Checkpoints, ProgressBar
 from longtrain.training.metrics import Metrics, peak_memory
-from longtrain.training.module import TrainModule, gather
+from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
-from longtrain.training.ranks import connect, share
+from longtrain.training.ranks import connect, gather, share
 
 log = get_logger(__name__)
 
