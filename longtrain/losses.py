@@ -34,6 +34,18 @@ class HeadLoss(NamedTuple):
     hit_T: Tensor
 
 
+class TopLaw(NamedTuple):
+    """A teacher's law of each row's next token, kept as its likeliest tokens; the rest is one lump.
+
+    Args:
+        ids_TK: tokens, likeliest first, int64.
+        logp_TK: their log probabilities, nats, fp32.
+    """
+
+    ids_TK: Tensor
+    logp_TK: Tensor
+
+
 def fused_linear_ce(
     hidden_TE: Tensor,
     head_weight_VE: Tensor,
@@ -103,6 +115,49 @@ def fused_linear_kl(
     hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE.detach())
     teacher_TE = teacher_hidden_TE.detach().to(hidden_TE.dtype)
     return HeadLoss(*_LinearKL.apply(hidden_TE, teacher_TE, head_weight_VE, weights_T, rows))
+
+
+def fused_linear_top_kl(
+    hidden_TE: Tensor,
+    teacher: TopLaw,
+    head_weight_VE: Tensor,
+    *,
+    weights_T: Tensor | None = None,
+    block_rows: int = 0,
+) -> HeadLoss:
+    """KL(teacher || student) where only the likeliest tokens of the teacher's law are known; sum over rows.
+
+    All other tokens count as one: the KL of the two laws after that merger, which is never above the whole
+    one and equal to it with K = V. The gradient is found in the forward, as in `fused_linear_kl`.
+
+    Args:
+        hidden_TE: the student's input of the head.
+        teacher: the likeliest tokens of each row.
+        head_weight_VE: the student's head; it gets no gradient.
+        weights_T: weight of each row; None: 1.
+        block_rows: rows whose logits exist at once; 0: as many as fit the budget.
+
+    Raises: ConfigError on shapes that do not fit.
+    """
+    if weights_T is None:
+        weights_T = torch.ones(hidden_TE.shape[0], device=hidden_TE.device)
+    _check(hidden_TE, head_weight_VE, weights_T)
+    _check(hidden_TE, head_weight_VE, teacher.ids_TK[:, 0])
+    rows = block_rows or _block_rows(head_weight_VE)
+    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE.detach())
+    return HeadLoss(*_LinearTopKL.apply(hidden_TE, *teacher, head_weight_VE, weights_T, rows))
+
+
+@torch.no_grad()
+def top_law(hidden_TE: Tensor, head_weight_VE: Tensor, k: int) -> TopLaw:
+    """The `k` likeliest tokens after each row, by the law `softmax(hidden @ head.T)` in fp32."""
+    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE)
+    found = []
+    with _plain(hidden_TE):
+        for h_RE in hidden_TE.split(_block_rows(head_weight_VE)):
+            logp_RV = log_softmax(h_RE @ head_weight_VE.t(), dim=-1, dtype=torch.float32)
+            found.append(logp_RV.topk(k, dim=-1))
+    return TopLaw(torch.cat([one.indices for one in found]), torch.cat([one.values for one in found]))
 
 
 @torch.no_grad()
@@ -244,6 +299,52 @@ class _LinearKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None
+
+
+class _LinearTopKL(torch.autograd.Function):
+    """As `_LinearKL`; the student's tokens beyond the teacher's K share the teacher's rest as they like."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TE: Tensor,
+        ids_TK: Tensor,
+        logp_TK: Tensor,
+        head_VE: Tensor,
+        weights_T: Tensor,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden_TE.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_TE.device)
+        hit_T = torch.zeros_like(weights_T, dtype=torch.bool)
+        grad_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
+        with _plain(hidden_TE):
+            for a in range(0, hidden_TE.shape[0], rows):
+                part = slice(a, a + rows)
+                w_R, ids_RK = weights_T[part].to(wide), ids_TK[part]
+                logq_RV = log_softmax(hidden_TE[part] @ head_VE.t(), dim=-1, dtype=wide)
+                hit_T[part] = (logq_RV.argmax(-1) == ids_RK[:, 0]) & (w_R > 0)
+                p_RK = logp_TK[part].to(wide).exp()
+                p_RK = p_RK / p_RK.sum(-1, keepdim=True).clamp(min=1)  # stored numbers are rounded
+                rest_R = (1 - p_RK.sum(-1)).clamp(min=0)
+                logq_RK = logq_RV.gather(-1, ids_RK)
+                logq_rest_R = logq_RV.scatter(-1, ids_RK, -torch.inf).logsumexp(-1)
+                some_R = (rest_R > 0) & logq_rest_R.isfinite()  # not so with K = V
+                kl_R = (torch.xlogy(p_RK, p_RK) - p_RK * logq_RK).sum(-1)
+                kl_R += torch.xlogy(rest_R, rest_R) - (rest_R * logq_rest_R).where(some_R, 0.0)
+                total += (kl_R * w_R).sum()
+                if grad_TE is not None:
+                    keep_R = 1 - (rest_R.log() - logq_rest_R).exp().where(some_R, 0.0)
+                    grad_RV = logq_RV.exp_().mul_(keep_R[:, None])
+                    grad_RV.scatter_(-1, ids_RK, logq_RK.exp() - p_RK).mul_(w_R[:, None])
+                    grad_TE[part] = grad_RV.to(head_VE.dtype) @ head_VE
+        ctx.save_for_backward(grad_TE)
+        ctx.mark_non_differentiable(hit_T)
+        return total, hit_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None, None
 
 
 def _scaled(grad: Tensor | None, by: Tensor) -> Tensor | None:

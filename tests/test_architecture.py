@@ -18,6 +18,7 @@ TIERS = [
     {"kernels", "layers", "losses", "chunked", "data"},
     {"cache"},
     {"targets"},
+    {"features"},
     {"decoding"},
     {"methods"},
     {"artifact"},

@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional
 
 from longtrain.errors import ConfigError
-from longtrain.losses import IGNORE, fused_linear_ce, fused_linear_kl, greedy_hits
+from longtrain.losses import (
+    IGNORE,
+    fused_linear_ce,
+    fused_linear_kl,
+    fused_linear_top_kl,
+    greedy_hits,
+    top_law,
+)
 
 T, E, V = 23, 12, 57
 
@@ -153,3 +160,34 @@ def test_liger_equals_eager_twin_on_cuda(parts):
     eager.backward()
     torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("block_rows", [0, 7])
+@pytest.mark.parametrize("k", [1, 5, V])
+def test_top_kl_equals_the_kl_of_merged_laws(parts, k, block_rows):
+    hidden, teacher, head, _ = parts
+    weights = torch.linspace(0, 2, T, dtype=torch.float64)
+    law = top_law(teacher, head, k)
+    a, b = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    got = fused_linear_top_kl(a, law, head, weights_T=weights, block_rows=block_rows)
+    (3 * got.total).backward()
+    q, p = (torch.softmax(x @ head.t(), -1) for x in (b, teacher))
+    q_k, p_k = (
+        torch.cat([x.gather(-1, law.ids_TK), 1 - x.gather(-1, law.ids_TK).sum(-1, True)], -1) for x in (q, p)
+    )
+    if k == V:
+        q_k, p_k = q_k[:, :V], p_k[:, :V]
+    plain = ((p_k * (p_k / q_k).log()).sum(-1) * weights).sum()
+    (3 * plain).backward()
+    torch.testing.assert_close(got.total, plain, rtol=2e-6, atol=0)  # the law's numbers are fp32
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    whole = fused_linear_kl(hidden, teacher, head, weights_T=weights)
+    assert torch.equal(got.hit_T, whole.hit_T) and got.total <= whole.total * (1 + 1e-6)
+    if k == V:
+        torch.testing.assert_close(got.total, whole.total, rtol=2e-6, atol=0)
+
+
+def test_top_kl_refuses_shapes_that_do_not_fit(parts):
+    hidden, teacher, head, _ = parts
+    with pytest.raises(ConfigError, match="do not fit"):
+        fused_linear_top_kl(hidden, top_law(teacher[:-1], head, 3), head)

@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from longtrain import methods, provenance
 from longtrain.errors import ConfigError
-from longtrain.jobs.setup import load_target_from, load_tensors, plain
+from longtrain.jobs import features
+from longtrain.jobs.setup import load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -52,7 +53,7 @@ def run(cfg: DictConfig) -> None:
     if spec.check_data is not None:
         spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")
-    settings = _loop(cfg)
+    settings, keeping = _loop(cfg), features.settings_of(cfg)
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
     trainer = training.build_trainer(
@@ -65,11 +66,14 @@ def run(cfg: DictConfig) -> None:
     settings = settings.spread(trainer.world_size)
     training.connect(trainer)
     device = str(trainer.strategy.root_device)
-    target = None if spec.export is not None else load_target_from(cfg, device=device, fuse=False)
+    target = None if spec.export is not None else features.load_for_training(cfg, keeping, device=device)
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
     module = spec.build(config, target.info if target is not None else None)
     start_from = _load_init(cfg, spec, module, target)
-    objective = spec.objective(module, target, config)
+    about = (cfg.data.name if cfg.data else None, data.sha256)
+    kept = features.stored(keeping, target, data=about, rank=trainer.global_rank)
+    objective = spec.objective(module, kept.target, config)
+    kept.follow(objective)
     if target is not None:
         objective.register_forward_hook(lambda *_: target.settle())
     if objective.per_document and isinstance(data, DataModule):
@@ -100,6 +104,8 @@ def run(cfg: DictConfig) -> None:
     except Stopped as stopped:
         log.info("%s", stopped)
         raise SystemExit(0) from None
+    finally:
+        kept.close()
     log.info(
         "trained steps=%d tokens=%d loss=%s tokens_per_s=%s folder=%s",
         summary["steps"],

@@ -51,6 +51,9 @@ class Objective(nn.Module):
     per_document: bool = False
     """Whether a loss sums over documents with labels, and not over labels."""
 
+    reads_top_law: bool = False
+    """Whether `PackedStep.top` serves where the LM head's input was wanted (stored features may be lean)."""
+
     lr_multipliers: Mapping[str, float] = {}
     """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,20 @@ from transformers import (
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.targets.attention import NAME
+from longtrain.targets.ends import TargetEnds, assign_ends
 from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import GATHERED, Node, Shards
 from longtrain.targets.tokenizer import legacy_hint, set_chat_template
-from longtrain.targets.weights import assign_weights, draw, fingerprint, random_weights, weight_files
+from longtrain.targets.weights import (
+    assign_weights,
+    draw,
+    fingerprint,
+    identity,
+    random_weights,
+    weight_files,
+)
 
 DTYPES = {
     "float64": torch.float64,
@@ -49,6 +58,7 @@ def load_target(
     weights: Literal["stored", "random"] = "stored",
     seed: int = 0,
     shard: Literal["fsdp2"] | None = None,
+    layers: bool = True,
 ) -> Target:
     """Load a frozen target.
 
@@ -69,6 +79,8 @@ def load_target(
         weights: "stored", or "random" ones, which the target's name then says.
         seed: of random weights; they are the same on one kind of device only, sharded or not.
         shard: "fsdp2": split the layers over this machine's ranks (`longtrain.targets.sharded`).
+        layers: False reads the stored weights of the layers for the target's hash and keeps none of them; the
+            target can then embed, rotate and give logits, but not run (`longtrain.targets.ends`).
 
     Raises:
         ConfigError: no such folder, Hub id or chat template, an unknown dtype or device, a target that the
@@ -89,10 +101,14 @@ def load_target(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    node = None if shard is None else Node.join(device)
-    check_room(model, str(where), device, ranks=None if node is None else node.size)
+    node = None if shard is None or not layers else Node.join(device)
+    if layers:
+        check_room(model, str(where), device, ranks=None if node is None else node.size)
     shards = None if node is None else Shards(model.model.layers, node, device)
-    if weights == "stored":
+    samples = None if layers else assign_ends(model, folder, dtype=dtype, device=device)
+    if not layers:
+        pass  # all that is kept is there
+    elif weights == "stored":
         assign_weights(model, folder, dtype=dtype, device=device)
     else:
         random_weights(model, seed, dtype=dtype, device=device)
@@ -101,9 +117,11 @@ def load_target(
     rebuild_rotary(model, device)
     eos_ids = _eos_ids(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
-    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards)
+    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards, samples=samples)
     if max_positions is not None:
         info = replace(info, max_positions=max_positions)
+    if not layers:
+        return TargetEnds(model, info, tokenizer, folder=folder)
     return Target(model, info, tokenizer, shards=shards)
 
 
@@ -210,8 +228,9 @@ def describe(
     name: str,
     eos_ids: tuple[int, ...],
     shards: Shards | None = None,
+    samples: Mapping[str, tuple[torch.Size, bytes]] | None = None,
 ) -> TargetInfo:
-    """The facts of a model: shapes from its config, the rest from its modules and weights."""
+    """The facts of a model: shapes from its config, the rest from modules, weights or samples."""
     config = model.config
     attention = model.model.layers[0].self_attn
     rope = {key: value for key, value in sorted((config.rope_parameters or {}).items()) if value is not None}
@@ -235,7 +254,7 @@ def describe(
         max_positions=config.max_position_embeddings,
         eos_ids=eos_ids,
         tokenizer_hash="" if tokenizer is None else tokenizer_hash(tokenizer),
-        weights_hash=fingerprint(model, facts, shards),
+        weights_hash=fingerprint(model, facts, shards) if samples is None else identity(samples, facts),
         **facts,
     )
 

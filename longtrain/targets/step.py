@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from longtrain.cache.base import Causal, Mask
+from longtrain.losses import TopLaw
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class PackedStep:
     Args:
         hidden: `hidden[layer]` is a wanted layer's output [T, E]; -1 is the LM head's input.
         kv: `kv[layer]` is a wanted layer's (k_TGD, v_TGD); K is after RoPE (and k_norm).
+        top: the target's law of the next token in the place of `hidden[-1]`, where stored features are lean
+            and the objective says that it can do with this (`Objective.reads_top_law`).
     """
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    top: TopLaw | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ def assign_weights(model: nn.Module, folder: Path, *, dtype: torch.dtype, device
     """
     missing = {name: param.shape for name, param in _empty(model)}
     for file in weight_files(folder):
-        for name, stored in _tensors(file, device):
+        for name, stored in tensors_of(file, device):
             if name not in missing:
                 continue  # rotary buffers of old checkpoints, a tied head
             if stored.shape != tuple(missing[name]):
@@ -125,32 +125,52 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(model: nn.Module, facts: dict[str, Any], shards: Shards | None = None) -> str:
-    """Who the weights are: sha256 over facts of the config and, of each tensor, name, shape and bf16 samples.
-
-    The same for one folder loaded in fp32 on a CPU, in bf16 on a GPU, or split over ranks.
+    """Who the weights of a model are; see `identity`.
 
     Args:
         model: the model, on any device, in any dtype that holds its bf16 weights.
         facts: JSON values that belong to the identity.
         shards: its layers, if they are split; every rank that shares them calls this.
     """
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     samples: dict[str, Tensor] = {}
     for name, param in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(param.shape)}".encode())
-        stride, first = max(1, param.numel() // _SAMPLES), 0
-        flat = param.detach()
+        first, flat = 0, param.detach()
         if isinstance(flat, DTensor):
-            first = -rows_of(flat).start * (param.numel() // param.shape[0]) % stride
+            first = -rows_of(flat).start * (param.numel() // param.shape[0]) % _stride(param)
             flat = flat.to_local()
-        samples[name] = flat.reshape(-1)[first::stride].to(torch.bfloat16)
+        samples[name] = flat.reshape(-1)[first :: _stride(param)].to(torch.bfloat16)
     mine = _on_host(samples)
     if shards is not None:
         split = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
         parts = shards.node.gather({name: mine[name] for name in split})
         mine |= {name: b"".join(part[name] for part in parts) for name in split}
-    digest.update(b"".join(mine.values()))
+    return identity({name: (param.shape, mine[name]) for name, param in model.named_parameters()}, facts)
+
+
+def sample(weight: Tensor, dtype: torch.dtype) -> bytes:
+    """Evenly spaced values of a whole weight as it will be in `dtype`, in bf16."""
+    few = weight.reshape(-1)[:: _stride(weight)].to(dtype).to(torch.bfloat16)
+    return few.view(torch.int16).cpu().numpy().tobytes()
+
+
+def identity(samples: Mapping[str, tuple[torch.Size, bytes]], facts: dict[str, Any]) -> str:
+    """Who weights are: sha256 over facts of the config and, of each tensor, name, shape and bf16 samples.
+
+    The same for one folder loaded in fp32 on a CPU, in bf16 on a GPU, or split over ranks.
+
+    Args:
+        samples: name -> the tensor's shape, and its sample.
+        facts: JSON values that belong to the identity.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, (shape, _) in sorted(samples.items()):
+        digest.update(f"{name}{tuple(shape)}".encode())
+    digest.update(b"".join(values for _, (_, values) in sorted(samples.items())))
     return digest.hexdigest()
+
+
+def _stride(weight: Tensor) -> int:
+    return max(1, weight.numel() // _SAMPLES)
 
 
 def _on_host(samples: dict[str, Tensor]) -> dict[str, bytes]:
@@ -186,7 +206,7 @@ class _Stored:
             raise ArtifactError(_damaged(self.file, error)) from error
 
 
-def _tensors(file: Path, device: torch.device) -> Iterator[tuple[str, _Stored]]:
+def tensors_of(file: Path, device: torch.device) -> Iterator[tuple[str, _Stored]]:
     """Name and tensor of one file, expanded if it holds int8 rows."""
     if file.suffix == ".bin":
         try:

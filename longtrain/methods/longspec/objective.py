@@ -15,7 +15,14 @@ from torch import Tensor
 
 from longtrain.chunked import chunked_sum
 from longtrain.errors import ConfigError
-from longtrain.losses import IGNORE, fused_linear_ce, fused_linear_kl, greedy_hits
+from longtrain.losses import (
+    IGNORE,
+    TopLaw,
+    fused_linear_ce,
+    fused_linear_kl,
+    fused_linear_top_kl,
+    greedy_hits,
+)
 from longtrain.methods.longspec import indices
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
@@ -58,6 +65,8 @@ class LongSpecObjective(Objective):
     Note: the paper trains on hard labels; KL is this project's default (it needs the target's hidden states,
         but no stored logits).
     """
+
+    reads_top_law = True
 
     def __init__(self, module: LongSpecDraft, target: Target, config: Config) -> None:
         super().__init__()
@@ -148,6 +157,9 @@ class LongSpecObjective(Objective):
         weights_W = None if weights is None else weights[after]
         if -1 in row.step.hidden:
             return fused_linear_kl(hidden_WE, row.step.hidden[-1][rows], head_VE, weights_T=weights_W)
+        if row.step.top is not None:
+            law = TopLaw(*(part[rows] for part in row.step.top))
+            return fused_linear_top_kl(hidden_WE, law, head_VE, weights_T=weights_W)
         labels_W = row.batch.ids_T[after]
         loss = fused_linear_ce(hidden_WE, head_VE, labels_W, weights_T=weights_W)
         return loss, greedy_hits(hidden_WE.detach(), head_VE, labels_W)

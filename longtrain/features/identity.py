@@ -1,0 +1,97 @@
+"""What features in a folder were made from: target, data and form; a run of another is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longtrain import files
+from longtrain.errors import ConfigError, DataError
+from longtrain.features.forms import Form
+
+FORMAT = 1
+NAME = "features.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What features were made from.
+
+    Args:
+        target: the target's name.
+        weights: its `TargetInfo.weights_hash`.
+        data: the name of the data.
+        rows: a hash of the prepared data; empty where nobody knows.
+        form: how they are stored.
+    """
+
+    target: str
+    weights: str
+    data: str
+    rows: str
+    form: Form
+
+    def write(self, folder: Path) -> None:
+        """Say so in the folder.
+
+        Raises:
+            LongtrainError: the disk is full or not writable.
+        """
+        values = {**vars(self), "form": self.form.to_json()}
+        files.write_files(folder, {NAME: files.as_json({"format": FORMAT, **values})})
+
+    def check(self, folder: Path, there: Identity) -> None:
+        """Refuse features that were made from something else; `self` is this run's.
+
+        Raises:
+            ConfigError: another target, data or form; the message names both.
+        """
+        pairs = {
+            "target": (_named(there.target, there.weights), _named(self.target, self.weights)),
+            "data": (_named(there.data, there.rows), _named(self.data, self.rows)),
+        }
+        same = {"target": there.weights == self.weights, "data": there.rows == self.rows}
+        for what, (theirs, mine) in pairs.items():
+            if not same[what]:
+                raise ConfigError(
+                    f"features in {folder} are of {what} {theirs}, and this run's {what} is {mine}; pass "
+                    f"features.folder=OTHER, or the {what} that they are of"
+                )
+        if there.form != self.form:
+            raise ConfigError(
+                f"features in {folder} have {there.form}, and this run asks for {self.form}; pass "
+                "features.folder=OTHER, or the form that they have"
+            )
+
+
+def read(folder: Path) -> Identity | None:
+    """What the features in a folder were made from; None where there are none.
+
+    Raises:
+        DataError: the file is damaged, or of another version.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("format") != FORMAT:
+            raise ValueError("another version")
+        return Identity(**{**values, "form": Form(**values["form"])})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); delete the folder, and fill it again "
+            "with features=fill"
+        ) from None
+
+
+def hash_of(value: Any) -> str:
+    """sha256 of a JSON value, which says what data is; empty for None."""
+    return "" if value is None else hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _named(name: str, digest: str) -> str:
+    return f"{name} ({digest[:12] or 'no hash'})"

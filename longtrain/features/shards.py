@@ -1,0 +1,250 @@
+"""Documents' features on disk: safetensors files, and beside them a line for each that says what is in it.
+
+    features.json            whose features these are, of which data, in which form
+    rank0.jsonl              one line a shard: its name, and each document's tokens and sha256
+    rank0-000000.safetensors
+
+A shard appears whole or not at all, and its line after it. Every rank writes shards of its own and reads all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from longtrain import files
+from longtrain.errors import DataError
+from longtrain.features.forms import Stored
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StoredDocument:
+    """A document's place.
+
+    Args:
+        shard: the file.
+        kind: row or probe, which is a pass outside of a batch.
+        want: what was asked of the target, in words.
+        tokens: how many.
+        sha256: of all its tensors.
+        leaves: names of its tensors.
+        name: as messages call it.
+    """
+
+    shard: str
+    kind: str
+    want: str
+    tokens: int
+    sha256: str
+    leaves: list[str]
+    name: str
+
+
+class FeatureFiles:
+    """A folder of features.
+
+    Args:
+        folder: created when the first document is added.
+        rank: whose files are written.
+        shard_bytes: a shard is written once so much waits for it.
+
+    Raises:
+        DataError: a line of an index is damaged.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0, shard_bytes: int = 256 * MIB) -> None:
+        self.folder, self.rank, self.shard_bytes = folder, rank, shard_bytes
+        self._found: dict[str, StoredDocument] = {}
+        self._lines: dict[Path, int] = {}
+        self._waiting: dict[str, tuple[Stored, StoredDocument]] = {}
+        self._bytes = 0
+        self._journal: files.Journal | None = None
+        self._open: dict[str, Any] = {}
+        self.look()
+
+    def __len__(self) -> int:
+        return len(self._found) + len(self._waiting)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._waiting or key in self._found
+
+    def wants(self, kind: str) -> set[str]:
+        """What was asked of the target for the documents of a kind that are stored, in words."""
+        return {one.want for one in self._documents() if one.kind == kind}
+
+    @property
+    def many(self) -> bool:
+        """Whether other ranks write to the folder too."""
+        return any(index != self._index for index in self.folder.glob("rank*.jsonl"))
+
+    def tokens(self) -> int:
+        """Tokens that are stored."""
+        return sum(one.tokens for one in self._documents())
+
+    def bytes(self) -> int:
+        """Bytes of the shards on disk."""
+        names = {one.shard for one in self._found.values()}
+        return sum((self.folder / name).stat().st_size for name in names)
+
+    def look(self) -> None:
+        """Read what other processes have written since the last time."""
+        for index in sorted(self.folder.glob("rank*.jsonl")):
+            seen = self._lines.get(index, 0)
+            for number, line in enumerate(files.whole_lines(index)):
+                if number >= seen:
+                    self._take(index, number, line)
+                    self._lines[index] = number + 1
+
+    def read(self, key: str, name: str) -> Stored:
+        """A document's features, on the host.
+
+        Args:
+            key: the document's.
+            name: what messages call it.
+
+        Raises:
+            DataError: the shard is damaged; the message names it and the document.
+        """
+        if key in self._waiting:
+            return self._waiting[key][0]
+        place = self._found[key]
+        try:
+            shard = self._shard(place.shard)
+            stored = {leaf: shard.get_tensor(f"{key}/{leaf}") for leaf in place.leaves}
+        except (SafetensorError, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise self._damaged(place, name, reason) from None
+        if digest(stored) != place.sha256:
+            raise self._damaged(place, name, "its checksum is another than the index says")
+        return stored
+
+    def add(self, key: str, stored: Stored, *, kind: str, want: str, name: str) -> None:
+        """Keep a document's features; they are on the disk after the next `flush`.
+
+        Raises:
+            LongtrainError: the disk is full; no part of a shard is left behind.
+        """
+        on_host = {leaf: tensor.detach().cpu().contiguous() for leaf, tensor in stored.items()}
+        tokens = len(next(iter(on_host.values())))
+        place = StoredDocument(self._next_name(), kind, want, tokens, digest(on_host), list(on_host), name)
+        self._waiting[key] = on_host, place
+        self._bytes += sum(tensor.nbytes for tensor in on_host.values())
+        if self._bytes >= self.shard_bytes:
+            self.flush()
+
+    def claim(self) -> files.Journal:
+        """This rank's index, kept from other processes from now on.
+
+        Raises:
+            ConfigError: another process writes this rank's files.
+            LongtrainError: the folder cannot be written.
+        """
+        if self._journal is None:
+            self._journal = files.Journal(self._index)
+        return self._journal
+
+    def flush(self) -> None:
+        """Write what waits as one shard, and then its line.
+
+        Raises:
+            LongtrainError: the disk is full; no part of the shard is left behind.
+        """
+        if not self._waiting:
+            return
+        journal, name = self.claim(), self._next_name()
+        tensors = {
+            f"{key}/{leaf}": tensor
+            for key, (stored, _) in self._waiting.items()
+            for leaf, tensor in stored.items()
+        }
+        files.write_files(self.folder, {name: save(tensors)})
+        documents = {
+            key: {about: value for about, value in asdict(one).items() if about != "shard"}
+            for key, (_, one) in self._waiting.items()
+        }
+        journal.append(json.dumps({"shard": name, "documents": documents}).encode())
+        log.info("features shard=%s documents=%d mib=%.1f", name, len(documents), self._bytes / MIB)
+        self._found |= {key: one for key, (_, one) in self._waiting.items()}
+        self._lines[self._index] = self._lines.get(self._index, 0) + 1
+        self._waiting, self._bytes = {}, 0
+
+    def close(self) -> None:
+        """Write what waits, and let other processes write this rank's files."""
+        try:
+            self.flush()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
+
+    @property
+    def _index(self) -> Path:
+        return self.folder / f"rank{self.rank}.jsonl"
+
+    def _next_name(self) -> str:
+        return f"rank{self.rank}-{self._lines.get(self._index, 0):06d}.safetensors"
+
+    def _documents(self) -> Iterable[StoredDocument]:
+        yield from self._found.values()
+        yield from (place for _, place in self._waiting.values())
+
+    def _take(self, index: Path, number: int, line: bytes) -> None:
+        """The documents of one line; those of a shard that was deleted are not there."""
+        try:
+            values = json.loads(line)
+            found = {key: StoredDocument(values["shard"], **one) for key, one in values["documents"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"line {number + 1} of {index} is damaged ({type(error).__name__}: {error}); delete the "
+                "folder, and fill it again with features=fill"
+            ) from None
+        if (self.folder / values["shard"]).is_file():
+            self._found |= found
+        else:
+            log.warning("features shard=%s is missing; documents=%d", values["shard"], len(found))
+
+    def _shard(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+        return self._open[name]
+
+    def _damaged(self, place: StoredDocument, name: str, reason: str) -> DataError:
+        return DataError(
+            f"{self.folder / place.shard} is damaged at document {name} of {place.tokens} tokens ({reason}); "
+            "delete that file, and fill its documents again with features=fill"
+        )
+
+
+def digest(stored: Stored) -> str:
+    """sha256 over names, types, shapes and bytes of a document's tensors."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(stored.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def key_of(ids_T: Tensor, want: str) -> str:
+    """The key of a document by its tokens, and by what is asked of the target.
+
+    Args:
+        ids_T: token ids, int64, on the host.
+        want: in words.
+    """
+    found = hashlib.sha256(want.encode())
+    found.update(ids_T.contiguous().numpy())
+    return found.hexdigest()[:40]

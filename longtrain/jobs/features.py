@@ -1,0 +1,137 @@
+"""Which target a training run loads and what stands in its place, as `features` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError
+from longtrain.features.settings import FeatureSettings
+from longtrain.jobs.setup import load_target_from, plain, target_overrides
+from longtrain.log import get_logger
+from longtrain.settings import read
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from longtrain.features.shards import FeatureFiles
+    from longtrain.methods.spec import Objective
+    from longtrain.targets.model import Target
+
+log = get_logger(__name__)
+
+
+def settings_of(cfg: DictConfig) -> FeatureSettings:
+    """`cfg.features`, checked.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    settings = read(FeatureSettings, plain(cfg.features) if cfg.get("features") else {}, "features")
+    if settings.mode != "online" and settings.folder is None:
+        raise ConfigError(f"features={settings.mode} needs a folder; pass features.folder=FOLDER")
+    return settings
+
+
+def load_for_training(cfg: DictConfig, settings: FeatureSettings, *, device: str) -> Target:
+    """The target, without its layers where all features are stored.
+
+    Raises:
+        ConfigError: no target is chosen, or there are no features to read.
+    """
+    from longtrain.features import identity
+    from longtrain.targets.loading import load_target
+
+    if settings.mode != "offline" or not (cfg.target and cfg.target.path):
+        return load_target_from(cfg, device=device, fuse=False)
+    if identity.read(Path(str(settings.folder))) is None:
+        raise ConfigError(f"features.folder={settings.folder} holds none; fill it first: features=fill")
+    if cfg.target.get("weights") == "random":
+        raise ConfigError(
+            "features=offline keeps a target's stored weights, and target.weights=random has none"
+        )
+    where, dtype = str(cfg.target.path), str(cfg.target.dtype)
+    return load_target(where, dtype=dtype, device=device, layers=False, **target_overrides(cfg))
+
+
+@dataclass
+class Stored:
+    """What stands in the target's place while a method trains.
+
+    Args:
+        target: the target itself, or a stand-in that stores and reads what it gives.
+        shards: where that is; None: nothing is stored.
+    """
+
+    target: Any
+    shards: FeatureFiles | None = None
+
+    def follow(self, objective: Objective) -> None:
+        """Let the stand-in see the batches of an objective, if that can do with what is stored.
+
+        Raises:
+            ConfigError: the law's likeliest tokens are stored, and the objective reads hidden states.
+        """
+        if self.shards is None:
+            return
+        top_k = self.target.form.top_k
+        if top_k and not objective.reads_top_law:
+            raise ConfigError(
+                f"features.top_k={top_k} keeps no hidden states, and this method reads them; pass "
+                "features.top_k=0"
+            )
+        self.target.follow(objective)
+
+    def close(self) -> None:
+        """Write what is not on the disk yet.
+
+        Raises:
+            LongtrainError: the disk is full.
+        """
+        if self.shards is not None:
+            self.shards.close()
+            said = "features documents=%d tokens=%d mib=%.1f folder=%s"
+            size = self.shards.bytes() / 2**20
+            log.info(said, len(self.shards), self.shards.tokens(), size, self.shards.folder)
+
+
+def stored(
+    settings: FeatureSettings, target: Target | None, *, data: tuple[Any, Any], rank: int = 0
+) -> Stored:
+    """Open the stored features of a run.
+
+    Args:
+        settings: of `features`.
+        target: what `load_for_training` gave; None: the method trains without one.
+        data: its name, and what `data.sha256` says it is.
+        rank: this process.
+
+    Raises:
+        ConfigError: the folder's features are of another target, data or form, or another run writes them.
+        DataError: an index in it is damaged.
+        LongtrainError: the disk is full.
+    """
+    if settings.mode == "online" or target is None:
+        return Stored(target)
+    from longtrain.features import identity
+    from longtrain.features.forms import Form
+    from longtrain.features.shards import MIB, FeatureFiles
+    from longtrain.features.target import StoredTarget
+
+    folder, fill = Path(str(settings.folder)), settings.mode == "fill"
+    there = identity.read(folder)
+    usual = Form() if there is None else there.form
+    form = Form(settings.form or usual.form, usual.top_k if settings.top_k is None else settings.top_k)
+    name, rows = data
+    mine = identity.Identity(
+        target.info.name, target.info.weights_hash, str(name), identity.hash_of(rows), form
+    )
+    if there is not None:
+        mine.check(folder, there)
+    shards = FeatureFiles(folder, rank=rank, shard_bytes=settings.shard_mib * MIB)
+    if fill:
+        shards.claim()
+        mine.write(folder)
+    log.info("features=%s documents=%d %s folder=%s", settings.mode, len(shards), form, folder)
+    return Stored(StoredTarget(target, shards, form, compute=fill), shards)

@@ -1,0 +1,111 @@
+"""A target without its layers: embeddings, final norm, LM head and rotary, for training on stored features.
+
+Shapes: T tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.targets.model import Target
+from longtrain.targets.weights import sample, tensors_of, weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.step import PackedStep
+
+LAYERS = "model.layers."
+"""How the names of the layers' weights begin."""
+
+
+class TargetEnds(Target):
+    """A target that embeds, rotates and has an LM head, but cannot run.
+
+    Args:
+        model: its layers are on the meta device.
+        info: facts about the whole target.
+        tokenizer: its tokenizer, if any.
+        folder: where single layers are read when they are asked for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        info: TargetInfo,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        folder: Path,
+    ) -> None:
+        super().__init__(model, info, tokenizer)
+        self.folder = folder
+
+    def layer_state(self, layer: int) -> dict[str, Tensor]:
+        """Weights of a decoder layer, read from the folder now."""
+        prefix, found = f"{LAYERS}{layer}.", {}
+        for file in weight_files(self.folder):
+            for name, stored in tensors_of(file, torch.device("cpu")):
+                if name.startswith(prefix):
+                    weight = stored.rows(slice(None))
+                    found[name.removeprefix(prefix)] = weight.to(self.device, self.dtype)
+        return found
+
+    def packed(self, *args: Any, **kwargs: Any) -> PackedStep:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self._cannot_run()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise self._cannot_run()
+
+    def _cannot_run(self) -> ConfigError:
+        return ConfigError(
+            f"target {self.info.name} was loaded without its layers (features=offline) and cannot run; pass "
+            "features=online or features=fill"
+        )
+
+
+def assign_ends(
+    model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device
+) -> dict[str, tuple[torch.Size, bytes]]:
+    """Fill all of a model on the meta device but its layers; every tensor's shape and sample come back.
+
+    Raises:
+        ArtifactError: a file is missing, truncated or unreadable, or a tensor is missing.
+        TargetMismatchError: a tensor's shape is not the config's.
+    """
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    samples: dict[str, tuple[torch.Size, bytes]] = {}
+    for file in weight_files(folder):
+        for name, stored in tensors_of(file, torch.device("cpu")):
+            if name not in shapes:
+                continue  # rotary buffers of old checkpoints, a tied head
+            if stored.shape != tuple(shapes[name]):
+                raise TargetMismatchError(
+                    f"{file}: {name} has shape {stored.shape}, config.json says {tuple(shapes[name])}"
+                )
+            tensor = stored.rows(slice(None))
+            samples[name] = tensor.shape, sample(tensor, dtype)
+            if not name.startswith(LAYERS):
+                owner, _, leaf = name.rpartition(".")
+                value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
+                setattr(model.get_submodule(owner), leaf, value)
+    if missing := sorted(set(shapes) - set(samples)):
+        raise ArtifactError(
+            f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}; get the folder again"
+        )
+    return samples
