@@ -6,6 +6,8 @@ import importlib
 import os
 import re
 import sys
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
@@ -78,6 +80,19 @@ def mount() -> None:
 
     A recipe is a global override named after its file; it exports and evaluates under that name.
     """
+    from omegaconf import OmegaConf
+
+    from longtrain import methods
+
+    _store(asset_dir("recipes"), tuple(methods.names()))
+    OmegaConf.register_new_resolver("longtrain_about", lambda job: JOBS[job][1], replace=True)
+    OmegaConf.register_new_resolver("longtrain_keys", keys_help, replace=True)
+    OmegaConf.register_new_resolver("longtrain_suites", _suites_help, replace=True)
+
+
+@cache
+def _store(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
+    """Read recipes and methods into the ConfigStore, which belongs to the process: once is enough."""
     from dataclasses import field, make_dataclass
 
     from hydra.core.config_store import ConfigStore
@@ -86,17 +101,14 @@ def mount() -> None:
     from longtrain import methods
 
     store = ConfigStore.instance()
-    for file in sorted(asset_dir("recipes").glob("*.yaml")):
+    for file in sorted(recipe_folder.glob("*.yaml")):
         named = {"name": file.stem, "artifact": "${home}/checkpoints/${name}"}
         node = OmegaConf.merge(named, OmegaConf.load(file))
         store.store(group="recipe", name=file.stem, node=node, package="_global_", provider=file.name)
-    for name in methods.names():
+    for name in method_names:
         own = (methods.config_class(name),)
         schema = make_dataclass("Method", [("name", str, field(default=name))], bases=own)
         store.store(group="method", name=name, node=schema, provider="longtrain.methods")
-    OmegaConf.register_new_resolver("longtrain_about", lambda job: JOBS[job][1], replace=True)
-    OmegaConf.register_new_resolver("longtrain_keys", keys_help, replace=True)
-    OmegaConf.register_new_resolver("longtrain_suites", _suites_help, replace=True)
 
 
 def keys_help(job: str) -> str:

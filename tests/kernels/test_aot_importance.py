@@ -83,7 +83,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("name", KERNELS)
 def test_importance_compiles_without_spills(name, dim):
     kernel, tile, constants = KERNELS[name]
@@ -119,7 +119,7 @@ def test_merging_compiles_without_spills(splits):
 @pytest.mark.parametrize("tile", fragments.TILES[4], ids=lambda tile: f"{tile.tiles} tiles")
 @pytest.mark.parametrize("splits", [16, 33])
 def test_merging_of_fragments_compiles_without_spills(tile, splits):
-    """`hier_fragments_triton`, whose partial rows lie as the tensor cores left them."""
+    """`fragments_kernel.merge_kernel`: partial rows lie as the tensor cores left them."""
     types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     block = 1 << (splits - 1).bit_length()
     constants = {"G": 8, "GROUP": 4, "BLOCK": block, "CHUNK": tile.chunk, "CHAINED": True}
