@@ -1,8 +1,9 @@
-"""Arithmetic of a training run: parameters, bytes and floating-point operations, from shapes alone.
+"""Arithmetic of one packed row: what the target's pass and the module's step allocate, multiply and move.
 
-These are estimates of what the code allocates and multiplies, not measurements: `longtrain bench
-suite=draft_memory` measures.
-Shapes: T tokens of a packed row, E hidden dim, V vocabulary, H query heads, G KV heads, D head dim.
+The byte counts follow the code line by line (`targets.model.packed`, `chunked`, `losses`, the methods' own
+objectives) and lie within 1% of what they were checked against: a LongSpec step at 8B shape, 8K to 128K
+(recipes/results/draft_memory.json). What a rank holds besides is in `costs.ranks`.
+Shapes: T tokens of a packed row, E hidden dim, H query heads, G KV heads, D head dim, I inner dim of the MLP.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from dataclasses import dataclass
 
 from longtrain.costs.model import Sizes
 
-HEAD_BLOCK_BYTES = 2**31
-"""Working memory of the LM-head loss: logits of one block of rows, student and teacher, and their softmax."""
+LOGITS_BYTES = 2**29
+"""`losses` takes as many rows at once as have logits of the student and the teacher in fp32 within this."""
+
+KL_BYTES, KL_MOVED = 28, 88
+"""Bytes a logit of a block that the KL holds at once, and bytes a logit that it reads and writes in all."""
+
+CE_BYTES, CE_MOVED = 8, 16
+"""The same of the cross-entropy, whose kernel works in place."""
 
 STATE_BYTES = 4 + 4 + 8 + 4 + 2
-"""A trained weight: itself, gradient, two Adam moments, the chunks' gradient sum (fp32) and its bf16 copy."""
+"""A trained weight on one GPU: itself, gradient, two Adam moments, the chunks' gradient sum and its bf16 copy."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +50,34 @@ class StepCost:
     """What a module's step of a packed row takes, beside the target's pass and the weights.
 
     Args:
-        inputs: bytes of what the step reads of the whole row.
-        module: most bytes of activations that exist at once.
+        inputs: bytes that the step reads of the whole row; they stay from the pass to the end of the step.
+        module: most bytes of activations and working memory that exist at once on the way forward.
         flops: floating-point operations, forward and backward.
         chunk: rows whose activations exist at once.
+        backward: most bytes of activations and their gradients on the way back.
+        attention_flops: the part of `flops` that is attention.
+        moved: bytes that everything but products and attention reads and writes.
+        chunked: whether gradients are summed up in fp32 before backward begins (`longtrain.chunked`).
+        beside_pass: whether the step's memory grows while the target's pass runs, and not after it.
+        again: bytes that are there while the target reads the row once more in the same step; 0: it does not.
+        kernels: kernels that the host launches one by one and that nothing runs beside.
+        kv: numbers of K and V that are read a token; 0 of both: features are not stored.
+        hidden: numbers of the LM head's input that are read a token.
     """
 
     inputs: int
     module: int
     flops: int
     chunk: int
+    backward: int = 0
+    attention_flops: int = 0
+    moved: int = 0
+    chunked: bool = False
+    beside_pass: bool = False
+    again: int = 0
+    kernels: int = 0
+    kv: int = 0
+    hidden: int = 0
 
 
 def target_parameters(size: Sizes, *, tied: bool) -> int:
@@ -66,16 +91,32 @@ def kv_bytes_per_token(size: Sizes, *, itemsize: int) -> int:
 
 
 def target_pass_bytes(size: Sizes, row: PackedRow, *, itemsize: int) -> int:
-    """Most activations of the target's no-grad pass: the residual stream and the MLP's three wide tensors."""
-    width = 3 * size.hidden_size + 3 * size.intermediate_size
-    return row.tokens * width * itemsize
+    """Most activations of the target's no-grad pass.
+
+    In a layer's MLP these are there: the embeddings (their caller keeps them), the layer's input, the
+    residual stream and its norm, the three wide tensors of the gate, and K and V of the layer; cos and sin of
+    all rows. In its attention the queries, three copies of them while they are rotated, and no wide tensors.
+    """
+    heads, kv = size.n_heads * size.head_dim, 2 * size.n_kv_heads * size.head_dim
+    mlp = 4 * size.hidden_size + 3 * size.intermediate_size
+    attention = 3 * size.hidden_size + 4 * heads
+    return row.tokens * ((max(mlp, attention) + kv + 2 * size.head_dim) * itemsize + 8)
 
 
 def target_flops(size: Sizes, row: PackedRow) -> int:
     """The target's forward over a row: 2 a weight and token, and causal attention (half of the square)."""
-    heads = size.n_heads * size.head_dim
-    linear = 2 * size.weights * row.tokens
-    return linear + 2 * size.n_layers * heads * row.tokens * row.doc_tokens
+    return 2 * size.weights * row.tokens + target_attention_flops(size, row)
+
+
+def target_attention_flops(size: Sizes, row: PackedRow) -> int:
+    """The part of `target_flops` that is attention."""
+    return 2 * size.width * row.tokens * min(row.doc_tokens, row.tokens)
+
+
+def head_bytes(size: Sizes, rows: int, *, kl: bool) -> int:
+    """Working memory of the LM-head loss over so many rows, of which it takes a block at once."""
+    block = min(rows, max(16, LOGITS_BYTES // (8 * size.vocab_size)))
+    return block * size.vocab_size * (KL_BYTES if kl else CE_BYTES)
 
 
 def draft_step(
@@ -84,33 +125,53 @@ def draft_step(
     *,
     trained: int,
     itemsize: int,
-    hidden: bool = True,
+    kl: bool = True,
     chunk_tokens: int = 0,
     window: int | None = None,
+    guard: bool = False,
 ) -> StepCost:
-    """A step of a draft that reads one layer's K and V, in chunks of rows that are computed one by one.
+    """A step of a draft layer that reads one layer's K and V, in chunks of rows that are computed one by one.
+
+    Saved for backward, a row and in 16 bits: the embedding, three norms with their inputs in fp32 and three
+    residuals (11 E), the MLP (4 I), queries, their rotation and outputs of two attentions (5 HD), own K and V
+    (2 GD) and two log-sums a head.
 
     Args:
         size: the target.
         row: what is read.
         trained: weights of the draft.
         itemsize: bytes of a number.
-        hidden: whether hidden states are read too, for a loss against the target's distribution.
+        kl: whether hidden states are read too, for a loss against the target's distribution.
         chunk_tokens: rows whose activations exist at once; 0: all.
         window: tokens that the draft's own attention sees; None: the whole document.
+        guard: whether the target reads some rows once more while the draft's inputs are there.
     """
-    heads = size.n_heads * size.head_dim
-    kv = 2 * size.n_kv_heads * size.head_dim
-    read = kv + (size.hidden_size if hidden else 0)
+    heads, kv = size.n_heads * size.head_dim, size.n_kv_heads * size.head_dim
     chunk = min(chunk_tokens or row.tokens, row.tokens)
-    width = 14 * size.hidden_size + 6 * heads + 6 * size.intermediate_size
-    linear = 6 * trained * row.tokens
-    cross = 3 * 2 * heads * row.tokens * row.doc_tokens
-    own = 3 * 4 * heads * row.tokens * min(window or row.doc_tokens, row.doc_tokens)
-    head = 6 * size.head * row.tokens
+    document = min(row.doc_tokens, row.tokens)
+    halo = min(window or document, row.tokens - chunk)
+    saved = 11 * size.hidden_size + 4 * size.intermediate_size + 5 * heads + 2 * kv + 4 * size.n_heads
+    joined = 2 * kv * row.tokens if row.documents > 1 else 0  # K and V of a chunk's documents, side by side
+    activations = ((chunk + halo) * saved + joined) * itemsize
+    back = (
+        chunk * (2 * size.intermediate_size + size.hidden_size)
+        + 2 * size.hidden_size * size.intermediate_size
+    )
+    hidden = size.hidden_size if kl else 0
+    inputs = row.tokens * ((2 * kv + hidden) * itemsize + 8)
+    attention = 7 * heads * row.tokens * (document + 2 * min(window or document, document))
+    chunks = -(-row.tokens // chunk)
     return StepCost(
-        inputs=row.tokens * (read * itemsize + 8),
-        module=chunk * width * itemsize + HEAD_BLOCK_BYTES,
-        flops=linear + cross + own + head,
+        inputs=inputs,
+        module=activations + 2 * chunk * size.hidden_size * itemsize + head_bytes(size, chunk, kl=kl),
+        flops=6 * (trained + size.head) * row.tokens + attention,
         chunk=chunk,
+        backward=activations + back * itemsize,
+        attention_flops=attention,
+        moved=row.tokens * (size.vocab_size * (KL_MOVED if kl else CE_MOVED) + 4 * saved * itemsize)
+        + 20 * trained * chunks,
+        chunked=bool(chunk_tokens),
+        again=inputs + row.tokens * size.hidden_size * itemsize if guard else 0,
+        kv=2 * kv,
+        hidden=hidden,
     )

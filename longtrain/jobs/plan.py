@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import glob
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from omegaconf import DictConfig
 
-from longtrain import methods
+from longtrain import files, methods
 from longtrain.assets import asset_dir
-from longtrain.costs import decoding, hardware, roofline, training
+from longtrain.costs import decoding, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB, Gpu
 from longtrain.costs.model import Sizes
-from longtrain.costs.training import PackedRow
 from longtrain.errors import ConfigError
+from longtrain.jobs import plan_advice, plan_training
 from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain
 from longtrain.methods.spec import MethodSpec
@@ -31,12 +29,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 CHAIN = (1, 1, 1, 1)
 """Drafted tokens of a cycle where `decode.shape` names no chain."""
 CONTEXTS = Annotated[tuple[Tokens, ...], Words("token counts such as [8k, 128k]")]
-STAGE_COLUMNS = {
-    "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk", "inputs GiB": "inputs",
-    "target pass GiB": "target_pass", "module GiB": "module", "peak GiB": "peak",
-    "PFLOP a row": "pflop", "tokens/s": "tokens_per_s", "s a step": "step_s", "steps": "steps",
-    "hours": "hours",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,8 +101,17 @@ def run(cfg: DictConfig) -> None:
     info, tied = target_shape(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
     plan = RecipePlan(cfg, info, tied, spec, config)
-    trains = spec is not None and spec.objective is not None and cfg.data
-    say(*plan.facts, *(_training(plan) if trains else _decoding(plan)))
+    if spec is None or spec.objective is None or not cfg.data:
+        if cfg.json:
+            raise ConfigError("json=FILE is written for a recipe that trains; leave it out for decoding")
+        say(*plan.facts, *_decoding(plan))
+        return
+    lines, values = _training(plan)
+    say(*plan.facts, *lines)
+    if cfg.json:
+        path = Path(str(cfg.json)).expanduser()
+        files.write_files(path.parent, {path.name: files.as_json(values)})
+        say(f"written   {path}")
 
 
 def _decoding(plan: RecipePlan) -> list[str]:
@@ -157,38 +158,54 @@ def _chain(cfg: DictConfig) -> tuple[int, ...]:
     return tuple(shape) if is_chain else CHAIN
 
 
-def _training(plan: RecipePlan) -> list[str]:
-    """What is trained, and a table of the stages.
+def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
+    """What is trained, a table of the stages, what fits and what it leaves on the disk; and all as values.
 
     Raises:
-        ConfigError: there are no stages.
+        ConfigError: there are no stages, or ranks, strategy or features that cannot be.
     """
     cfg, spec = plan.cfg, plan.spec
     assert spec is not None
-    with torch.device("meta"):
-        module = spec.build(plan.config, plan.info)
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    rows = [_stage(plan, stage, trained) for stage in cfg.data.stages]
-    if not rows:
+    if not cfg.data.stages:
         raise ConfigError("data.stages is empty; a recipe says how its rows are packed")
-    times = (
-        "No times are estimated for trainer.accelerator=cpu."
-        if plan.on_cpu
-        else f"Times assume {cfg.gpu_tflops:g} TFLOP/s on each of {cfg.devices} device(s)."
-    )
+    training = plan_training.planned(plan)
+    layout, rows = training.given.layout, plan_training.stages_of(training)
+    left, memory = plan_training.disk_of(training), plan_advice.most(rows)
     lines = [
         f"decoding  {_longest_step(plan)}",
-        f"trained   {trained / 1e6:.4g} M weights; {trained * training.STATE_BYTES / GIB:.3g} GiB with "
-        "gradients and Adam",
-        of_rows(rows, STAGE_COLUMNS, all_columns=True),
-        f"{times} All figures are estimates; measure with: longtrain bench suite={spec.cost.suite}",
+        f"trained   {training.trained / 1e6:.4g} M weights",
+        f"ranks     {layout.ranks}: {layout.in_words()}",
+        f"a rank    {plan_advice.parts_in_words(memory)}; host memory of a machine "
+        f"{memory['host'] / GIB:.3g} GiB",
+        f"disk      {plan_advice.disk_in_words(left)}",
+        of_rows(rows, plan_training.COLUMNS),
     ]
+    values = {
+        "target": {
+            "name": plan.info.name,
+            "bytes": plan.weight_bytes,
+            **asdict(plan.size),
+            "tied": plan.tied,
+        },
+        "method": {"name": spec.name, **vars(plan.config), "trained": training.trained},
+        "layout": asdict(layout),
+        "stages": rows,
+        "disk_bytes": left,
+        "assumptions": ranks.assumptions(plan.gpu, layout),
+    }
+    if plan.on_cpu:
+        lines.append("No times are estimated for trainer.accelerator=cpu, nor what fits.")
+    else:
+        verdict, advised = plan_advice.verdict(training, rows)
+        lines += verdict
+        values["advice"] = advised
+    lines.append(f"All figures are estimates; measure with: longtrain bench suite={spec.cost.suite}")
     if spec.data is None and data_config(cfg).asks_target:
         lines.append(
             "data.answers=target: the target's answers are written first, by prepare, and are not in the "
             "estimate."
         )
-    return lines
+    return lines, values
 
 
 def _longest_step(plan: RecipePlan) -> str:
@@ -201,52 +218,6 @@ def _longest_step(plan: RecipePlan) -> str:
         f"{found['attention_share']:.0%} of it attention ({found['aggregate_intensity']:.3g} FLOP a byte, "
         f"{found['aggregate_bound']} bound)"
     )
-
-
-def _stage(plan: RecipePlan, stage: DictConfig, trained: int) -> dict[str, Any]:
-    """One line of the table of stages."""
-    cfg, size, spec = plan.cfg, plan.size, plan.spec
-    assert spec is not None
-    row = PackedRow(stage.row_tokens, stage.doc_tokens, int(cfg.data.get("answer_tokens") or 0))
-    cost = spec.cost.training(plan.config, size, row, trained, plan.itemsize)
-    target_pass = training.target_pass_bytes(size, row, itemsize=plan.itemsize)
-    flops = training.target_flops(size, row) + cost.flops
-    seconds, devices = flops / (cfg.gpu_tflops * 1e12), int(cfg.devices)
-    together = cfg.trainer.get("rows_per_step")  # of all devices; else each has its own
-    all_rows = int(together) if together else int(cfg.trainer.accumulate_grad_batches) * devices
-    steps, rows_per_step = _steps(cfg, stage, all_rows), all_rows / devices
-    step_s = None if plan.on_cpu else seconds * rows_per_step
-    fixed = plan.weight_bytes + trained * training.STATE_BYTES
-    return {
-        "row_tokens": row.tokens,
-        "doc_tokens": row.doc_tokens,
-        "chunk": cost.chunk,
-        "inputs": cost.inputs / GIB,
-        "target_pass": target_pass / GIB,
-        "module": cost.module / GIB,
-        "peak": (fixed + cost.inputs + max(target_pass, cost.module)) / GIB,
-        "pflop": flops / 1e15,
-        "tokens_per_s": None if step_s is None else row.tokens / seconds * devices,
-        "step_s": step_s,
-        "steps": steps,
-        "hours": None if steps is None or step_s is None else steps * step_s / 3600,
-    }
-
-
-def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
-    """Optimizer steps of a stage; None where they depend on data that is not prepared yet."""
-    total = cfg.trainer.get("max_steps")
-    if stage.get("steps"):
-        return int(stage.steps)
-    if stage.get("fraction") and total:
-        return round(stage.fraction * total)
-    folders = f"{glob.escape(str(cfg.data.name))}-{'[0-9a-f]' * 8}"  # one for each tokenizer
-    manifests = (Path(cfg.home) / "data").glob(f"{folders}/manifest.json")
-    newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
-    if not stage.get("epochs") or newest is None:
-        return None
-    counts = json.loads(newest.read_text(encoding="utf-8"))["counts"]
-    return int(stage.epochs * (counts["tokens"] - counts["val_tokens"]) / (stage.row_tokens * rows))
 
 
 def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:

@@ -35,20 +35,22 @@ def test_cache_bytes_are_those_of_the_cache() -> None:
 def test_memory_grows_by_the_inputs_and_flops_with_the_documents() -> None:
     size = Sizes.of(random_target("llama_micro").info)
     short, long = (PackedRow(n, n) for n in (64, 128))
-    costs = [draft_step(size, row, trained=10, itemsize=2, chunk_tokens=32) for row in (short, long)]
+    costs = [
+        draft_step(size, row, trained=10, itemsize=2, chunk_tokens=32, window=8) for row in (short, long)
+    ]
     assert costs[0].module == costs[1].module and costs[1].inputs == 2 * costs[0].inputs
     assert estimate.target_flops(size, long) > 2 * estimate.target_flops(size, short)
 
 
 def test_a_suffix_costs_what_it_reads_and_little_else() -> None:
-    """Llama-3.1-8B at 16K: K and V 2.15 GB, score vectors 67 MB twice; rows 2.2 TF, true scores 4.4."""
+    """Llama-3.1-8B at 16K: K and V of 31 layers 2.08 GB, scores 65 MB twice; rows 2.2 TF, true scores 4.4."""
     size, cost = Sizes.of_keys(SHAPES["llama31_8b"]), get("lookaheadkv").cost
 
     def step(doc_tokens: int, response: int = 0) -> StepCost:
         return cost.training(Config(), size, PackedRow(16384, doc_tokens, response), 0, 2)
 
     alone = step(16384)
-    assert alone.inputs == 16384 * (131072 + 2 * 32 * 32 * 4)
+    assert alone.inputs == 16384 * (131072 + 2 * 32 * 32 * 4) * 31 // 32
     assert 0.9e12 < alone.flops < 2.7e12
     assert step(16384, 512).flops - alone.flops == 4 * 32 * 4096 * 512 * 16384
     assert step(4096).module == 4 * alone.module
@@ -59,7 +61,9 @@ def test_plan_of_an_eviction_module(tmp_path: Path) -> None:
     (line,) = [line for line in out.splitlines() if line.startswith("| 16896")]
     row = [cell.strip() for cell in line.split("|")]
     assert "bench suite=eviction" in out
-    assert float(row[7]) == pytest.approx(19.3, abs=0.3)  # measured: 19.9 GiB
+    assert float(row[7]) == pytest.approx(
+        19.76 + 0.08, rel=0.02
+    )  # measured, and gradients that training keeps
 
 
 def plan(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:

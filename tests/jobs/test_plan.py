@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from longtrain.errors import ConfigError
 from longtrain.jobs import plan, prepare
 
 STAGE = "data.stages=[{epochs: 2, row_tokens: 64, doc_tokens: 32}]"
@@ -19,7 +20,7 @@ def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, mon
     counts = json.loads(manifest.read_text())["counts"]
     tables = []
     monkeypatch.setattr(plan, "of_rows", lambda rows, columns, **_: tables.append(rows) or "")
-    plan.run(composed("plan", "method=longspec", *data, "devices=2", rows))
+    plan.run(composed("plan", "method=longspec", *data, "trainer.devices=2", rows))
     steps = 2 * (counts["tokens"] - counts["val_tokens"]) // (64 * 2)
     assert steps > 2 and [row["steps"] for row in tables[0]] == [steps]
 
@@ -39,6 +40,57 @@ def test_no_times_on_a_processor_and_what_prepare_writes_is_told(composed, text,
     assert tables[-1][0]["hours"] > 0 and "written first" not in capsys.readouterr().out
     answers = ("data.prompt_tokens=[8,16]", "data.answers=target")
     plan.run(composed("plan", "method=longspec", *base, *answers, "trainer.accelerator=cpu"))
-    assert [tables[-1][0][key] for key in ("hours", "step_s", "tokens_per_s")] == [None] * 3
+    assert not {"hours", "step_s", "tokens_per_s", "fits"} & set(tables[-1][0])
     said = capsys.readouterr().out
-    assert "No times" in said and "TFLOP/s" not in said and "written first, by prepare" in said
+    assert "No times" in said and "fits:" not in said and "written first, by prepare" in said
+
+
+SHAPE = (
+    "target.path=null", "target.shape={n_layers: 80, n_heads: 64, n_kv_heads: 8, head_dim: 128, tied: false, "
+    "hidden_size: 8192, intermediate_size: 28672, vocab_size: 128256, max_positions: 131072}",
+)  # fmt: skip
+LONG = "+recipe=longspec_llama8b_long"
+
+
+def planned(composed, tmp_path, *words):
+    """The JSON of a plan at 70B shape."""
+    words = [word.replace("target.shard", "++target.shard") for word in words]
+    plan.run(composed("plan", LONG, *SHAPE, f"json={tmp_path / 'plan.json'}", *words))
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_what_does_not_fit_is_told_with_what_does(composed, tmp_path, capsys):
+    found = planned(composed, tmp_path)
+    said = capsys.readouterr().out
+    assert found["stages"][0]["fits"] == "no" and found["stages"][0]["mostly"] == "the target's weights"
+    assert "do not fit" in said and "This fits: trainer=ddp trainer.devices=2 target.shard=fsdp2" in said
+    again = planned(composed, tmp_path, *found["advice"]["words"], "trainer.accelerator=cuda")
+    (row,) = again["stages"]
+    assert row["fits"] == "yes" and again["advice"] is None
+    assert row["memory_bytes"]["peak"] == found["advice"]["peak_bytes"] < 120e9  # issue: at most 120 GB a GPU
+    assert 32768 < row["largest_row_tokens"] <= 2**22 and again["layout"]["shard"]
+
+
+def test_every_figure_has_its_assumption_in_the_json(composed, tmp_path):
+    words = ("trainer=deepspeed_zero2", "trainer.devices=8", "trainer.num_nodes=2")
+    found = planned(composed, tmp_path, *words, "trainer.strategy.offload_optimizer=true")
+    assert (found["layout"]["zero"], found["layout"]["offload"], found["layout"]["nodes"]) == (2, True, 2)
+    assert found["stages"][0]["rows_per_step"] == 256
+    assert found["stages"][0]["seconds"]["step_s"] > sum(found["stages"][0]["seconds"].values()) / 3
+    assert found["disk_bytes"]["checkpoint"] == 12 * found["method"]["trained"]
+    assert {"linear_share", "link_share", "context_bytes", "zero_bucket_bytes"} <= found["assumptions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.devices=3", "trainer.rows_per_step=256"], "a multiple of 3, the number of ranks"),
+        (["trainer=deepspeed_zero3"], "stage 3; allowed: trainer=ddp"),
+        (["trainer.devices=0"], "trainer.devices=0"),
+        (["target.shard=fsdp2", "trainer.devices=1"], "trainer.devices is 1"),
+        (["data.stages=[]"], "data.stages is empty"),
+    ],
+)
+def test_what_it_refuses(composed, tmp_path, words, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(composed, tmp_path, *words)

@@ -65,15 +65,19 @@ def _check_layer(config: Config, info: TargetInfo) -> None:
 
 
 def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
-    """A step in chunks; hidden states are read for the KL objective alone."""
+    """A step in chunks; hidden states are read for the KL objective alone.
+
+    With offsets the target reads some rows once more at their own positions (`guard_every`).
+    """
     return draft_step(
         size,
         row,
         trained=trained,
         itemsize=itemsize,
-        hidden=config.objective == "kl",
+        kl=config.objective == "kl",
         chunk_tokens=config.chunk_tokens,
         window=config.window,
+        guard=config.anchor_offset and config.guard_every > 0,
     )
 
 

@@ -12,24 +12,43 @@ from longtrain.costs.model import ITEM, Sizes, Work, score
 from longtrain.costs.training import PackedRow, StepCost, kv_bytes_per_token
 from longtrain.methods.lookaheadkv.config import Config
 
+COMPARED, KL_BYTES = 2**24, 36
+"""Scores that the objective compares at once, and bytes of each that the KL takes for it."""
+
+KERNELS = 250
+"""Small kernels of a layer's rows, forward and backward; measured: 64 ms for the 32 layers of the 8B shape
+beyond what the arithmetic says (recipes/results/eviction_cost.json)."""
+
 
 def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
     """Forward and backward of the lookahead rows behind each document, and the scores of both sides.
 
-    K and V of all layers, the scores and their gradient are read of the whole row. Weights are frozen: 2
-    operations a weight and row forward, 2 backward. Attention reads all of a document: products with K and V
-    forward, five backward, one for the scores; the response's scores take two.
+    They follow the target's pass layer by layer, so both are there at once: K and V of all layers but the
+    last, which backward reads, the true scores and the gradient of the predicted ones, and of each row its
+    residual stream and norms (4 E), MLP (4 I), queries and output (2 HD) and own K and V (2 GD). The KL's
+    working memory comes in a layer's attention, when the pass has none of its three wide tensors.
+    Weights are frozen: 2 operations a weight and row forward, 2 backward. Attention reads all of a document:
+    products with K and V forward, five backward, one for the scores; the response's scores take two.
     """
-    rows, heads = config.n_lookahead, size.n_heads * size.head_dim
+    rows, heads, kv = config.n_lookahead, size.n_heads * size.head_dim, size.n_kv_heads * size.head_dim
+    passed = max(1, size.n_layers - 1) / size.n_layers
     scores = 2 * size.n_layers * size.n_heads * 4
-    width = 4 * size.hidden_size + 3 * heads + 3 * size.intermediate_size
-    linear = 4 * size.weights * rows
+    width = 4 * size.hidden_size + 4 * size.intermediate_size + 2 * heads + 2 * kv
+    compared = min(size.n_layers * size.n_heads * row.tokens, max(COMPARED, size.n_heads * row.tokens))
+    spare = 3 * size.intermediate_size * row.tokens * itemsize
     attention = 2 * size.n_layers * heads * row.doc_tokens * (8 * rows + 2 * row.response_tokens)
+    inputs = int(row.tokens * (kv_bytes_per_token(size, itemsize=itemsize) + scores) * passed)
+    module = row.documents * rows * size.n_layers * width * itemsize
     return StepCost(
-        inputs=row.tokens * (kv_bytes_per_token(size, itemsize=itemsize) + scores),
-        module=row.documents * rows * size.n_layers * width * itemsize,
-        flops=row.documents * (linear + attention),
+        inputs=inputs,
+        module=module + max(0, KL_BYTES * compared - spare),
+        flops=row.documents * (4 * size.weights * rows + attention),
         chunk=row.tokens,
+        backward=module,
+        attention_flops=row.documents * attention,
+        moved=4 * itemsize * size.weights + 3 * inputs,
+        beside_pass=True,
+        kernels=KERNELS * size.n_layers,
     )
 
 

@@ -1,0 +1,310 @@
+"""What a training run takes of each of its ranks: memory of the GPU and the host, disk, and time.
+
+A rank holds the frozen target (whole, or its part of each layer), the trained weights with optimizer and
+gradients as the strategy keeps them, and what one micro-batch allocates. Memory is the peak over the phases
+of a step; PyTorch reserves more. Times are data-sheet peaks times measured shares.
+Source: Lightning 2.6 (gradients of a step stay until the forward of the next has ended), PyTorch's DDP
+(buckets beside the gradients) and DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
+from longtrain.costs.model import Sizes
+from longtrain.costs.training import (
+    PackedRow,
+    StepCost,
+    target_attention_flops,
+    target_flops,
+    target_parameters,
+    target_pass_bytes,
+)
+
+LINEAR_SHARE, ATTENTION_SHARE = 0.53, 0.345
+"""Shares of a GPU's peak that products and flash attention reach: a fit to the target's passes at 8K and 128K
+in recipes/results/draft_memory.json (H200); at 32K it gives 1.70 s, and 1.69 s was measured."""
+
+LINK_SHARE = 0.8
+"""Share of a link's peak that collectives of large tensors are taken to reach; an assumption."""
+
+LAUNCH_S, STEP_S, LAYER_S = 8e-6, 0.015, 0.0025
+"""Seconds of the host: to launch a kernel, and of a micro-batch and each of the target's layers, which count
+where the GPU is faster still. Fits to the two runs of a 28M model in recipes/results."""
+
+WORKSPACE = 64 * 2**20
+"""cuBLAS and cuBLASLt on Hopper."""
+
+BUCKETS = 2 * 200_000_000 * 4
+"""DeepSpeed's two buckets of fp32 gradients (Lightning's `reduce_bucket_size`), there while backward runs."""
+
+GATHERED = 3
+"""Layers' worth of memory that gathering takes: the one in use, the next one, and room to order its parts."""
+
+CONTEXT = 2 * GIB
+"""CUDA's context, NCCL's buffers and kernels on each GPU: outside of the peak that PyTorch counts."""
+
+SPARE = 0.05
+"""Share of the peak that a setting which fits leaves free, for fragments and longer documents."""
+
+PROCESS = 4 * GIB
+"""Host memory of a rank's process: Python, PyTorch and CUDA; an assumption."""
+
+CPU_ADAM_S = 4e-9
+"""Seconds a weight of AdamW on the host; an assumption."""
+
+PCIE = 20e9
+"""Bytes a second between host and GPU; an assumption."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread.
+
+    Args:
+        devices: ranks of a machine.
+        nodes: machines.
+        zero: DeepSpeed's stage; 0: DDP, or one rank.
+        offload: whether the optimizer's state is in host memory.
+        shard: whether each machine holds one copy of the target's layers.
+        mixed: whether trained weights are copied to 16 bits for the step.
+        network_bytes_per_s: between machines, a GPU.
+    """
+
+    devices: int = 1
+    nodes: int = 1
+    zero: int = 0
+    offload: bool = False
+    shard: bool = False
+    mixed: bool = True
+    network_bytes_per_s: float = 50e9
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.devices * self.nodes
+
+    def in_words(self) -> str:
+        """For people."""
+        where = f"{self.devices} on each of {self.nodes} machines" if self.nodes > 1 else "on one machine"
+        how = (
+            f"DeepSpeed ZeRO-{self.zero}" if self.zero else "DDP" if self.ranks > 1 else "no strategy needed"
+        )
+        how += ", optimizer state in host memory" if self.offload else ""
+        return f"{where}, {how}, target {'split over each machine' if self.shard else 'whole on each'}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A micro-batch of a method on a target.
+
+    Args:
+        size: the target.
+        tied: whether its head is its embedding.
+        itemsize: bytes of one of its numbers.
+        trained: weights that are trained.
+        row: the packed row.
+        step: the module's step of it.
+    """
+
+    size: Sizes
+    tied: bool
+    itemsize: int
+    trained: int
+    row: PackedRow
+    step: StepCost
+
+    @property
+    def layer_bytes(self) -> int:
+        """A decoder layer's weights."""
+        return self.size.weights // self.size.n_layers * self.itemsize
+
+    @property
+    def target_bytes(self) -> int:
+        """The target's weights."""
+        return target_parameters(self.size, tied=self.tied) * self.itemsize
+
+    @property
+    def pass_bytes(self) -> int:
+        """Activations of the target's pass."""
+        return target_pass_bytes(self.size, self.row, itemsize=self.itemsize)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A rank's memory, in bytes.
+
+    Args:
+        target: the target's weights that the rank holds.
+        gathered: room for the layers that are gathered.
+        trained: fp32 weights, the optimizer's state, and the copy in 16 bits.
+        gradients: gradients kept between steps, DDP's buckets, and the sums of a chunked gradient.
+        inputs: what the module's step reads of the whole row.
+        pass_: activations of the target's pass.
+        module: activations of the module's step.
+        peak: the largest sum that exists at once.
+        phase: when.
+        host: host memory of all ranks of a machine.
+    """
+
+    target: int
+    gathered: int
+    trained: int
+    gradients: int
+    inputs: int
+    pass_: int
+    module: int
+    peak: int
+    phase: str
+    host: int
+
+    def largest(self) -> str:
+        """The part that takes most of the peak, in words."""
+        parts = {
+            "the target's weights": self.target + self.gathered,
+            "trained weights, gradients and optimizer": self.trained + self.gradients,
+            "activations of the target's pass": self.pass_ if self.phase != MODULE else 0,
+            "activations of the module's step": self.inputs + self.module,
+        }
+        return max(parts, key=parts.__getitem__)
+
+
+PASS, AGAIN, MODULE, BACKWARD = "the target's pass", "the guard's pass", "the module's step", "backward"
+
+
+def memory(job: Job, layout: Layout) -> Memory:
+    """A rank's memory at the peak of a step, and the host's."""
+    weights, step, n = 4 * job.trained, job.step, layout.ranks
+    layers = job.layer_bytes * job.size.n_layers
+    target = job.target_bytes - (layers - layers // layout.devices if layout.shard else 0)
+    gathered = min(GATHERED, job.size.n_layers) * job.layer_bytes if layout.shard else 0
+    state = 2 * weights + (weights if layout.zero else 0)  # Adam's, and ZeRO's own fp32 weights
+    on_gpu = 0 if layout.offload else state // (n if layout.zero else 1)
+    copies = weights // 2 if layout.mixed else 0
+    buckets = weights if n > 1 and not layout.zero else 0
+    kept = 0 if layout.zero else weights
+    sums = weights if step.chunked else 0
+    fixed = target + weights + on_gpu + WORKSPACE + buckets
+    beside = step.inputs + step.module + copies if step.beside_pass else 0
+    phases = {PASS: fixed + gathered + kept + job.pass_bytes + beside}
+    if step.again:
+        phases[AGAIN] = fixed + gathered + kept + sums + copies + step.again + job.pass_bytes
+    if not step.beside_pass:
+        back = max(step.backward, sums)
+        phases[MODULE] = fixed + kept + copies + sums + step.inputs + max(step.module, back)
+    left = 0 if step.chunked else step.inputs + step.backward + copies
+    reduced = weights if not layout.zero else weights + BUCKETS
+    regathered = gathered if step.beside_pass else 0
+    phases[BACKWARD] = fixed + regathered + sums + reduced + left
+    phase = max(phases, key=phases.__getitem__)
+    offloaded = (state + 2 * weights) // (n if layout.zero else 1) if layout.offload else 0
+    return Memory(
+        target=target,
+        gathered=gathered,
+        trained=weights + on_gpu + copies,
+        gradients=kept + buckets + sums,
+        inputs=step.inputs,
+        pass_=job.pass_bytes,
+        module=step.module,
+        peak=phases[phase],
+        phase=phase,
+        host=layout.devices * (PROCESS + offloaded),
+    )
+
+
+def fits(found: Memory, gpu: Gpu) -> bool:
+    """Whether a rank has room for its peak, fragments and CUDA's own memory."""
+    return found.peak * (1 + SPARE) + CONTEXT <= gpu.memory_bytes
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of an optimizer step of one rank, all its micro-batches.
+
+    Args:
+        target: the target's passes.
+        module: the module's steps.
+        gather: waiting for layers that are gathered beyond what the passes hide.
+        reduce: gradients and, under ZeRO, weights between ranks.
+        optimizer: clipping and AdamW.
+        step: all of it; more where the host is slower than the GPU.
+    """
+
+    target: float
+    module: float
+    gather: float
+    reduce: float
+    optimizer: float
+    step: float
+
+    def to_json(self) -> dict[str, float]:
+        """The fields, seconds."""
+        return {f"{key}_s": value for key, value in asdict(self).items()}
+
+
+def seconds(job: Job, layout: Layout, gpu: Gpu, *, rows: int, stored: float = 0.0) -> Seconds:
+    """Time of an optimizer step.
+
+    Args:
+        job: a micro-batch.
+        layout: how the run is spread.
+        gpu: the device.
+        rows: micro-batches of a rank in a step.
+        stored: share of the rows whose features are read and not computed.
+    """
+    size, step, n = job.size, job.step, layout.ranks
+    linear, attention = LINEAR_SHARE * gpu.flops_per_s, ATTENTION_SHARE * gpu.flops_per_s
+    link, moved = LINK_SHARE * gpu.link_bytes_per_s, BYTES_SHARE * gpu.bytes_per_s
+    across = link if layout.nodes == 1 else min(link, LINK_SHARE * layout.network_bytes_per_s)
+    attended = target_attention_flops(size, job.row)
+    through = (target_flops(size, job.row) - attended) / linear + attended / attention
+    pass_s = (1 - stored) * through * rows
+    module_s = rows * (
+        (step.flops - step.attention_flops) / linear
+        + step.attention_flops / attention
+        + step.moved / moved
+        + step.kernels * LAUNCH_S
+    )
+    gather_s = 0.0
+    if layout.shard and layout.devices > 1:
+        layer_s = job.layer_bytes * (1 - 1 / layout.devices) / link
+        hidden_s = through / size.n_layers
+        gather_s = (1 - stored) * rows * (layer_s + (size.n_layers - 1) * max(0.0, layer_s - hidden_s))
+    weights = 4 * job.trained
+    spread = 1 - 1 / n
+    times = 1 + (rows if layout.zero == 2 else 1) if layout.zero else 2  # ZeRO-2 reduces every micro-batch
+    reduce_s = times * spread * weights / across
+    mine = job.trained / (n if layout.zero else 1)
+    optimizer_s = 40 * mine / moved
+    if layout.offload:
+        optimizer_s = mine * (CPU_ADAM_S + 8 / PCIE)
+    busy = pass_s + module_s + gather_s + reduce_s + optimizer_s
+    host_s = rows * (STEP_S + LAYER_S * size.n_layers + step.kernels * LAUNCH_S)
+    return Seconds(pass_s, module_s, gather_s, reduce_s, optimizer_s, max(busy, host_s))
+
+
+def assumptions(gpu: Gpu, layout: Layout) -> dict[str, float]:
+    """Every constant that a plan rests on, under names with their units, for comparison with measurements."""
+    return {
+        "gpu_flops_per_s": gpu.flops_per_s,
+        "gpu_bytes_per_s": gpu.bytes_per_s,
+        "gpu_memory_bytes": gpu.memory_bytes,
+        "link_bytes_per_s": gpu.link_bytes_per_s,
+        "network_bytes_per_s": layout.network_bytes_per_s,
+        "linear_share": LINEAR_SHARE,
+        "attention_share": ATTENTION_SHARE,
+        "bytes_share": BYTES_SHARE,
+        "link_share": LINK_SHARE,
+        "launch_s": LAUNCH_S,
+        "host_step_s": STEP_S,
+        "host_layer_s": LAYER_S,
+        "workspace_bytes": WORKSPACE,
+        "zero_bucket_bytes": BUCKETS,
+        "gathered_layers": GATHERED,
+        "context_bytes": CONTEXT,
+        "spare_share": SPARE,
+        "process_bytes": PROCESS,
+        "cpu_adam_s_per_weight": CPU_ADAM_S,
+        "pcie_bytes_per_s": PCIE,
+    }

@@ -1,0 +1,263 @@
+"""The part of `longtrain plan` that is about training: memory, time and disk of each stage's ranks."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from omegaconf import DictConfig
+
+from longtrain.costs import disk, ranks
+from longtrain.costs.hardware import GIB
+from longtrain.costs.ranks import Job, Layout, Memory
+from longtrain.costs.training import PackedRow, target_flops
+from longtrain.errors import ConfigError
+from longtrain.jobs.setup import plain
+from longtrain.settings import AUTO, Count, Positive, convert, wrong
+
+if TYPE_CHECKING:
+    from longtrain.jobs.plan import RecipePlan
+
+COLUMNS = {
+    "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk",
+    "inputs GiB": "inputs", "target pass GiB": "target_pass", "module GiB": "module", "peak GiB": "peak",
+    "fits": "fits", "largest row": "largest_row_tokens", "PFLOP a row": "pflop", "tokens/s": "tokens_per_s",
+    "s a step": "step_s", "steps": "steps", "hours": "hours",
+}  # fmt: skip
+ROW_STEP, LONGEST_ROW = 1024, 2**22
+"""Largest rows are told to so many tokens, and none longer is looked for."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way of running the recipe.
+
+    Args:
+        words: what is typed for it; none: the recipe as given.
+        layout: ranks, strategy and sharding.
+        config: the method's settings.
+        why: what it changes, for people.
+    """
+
+    words: tuple[str, ...]
+    layout: Layout
+    config: Any
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A recipe's training.
+
+    Args:
+        recipe: what is planned.
+        given: the setting that the recipe and the command line make.
+    """
+
+    recipe: RecipePlan
+    given: Setting
+
+    @cached_property
+    def trained(self) -> int:
+        """Weights that are trained."""
+        assert self.recipe.spec is not None
+        with torch.device("meta"):
+            module = self.recipe.spec.build(self.recipe.config, self.recipe.info)
+        return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+    def job(self, row: PackedRow, setting: Setting) -> Job:
+        """A micro-batch under a setting."""
+        recipe, spec = self.recipe, self.recipe.spec
+        assert spec is not None
+        step = spec.cost.training(setting.config, recipe.size, row, self.trained, recipe.itemsize)
+        return Job(recipe.size, recipe.tied, recipe.itemsize, self.trained, row, step)
+
+    def memory(self, row: PackedRow, setting: Setting) -> Memory:
+        """A rank's memory for a row under a setting."""
+        return ranks.memory(self.job(row, setting), setting.layout)
+
+    def fits(self, row: PackedRow, setting: Setting) -> bool:
+        """Whether the GPU of `gpu=` has room for it."""
+        return ranks.fits(self.memory(row, setting), self.recipe.gpu)
+
+    def row(self, stage: Mapping[str, Any]) -> PackedRow:
+        """The packed row of a stage."""
+        answer = int(self.recipe.cfg.data.get("answer_tokens") or 0)
+        return PackedRow(int(stage["row_tokens"]), int(stage["doc_tokens"]), answer)
+
+    def largest(self, row: PackedRow, setting: Setting) -> int:
+        """The most tokens of a row that fits, a multiple of 1024; 0: none does.
+
+        Documents stay as long as they are; those that fill their row grow with it, as far as the target's
+        positions go.
+        """
+        whole = row.doc_tokens >= row.tokens
+
+        def fits(blocks: int) -> bool:
+            tokens = blocks * ROW_STEP
+            document = min(tokens, self.recipe.info.max_positions) if whole else row.doc_tokens
+            return self.fits(replace(row, tokens=tokens, doc_tokens=document), setting)
+
+        low, high = 0, LONGEST_ROW // ROW_STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low * ROW_STEP
+
+
+def planned(recipe: RecipePlan) -> TrainingPlan:
+    """The plan of a recipe as it is given.
+
+    Raises:
+        ConfigError: ranks that cannot be, a strategy that does not train, or features that cannot be stored.
+    """
+    cfg, words = recipe.cfg, recipe.cfg.trainer
+    strategy = plain(words.get("strategy"))
+    keys = strategy if isinstance(strategy, Mapping) else {}
+    zero = int(keys.get("stage") or 0)
+    if zero == 3 or (not keys and "deepspeed" in str(strategy)):
+        asked = "DeepSpeed's stage 3" if keys else strategy
+        allowed = (
+            "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
+        )
+        raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
+    mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed") and not recipe.on_cpu
+    layout = Layout(
+        devices=_devices(words.get("devices")),
+        nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"),
+        zero=zero,
+        offload=bool(keys.get("offload_optimizer")),
+        shard=convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") is not None,
+        mixed=mixed,
+        network_bytes_per_s=convert(cfg.network_gbits, Positive, "network_gbits") * 1e9 / 8,
+    )
+    if layout.shard and layout.devices == 1:
+        raise ConfigError(
+            "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
+            "trainer=ddp trainer.devices=2 or more"
+        )
+    return TrainingPlan(recipe, Setting((), layout, recipe.config))
+
+
+def _devices(value: Any) -> int:
+    """How many GPUs of a machine `trainer.devices` means; `auto` those that are here, at least one."""
+    value = plain(value)
+    if isinstance(value, list):
+        return max(1, len(value))
+    if value in (AUTO, -1, "-1", None):
+        return max(1, torch.cuda.device_count())
+    return convert(value, Count, "trainer.devices")
+
+
+def stages_of(plan: TrainingPlan) -> list[dict[str, Any]]:
+    """One entry for each stage: a rank's memory in bytes, times in seconds, and what fits.
+
+    Raises:
+        ConfigError: rows that the ranks cannot share evenly.
+    """
+    return [_stage(plan, stage) for stage in plan.recipe.cfg.data.stages]
+
+
+def _stage(plan: TrainingPlan, stage: DictConfig) -> dict[str, Any]:
+    recipe, given, row = plan.recipe, plan.given, plan.row(stage)
+    job, layout = plan.job(row, given), given.layout
+    memory = ranks.memory(job, layout)
+    all_rows = _rows(recipe.cfg, layout)
+    steps, stored = _steps(recipe.cfg, stage, all_rows), _stored(recipe.cfg, stage)
+    found: dict[str, Any] = {
+        "row_tokens": row.tokens,
+        "doc_tokens": row.doc_tokens,
+        "chunk": job.step.chunk,
+        "rows_per_step": all_rows,
+        "inputs": memory.inputs / GIB,
+        "target_pass": memory.pass_ / GIB,
+        "module": memory.module / GIB,
+        "peak": memory.peak / GIB,
+        "memory_bytes": asdict(memory),
+        "mostly": memory.largest(),
+        "pflop": (target_flops(recipe.size, row) + job.step.flops) / 1e15,
+        "steps": steps,
+    }
+    if recipe.on_cpu:
+        return found
+    times = ranks.seconds(job, layout, recipe.gpu, rows=all_rows // layout.ranks, stored=stored)
+    return found | {
+        "fits": "yes" if ranks.fits(memory, recipe.gpu) else "no",
+        "largest_row_tokens": plan.largest(row, given),
+        "seconds": times.to_json(),
+        "step_s": times.step,
+        "tokens_per_s": all_rows * row.tokens / times.step,
+        "hours": None if steps is None else steps * times.step / 3600,
+    }
+
+
+def _rows(cfg: DictConfig, layout: Layout) -> int:
+    """Packed rows of all ranks in an optimizer step."""
+    together = cfg.trainer.get("rows_per_step")
+    if not together:
+        return int(cfg.trainer.accumulate_grad_batches) * layout.ranks
+    if int(together) % layout.ranks:
+        allowed = f"a multiple of {layout.ranks}, the number of ranks (devices x num_nodes)"
+        raise wrong("trainer.rows_per_step", together, allowed)
+    return int(together)
+
+
+def _stored(cfg: DictConfig, stage: DictConfig) -> float:
+    """The share of a stage's rows whose features are read and not computed."""
+    mode = (cfg.get("features") or {}).get("mode", "online")
+    epochs = float(stage.get("epochs") or 1)
+    return {"online": 0.0, "offline": 1.0}.get(str(mode), max(0.0, 1 - 1 / epochs))
+
+
+def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
+    """Optimizer steps of a stage; None where they depend on data that is not prepared yet."""
+    total = cfg.trainer.get("max_steps")
+    if stage.get("steps"):
+        return int(stage.steps)
+    if stage.get("fraction") and total:
+        return round(stage.fraction * total)
+    counts = prepared_counts(cfg)
+    if not stage.get("epochs") or counts is None:
+        return None
+    return int(stage.epochs * (counts["tokens"] - counts["val_tokens"]) / (stage.row_tokens * rows))
+
+
+def prepared_counts(cfg: DictConfig) -> dict[str, int] | None:
+    """What `prepare` counted in the newest data of this name; None where there is none yet."""
+    folders = f"{glob.escape(str(cfg.data.name))}-{'[0-9a-f]' * 8}"  # one for each tokenizer
+    manifests = (Path(cfg.home) / "data").glob(f"{folders}/manifest.json")
+    newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else json.loads(newest.read_text(encoding="utf-8"))["counts"]
+
+
+def disk_of(plan: TrainingPlan) -> dict[str, int | None]:
+    """Bytes on the disk; None where they depend on data that is not prepared yet.
+
+    Raises:
+        ConfigError: features are to be stored that the method does not read from a store.
+    """
+    recipe, counts = plan.recipe, prepared_counts(plan.recipe.cfg)
+    tokens = None if counts is None else counts["tokens"]
+    found: dict[str, int | None] = {
+        "checkpoint": disk.checkpoint_bytes(plan.trained),
+        "checkpoints_at_most": disk.GENERATIONS * disk.checkpoint_bytes(plan.trained),
+        "data": None if tokens is None else disk.data_bytes(tokens, recipe.size.vocab_size),
+    }
+    keys = recipe.cfg.get("features") or {}
+    if str(keys.get("mode", "online")) == "online":
+        return found
+    step = plan.job(plan.row(recipe.cfg.data.stages[0]), plan.given).step
+    if not step.kv and not step.hidden:
+        raise ConfigError(
+            f"features={keys.mode}: method={recipe.cfg.method.name} watches every layer of the target, and "
+            "that is not stored; pass features=online"
+        )
+    form, top_k = str(keys.get("form") or "bf16"), int(keys.get("top_k") or 0)
+    each = disk.feature_bytes(step, recipe.size, form=form, top_k=top_k)
+    return found | {"features_a_token": each, "features": None if tokens is None else tokens * each}
