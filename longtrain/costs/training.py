@@ -22,7 +22,7 @@ CE_BYTES, CE_MOVED = 8, 16
 """The same of the cross-entropy, whose kernel works in place."""
 
 STATE_BYTES = 4 + 4 + 8 + 4 + 2
-"""A trained weight on one GPU: itself, gradient, two Adam moments, the chunks' gradient sum and its bf16 copy."""
+"""A trained weight on one GPU: itself, gradient, two Adam moments, chunks' gradient sum and its bf16 copy."""
 
 
 @dataclass(frozen=True)
