@@ -59,7 +59,7 @@ PCIE = 20e9
 
 
 @dataclass(frozen=True)
-class Layout:
+class Spread:
     """How a run is spread.
 
     Args:
@@ -173,7 +173,7 @@ class Memory:
 PASS, AGAIN, MODULE, BACKWARD = "the target's pass", "the guard's pass", "the module's step", "backward"
 
 
-def memory(job: Job, layout: Layout) -> Memory:
+def memory(job: Job, layout: Spread) -> Memory:
     """A rank's memory at the peak of a step, and the host's."""
     weights, step, n = 4 * job.trained, job.step, layout.ranks
     layers = job.layer_bytes * job.size.n_layers
@@ -219,7 +219,7 @@ def fits(found: Memory, gpu: Gpu) -> bool:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepTime:
     """Time of an optimizer step of one rank, all its micro-batches.
 
     Args:
@@ -243,7 +243,7 @@ class Seconds:
         return {f"{key}_s": value for key, value in asdict(self).items()}
 
 
-def seconds(job: Job, layout: Layout, gpu: Gpu, *, rows: int, stored: float = 0.0) -> Seconds:
+def seconds(job: Job, layout: Spread, gpu: Gpu, *, rows: int, stored: float = 0.0) -> StepTime:
     """Time of an optimizer step.
 
     Args:
@@ -281,10 +281,10 @@ def seconds(job: Job, layout: Layout, gpu: Gpu, *, rows: int, stored: float = 0.
         optimizer_s = mine * (CPU_ADAM_S + 8 / PCIE)
     busy = pass_s + module_s + gather_s + reduce_s + optimizer_s
     host_s = rows * (STEP_S + LAYER_S * size.n_layers + step.kernels * LAUNCH_S)
-    return Seconds(pass_s, module_s, gather_s, reduce_s, optimizer_s, max(busy, host_s))
+    return StepTime(pass_s, module_s, gather_s, reduce_s, optimizer_s, max(busy, host_s))
 
 
-def assumptions(gpu: Gpu, layout: Layout) -> dict[str, float]:
+def assumptions(gpu: Gpu, layout: Spread) -> dict[str, float]:
     """Every constant that a plan rests on, under names with their units, for comparison with measurements."""
     return {
         "gpu_flops_per_s": gpu.flops_per_s,

@@ -9,7 +9,7 @@ from typing import Any
 
 from longtrain.costs import ranks
 from longtrain.costs.hardware import GIB
-from longtrain.costs.ranks import Layout
+from longtrain.costs.ranks import Spread
 from longtrain.jobs.plan_training import Setting, TrainingPlan
 
 CHUNK, DEVICES = 2048, (2, 4, 8)
@@ -41,7 +41,7 @@ def _others(given: Setting) -> Iterator[Setting]:
                 yield Setting(words, after, config, _why(before, after, smaller))
 
 
-def _words(before: Layout, after: Layout) -> tuple[str, ...]:
+def _words(before: Spread, after: Spread) -> tuple[str, ...]:
     """What is typed for a layout."""
     words = []
     if after.zero != before.zero or (before.ranks == 1 and after.ranks > 1):
@@ -55,7 +55,7 @@ def _words(before: Layout, after: Layout) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _why(before: Layout, after: Layout, smaller: tuple[str, ...]) -> str:
+def _why(before: Spread, after: Spread, smaller: tuple[str, ...]) -> str:
     """What a layout changes, in words."""
     reasons = [f"activations of {CHUNK} rows at once"] if smaller else []
     if after.shard and (after.devices, after.shard) != (before.devices, before.shard):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from longtrain.costs import disk, ranks
 from longtrain.costs.hardware import GIB
-from longtrain.costs.ranks import Job, Layout, Memory
+from longtrain.costs.ranks import Job, Memory, Spread
 from longtrain.costs.training import PackedRow, target_flops
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import plain
@@ -46,7 +46,7 @@ class Setting:
     """
 
     words: tuple[str, ...]
-    layout: Layout
+    layout: Spread
     config: Any
     why: str = ""
 
@@ -128,7 +128,7 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
         )
         raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
     mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed") and not recipe.on_cpu
-    layout = Layout(
+    layout = Spread(
         devices=_devices(words.get("devices")),
         nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"),
         zero=zero,
@@ -197,7 +197,7 @@ def _stage(plan: TrainingPlan, stage: DictConfig) -> dict[str, Any]:
     }
 
 
-def _rows(cfg: DictConfig, layout: Layout) -> int:
+def _rows(cfg: DictConfig, layout: Spread) -> int:
     """Packed rows of all ranks in an optimizer step."""
     together = cfg.trainer.get("rows_per_step")
     if not together:

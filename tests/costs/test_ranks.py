@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from longtrain.costs import ranks
 from longtrain.costs.hardware import GPUS
 from longtrain.costs.model import Sizes
-from longtrain.costs.ranks import Job, Layout
+from longtrain.costs.ranks import Job, Spread
 from longtrain.costs.training import PackedRow, target_pass_bytes
 from longtrain.methods import get
 from longtrain.targets.loading import random_target
@@ -41,9 +41,9 @@ def test_longspec_as_measured_at_8b_shape(index: int) -> None:
     """Peaks to 2%, times to 8%; `bench` keeps no gradients of the step before, which training does."""
     measured = json.loads((RESULTS / "draft_memory.json").read_text())["rows"][index]
     one = job("longspec", measured["row_tokens"], DRAFT, chunk_tokens=4096)
-    peak = ranks.memory(one, Layout()).peak - 4 * DRAFT
+    peak = ranks.memory(one, Spread()).peak - 4 * DRAFT
     assert peak == pytest.approx(measured["step"]["peak_bytes"], rel=0.02)
-    times = ranks.seconds(one, Layout(), H200, rows=1)
+    times = ranks.seconds(one, Spread(), H200, rows=1)
     assert times.target == pytest.approx(measured["target"]["seconds"]["median"], rel=0.08)
     assert times.step == pytest.approx(measured["step"]["seconds"]["median"], rel=0.08)
 
@@ -53,9 +53,9 @@ def test_lookaheadkv_as_measured_at_8b_shape() -> None:
               if one["name"] == "four_methods"]  # fmt: skip
     (measured,) = [row for row in run["rows"] if row["section"] == "training"]
     one = job("lookaheadkv", 16384 + 512, MODULE, response=512)
-    peak = ranks.memory(one, Layout()).peak - 4 * MODULE
+    peak = ranks.memory(one, Spread()).peak - 4 * MODULE
     assert peak == pytest.approx(measured["step"]["peak_bytes"], rel=0.03)
-    step_s = ranks.seconds(one, Layout(), H200, rows=1).step
+    step_s = ranks.seconds(one, Spread(), H200, rows=1).step
     assert step_s == pytest.approx(measured["step"]["ms"]["median"] / 1e3, rel=0.1)
 
 
@@ -104,15 +104,15 @@ def test_the_pass_allocates_what_is_said() -> None:
 
 def test_what_ranks_share() -> None:
     one = job("longspec", 32768, DRAFT)
-    alone = ranks.memory(one, Layout())
-    ddp = ranks.memory(one, Layout(devices=8, nodes=2))
-    zero = ranks.memory(one, Layout(devices=8, nodes=2, zero=2))
+    alone = ranks.memory(one, Spread())
+    ddp = ranks.memory(one, Spread(devices=8, nodes=2))
+    zero = ranks.memory(one, Spread(devices=8, nodes=2, zero=2))
     assert ddp.peak == alone.peak + 4 * DRAFT  # buckets
     assert zero.trained == alone.trained - 8 * DRAFT + 12 * DRAFT // 16
     assert zero.peak < alone.peak and zero.host == 8 * ranks.PROCESS
-    offloaded = ranks.memory(one, Layout(devices=8, nodes=2, zero=2, offload=True))
+    offloaded = ranks.memory(one, Spread(devices=8, nodes=2, zero=2, offload=True))
     assert offloaded.trained == zero.trained - 12 * DRAFT // 16 and offloaded.host > zero.host
-    sharded = ranks.memory(one, Layout(devices=8, nodes=2, shard=True))
+    sharded = ranks.memory(one, Spread(devices=8, nodes=2, shard=True))
     layers = one.layer_bytes * 32
     assert sharded.target == alone.target - layers + layers // 8  # machines are copies of each other
     assert sharded.gathered == 3 * one.layer_bytes
@@ -120,21 +120,21 @@ def test_what_ranks_share() -> None:
 
 def test_times_of_ranks() -> None:
     one = job("longspec", 16384, DRAFT)
-    alone, two = (ranks.seconds(one, Layout(devices=n), H200, rows=1) for n in (1, 2))
+    alone, two = (ranks.seconds(one, Spread(devices=n), H200, rows=1) for n in (1, 2))
     assert alone.reduce == 0 and 1.8 < 2 * alone.step / two.step < 2  # tokens a second of two GPUs over one
-    far = ranks.seconds(one, Layout(devices=8, nodes=2, network_bytes_per_s=50e9), H200, rows=1)
-    near = ranks.seconds(one, Layout(devices=16), H200, rows=1)
+    far = ranks.seconds(one, Spread(devices=8, nodes=2, network_bytes_per_s=50e9), H200, rows=1)
+    near = ranks.seconds(one, Spread(devices=16), H200, rows=1)
     assert far.reduce == pytest.approx(9 * near.reduce)  # 450 GB/s against 50
-    sharded = ranks.seconds(one, Layout(devices=2, shard=True), H200, rows=1)
+    sharded = ranks.seconds(one, Spread(devices=2, shard=True), H200, rows=1)
     assert 0 < sharded.gather < 0.01 * sharded.target  # hidden behind the layer before but for the first
-    short = ranks.seconds(job("longspec", 256, DRAFT), Layout(devices=2, shard=True), H200, rows=1)
+    short = ranks.seconds(job("longspec", 256, DRAFT), Spread(devices=2, shard=True), H200, rows=1)
     assert short.gather > short.target  # nothing to hide behind
-    assert ranks.seconds(one, Layout(), H200, rows=1, stored=1.0).target == 0
+    assert ranks.seconds(one, Spread(), H200, rows=1, stored=1.0).target == 0
 
 
 def test_a_row_fits_as_long_as_there_is_room() -> None:
     big = job("longspec", 32768, 989_880_320, shape="llama31_8b")
-    found = ranks.memory(big, Layout())
+    found = ranks.memory(big, Spread())
     assert ranks.fits(found, H200)
     full = replace(found, peak=int((H200.memory_bytes - ranks.CONTEXT) / (1 + ranks.SPARE)) + 1)
     assert not ranks.fits(full, H200) and ranks.fits(replace(full, peak=full.peak - 2), H200)
