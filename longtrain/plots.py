@@ -69,6 +69,46 @@ def points(
         axes.errorbar(x, [one["value"] for one in figures], yerr=arms(figures), label=plain(name), **how)
 
 
+def of_spread(spread: Mapping[str, float]) -> dict[str, float]:
+    """A median between its 10th and its 90th percentile, as `points` takes figures."""
+    return {"value": spread["median"], "low": spread["p10"], "high": spread["p90"]}
+
+
+def lines(axes: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, name: str, **style: Any) -> None:
+    """One line a name through measurements, in the order of `x`; those without `y` are left out.
+
+    Args:
+        axes: where they are drawn.
+        rows: a point each.
+        x: the key of the horizontal axis, which is marked where there are points.
+        y: the key of the vertical axis.
+        name: what a row's line is called, with keys of the row in braces.
+        style: of the lines.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.get(y) is not None:
+            found.setdefault(name.format(**row), []).append((row[x], row[y]))
+    for title, places in found.items():
+        axes.plot(*zip(*sorted(places), strict=True), marker="o", markersize=3, label=plain(title), **style)
+    axes.set_xticks(sorted({row[x] for row in rows}))
+
+
+def stacks(axes: Any, names: Sequence[str], layers: Mapping[str, Sequence[float]]) -> None:
+    """Bars side by side, each made of layers on top of each other.
+
+    Args:
+        axes: where they are drawn.
+        names: what each bar is called.
+        layers: name of a layer -> its height in each bar.
+    """
+    places, below = range(len(names)), [0.0] * len(names)
+    for title, heights in layers.items():
+        axes.bar(places, heights, 0.6, bottom=below, label=title)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    axes.set_xticks(list(places), list(map(plain, names)), fontsize=7)
+
+
 def arms(figures: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
     """How far intervals reach below and above their figures; 0 where there is none."""
     below, above = [], []

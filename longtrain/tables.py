@@ -26,7 +26,7 @@ def of_rows(
         columns: heading -> key; a dotted key reaches into a mapping.
         all_columns: keep columns without any value; else they are left out.
     """
-    found = {head: [_find(row, key) for row in rows] for head, key in columns.items()}
+    found = {head: [value_at(row, key) for row in rows] for head, key in columns.items()}
     used = [
         head for head, values in found.items() if all_columns or any(value is not None for value in values)
     ]
@@ -108,7 +108,8 @@ def interval(value: Mapping[str, Any] | None, digits: int = 2) -> str:
     return f"{value['value']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
 
 
-def _find(row: Mapping[str, Any], key: str) -> Any:
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """A measurement's value under a key; a dotted key reaches into a mapping. None where there is none."""
     value: Any = row
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -104,50 +104,6 @@ class RecordedDraft:
         return AcceptanceLaw(tuple(count / cycles for count in counts), source)
 
 
-@dataclass(frozen=True)
-class SystemFacts:
-    """What a result says of a system: the shape of its drafts, where it has any."""
-
-    shape: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class TaskAcceptance:
-    """What was accepted in a task."""
-
-    by_depth: tuple[RecordedDepth, ...] = ()
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """A task of `suite=acceptance`, which bears the name of its prompts' length."""
-
-    task: str
-    acceptance: TaskAcceptance | None = None
-
-
-@dataclass(frozen=True)
-class SystemResult:
-    """An entry of `systems` in a run's `results.json`."""
-
-    name: str
-    facts: SystemFacts
-    tasks: tuple[TaskResult, ...]
-
-    def recorded(self) -> dict[str, Any]:
-        """The same in the form of a run's `scores.json`.
-
-        Raises:
-            ValueError: a task's name is no length.
-        """
-        lengths = [
-            {"length": _length(one.task), "by_depth": one.acceptance.by_depth}
-            for one in self.tasks
-            if one.acceptance is not None
-        ]
-        return {"name": self.name, "shape": self.facts.shape, "lengths": lengths}
-
-
 def recorded(file: Path) -> list[RecordedDraft]:
     """The drafts of a run of `eval suite=acceptance`.
 
@@ -159,25 +115,23 @@ def recorded(file: Path) -> list[RecordedDraft]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if "systems" in content:
-            systems: list[SystemResult] = from_file(list[SystemResult], content["systems"])
-            variants = [one.recorded() for one in systems if one.facts.shape]
-        else:
-            variants = [one for one in content["variants"] if one["shape"]]
-        found: list[RecordedDraft] = from_file(list[RecordedDraft], variants)
-        return found
+        variants = map(_variant, content["systems"]) if "systems" in content else content["variants"]
+        found: list[RecordedDraft] = from_file(list[RecordedDraft], [one for one in variants if one["shape"]])
     except KeyError as error:
         raise _not_scores(file, f"no entry {error}") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
         raise _not_scores(file, str(error)) from error
+    return found
 
 
-def _length(task: str) -> int:
-    """The length that a task is named after."""
-    try:
-        return parse_tokens(task)
-    except ConfigError as error:
-        raise ValueError(f"task {task} is not named after a length") from error
+def _variant(system: Any) -> dict[str, Any]:
+    """An entry of `systems` in a `results.json` as an entry of `variants` in a `scores.json`."""
+    lengths = [
+        {"length": parse_tokens(task["task"]), "by_depth": task["acceptance"]["by_depth"]}
+        for task in system["tasks"]
+        if task.get("acceptance") is not None
+    ]
+    return {"name": system["name"], "shape": system["facts"].get("shape"), "lengths": lengths}
 
 
 def _not_scores(file: Path, why: str) -> DataError:

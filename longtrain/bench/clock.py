@@ -9,16 +9,21 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
 from longtrain.costs.hardware import GIB
+from longtrain.decoding.captured import Stopwatch, record
+from longtrain.errors import LongtrainError
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
 
 SCRATCH_BYTES, SCRATCH_WRITES = 2**29, 4
 """Written before a short piece of work: it empties the L2 cache, and while the GPU writes the host queues the
@@ -45,23 +50,38 @@ class Timing:
     reserved_bytes: int | None = None
 
 
+def wait(device: torch.device) -> None:
+    """Return when the device is at rest."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def watched(work: Callable[[], object], device: torch.device) -> Stopwatch:
+    """Launch a piece of work; the host does not wait for it, and asks the watch once it is over."""
+    watch = Stopwatch(device)
+    work()
+    watch.stop()
+    return watch
+
+
+def spread_of(watches: Sequence[Stopwatch]) -> dict[str, float]:
+    """Spread of the milliseconds of work that is over."""
+    return spread([1e3 * watch.seconds() for watch in watches])
+
+
 def timed(work: Callable[[], object], device: torch.device) -> Timing:
     """Run a piece of work and clock it."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        work()
-        return Timing(1e3 * (time.perf_counter() - start))
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    wait(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    before.record()
-    work()
-    after.record()
-    torch.cuda.synchronize(device)
+    watch = watched(work, device)
+    wait(device)
     wall_ms = 1e3 * (time.perf_counter() - start)
+    if device.type != "cuda":
+        return Timing(wall_ms)
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return Timing(wall_ms, before.elapsed_time(after), peak, reserved)
+    return Timing(wall_ms, 1e3 * watch.seconds(), peak, reserved)
 
 
 def repeated(work: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> list[Timing]:
@@ -137,19 +157,16 @@ def cold(
     """
     for i in range(warmup):
         work(i)
-    if device.type != "cuda":
-        return spread([timed(lambda i=i: work(i), device).wall_ms for i in range(repeats)])  # type: ignore[misc]
-    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.int8, device=device)
-    events = _events(repeats)
-    for i, (before, after) in enumerate(events):
-        torch.cuda.synchronize(device)
-        for _ in range(writes):
+    cuda = device.type == "cuda"
+    scratch = torch.empty(SCRATCH_BYTES if cuda else 0, dtype=torch.int8, device=device)
+    watches = []
+    for i in range(repeats):
+        wait(device)
+        for _ in range(writes if cuda else 0):
             scratch.zero_()
-        before.record()
-        work(i)
-        after.record()
-    torch.cuda.synchronize(device)
-    return spread([before.elapsed_time(after) for before, after in events])
+        watches.append(watched(partial(work, i), device))
+    wait(device)
+    return spread_of(watches)
 
 
 def replayed(
@@ -166,25 +183,22 @@ def replayed(
     """
     if device.type != "cuda":
         return cold(work, device, warmup=1, repeats=repeats)
+
+    def run(count: int) -> None:
+        for i in range(count):
+            work(i)
+
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for i in range(2):
-            work(i % calls)
+        run(min(2, calls))
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            work(i)
+    graph = record(partial(run, calls), device, None)
     for _ in range(3):
         graph.replay()
-    events = _events(repeats)
-    for before, after in events:
-        before.record()
-        graph.replay()
-        after.record()
-    torch.cuda.synchronize(device)
-    return spread([before.elapsed_time(after) / calls for before, after in events])
+    watches = [watched(graph.replay, device) for _ in range(repeats)]
+    wait(device)
+    return {name: ms / calls for name, ms in spread_of(watches).items()}
 
 
 def copies_of(size_bytes: int, device: torch.device) -> int:
@@ -215,19 +229,53 @@ def read_bytes_per_s(device: torch.device) -> float:
 
 
 @contextmanager
-def memory_may_run_out(row: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Make running out of memory inside the block a result: the row says it under `failed`.
+def may_fail(row: dict[str, Any], device: torch.device, *kinds: type[Exception]) -> Iterator[list[Exception]]:
+    """Make a fault inside the block a result: the row says it under `failed`, and keeps what it had.
+
+    The block is given a list, which holds the fault afterwards, if there was one.
 
     Args:
-        row: the row that is being measured; it keeps what it had.
+        row: the row that is being measured.
         device: the device whose memory is given back when the block ends.
+        kinds: the errors that are results too, beside running out of memory.
     """
+    faults: list[Exception] = []
     try:
-        yield
-    except torch.OutOfMemoryError as error:
-        row["failed"] = f"out of memory: {str(error).partition('.')[0]}"
+        yield faults
+    except (torch.OutOfMemoryError, *kinds) as error:
+        line = (str(error).splitlines() or [""])[0][:200]
+        if isinstance(error, torch.OutOfMemoryError):
+            row["failed"] = f"out of memory: {line.partition('.')[0]}"
+        elif isinstance(error, LongtrainError):
+            row["failed"] = line
+        else:
+            row["failed"] = f"{type(error).__name__}: {line}"
+            log.warning("could not be measured: %s", row["failed"])
+            log.debug("where it failed", exc_info=error)
+        faults.append(error)
         traceback.clear_frames(error.__traceback__)  # or what they hold stays on the device
     release(device)
+
+
+def filled(
+    about: Mapping[str, Any],
+    parts: Iterable[Mapping[str, Any]],
+    device: torch.device,
+    *kinds: type[Exception],
+) -> dict[str, Any]:
+    """A row that is measured part by part, as far as that is possible.
+
+    Args:
+        about: what the row is about.
+        parts: its figures; what an iterator has not given yet is measured when it is asked for.
+        device: see `may_fail`.
+        kinds: see `may_fail`.
+    """
+    row = dict(about)
+    with may_fail(row, device, *kinds):
+        for part in parts:
+            row |= part
+    return row
 
 
 def release(device: torch.device) -> None:
@@ -245,10 +293,3 @@ def allocated(device: torch.device) -> int | None:
 def gib(size: int | None) -> float | None:
     """Bytes as GiB."""
     return None if size is None else size / GIB
-
-
-def _events(count: int) -> list[tuple[Any, Any]]:
-    """Pairs of CUDA events, one for the beginning and one for the end."""
-    return [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)
-    ]

@@ -1,363 +1,293 @@
-"""Speculation at the shape of a published model with random weights: all work is real, acceptance is given.
+"""Captured cycles of decoding: made ready behind a context, run one after another, and taken apart.
 
-A cell decodes in captured cycles, as the engine does, from a cache of so many tokens. Plain decoding comes
-first; every other row is compared with that of its context and batch.
+A cycle is `decoding.phases`, captured as the engine captures it. Taken apart, each phase is also a CUDA graph
+of its own, so that the times between its events are the GPU's. On a CPU the phases run as they are. The
+context is read as a prompt, or the cache is filled with random rows as if it had been.
+Source: LongSpec Fig. 5 (one step split into draft, target attention, target linear, verification).
+
+Shapes: B batch, S cached tokens, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from longtrain import plots
-from longtrain.artifact import Artifact
-from longtrain.bench import clock, steps
-from longtrain.bench.cycle_cells import (
-    DRAFTED,
-    FULL,
-    PLAIN_NAME,
-    CellGroup,
-    CycleCell,
-    CyclesSettings,
-    groups_of,
+from longtrain.bench import clock
+from longtrain.bench.suites import Row
+from longtrain.decoding.captured import (
+    CaptureBuffers,
+    Cycles,
+    Stopwatch,
+    TokenTransfer,
+    can_capture,
+    has_graphs,
+    record,
 )
-from longtrain.bench.cycle_start import CycleCounts, ready
-from longtrain.bench.suites import Bench, Context, Row, shape_keys
-from longtrain.costs.cycle import bound_ms, bytes_read, expected_ms
-from longtrain.costs.hardware import GIB, Gpu
-from longtrain.costs.model import Sizes
-from longtrain.decoding.phases import Phases
-from longtrain.decoding.roles import Parts
-from longtrain.errors import ConfigError, LongtrainError
-from longtrain.log import get_logger
-from longtrain.tables import of_rows, tokens
+from longtrain.decoding.phases import Judge, Phases
+from longtrain.decoding.prefill import pad, prefill
+from longtrain.decoding.roles import Parts, TreeShape, onlooker
+from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
+from longtrain.errors import ConflictError
+from longtrain.targets.step import TargetStep
 
 if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.targets.attention import Watch
     from longtrain.targets.model import Target
 
-log = get_logger(__name__)
-
-COLUMNS = {
-    "what": "name",
-    "prompt tokens": "prompt_tokens",
-    "batch": "batch",
-    "tokens a cycle": "tokens_per_cycle",
-    "cycle ms": "cycle_ms",
-    "model ms": "expected_ms",
-    "least ms": "roofline_ms",
-    "of roofline": "roofline_share",
-    "of read bandwidth": "read_share",
-    "idle ms": "idle_ms.median",
-    "tok/s": "tokens_per_s",
-    "speed": "speed",
-    "model's": "expected_speed",
-    "over INT8 plain": "int8_speed",
-    "cache GiB": "cache_gib",
-    "of full": "cache_share",
-    "draft GiB": "draft_gib",
-    "peak GiB": "peak_gib",
-    "failed": "failed",
-}
-STEP_COLUMNS = {
-    "what": "name",
-    "prompt tokens": "prompt_tokens",
-    "batch": "batch",
-    "cycle ms": "cycle_ms",
-    "draft ms": "steps.propose_ms.median",
-    "target attention ms": "steps.attention_ms.median",
-    "target linear ms": "steps.linear_ms",
-    "verification ms": "steps.accept_ms.median",
-    "commit ms": "steps.commit_ms.median",
-    "idle ms": "idle_ms.median",
-}
-PHASES = {
-    "draft": "propose_ms",
-    "target attention": "attention_ms",
-    "target linear": "linear_ms",
-    "verification": "accept_ms",
-    "commit": "commit_ms",
-}
+PHASES = ("propose_ms", "attention_ms", "linear_ms", "accept_ms", "commit_ms")
+"""Keys of what `split` gives, in the order in which pictures and tables show them."""
 
 
-def run(settings: CyclesSettings, context: Context) -> Iterator[Row]:
-    """One row a cell, as they are ready.
-
-    Raises:
-        ConfigError: an entry of `suite.systems` is wrong, or there is less memory than may be used.
-        DataError: `suite.recorded` is not a run's scores.
-    """
-    keys, load = shape_keys(settings.shape), partial(Artifact.load, home=context.home)
-    groups = groups_of(settings, Sizes.of_keys(keys), context.seed, load)
-    limit_memory(settings.memory_gib, context.device)
-    read = settings.fill == "prompt"
-    counts = CycleCounts(settings.cycles, settings.warmup, context.seed, context.sampling, read)
-    if context.cuda:
-        log.info("read_tb_per_s=%.2f", clock.read_bytes_per_s(context.device) * 1e-12)
-        if settings.compile_threads:
-            log.info("compiling the kernels of %d cells", sum(len(group.cells) for group in groups))
-            thin = context.random_target({**keys, "num_hidden_layers": 1})
-            compile_all(thin, groups, counts, settings.compile_threads)
-            del thin
-    return rows_of(context.random_target(settings.shape), groups, counts, context.gpu)
-
-
-def rows_of(
-    target: Target, groups: Sequence[CellGroup], counts: CycleCounts, gpu: Gpu | None = None
-) -> Iterator[Row]:
-    """One row a cell, compared with plain decoding.
+def phase_columns(*headings: str, within: str = "") -> dict[str, str]:
+    """Columns of a table for the phases of a cycle.
 
     Args:
-        target: the model.
-        groups: what to measure.
-        counts: see `CycleCounts`.
-        gpu: the data sheet of its device; None: there is none.
+        headings: one a phase, in the order of `PHASES`.
+        within: the key of a row that holds what `split` gave, with a dot; empty: the row itself.
     """
-    rows: list[Row] = []
-    for group in groups:
-        parts = group.attach(target)
-        for cell in group.cells:
-            rows.append(measure_cell(target, parts, cell, counts, gpu))
-            compare(rows)
-            yield rows[-1]
-        del parts
-        _free(target.device)
+    keys = (key if key == "linear_ms" else f"{key}.median" for key in PHASES)
+    return {heading: f"{within}{key}" for heading, key in zip(headings, keys, strict=True)}
 
 
-def limit_memory(most_gib: float | None, device: torch.device) -> None:
-    """Let this process have no more GPU memory; what needs more is then out of memory.
-
-    Raises:
-        ConfigError: there is no GPU, or it has less.
-    """
-    if most_gib is None:
-        return
-    if device.type != "cuda":
-        raise ConfigError(f"suite.memory_gib={most_gib:g} on a {device.type}; it caps GPU memory, pass null")
-    there = torch.cuda.get_device_properties(device).total_memory
-    if most_gib * GIB > there:
-        raise ConfigError(f"suite.memory_gib={most_gib:g}, and the GPU has {there / GIB:.0f} GiB; pass less")
-    torch.cuda.set_per_process_memory_fraction(most_gib * GIB / there, device)
-
-
-def compile_all(target: Target, groups: Sequence[CellGroup], counts: CycleCounts, threads: int) -> None:
-    """Run two cycles of every cell once, so that nothing is compiled while another is timed.
-
-    A cell that cannot run is passed over: measuring it says so.
+@dataclass(frozen=True)
+class CycleCounts:
+    """How cycles are run.
 
     Args:
-        target: of the same shape as the one measured; a single layer will do.
-        groups: the cells.
-        counts: see `CycleCounts`.
-        threads: compiling side by side.
+        cycles: cycles counted.
+        warmup: cycles before them, 2 or more: the first compiles, the second is recorded.
+        seed: of random rows, of sampling and of the order of accepted numbers.
+        sampling: processors.
+        read: prompts are read by the target; False: the cache is filled with random rows instead.
     """
-    few = replace(counts, cycles=1, warmup=2, read=False)
 
-    @torch.no_grad()
-    def once(group: CellGroup, cell: CycleCell) -> None:
-        try:
-            phases = _ready(target, group.attach(target), cell, few)
-            for _ in range(2):
-                phases()
-        except (torch.OutOfMemoryError, LongtrainError) as error:
-            log.info("not compiled: %s: %s", cell.name, str(error).splitlines()[0])
+    cycles: int = 32
+    warmup: int = 4
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    read: bool = True
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        for one in [pool.submit(once, group, cell) for group in groups for cell in group.cells]:
-            one.result()
-    _free(target.device)
+    def room(self, shape: TreeShape) -> int:
+        """Tokens that the cycles of both `whole` and `split` may commit."""
+        return 2 * (self.warmup + self.cycles + 2) * (shape.depth + 1)
+
+
+def random_ids(vocab_size: int, batch: int, length: int, seed: int) -> list[list[int]]:
+    """Prompts of random token ids, for weights that know no text."""
+    coins = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (batch, length), generator=coins).tolist()
 
 
 @torch.no_grad()
-def measure_cell(
-    target: Target, parts: Parts, cell: CycleCell, counts: CycleCounts, gpu: Gpu | None = None
-) -> Row:
-    """Speed, memory and model of one cell; a row with `failed` where it cannot be measured."""
-    row = cell.facts()
-    _free(target.device)
-    try:
-        row |= _measured(target, parts, cell, counts)
-        row |= _model(target, cell, row["cycle_ms"], gpu)
-    except (torch.OutOfMemoryError, LongtrainError) as error:
-        known = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
-        row["failed"] = known.splitlines()[0]
-    row["weights_gib"] = clock.gib(sum(param.nbytes for param in target.parameters()))
-    _free(target.device)
-    return row
+def ready(
+    target: Target,
+    parts: Parts,
+    prompts: Sequence[Sequence[int]],
+    shape: TreeShape,
+    counts: CycleCounts,
+    judge: Judge | None = None,
+) -> Phases:
+    """Cycles that stand right behind prompts of one length.
+
+    Args:
+        target: the model.
+        parts: what brings draft, cache and evictor; in plain decoding the draft is not asked.
+        prompts: token ids.
+        shape: what is drafted.
+        counts: see `CycleCounts`.
+        judge: has the last word on what is accepted; None: the target.
+
+    Raises:
+        ConflictError: such cycles cannot be captured, or a part needs a prompt that was read.
+    """
+    buffers = CaptureBuffers(target)
+    draft = parts.draft if shape.widths else None
+    room, batch = counts.room(shape), len(prompts)
+    new_cache = parts.cache or (target.new_cache if parts.evictor else buffers.new_cache)
+    if counts.read:
+        read = prefill(
+            target,
+            new_cache,
+            prompts,
+            max_new_tokens=room,
+            nodes=shape.n_nodes,
+            hidden=draft.want.hidden if draft else (),
+            evictor=parts.evictor,
+            onlooker=onlooker(draft),
+        )
+        cache, step, tokens_BS, n_B = read.cache, read.step, read.tokens_BS, read.n_B
+    else:
+        if parts.evictor is not None or (draft is not None and draft.want.hidden):
+            raise ConflictError(
+                f"a part of '{parts.name}' starts from hidden states or chooses among rows that were read, "
+                "and rows are random here; pass suite.fill=prompt"
+            )
+        tokens_BS, n_B = pad(prompts, target.device)
+        context, looking = len(prompts[0]), onlooker(draft)
+        cache, step = new_cache(batch, context + room, shape.n_nodes), TargetStep(None, {})
+        watch = looking.watch_prompts([context] * batch) if looking else None
+        fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
+    if not can_capture(cache) or (draft is not None and draft.tensors() is None):
+        raise ConflictError(
+            f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
+            "them out (suite=engine: pass suite.cycles=0)"
+        )
+    cache = buffers.take_in(cache, room=room + shape.n_nodes)
+    if draft is not None:
+        draft.start(tokens_BS, n_B, step, cache)
+    min_new = MinNewTokens((), 0, target.device)
+    phases = Phases(target, cache, draft, shape, counts.sampling, min_new, judge=judge)
+    root_B = tokens_BS[:, -1] if step.logits_BTV is None else step.logits_BTV[:, -1].argmax(-1)
+    phases.begin(root_B, HashCoins(counts.seed, torch.arange(batch, device=target.device)), room)
+    return phases
 
 
-def _ready(target: Target, parts: Parts, cell: CycleCell, counts: CycleCounts) -> Phases:
-    """The cycles of a cell, behind a prompt of random ids."""
-    coins = torch.Generator().manual_seed(counts.seed + cell.context)
-    prompts = torch.randint(target.info.vocab_size, (cell.batch, cell.context), generator=coins).tolist()
-    return ready(target, parts, prompts, cell.shape, counts, cell.law)
+def random_heads(target: Target, batch: int, rows: int, seed: int) -> Callable[[int], Tensor]:
+    """Gives random queries, keys or values of a layer, by the number of heads; new ones every time."""
+    coins = torch.Generator(device=target.device).manual_seed(seed)
+
+    def random(heads: int) -> Tensor:
+        size = (batch, heads, rows, target.info.head_dim)
+        return torch.randn(size, generator=coins, device=target.device, dtype=target.dtype)
+
+    return random
 
 
-def _free(device: torch.device) -> None:
-    """Give back what the last cell had, where memory is what cells are measured by."""
-    if device.type == "cuda":
-        clock.release(device)
+@torch.no_grad()
+def fill(
+    cache: KVCache, target: Target, n_B: Tensor, context: int, *, seed: int, watch: Watch | None = None
+) -> None:
+    """Random keys and values of `context` tokens, the same in all layers, as if prompts had been read.
+
+    Args:
+        cache: empty.
+        target: the model whose heads they have.
+        n_B: the context, once a sequence.
+        context: tokens.
+        seed: of the rows.
+        watch: sees them, and queries.
+    """
+    info, random = target.info, random_heads(target, len(n_B), context, seed)
+    k, v = random(info.n_kv_heads), random(info.n_kv_heads)
+    q = None if watch is None else random(info.n_heads)
+    cache.expect(None)
+    for layer in range(info.n_layers):
+        cache.write(layer, k, v)
+        if watch is not None and q is not None:
+            watch(layer, q, k, v)
+    cache.commit(None, n_B)
 
 
-def _measured(target: Target, parts: Parts, cell: CycleCell, counts: CycleCounts) -> Row:
-    phases = _ready(target, parts, cell, counts)
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(target.device)  # what was needed to fill the cache does not count
-    found = steps.whole(phases, counts)
-    found |= {
-        "cache_gib": clock.gib(phases.cache.bytes()),
-        "cache_bytes_per_token": phases.cache.bytes() / (cell.batch * cell.context),
-        "draft_gib": clock.gib(phases.draft.bytes()) if phases.draft else 0.0,
+@torch.no_grad()
+def whole(phases: Phases, counts: CycleCounts) -> Row:
+    """Cycles one after another, as the engine runs them: wall time, the GPU's busy and idle time, tokens.
+
+    Args:
+        phases: begun; warmup and counted cycles are run.
+        counts: how many cycles.
+    """
+    device = phases.target.device
+    cycles = Cycles(phases, captured=True)
+    transfer = TokenTransfer(cycles.late)
+    busy: list[Stopwatch] = []
+    idle: list[Stopwatch] = []
+
+    def go(count: int) -> int:
+        tokens = 0
+        for i in range(count):
+            if idle:
+                idle[-1].stop()
+            busy.append(clock.watched(cycles.run, device))
+            idle.append(Stopwatch(device))
+            transfer.send(phases.news_BX)
+            for emitted in transfer.arrived(rest=i == count - 1):
+                tokens += sum(map(len, emitted))
+        return tokens
+
+    go(counts.warmup)
+    clock.wait(device)
+    busy.clear()
+    idle.clear()
+    start = time.perf_counter()
+    tokens = go(counts.cycles)
+    clock.wait(device)
+    wall_s = time.perf_counter() - start
+    return {
+        "cycle_ms": 1e3 * wall_s / counts.cycles,
+        "busy_ms": clock.spread_of(busy),
+        "idle_ms": clock.spread_of(idle[:-1]) if counts.cycles > 1 else None,
+        "tokens_per_cycle": tokens / counts.cycles / len(phases.root_B),
+        "tokens_per_s": tokens / wall_s,
     }
-    if cell.split:
-        found["steps"] = steps.split(phases, counts)
-    if target.device.type == "cuda":  # before `_model`, which reads a large tensor to know the bandwidth
-        found["peak_gib"] = clock.gib(torch.cuda.max_memory_allocated(target.device))
+
+
+@torch.no_grad()
+def split(phases: Phases, counts: CycleCounts) -> Row:
+    """Milliseconds of each phase by itself, and of the target's attention and linear layers.
+
+    Args:
+        phases: begun.
+        counts: how many cycles.
+    """
+    device = phases.target.device
+    made: Row = {}  # what one phase leaves to the next, at one place in all cycles
+
+    def propose() -> None:
+        made["tree"] = phases.propose()
+
+    def forward() -> None:
+        made["step"] = phases.forward(made["tree"])
+
+    def accept() -> None:
+        made["verdict"] = phases.accept(made["tree"], made["step"])
+
+    def commit() -> None:
+        phases.commit(made["tree"], made["step"], made["verdict"])
+
+    pool = torch.cuda.graph_pool_handle() if has_graphs(device) else None
+    works = {"propose": propose, "forward": forward, "accept": accept, "commit": commit}
+    found = _timed(works, counts, device, pool)
+    found |= _timed({"attention": _attention(phases)}, counts, device, None)
+    found["linear_ms"] = found["forward_ms"]["median"] - found["attention_ms"]["median"]
     return found
 
 
-def _model(target: Target, cell: CycleCell, cycle_ms: float, gpu: Gpu | None) -> Row:
-    """What the cycle should take and its bound on this GPU; nothing elsewhere, or for drafts without one."""
-    if gpu is None or not cell.forwards:
-        return {}
-    size, forwards = Sizes.of(target.info), list(cell.forwards)
-    sizes = {"batch": cell.batch, "context": cell.context}
-    read = clock.read_bytes_per_s(target.device)
-    expected = expected_ms(forwards, size, **sizes, bytes_per_s=read)
-    bound = bound_ms(forwards, size, gpu, **sizes)
-    return {
-        "gpu": gpu.name,
-        "read_tb_per_s": read * 1e-12,
-        "read_share": 1e3 * bytes_read(forwards, size, **sizes) / read / cycle_ms,
-        "expected_ms": expected,
-        "expected_over_taken": expected / cycle_ms,
-        "roofline_ms": bound,
-        "roofline_share": bound / cycle_ms,
+def _timed(
+    works: Mapping[str, Callable[[], None]], counts: CycleCounts, device: torch.device, pool: Any
+) -> Row:
+    """Spread of the milliseconds of each piece of work, run one after another in every cycle."""
+    for work in works.values():
+        work()
+    runs = {
+        name: record(work, device, pool).replay if has_graphs(device) else work
+        for name, work in works.items()
     }
+    watches: dict[str, list[Stopwatch]] = {name: [] for name in runs}
+    for _ in range(counts.warmup + counts.cycles):
+        for name, run in runs.items():
+            watches[name].append(clock.watched(run, device))
+        clock.wait(device)
+    return {f"{name}_ms": clock.spread_of(found[counts.warmup :]) for name, found in watches.items()}
 
 
-def compare(rows: Sequence[Row]) -> None:
-    """Speed and cache of each row over those of plain decoding of the same context and batch; in place.
+def _attention(phases: Phases) -> Callable[[], None]:
+    """The cache's part of the target's forward: all layers' writes and attention."""
+    target, cache = phases.target, phases.cache
+    info = target.info
+    random = random_heads(target, len(phases.root_B), phases.shape.n_nodes, seed=0)
+    q, k, v = random(info.n_heads), random(info.n_kv_heads), random(info.n_kv_heads)
+    mask = phases.mask(phases.propose())
 
-    A row that decodes from an INT8 cache is compared with plain decoding from either.
-    """
+    def attend() -> None:
+        for layer in range(info.n_layers):
+            cache.write(layer, k, v)
+            cache.attend(layer, q, mask=mask, scale=info.head_dim**-0.5)
 
-    def plain(row: Row, cache: str) -> Row | None:
-        wanted = (PLAIN_NAME, cache, row["prompt_tokens"], row["batch"])
-        keys = ("system", "cache", "prompt_tokens", "batch")
-        return next((one for one in done if tuple(one[key] for key in keys) == wanted), None)
-
-    done = [row for row in rows if "tokens_per_s" in row]
-    for row in done:
-        if (base := plain(row, FULL)) is not None:
-            row["speed"] = row["tokens_per_s"] / base["tokens_per_s"]
-            row["cache_share"] = row["cache_gib"] / base["cache_gib"]
-            if "expected_ms" in row and "expected_ms" in base:
-                faster = base["expected_ms"] / row["expected_ms"]
-                row["expected_speed"] = faster * row["tokens_per_cycle"] / base["tokens_per_cycle"]
-        if row["cache"] != FULL and (base := plain(row, row["cache"])) is not None:
-            row[f"{row['cache'].lower()}_speed"] = row["tokens_per_s"] / base["tokens_per_s"]
-
-
-def report(rows: Sequence[Row], settings: CyclesSettings, context: Context) -> str:
-    """A table of all rows, and one of the cycles that were taken apart."""
-    apart = [row for row in rows if "steps" in row]
-    shown = [of_rows(rows, COLUMNS), *([of_rows(apart, STEP_COLUMNS)] if apart else [])]
-    return "\n\n".join(shown) + "\n"
-
-
-def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
-    """Speed by drafted tokens, one step taken apart, and tokens a second by batch, as far as measured."""
-    rows = [row for row in rows if "failed" not in row]
-    chains = [row for row in rows if row["shape"] and "acceptance" in row["accepted"] and row["batch"] == 1]
-    apart = [row for row in rows if "steps" in row]
-    batched = [row for row in rows if row["batch"] > 1]
-    made = {}
-    if chains:
-        made["quantspec_speed.png"] = _speed(chains)
-    if apart:
-        made["quantspec_steps.png"] = _steps(apart)
-    if batched:
-        shortest, names = min(row["prompt_tokens"] for row in batched), {row["name"] for row in batched}
-        same = [row for row in rows if row["prompt_tokens"] == shortest and row["name"] in names]
-        made["quantspec_batches.png"] = _batches(same, tokens(shortest))
-    return made
-
-
-def _lines(
-    axes: Any, rows: Sequence[Row], x: str, y: str, name: Callable[[Row], str], style: str = "-"
-) -> None:
-    """One line a name, its points in order."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.get(y) is not None:
-            found.setdefault(name(row), []).append((row[x], row[y]))
-    for label, points in found.items():
-        axes.plot(*zip(*sorted(points), strict=True), linestyle=style, marker="o", markersize=3, label=label)
-    axes.set_xticks(sorted({row[x] for row in rows}))
-
-
-def _speed(rows: Sequence[Row]) -> bytes:
-    figure, (left, right) = plots.panels(2, size=(5.5, 3.8))
-    _lines(left, rows, "drafted", "speed", _with_length)
-    left.set_prop_cycle(None)
-    _lines(
-        left, rows, "drafted", "expected_speed", lambda row: f"model, {tokens(row['prompt_tokens'])}", "--"
-    )
-    _lines(right, rows, "drafted", "int8_speed", _with_length)
-    for axes, cache in ((left, "full cache"), (right, "the same INT8 cache")):
-        axes.axhline(1, color="black", linewidth=0.8)
-        title = f"over plain decoding, {cache}"
-        plots.label(axes, "drafted tokens a cycle", "speed", title=title, legend=False)
-    return plots.png(figure, legend=True)
-
-
-def _steps(rows: Sequence[Row]) -> bytes:
-    figure, (axes,) = plots.panels(1, size=(11, 3.8))
-    places, below = range(len(rows)), [0.0] * len(rows)
-    for label, key in PHASES.items():
-        values = [_median(row["steps"][key]) for row in rows]
-        axes.bar(places, values, 0.6, bottom=below, label=label)
-        below = [a + b for a, b in zip(below, values, strict=True)]
-    names = [f"{row['name']}\n{tokens(row['prompt_tokens'])}" for row in rows]
-    axes.set_xticks(list(places), names, fontsize=7)
-    plots.label(axes, y="ms a cycle", legend=False)
-    return plots.png(figure, legend=True)
-
-
-def _batches(rows: Sequence[Row], context: str) -> bytes:
-    figure, panels = plots.panels(2, size=(5.5, 3.8))
-    keys = {"tokens_per_s": "tokens/s", "tokens_per_cycle": "committed tokens a cycle"}
-    for axes, (key, title) in zip(panels, keys.items(), strict=True):
-        _lines(axes, rows, "batch", key, lambda row: str(row["name"]))
-        plots.label(axes, f"batch, {context} tokens each", title, legend=False)
-        axes.set_ylim(bottom=0)
-    return plots.png(figure, legend=True)
-
-
-def _with_length(row: Row) -> str:
-    return f"{row['system']}, {tokens(row['prompt_tokens'])}"
-
-
-def _median(value: Any) -> float:
-    return float(value["median"] if isinstance(value, Mapping) else value)
-
-
-BENCH = Bench(
-    settings=CyclesSettings,
-    run=run,
-    auto={
-        "drafted": (DRAFTED, [2]),
-        "batch_drafted": (None, None),
-        "fill": ("random", "random"),
-        "cycles": (64, 8),
-    },
-    ignore=("eval", "text", "prompts", "max_new_tokens"),
-    report=report,
-    pictures=pictures,
-)
+    return attend

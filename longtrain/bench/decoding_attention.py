@@ -8,7 +8,7 @@ Shapes: T new rows, S cached keys, H query heads, G KV heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from longtrain import plots
 from longtrain.bench import attention_baselines as stock
 from longtrain.bench import clock
-from longtrain.bench.operators import RandomInputs, bandwidth, bound, distance
-from longtrain.bench.suites import Bench, Context, Row
+from longtrain.bench.operators import RandomInputs, bandwidth, bound, distance, replayed
+from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row
 from longtrain.kernels.hierarchical import layout
 from longtrain.kernels.hierarchical.attention import hier_attention
 from longtrain.kernels.hierarchical.reference import hier_attention as plain_hier_attention
@@ -92,13 +92,13 @@ class KernelsSettings:
         repeats: replays counted.
     """
 
-    dtype: Literal["bfloat16", "float16", "float32"]
-    heads: Heads
-    head_dim: Literal[64, 128]
-    cells: tuple[CacheRowsKeys, ...]
-    mha_heads: Count | None
+    dtype: Dtype
+    heads: Annotated[Heads, Auto((32, 8), (4, 2))]
+    head_dim: Annotated[Literal[64, 128], Auto(128, 64)]
+    cells: Annotated[tuple[CacheRowsKeys, ...], Auto(CUDA_CELLS, CPU_CELLS)]
+    mha_heads: Annotated[Count | None, Auto(32, None)]
     mha_cells: tuple[CacheRowsKeys, ...]
-    baselines: tuple[stock.BaselineName, ...]
+    baselines: Annotated[tuple[stock.BaselineName, ...], Auto(stock.NAMES, stock.ON_CPU)]
     candidates: bool = False
     repeats: Count = 50
 
@@ -162,12 +162,11 @@ class AttentionCall:
 
 def run(settings: KernelsSettings, context: Context) -> Iterator[Row]:
     """One row a call, as they are ready; what does not fit in memory says so."""
-    device = context.device
-    inputs = RandomInputs(device, getattr(torch, settings.dtype), context.seed)
+    inputs = RandomInputs(context.device, getattr(torch, settings.dtype), context.seed)
     by_shape: dict[tuple[int, ...], Row] = {}
     for call in settings.calls:
         inputs.restart()
-        row: Row = {
+        about = {
             "cache": call.cache,
             "heads": f"{call.heads}/{call.kv_heads}",
             "rows": call.rows,
@@ -177,14 +176,20 @@ def run(settings: KernelsSettings, context: Context) -> Iterator[Row]:
             "bytes": call.bytes,
             "flops": call.flops,
         }
-        with clock.memory_may_run_out(row, device):
-            row |= _kernel(call, settings, inputs)
-            ms = row["ms"]["median"]
-            row |= {**bandwidth(call.bytes, ms, device), "share_of_bound": row["bound_ms"] / ms}
-            if call.shape not in by_shape:
-                by_shape[call.shape] = _baselines(call, settings, inputs)
-            row |= _against(by_shape[call.shape], ms)
-        yield row
+        yield clock.filled(about, _figures(call, settings, inputs, about, by_shape), context.device)
+
+
+def _figures(
+    call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs, about: Row, by_shape: dict[Any, Row]
+) -> Iterator[Row]:
+    """Times of the kernel, and of stock attention, which `by_shape` keeps for other calls of the shape."""
+    found = _kernel(call, settings, inputs)
+    ms = found["ms"]["median"]
+    yield {**found, **bandwidth(call.bytes, ms, inputs.device), "share_of_bound": about["bound_ms"] / ms}
+    if call.shape not in by_shape:
+        clock.release(inputs.device)
+        by_shape[call.shape] = _baselines(call, settings, inputs)
+    yield _against(by_shape[call.shape], ms)
 
 
 def _kernel(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs) -> Row:
@@ -203,19 +208,19 @@ def _kernel(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs
     layers, lens = layers_of(call, inputs, copies)
 
     def called(operator: Any, i: int, **more: Any) -> Tensor:
-        out: Tensor = operator(q_BHTD, *layers[i % copies], lens, mask, **options, **more)[0]
+        out: Tensor = operator(q_BHTD, *layers[i], lens, mask, **options, **more)[0]
         return out
 
     def timed(operator: Any, **more: Any) -> Row:
-        how = {"calls": max(copies, 4), "repeats": settings.repeats}
-        return {"ms": clock.replayed(lambda i: called(operator, i, **more), device, **how)}
+        how = {"copies": copies, "repeats": settings.repeats}
+        return {"ms": replayed(lambda i: called(operator, i, **more), device, **how)}
 
     gap = distance(called(kernel, 0), called(twin, 0))
     found = {**timed(kernel), "copies": copies, "relative_difference": gap}
     if settings.candidates and device.type == "cuda":
         launch, tiles = _tiles(call, inputs)
         found["tiles"] = [
-            {"tile": str(tile), **_or_failed(partial(timed, launch, tile=tile))} for tile in tiles
+            {"tile": str(tile), **_or_failed(partial(timed, launch, tile=tile), device)} for tile in tiles
         ]
     return found
 
@@ -264,29 +269,27 @@ def _quantised_layers(call: AttentionCall, inputs: RandomInputs, copies: int) ->
 def _baselines(call: AttentionCall, settings: KernelsSettings, inputs: RandomInputs) -> Row:
     """Times of stock attention over a dense cache of the call's shape, by name."""
     device = inputs.device
-    clock.release(device)
-    shape = (1, call.kv_heads, call.keys + call.rows, call.head_dim)
-    copies = clock.copies_of(4 * call.kv_heads * call.keys * call.head_dim, device)
-    caches = [(inputs.normal(*shape), inputs.normal(*shape)) for _ in range(copies)]
+    copies = clock.copies_of(replace(call, cache="dense").bytes, device)
+    caches, _ = _dense_layers(call, inputs, copies)
     q_BHTD = inputs.normal(1, call.heads, call.rows, call.head_dim)
     x = stock.StockInputs(q_BHTD, *caches[0], call.keys, _mask(call, device)[1])
 
     def timed(name: str) -> Row:
         work, exact = stock.attention_of(name, x)
-        how = {"calls": copies, "repeats": max(5, settings.repeats // 2)}
-        return {"ms": clock.replayed(lambda i: work(*caches[i % copies]), device, **how), "exact": exact}
+        how = {"copies": copies, "repeats": max(5, settings.repeats // 2)}
+        return {"ms": replayed(lambda i: work(*caches[i]), device, **how), "exact": exact}
 
-    return {name: _or_failed(partial(timed, name)) for name in settings.baselines}
+    return {name: _or_failed(partial(timed, name), device) for name in settings.baselines}
 
 
-def _or_failed(work: Callable[[], Row]) -> Row:
+def _or_failed(work: Callable[[], Row], device: torch.device) -> Row:
     """What was measured, or why it cannot be: a tile may ask for more than the device has, and a backend that
     does not serve a shape says so in its own words.
     """
-    try:
-        return work()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+    row: Row = {}
+    with clock.may_fail(row, device, Exception):
+        row |= work()
+    return row
 
 
 def _against(baselines: Row, ms: float) -> Row:
@@ -319,17 +322,21 @@ def pictures(rows: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         return {}
     figure, (axes,) = plots.panels(1, size=(2 + 0.9 * len(rows), 4.2))
     places = range(len(rows))
-    middle = [row["ms"]["median"] for row in rows]
-    low = [max(0.0, row["ms"]["median"] - row["ms"]["p10"]) for row in rows]
-    high = [max(0.0, row["ms"]["p90"] - row["ms"]["median"]) for row in rows]
-    axes.bar([x - 0.2 for x in places], middle, 0.4, yerr=[low, high], capsize=2, label="kernel")
+    found = [plots.of_spread(row["ms"]) for row in rows]
+    middle = [one["value"] for one in found]
+    axes.bar([x - 0.2 for x in places], middle, 0.4, yerr=plots.arms(found), capsize=2, label="kernel")
     best = [row.get("best", {}).get("ms", float("nan")) for row in rows]
     bars = axes.bar([x + 0.2 for x in places], best, 0.4, color="lightgray", label="fastest stock attention")
     labels = [f"{row['best']['speed']:.2f} ×" if "best" in row else "" for row in rows]
     axes.bar_label(bars, labels, padding=3, fontsize=8)
-    for x, row in zip(places, rows, strict=True):
-        axes.plot([x - 0.42, x + 0.42], [row["bound_ms"]] * 2, color="black", linewidth=1)
-    axes.plot([], [], color="black", linewidth=1, label="bound: bytes or multiplications at the peak rate")
+    axes.hlines(
+        [row["bound_ms"] for row in rows],
+        [x - 0.42 for x in places],
+        [x + 0.42 for x in places],
+        color="black",
+        linewidth=1,
+        label="bound: bytes or multiplications at the peak rate",
+    )
     axes.set_yscale("log")
     axes.set_ylim(top=1.8 * max([*middle, *(y for y in best if y == y)]))
     names = [
@@ -340,17 +347,4 @@ def pictures(rows: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     return {"kernels.png": plots.png(figure)}
 
 
-BENCH = Bench(
-    settings=KernelsSettings,
-    run=run,
-    columns=COLUMNS,
-    auto={
-        "dtype": ("bfloat16", "float32"),
-        "heads": ((32, 8), (4, 2)),
-        "head_dim": (128, 64),
-        "cells": (CUDA_CELLS, CPU_CELLS),
-        "mha_heads": (32, None),
-        "baselines": (stock.NAMES, stock.ON_CPU),
-    },
-    pictures=pictures,
-)
+BENCH = Bench(settings=KernelsSettings, run=run, columns=COLUMNS, pictures=pictures)

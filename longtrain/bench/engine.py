@@ -5,18 +5,13 @@ All systems decode the same prompts in one process, over the same weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from longtrain import methods
-from longtrain.artifact import Artifact
-from longtrain.bench import clock, steps
-from longtrain.bench.cycle_cells import attach
-from longtrain.bench.cycle_start import CycleCounts, ready
+from longtrain.bench import clock
+from longtrain.bench.cycles import CycleCounts, phase_columns, random_ids, ready, split, whole
 from longtrain.bench.suites import Bench, Context, Row
 from longtrain.costs import roofline
 from longtrain.costs.hardware import Gpu
@@ -25,8 +20,7 @@ from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, DataError
 from longtrain.settings import Count, CountOrZero, Counts, Lengths, within
-from longtrain.systems import Entry
-from longtrain.systems.system import Named
+from longtrain.systems import parse
 from longtrain.tables import of_rows
 from longtrain.targets.stock import decode_stock
 
@@ -34,6 +28,8 @@ if TYPE_CHECKING:
     from longtrain.decoding.control import ShapeChoice
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
+
+Run = TypeVar("Run")
 
 COLUMNS = {
     "prompt tokens": "prompt_tokens",
@@ -59,11 +55,7 @@ STEP_COLUMNS = {
     "shape": "shape",
     "cycle ms": "cycle_ms",
     "idle ms": "idle_ms.median",
-    "draft ms": "propose_ms.median",
-    "attention ms": "attention_ms.median",
-    "linear ms": "linear_ms",
-    "accept ms": "accept_ms.median",
-    "commit ms": "commit_ms.median",
+    **phase_columns("draft ms", "attention ms", "linear ms", "accept ms", "commit ms"),
 }
 
 
@@ -100,20 +92,23 @@ def run(settings: EngineSettings, context: Context) -> Iterator[Row]:
         ConfigError: a method that brings nothing to an engine, or that is trained and has a real target.
         DataError: the target has no tokenizer, or there is too little text.
     """
-    named = context.artifact and Artifact.load(context.artifact, home=context.home).target.name
+    artifact = context.load(context.artifact) if context.artifact else None
     drafting = context.drafting()
     _check_method(settings, context)
+    text: Sequence[int] = ()
     if settings.shape:
         target = context.random_target(settings.shape)
-        prompts_of = functools.partial(_random_ids, target.info.vocab_size)
     else:
         assert context.load_target is not None and context.held_out is not None
-        target = context.load_target(named or None)
-        prompts_of = functools.partial(_stretches, context.held_out(target, None))
-    parts = parts_of(context, target)
+        target = context.load_target(artifact.target.name if artifact else None)
+        text = context.held_out(target, None)
+    parts = artifact.attach(target) if artifact else parts_of(context, target)
     for length in settings.lengths:
         for batch in settings.batches:
-            prompts = prompts_of(length, batch)
+            if settings.shape:
+                prompts = random_ids(target.info.vocab_size, batch, length, seed=length)
+            else:
+                prompts = _stretches(text, length, batch)
             yield measure(target, parts, prompts, drafting, settings, context.sampling, context.gpu)
 
 
@@ -132,14 +127,10 @@ def _check_method(settings: EngineSettings, context: Context) -> None:
 
 
 def parts_of(context: Context, target: Target) -> Parts | None:
-    """What decodes beside the target: `artifact=NAME`, or `method=NAME`, with random weights if trained."""
-    if context.artifact:
-        return Artifact.load(context.artifact, home=context.home).attach(target)
+    """What `method=NAME` brings, with random weights if it would have to be trained; None: no method."""
     if context.method is None:
         return None
-    options = {key: value for key, value in context.method.items() if key != "name"}
-    entry = Entry(method=Named(str(context.method["name"]), options))
-    return attach(target, entry=entry, seed=context.seed, load=Artifact.load)
+    return context.systems(target, parse({"method": context.method}))[0].parts
 
 
 def measure(
@@ -166,25 +157,28 @@ def measure(
         gpu: the data sheet of the device; None: there is none.
     """
     row: Row = {"prompt_tokens": len(prompts[0]), "batch": len(prompts)}
+    most = settings.max_new_tokens
 
     def timed(engine: Engine, shape: TreeShape | ShapeChoice) -> tuple[Row, Generation]:
-        def work() -> Generation:
-            return engine.generate(
-                prompts,
-                max_new_tokens=settings.max_new_tokens,
-                sampling=sampling,
-                shape=shape,
-                ignore_eos=True,
-            )
-
-        return _timed(work, settings)
+        how: Any = {"max_new_tokens": most, "sampling": sampling, "shape": shape, "ignore_eos": True}
+        runs = _runs(lambda: engine.generate(prompts, **how), settings)
+        stats = runs[-1].stats
+        figures = {
+            **_speeds([(one.stats.tokens_per_s, one.stats.prefill_s) for one in runs]),
+            "cache_gib": clock.gib(stats.cache_bytes),
+            "draft_gib": clock.gib(stats.draft_bytes),
+            "target_forwards": stats.target_forwards,
+        }
+        return figures, runs[-1]
 
     row["plain"], plain = timed(Engine(target), PLAIN)
     row |= _roofline(target, row, gpu)
     if "uncaptured" in settings.baselines:
         row["uncaptured"], _ = timed(Engine(target, capture=False), PLAIN)
     if "hugging_face" in settings.baselines:
-        row["hugging_face"] = _stock(target, prompts, settings)
+        loops = _runs(lambda: decode_stock(target, prompts, max_new_tokens=most), settings)
+        tokens = len(prompts) * (most - 1)
+        row["hugging_face"] = _speeds([(tokens / one.decode_s, one.prefill_s) for one in loops])
     taken_apart: list[tuple[Parts, TreeShape]] = [(Parts(), PLAIN)]
     if parts is not None and parts.draft is not None:
         if parts.cache is not None or parts.evictor is not None:
@@ -226,41 +220,23 @@ def _taken_apart(
     """Milliseconds of a cycle, of its phases, and of the GPU's idle time between cycles."""
     phases = ready(target, parts, prompts, shape, counts)
     about = {"prompt_tokens": len(prompts[0]), "batch": len(prompts), "shape": list(shape.widths)}
-    return {**about, **steps.whole(phases, counts), **steps.split(phases, counts)}
+    return {**about, **whole(phases, counts), **split(phases, counts)}
 
 
-def _timed(work: Callable[[], Generation], settings: EngineSettings) -> tuple[Row, Generation]:
-    """Speeds of the counted runs, and the last run's output."""
-    for _ in range(settings.warmup):
-        work()
-    runs = [work() for _ in range(settings.repeats)]
-    stats = [run.stats for run in runs]
-    figures = {
-        "tokens_per_s": clock.spread([one.tokens_per_s for one in stats]),
-        "prefill_s": clock.spread([one.prefill_s for one in stats]),
-        "cache_gib": clock.gib(stats[-1].cache_bytes),
-        "draft_gib": clock.gib(stats[-1].draft_bytes),
-        "target_forwards": stats[-1].target_forwards,
-    }
-    return figures, runs[-1]
+def _runs(work: Callable[[], Run], settings: EngineSettings) -> list[Run]:
+    """What came of the counted runs."""
+    return [work() for _ in range(settings.warmup + settings.repeats)][settings.warmup :]
+
+
+def _speeds(runs: Sequence[tuple[float, float]]) -> Row:
+    """Spreads of tokens a second and of the prefill's seconds."""
+    tokens_per_s, prefill_s = zip(*runs, strict=True)
+    return {"tokens_per_s": clock.spread(tokens_per_s), "prefill_s": clock.spread(prefill_s)}
 
 
 def _speed(row: Row, system: str) -> float:
     """Tokens a second of one system."""
     return float(row[system]["tokens_per_s"]["median"])
-
-
-def _stock(target: Target, prompts: Sequence[Sequence[int]], settings: EngineSettings) -> Row:
-    """Hugging Face's own loop."""
-    runs = [
-        decode_stock(target, prompts, max_new_tokens=settings.max_new_tokens)
-        for _ in range(settings.warmup + settings.repeats)
-    ][settings.warmup :]
-    tokens = len(prompts) * (settings.max_new_tokens - 1)
-    return {
-        "tokens_per_s": clock.spread([tokens / one.decode_s for one in runs]),
-        "prefill_s": clock.spread([one.prefill_s for one in runs]),
-    }
 
 
 def _roofline(target: Target, row: Row, gpu: Gpu | None) -> Row:
@@ -283,12 +259,6 @@ def _stretches(ids: Sequence[int], length: int, batch: int) -> list[list[int]]:
         raise DataError(f"held-out text has {len(ids)} tokens; lengths={length} asks for more")
     step = (len(ids) - length) // max(1, batch - 1) if batch > 1 else 0
     return [list(ids[i * step : i * step + length]) for i in range(batch)]
-
-
-def _random_ids(vocab_size: int, length: int, batch: int) -> list[list[int]]:
-    """Prompts for weights that know no text."""
-    coins = torch.Generator().manual_seed(length)
-    return torch.randint(vocab_size, (batch, length), generator=coins).tolist()
 
 
 def report(rows: Sequence[Row], settings: EngineSettings, context: Context) -> str:

@@ -7,25 +7,25 @@ section that fails is noted and does not end the others.
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from longtrain import methods, plots
 from longtrain.bench import clock, first_token, importance_kernels, training
 from longtrain.bench.first_token import FULL, FirstTokenSettings
-from longtrain.bench.suites import Bench, Context, Row, shape_keys
+from longtrain.bench.first_token_theory import line, theory, theory_table
+from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
 from longtrain.bench.training import TrainingSettings
 from longtrain.costs import hardware
-from longtrain.costs.hardware import GPUS, Gpu
+from longtrain.costs.hardware import GPUS
 from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
-from longtrain.settings import Count, CountOrZero, Lengths, Seconds, Tokens, Words, some_of
-from longtrain.systems import Entry, System
+from longtrain.settings import Count, Lengths, Seconds, Tokens, Words, some_of
+from longtrain.systems import System
 from longtrain.tables import of_rows
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
@@ -33,28 +33,74 @@ from longtrain.targets.shapes import SHAPES
 
 log = get_logger(__name__)
 
-SECTIONS = ("theory", "ttft", "parts", "training", "kernels")
-"""In this order; every row names its own under `section`."""
 PUBLISHED = ("llama31_8b", "llama32_1b")
 """The shapes of the theoretical table: a target and a draft."""
 
 
 @dataclass(frozen=True)
-class EvictionCostSettings:
-    """The keys of `suite.cost`.
+class Section:
+    """How a section's rows are shown; `Sections` has a method of its name, which measures them.
+
+    Args:
+        title: a heading.
+        note: how to read the table.
+        columns: see `Bench`.
+    """
+
+    title: str
+    note: str
+    columns: Mapping[str, str]
+
+
+SECTIONS = {
+    "theory": Section(
+        "Theory",
+        "Rooflines at 70% of peak arithmetic and 90% of peak bandwidth, bf16, batch 1; columns with a plus "
+        "are milliseconds over the forward. `fused`: the attention weights of the observing rows are never "
+        "written out. `second pass`: rows do not ride in the prefill's products, so weights and cache are "
+        "read again. `causal` counts half of the attention's square, `full` all of it.",
+        {},
+    ),
+    "ttft": Section(
+        "Time to first token",
+        "Token ids in, first answer token on the host and the cache compacted. `added` is paired with a run "
+        "of the full cache right before, p10 and p90 over pairs; `overhead` is the median of the paired "
+        "ratios. Theory is that of this GPU. What policies write themselves is launched token by token, "
+        "without CUDA graphs. Peak memory has the weights of target and draft in it.",
+        first_token.COLUMNS,
+    ),
+    "parts": Section(
+        "Parts of the added time",
+        "Each part alone on the cache of one prefilled prompt, by wall clock; `queued`: by CUDA events "
+        "behind other work, so that the host's launches are hidden as they are behind a prefill.",
+        first_token.PART_COLUMNS,
+    ),
+    "training": Section(
+        "A training step",
+        "Target: the packed pass over prompt and response, no gradients, no LM head, the last layer left "
+        "after its K and V. Step: forward, backward, clipping and optimizer. Ratio of the medians.",
+        training.COLUMNS,
+    ),
+    "kernels": Section(
+        "Importance kernels",
+        "One layer, caches cold. The bound reads and writes everything once at peak bandwidth, and "
+        "multiplies at peak rate. `difference`: the largest to the torch twin, over its largest value.",
+        importance_kernels.COLUMNS,
+    ),
+}
+"""In this order; every row names its own under `section`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionCostSettings(FirstTokenSettings):
+    """The keys of `suite.cost`; see also `FirstTokenSettings`, whose counts hold for training too.
 
     Args:
         sections: what to measure.
         shape: the random target's shape.
         draft_shape: the shape of the random draft of systems that write with one, of the same vocabulary.
         dtype: the numbers of both.
-        lengths: prompt tokens of the first token.
         methods: entries of the grammar of `suite.systems`, compared with the full cache.
-        budget_tokens: rows kept of each layer and KV head.
-        warmup: runs not counted.
-        repeats: most pairs of a system and length, and of passes and steps in training.
-        min_repeats: pairs run whatever the time.
-        seconds: of a length of the first token; no further round starts after it.
         train: the method whose training step is measured where `method=` chooses none that is trained.
         train_prompts: prompt lengths of the training step.
         train_response: response tokens behind each.
@@ -66,22 +112,19 @@ class EvictionCostSettings:
     """
 
     sections: some_of(SECTIONS)  # type: ignore[valid-type]
-    shape: str
-    draft_shape: str
-    dtype: Literal["bfloat16", "float16", "float32"]
-    lengths: Lengths
+    shape: Annotated[str, Auto("llama31_8b", "llama_micro")]
+    draft_shape: Annotated[str, Auto("llama32_1b", "llama_micro")]
+    dtype: Dtype
     methods: Annotated[tuple[Any, ...], Words("a list of systems, as [snapkv, {name: adakv, over: snapkv}]")]
     train: str
-    train_prompts: Lengths
-    train_response: Tokens
-    kernels: tuple[tuple[Tokens, Tokens], ...]
+    train_prompts: Annotated[Lengths, Auto(["16k", "32k"], [256])]
+    train_response: Annotated[Tokens, Auto(512, 64)]
+    kernels: Annotated[
+        tuple[tuple[Tokens, Tokens], ...],
+        Auto([[32, "8k"], [32, "32k"], [32, "128k"], [512, "16k"]], [[8, 256], [32, 512]]),
+    ]
     theory_lengths: Lengths = (4096, 8192, 16384, 32768)
     gpus: some_of(GPUS) = ("H100", "H200")  # type: ignore[valid-type]
-    budget_tokens: Count = 128
-    warmup: CountOrZero = 2
-    repeats: Count = 20
-    min_repeats: Count = 3
-    seconds: Seconds = 40.0
     train_seconds: Seconds = 15.0
     kernel_repeats: Count = 30
 
@@ -102,10 +145,9 @@ class EvictionCostSettings:
             )
 
     @property
-    def first_token(self) -> FirstTokenSettings:
-        """The settings of the first token."""
-        few = {"repeats": self.repeats, "least": self.min_repeats, "seconds": self.seconds}
-        return FirstTokenSettings(self.lengths, self.methods, self.budget_tokens, self.warmup, **few)  # type: ignore[arg-type]
+    def sizes(self) -> tuple[Sizes, Sizes]:
+        """The target and the draft."""
+        return Sizes.of_keys(SHAPES[self.shape]), Sizes.of_keys(SHAPES[self.draft_shape])
 
     @property
     def training(self) -> TrainingSettings:
@@ -128,7 +170,7 @@ class Sections:
 
     def __init__(self, settings: EvictionCostSettings, context: Context) -> None:
         self.settings, self.context = settings, context
-        self.entries = first_token.entries(settings.methods, context)
+        self.entries = first_token.entries_of(settings.methods, context)
 
     @cached_property
     def target(self) -> Target:
@@ -139,61 +181,59 @@ class Sections:
     @cached_property
     def systems(self) -> list[System]:
         """The full cache and the systems."""
-        settings = self.settings
-        return first_token.built(
+        shape, dtype = self.settings.draft_shape, self.settings.dtype
+        return first_token.systems_of(
             self.target,
-            settings.first_token,
+            self.entries,
+            self.settings.budget_tokens,
             self.context,
-            lambda: random_target(
-                settings.draft_shape, seed=1, dtype=settings.dtype, device=self.context.device
-            ),
+            lambda: random_target(shape, seed=1, dtype=dtype, device=self.context.device),
         )
 
     def theory(self) -> Iterator[Row]:
         """The table for the published shapes, and for the measured ones where these are others."""
+        settings = self.settings
         pairs = {PUBLISHED: None}
-        if "micro" not in self.settings.shape:
-            pairs[self.settings.shape, self.settings.draft_shape] = None
+        if "micro" not in settings.shape:
+            pairs[settings.shape, settings.draft_shape] = None
         for shape, draft in pairs:
             sizes = [Sizes.of_keys(SHAPES[name]) for name in (shape, draft)]
-            about = {"shape": shape, "draft_shape": draft, "budget": self.settings.budget_tokens}
-            for gpu in hardware.all_named(self.settings.gpus, "suite.cost.gpus"):
+            about = {"shape": shape, "draft_shape": draft, "budget": settings.budget_tokens}
+            for gpu in hardware.all_named(settings.gpus, "suite.cost.gpus"):
                 for causal in (True, False):
-                    for tokens in self.settings.theory_lengths:
-                        prompt = PromptShape(sizes[0], tokens, self.settings.budget_tokens, sizes[1], causal)
+                    for tokens in settings.theory_lengths:
+                        prompt = PromptShape(sizes[0], tokens, settings.budget_tokens, sizes[1], causal)
                         yield {**about, **line(self.entries, prompt, gpu)}
 
     def ttft(self) -> Iterator[Row]:
         """The first token, with the figures of arithmetic for the same shape and GPU beside it."""
-        how = self.settings.first_token
-        for row in first_token.measure(self.target, self.systems, how, seed=self.context.seed):
+        for row in first_token.measure(self.target, self.systems, self.settings, seed=self.context.seed):
             yield {**row, **self._expected(row)}
 
     def _expected(self, row: Row) -> Row:
+        """What arithmetic says of a row; nothing without a data sheet of the device."""
         gpu = self.context.gpu
         if gpu is None or "failed" in row:
             return {}
-        sizes = [Sizes.of_keys(SHAPES[name]) for name in (self.settings.shape, self.settings.draft_shape)]
-        prompt = PromptShape(sizes[0], row["prompt_tokens"], self.settings.budget_tokens, sizes[1])
+        size, draft = self.settings.sizes
+        prompt = PromptShape(size, row["prompt_tokens"], self.settings.budget_tokens, draft)
         forward_ms = prompt.prefill.ms(gpu)
         if row["method"] == FULL:
             return {"theory_ms": forward_ms}
         entry = next(one for one in self.entries if one.called() == row["method"])
-        figures, as_built = first_token.theory(entry, prompt, gpu)
+        figures, as_built = theory(entry, prompt, gpu)
         if as_built not in figures:
             return {}
         return {"theory_ms": figures[as_built], "theory_percent": 100 * figures[as_built] / forward_ms}
 
     def parts(self) -> Iterator[Row]:
         """Where the added time goes, of systems that run no forward of a whole model for their scores."""
-        size = Sizes.of(self.target.info)
+        size = self.settings.sizes[0]
         prompt, gpu = PromptShape(size, 1024, draft=size), GPUS["H100"]
-        known = {entry.called(): first_token.theory(entry, prompt, gpu)[0] for entry in self.entries}
+        known = {entry.called(): theory(entry, prompt, gpu)[0] for entry in self.entries}
         named = [name for name, figures in known.items() if "ms" in figures and "tflop" not in figures]
         systems = [system for system in self.systems if system.family in named]
-        return first_token.measure_parts(
-            self.target, systems, self.settings.first_token, seed=self.context.seed
-        )
+        return first_token.measure_parts(self.target, systems, self.settings, seed=self.context.seed)
 
     def training(self) -> Iterator[Row]:
         """A training step beside a prefill of the same rows."""
@@ -207,29 +247,10 @@ class Sections:
 
     def kernels(self) -> Iterator[Row]:
         """The importance kernels."""
+        settings, target = self.settings, self.target
         return importance_kernels.measure(
-            self.context,
-            self.target.dtype,
-            self.target.info,
-            self.settings.kernels,
-            repeats=self.settings.kernel_repeats,
+            self.context, target.dtype, target.info, settings.kernels, repeats=settings.kernel_repeats
         )
-
-
-def line(entries: Sequence[Entry], prompt: PromptShape, gpu: Gpu) -> Row:
-    """Milliseconds and TFLOP of a prefill, and what each system adds to it."""
-    base = prompt.prefill
-    found: Row = {
-        "gpu": gpu.name,
-        "prompt_tokens": prompt.tokens,
-        "attention": "causal" if prompt.causal else "full",
-        "forward_tflop": base.flops * 1e-12,
-        "forward_ms": base.ms(gpu),
-    }
-    for entry in entries:
-        figures, _ = first_token.theory(entry, prompt, gpu)
-        found |= {f"{entry.called()}_{key}": value for key, value in figures.items()}
-    return found
 
 
 def run(settings: EvictionCostSettings, context: Context) -> Iterator[Row]:
@@ -242,91 +263,28 @@ def run(settings: EvictionCostSettings, context: Context) -> Iterator[Row]:
     sections = Sections(settings, context)
     faults: list[Exception] = []
     for name in settings.sections:
-        work: Callable[[], Iterator[Row]] = getattr(sections, name)
-        try:
-            for row in work():
+        failed: Row = {"section": name}
+        with clock.may_fail(failed, context.device, Exception) as fault:
+            for row in getattr(sections, name)():
                 yield {"section": name, **row}
-        except Exception as error:  # whatever else there is to measure is worth having
-            log.exception("section=%s failed", name)
-            traceback.clear_frames(error.__traceback__)  # or what they hold stays on the device
-            faults.append(error)
-            yield {"section": name, "failed": f"{type(error).__name__}: {error}"}
-        clock.release(context.device)
+        if fault:  # whatever else there is to measure is worth having
+            faults += fault
+            yield failed
     if faults:
         raise faults[0]
-
-
-NOTES = {
-    "theory": (
-        "Rooflines at 70% of peak arithmetic and 90% of peak bandwidth, bf16, batch 1; columns with a plus "
-        "are milliseconds over the forward. `fused`: the attention weights of the observing rows are never "
-        "written out. `second pass`: rows do not ride in the prefill's products, so weights and cache are "
-        "read again. `causal` counts half of the attention's square, `full` all of it."
-    ),
-    "ttft": (
-        "Token ids in, first answer token on the host and the cache compacted. `added` is paired with a run "
-        "of the full cache right before, p10 and p90 over pairs; `overhead` is the median of the paired "
-        "ratios. Theory is that of this GPU. What policies write themselves is launched token by token, "
-        "without CUDA graphs. Peak memory has the weights of target and draft in it."
-    ),
-    "parts": (
-        "Each part alone on the cache of one prefilled prompt, by wall clock; `queued`: by CUDA events "
-        "behind other work, so that the host's launches are hidden as they are behind a prefill."
-    ),
-    "training": (
-        "Target: the packed pass over prompt and response, no gradients, no LM head, the last layer left "
-        "after its K and V. Step: forward, backward, clipping and optimizer. Ratio of the medians."
-    ),
-    "kernels": (
-        "One layer, caches cold. The bound reads and writes everything once at peak bandwidth, and "
-        "multiplies at peak rate. `difference`: the largest to the torch twin, over its largest value."
-    ),
-}
-TITLES = {
-    "theory": "Theory",
-    "ttft": "Time to first token",
-    "parts": "Parts of the added time",
-    "training": "A training step",
-    "kernels": "Importance kernels",
-}
-COLUMNS = {
-    "ttft": first_token.COLUMNS,
-    "parts": first_token.PART_COLUMNS,
-    "training": training.COLUMNS,
-    "kernels": importance_kernels.COLUMNS,
-}
 
 
 def report(rows: Sequence[Row], settings: EvictionCostSettings, context: Context) -> str:
     """All sections that have rows, every figure beside what arithmetic predicts where that is known."""
     found = [f"# Cost of eviction: {settings.shape} on {context.device_name}"]
-    for name, title in TITLES.items():
+    entries = first_token.entries_of(settings.methods, context)
+    papers = [methods.get(one.method.name).cost.note for one in entries if one.method is not None]
+    for name, section in SECTIONS.items():
         own = [row for row in rows if row["section"] == name]
         if own:
-            body = _theory(own) if name == "theory" else of_rows(own, COLUMNS[name])
-            notes = [NOTES[name], *(_method_notes(settings, context) if name == "ttft" else [])]
-            found.append(f"## {title}\n\n{' '.join(notes)}\n\n{body}")
-    return "\n\n".join(found)
-
-
-def _method_notes(settings: EvictionCostSettings, context: Context) -> list[str]:
-    """What the papers measured."""
-    entries = first_token.entries(settings.methods, context)
-    return [methods.get(one.method.name).cost.note for one in entries if one.method is not None]
-
-
-def _theory(rows: Sequence[Row]) -> str:
-    """A table for each shape and GPU."""
-    done = [row for row in rows if "failed" not in row]
-    found = []
-    columns = {"prompt": "prompt_tokens", "attention": "attention"}
-    for key in dict.fromkeys(key for row in done for key in row if key.endswith(("_tflop", "_ms", "_gb"))):
-        words = key.replace("_tflop", " TFLOP").replace("_gb", " GB").replace("_", " ")
-        added = key.endswith("_ms") and key != "forward_ms"
-        columns[words.removesuffix(" ms") + " +" if added else words] = key
-    for shape, draft, gpu in dict.fromkeys((row["shape"], row["draft_shape"], row["gpu"]) for row in done):
-        own = [row for row in done if (row["shape"], row["gpu"]) == (shape, gpu)]
-        found.append(f"{shape}, drafts of {draft}, {gpu}:\n\n{of_rows(own, columns)}")
+            body = theory_table(own) if name == "theory" else of_rows(own, section.columns)
+            note = " ".join([section.note, *(papers if name == "ttft" else [])])
+            found.append(f"## {section.title}\n\n{note}\n\n{body}")
     return "\n\n".join(found)
 
 
@@ -338,42 +296,21 @@ def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
     figure, (left, right) = plots.panels(2, size=(5.5, 4.0))
     for name in dict.fromkeys(row["method"] for row in measured):
         own = [row for row in measured if row["method"] == name]
-        figures = [
-            {"value": one["median"], "low": one["p10"], "high": one["p90"]}
-            for one in (row["extra_ms"] for row in own)
-        ]
+        figures = [plots.of_spread(row["extra_ms"]) for row in own]
         plots.points(left, [row["prompt_tokens"] for row in own], figures, name)
-        theory = [(row["prompt_tokens"], row["theory_ms"]) for row in own if "theory_ms" in row]
-        if theory:
-            left.plot(*zip(*theory, strict=True), linestyle=":", color=left.lines[-1].get_color())
+        predicted = [(row["prompt_tokens"], row["theory_ms"]) for row in own if "theory_ms" in row]
+        if predicted:
+            left.plot(*zip(*predicted, strict=True), linestyle=":", color=left.lines[-1].get_color())
     plots.lengths_axis(left, sorted({row["prompt_tokens"] for row in measured}))
     if all(row["extra_ms"]["median"] > 0 for row in measured):
         left.set_yscale("log")
     plots.label(left, "prompt tokens", "added to the first token, ms (dotted: theory)")
-    parts = [row for row in rows if row["section"] == "parts" and "scores" in row]
+    parts = [row for row in rows if row["section"] == "parts" and "failed" not in row]
     names = [f"{row['method']}\n{row['prompt_tokens']}" for row in parts]
-    base = [0.0] * len(parts)
-    for key in ("scores", "selection", "compaction") if parts else ():
-        values = [row[key]["ms"]["median"] for row in parts]
-        right.bar(names, values, bottom=base, label=key)
-        base = [a + b for a, b in zip(base, values, strict=True)]
+    keys = ("scores", "selection", "compaction") if parts else ()
+    plots.stacks(right, names, {key: [row[key]["ms"]["median"] for row in parts] for key in keys})
     plots.label(right, "", "each part alone, ms")
     return {"eviction.png": plots.png(figure)}
 
 
-BENCH = Bench(
-    settings=EvictionCostSettings,
-    run=run,
-    group="cost",
-    report=report,
-    pictures=pictures,
-    auto={
-        "shape": ("llama31_8b", "llama_micro"),
-        "draft_shape": ("llama32_1b", "llama_micro"),
-        "dtype": ("bfloat16", "float32"),
-        "lengths": (["4k", "8k", "16k", "32k"], [256, "1k"]),
-        "train_prompts": (["16k", "32k"], [256]),
-        "train_response": (512, 64),
-        "kernels": ([[32, "8k"], [32, "32k"], [32, "128k"], [512, "16k"]], [[8, 256], [32, 512]]),
-    },
-)
+BENCH = Bench(settings=EvictionCostSettings, run=run, group="cost", report=report, pictures=pictures)

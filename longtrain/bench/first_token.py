@@ -13,29 +13,25 @@ behind other work too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from typing import Annotated, Any
 
 import torch
 
-from longtrain import methods
-from longtrain.artifact import Artifact
 from longtrain.bench import clock
 from longtrain.bench.clock import Timing
-from longtrain.bench.suites import Context, Row
+from longtrain.bench.cycles import random_ids
+from longtrain.bench.suites import Auto, Context, Row
 from longtrain.cache.evicted import compact
-from longtrain.costs.hardware import Gpu
-from longtrain.costs.method import PromptShape
 from longtrain.decoding.engine import PLAIN, Engine, Generation
 from longtrain.decoding.evict import Budget, PromptRun
 from longtrain.errors import ConfigError
-from longtrain.log import get_logger
 from longtrain.methods import policies
-from longtrain.systems import EVICTOR, FULL_CACHE, Builder, Entry, System, parse
+from longtrain.settings import Count, CountOrZero, Lengths, Seconds
+from longtrain.systems import EVICTOR, FULL_CACHE, Entry, System
 from longtrain.targets.model import Target
 from longtrain.targets.step import Rows, Want
-
-log = get_logger(__name__)
 
 COLUMNS = {
     "prompt": "prompt_tokens",
@@ -65,110 +61,70 @@ PART_COLUMNS = {
 QUEUE_WRITES = 300
 """Writes of scratch memory (tens of milliseconds) behind which a part is queued, as behind a prefill."""
 FULL = FULL_CACHE.family
+KEY = "suite.cost.methods"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstTokenSettings:
     """What is measured.
 
     Args:
         lengths: prompt tokens.
-        systems: entries of the grammar of `suite.systems`; the full cache is measured at any rate.
-        budget: rows kept of each layer and KV head.
+        budget_tokens: rows kept of each layer and KV head.
         warmup: runs of each system and length not counted.
         repeats: most pairs of a system and length.
-        least: pairs run at any rate.
-        seconds: of a length; no round of pairs starts later.
+        min_repeats: pairs run whatever the time.
+        seconds: of a length; no further round of pairs starts after it.
     """
 
-    lengths: tuple[int, ...]
-    systems: tuple[Any, ...]
-    budget: int = 128
-    warmup: int = 2
-    repeats: int = 20
-    least: int = 3
-    seconds: float = 30.0
+    lengths: Annotated[Lengths, Auto(["4k", "8k", "16k", "32k"], [256, "1k"])]
+    budget_tokens: Count = 128
+    warmup: CountOrZero = 2
+    repeats: Count = 20
+    min_repeats: Count = 3
+    seconds: Seconds = 40.0
 
 
-class Prompts:
-    """Random token ids, new ones every time."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self.vocab_size = vocab_size
-        self._coins = torch.Generator().manual_seed(seed)
-
-    def next(self, length: int) -> list[int]:
-        """Ids of a prompt."""
-        return torch.randint(self.vocab_size, (length,), generator=self._coins).tolist()
-
-
-def entries(systems: Sequence[Any], context: Context) -> list[Entry]:
+def entries_of(values: Sequence[Any], context: Context) -> list[Entry]:
     """The systems, a method that `method=` chooses with its settings.
 
     Raises:
         ConfigError: an entry is wrong, or needs a tokenizer, which random weights do not have.
     """
-    keys = context.method or {}
-    found = []
-    for value in systems:
-        named = {"name": value} if isinstance(value, str) else value
-        if keys and named == {"name": keys["name"]}:
-            named = {**keys, "label": keys["name"]}
-        entry = parse(named)
-        if entry.policy is not None and entry.policy.name == "kvzip":
-            raise ConfigError(
-                "suite.cost.methods names kvzip, which asks the target in words; random weights come without "
-                "a tokenizer, so it cannot be measured here"
-            )
-        found.append(entry)
+    name = context.method["name"] if context.method else None
+    bare = (name, {"name": name})
+    chosen = {"method": context.method, "label": name}
+    found = context.entries([chosen if name and value in bare else value for value in values], KEY)
+    if any(entry.policy is not None and entry.policy.name == "kvzip" for entry in found):
+        raise ConfigError(
+            f"{KEY} names kvzip, which asks the target in words; random weights come without a tokenizer, so "
+            "it cannot be measured here"
+        )
     return found
 
 
-def needs_draft(entry: Entry) -> bool:
-    """Whether the system writes with a small model, and none is named."""
-    policy = entry.policy
-    if policy is None or policy.options.get("draft") is not None:
-        return False
-    return any(one.name == "draft" for one in fields(policies.policy_class(policy.name)))
-
-
-def theory(entry: Entry, prompt: PromptShape, gpu: Gpu) -> tuple[Mapping[str, float], str]:
-    """What a system adds to the first token by arithmetic, and the figure that is to be measured."""
-    if entry.method is not None:
-        cost = methods.get(entry.method.name).cost
-        if cost.first_token is not None:
-            return cost.first_token(entry.config(), prompt, gpu), cost.as_built
-    if entry.is_policy and entry.policy is not None:
-        return policies.policy_class(entry.policy.name).first_token(prompt, gpu), "ms"
-    return {}, "ms"
-
-
-def built(target: Target, settings: FirstTokenSettings, context: Context, draft: Any) -> list[System]:
+def systems_of(
+    target: Target, entries: Sequence[Entry], budget: int, context: Context, draft: Callable[[], Target]
+) -> list[System]:
     """The full cache and the systems.
 
     Args:
         target: the model.
-        settings: see `FirstTokenSettings`.
+        entries: see `entries_of`.
+        budget: rows kept of each layer and KV head.
         context: see `Context`.
-        draft: gives the small model, where one is needed.
+        draft: gives the small model, for a policy that writes with one and names none.
     """
-    builder = Builder(
-        target,
-        budgets=[Budget(tokens=settings.budget)],
-        shapes=(),
-        load=lambda name: Artifact.load(name, home=str(context.home)),
-        random_seed=context.seed,
-    )
-    values: list[Any] = []
-    for value, entry in zip(settings.systems, entries(settings.systems, context), strict=True):
-        if needs_draft(entry):
-            named = {"name": value} if isinstance(value, str) else value
-            values.append({"label": entry.called(), **named, "draft": draft()})
-        elif entry.method is not None and context.method and entry.method.name == context.method["name"]:
-            values.append({**context.method, "label": entry.called()})
-        else:
-            values.append(value)
-    return builder.systems(values, roles={EVICTOR}, taker="the first token")
+    found = [FULL_CACHE]
+    for entry in entries:
+        policy = entry.policy
+        options = fields(policies.policy_class(policy.name)) if policy else ()
+        if policy and "draft" in [one.name for one in options] and policy.options.get("draft") is None:
+            policy = replace(policy, options={**policy.options, "draft": draft()})
+            entry = replace(entry, policy=policy, label=entry.called())
+        roles = {"roles": {EVICTOR}, "taker": "the first token"}
+        found += context.systems(target, entry, budgets=[Budget(tokens=budget)], **roles)
+    return found
 
 
 def measure(
@@ -176,77 +132,84 @@ def measure(
 ) -> Iterator[Row]:
     """Rows of one length after the other, the full cache first; a system that fails ends no other."""
     engines = {system.family: Engine(target, system.parts if system.evicts else None) for system in systems}
-    prompts = Prompts(target.info.vocab_size, seed)
+    seeds = count(seed)
     for length in settings.lengths:
-        yield from _Length(target, engines, prompts, length, settings).rows()
+        runs = PairedRuns(
+            engines,
+            settings,
+            {"prompt_tokens": length},
+            lambda length=length: random_ids(target.info.vocab_size, 1, length, next(seeds))[0],  # type: ignore[misc]
+        )
+        yield from runs.rows()
         clock.release(target.device)
 
 
-class _Length:
-    """The runs of one prompt length."""
+class PairedRuns:
+    """The runs of one prompt length.
+
+    Args:
+        engines: name of a system -> what runs it; the full cache is among them.
+        settings: see `FirstTokenSettings`.
+        about: what all rows begin with.
+        prompt: gives another prompt every time.
+    """
 
     def __init__(
         self,
-        target: Target,
         engines: Mapping[str, Engine],
-        prompts: Prompts,
-        length: int,
         settings: FirstTokenSettings,
+        about: Row,
+        prompt: Callable[[], list[int]],
     ) -> None:
-        self.target, self.engines, self.prompts = target, engines, prompts
-        self.length, self.settings = length, settings
-        self.pairs: dict[str, list[tuple[Timing, Timing]]] = {name: [] for name in engines if name != FULL}
+        self.engines, self.settings, self.prompt = engines, settings, prompt
+        self.device = engines[FULL].target.device
+        self.found: dict[str, Row] = {name: {**about, "method": name} for name in engines}
         self.alone: list[Timing] = []
-        self.failed: dict[str, str] = {}
-        self.bytes_of: dict[str, Row] = {}
+        self.pairs: dict[str, list[tuple[Timing, Timing]]] = {name: [] for name in engines if name != FULL}
 
     def rows(self) -> list[Row]:
         """Warm up, run pairs, and say what was found."""
         settings = self.settings
         for name in self.engines:
-            self._guarded(name, self._warm)
-        if FULL in self.failed:
-            return [{"prompt_tokens": self.length, "method": FULL, "failed": self.failed[FULL]}]
+            with clock.may_fail(self.found[name], self.device, Exception):
+                for _ in range(settings.warmup):
+                    self._one(name, self.prompt())
+        if "failed" in self.found[FULL]:
+            return [self.found[FULL]]
         if not self.pairs:
-            self.alone = [self._one(FULL, self.prompts.next(self.length)) for _ in range(settings.least)]
-        going = clock.rounds(settings.repeats, least=settings.least, seconds=settings.seconds)
+            self.alone = [self._one(FULL, self.prompt()) for _ in range(settings.min_repeats)]
+        going = clock.rounds(settings.repeats, least=settings.min_repeats, seconds=settings.seconds)
         i = 0
-        while any(name not in self.failed for name in self.pairs) and going(i):
-            for name in self.pairs:
-                if name not in self.failed:
-                    self._guarded(name, self._pair)
+        while (left := [name for name in self.pairs if "failed" not in self.found[name]]) and going(i):
+            for name in left:
+                with clock.may_fail(self.found[name], self.device, Exception):
+                    self._pair(name)
             i += 1
-        return [*self._full(), *(self._row(name) for name in self.pairs)]
-
-    def _full(self) -> list[Row]:
-        if not self.alone:
-            return []
-        return [
-            {
-                "prompt_tokens": self.length,
-                "method": FULL,
-                **clock.summary(self.alone),
-                **self.bytes_of[FULL],
-            }
-        ]
+        full = [self.found[FULL] | clock.summary(self.alone)] if self.alone else []
+        return [*full, *(self._row(name) for name in self.pairs)]
 
     def _row(self, name: str) -> Row:
-        row: Row = {"prompt_tokens": self.length, "method": name, "budget": self.settings.budget}
+        """What the pairs of a system say."""
+        row = self.found[name] | {"budget": self.settings.budget_tokens}
         if pairs := self.pairs[name]:
             base, own = [a for a, _ in pairs], [b for _, b in pairs]
-            row |= {**clock.summary(own), **clock.versus(base, own), **self.bytes_of[name]}
+            row |= {**clock.summary(own), **clock.versus(base, own)}
             row["pairs_ms"] = [[a.wall_ms, b.wall_ms] for a, b in pairs]
-        if name in self.failed:
-            row["failed"] = self.failed[name]
         return row
 
+    def _pair(self, name: str) -> None:
+        """The full cache and then a system, on the same prompt."""
+        prompt = self.prompt()
+        base = self._one(FULL, prompt)
+        self.pairs[name].append((base, self._one(name, prompt)))
+        self.alone.append(base)
+
     def _one(self, name: str, prompt: list[int]) -> Timing:
-        found: list[Generation] = []
-        timing = clock.timed(
-            lambda: found.append(first_token(self.engines[name], prompt)), self.target.device
-        )
-        stats = found[0].stats
-        self.bytes_of[name] = {
+        """One run; what it kept goes to the row of its system."""
+        made: list[Generation] = []
+        timing = clock.timed(lambda: made.append(first_token(self.engines[name], prompt)), self.device)
+        stats = made[0].stats
+        self.found[name] |= {
             "kept_rows": stats.kept_rows[0],
             "cache_bytes_before": stats.cache_bytes_full,
             "cache_bytes_after": stats.cache_bytes,
@@ -254,29 +217,6 @@ class _Length:
             "cache_mb_after": stats.cache_bytes / 1e6,
         }
         return timing
-
-    def _pair(self, name: str) -> None:
-        prompt = self.prompts.next(self.length)
-        base = self._one(FULL, prompt)
-        self.pairs[name].append((base, self._one(name, prompt)))
-        self.alone.append(base)
-
-    def _warm(self, name: str) -> None:
-        for _ in range(self.settings.warmup):
-            self._one(name, self.prompts.next(self.length))
-
-    def _guarded(self, name: str, work: Callable[[str], None]) -> None:
-        row: Row = {}
-        with clock.memory_may_run_out(row, self.target.device):
-            try:
-                work(name)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # one system's fault must not lose the others' figures
-                log.exception("system=%s prompt_tokens=%d failed", name, self.length)
-                row["failed"] = f"{type(error).__name__}: {error}"
-        if "failed" in row:
-            self.failed[name] = row["failed"]
 
 
 def first_token(engine: Engine, prompt: list[int]) -> Generation:
@@ -288,42 +228,35 @@ def measure_parts(
     target: Target, systems: Sequence[System], settings: FirstTokenSettings, *, seed: int
 ) -> Iterator[Row]:
     """One row a length and system, as they are ready; what does not fit in memory says so."""
-    prompts = Prompts(target.info.vocab_size, seed)
     for length in settings.lengths:
-        for system in systems:
-            row: Row = {"prompt_tokens": length, "method": system.family, "budget": settings.budget}
-            with clock.memory_may_run_out(row, target.device):
-                row |= _parts(target, system, prompts.next(length), settings)
-            yield row
+        for place, system in enumerate(systems):
+            about = {"prompt_tokens": length, "method": system.family, "budget": settings.budget_tokens}
+            (prompt,) = random_ids(target.info.vocab_size, 1, length, seed + place)
+            yield clock.filled(about, _parts(target, system, prompt, settings), target.device)
 
 
 @torch.no_grad()
-def _parts(target: Target, system: System, prompt: list[int], settings: FirstTokenSettings) -> Row:
+def _parts(target: Target, system: System, prompt: list[int], settings: FirstTokenSettings) -> Iterator[Row]:
+    """Times of scores, choice and compaction, each alone."""
     evictor: Any = system.parts.evictor  # a scorer: it takes scores that are there already
     run = prefilled(target, prompt, evictor)
     scores = evictor.scores(run)
     keep = evictor.select(run, scores=scores)
     if keep is None:
-        return {"failed": f"a prompt of {len(prompt)} tokens fits the budget of {settings.budget}"}
+        yield {"failed": f"a prompt of {len(prompt)} tokens fits the budget of {settings.budget_tokens}"}
+        return
     work: dict[str, Callable[[], object]] = {
         "scores": lambda: evictor.scores(run),
         "selection": lambda: evictor.select(run, scores=scores),
         "compaction": lambda: compact(run.cache, keep, run.lengths, room=1),
     }
-    found: Row = {}
     for part, one in work.items():
-        how = {"warmup": settings.warmup, "repeats": settings.repeats}
-        found[part] = {**clock.summary(clock.repeated(one, target.device, **how)), "queued_ms": None}
+        timings = clock.repeated(one, target.device, warmup=settings.warmup, repeats=settings.repeats)
+        queued = None
         if target.device.type == "cuda":
-            few = max(3, settings.repeats // 2)
-            found[part]["queued_ms"] = clock.cold(
-                lambda _, one=one: one(),  # type: ignore[misc]
-                target.device,
-                warmup=0,
-                repeats=few,
-                writes=QUEUE_WRITES,
-            )
-    return found
+            few = {"repeats": max(3, settings.repeats // 2), "writes": QUEUE_WRITES}
+            queued = clock.cold(lambda _, one=one: one(), target.device, warmup=0, **few)  # type: ignore[misc]
+        yield {part: {**clock.summary(timings), "queued_ms": queued}}
 
 
 def prefilled(target: Target, prompt: list[int], evictor: Any) -> PromptRun:

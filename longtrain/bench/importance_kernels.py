@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,30 +86,33 @@ def measure(
     H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
     inputs = RandomInputs(context.device, dtype)
     for N, T in cells:
-        prompt: ObservedPrompt | None = None
+        prompt = cache(partial(_prompt, inputs, info, N, T))
         for call in PRODUCTS if N <= MOST_SUFFIX_ROWS else ("suffix_lse", "importance"):
             matrices = 2 if call.startswith("suffix_attention") else 1
             scores = 0 if call == "suffix_lse" else 4 * H * T
             moved = matrices * G * T * D * dtype.itemsize + scores
             flops = 2 * PRODUCTS[call] * H * N * T * D
             limits = {**bound(moved, flops, context), "bound_bytes": moved, "bound_flops": flops}
-            row: Row = {"rows": N, "keys": T, "call": call, "heads": [H, G], **limits}
-            with clock.memory_may_run_out(row, context.device):
-                prompt = prompt or _prompt(inputs, info, N, T)
-                row |= _timed(call, context.device, prompt, repeats)
-                row["share_of_bound"] = row["bound_ms"] / row["kernel_ms"]["median"]
-            yield row
+            about = {"rows": N, "keys": T, "call": call, "heads": [H, G], **limits}
+            yield clock.filled(about, _figures(call, about, prompt, context.device, repeats), context.device)
 
 
-def _timed(call: str, device: torch.device, prompt: ObservedPrompt, repeats: int) -> Row:
-    fast, plain = _work(call, importance, prompt), _work(call, reference, prompt)
-    pairs = list(zip(fast(0), plain(0), strict=True))
+def _figures(
+    call: str, about: Row, prompt: Callable[[], ObservedPrompt], device: torch.device, repeats: int
+) -> Iterator[Row]:
+    """Times of a kernel and of its torch twin, and how far they are apart."""
+    fast, plain = _work(call, importance, prompt()), _work(call, reference, prompt())
+    pairs = zip(fast(0), plain(0), strict=True)
     gap = max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
-    del pairs
     kernel_ms = clock.cold(fast, device, warmup=WARMUP, repeats=repeats)
     torch_ms = clock.cold(plain, device, warmup=1, repeats=max(3, repeats // 5))
-    speed = torch_ms["median"] / kernel_ms["median"]
-    return {"kernel_ms": kernel_ms, "torch_ms": torch_ms, "speed": speed, "relative_difference": gap}
+    yield {
+        "kernel_ms": kernel_ms,
+        "torch_ms": torch_ms,
+        "speed": torch_ms["median"] / kernel_ms["median"],
+        "relative_difference": gap,
+        "share_of_bound": about["bound_ms"] / kernel_ms["median"],
+    }
 
 
 def _work(call: str, ops: Any, x: ObservedPrompt) -> Outputs:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from longtrain.bench import clock
-from longtrain.bench.operators import Call, RandomInputs, bandwidth, distance
+from longtrain.bench.operators import RandomInputs, Shape, bandwidth, distance, replayed
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
 from longtrain.costs.model import Sizes
 from longtrain.kernels import int4_linear
@@ -37,16 +37,14 @@ COLUMNS = {
     "torch ms": "stock.median",
     "speed": "speed",
     "difference": "relative_difference",
+    "failed": "failed",
 }
 GROUP = 128
 """Input features of 4-bit weights that share a scale."""
 GATES = "gate_up"
 """The layer that ends in SwiGLU."""
-CPU_SHAPE = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 192,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
-"""Small enough for a CPU, features in groups of 64 and more."""
+Product = Callable[[Tensor, int], Tensor]
+"""(rows, number of the copy of the weights) -> a product."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,13 @@ class LinearsSettings:
     """The keys of `suite=linears`.
 
     Args:
-        shape: the model whose layers are measured: a published name, or the keys of a `config.json`.
+        shape: the model whose layers are measured.
         weights: weights in the rows' dtype, and in 4 bits.
         rows: counts of rows.
         repeats: replays counted.
     """
 
-    shape: str | dict[str, Any]
+    shape: Shape
     weights: Annotated[tuple[Literal["dense", "int4"], ...], NOT_EMPTY] = ("dense", "int4")
     rows: Counts = (1, 5, 8)
     repeats: Count = 50
@@ -83,38 +81,59 @@ def run(settings: LinearsSettings, context: Context) -> Iterator[Row]:
     """One row a layer, kind of weights and count of rows; then a step of all layers."""
     inputs = RandomInputs.usual(context)
     layers, per_step = layers_of(Sizes.of_keys(shape_keys(settings.shape)))
-    for weights in settings.weights:
+    for kind in settings.weights:
         found: list[Row] = []
         for name, (F, K) in layers.items():
             inputs.restart()
-            for row in _layer(settings, inputs, weights, name, F, K):
-                found.append(row)
-                yield row
+            weights = WEIGHTS[kind](inputs, F, K, gated=name == GATES)
+            for N in settings.rows:
+                about = {"weights": kind, "layer": name, "shape": f"{F} x {K}", "rows": N}
+                parts = _figures(weights, inputs, inputs.normal(N, K), settings.repeats)
+                found.append(clock.filled(about, parts, context.device))
+                yield found[-1]
+            del weights
             clock.release(context.device)
         for N in settings.rows:
-            yield _step(weights, N, [row for row in found if row["rows"] == N], per_step)
+            rows = [row for row in found if row["rows"] == N]
+            if not any("failed" in row for row in rows):
+                yield _step(kind, N, rows, per_step)
 
 
-def _layer(
-    settings: LinearsSettings, inputs: RandomInputs, weights: str, name: str, F: int, K: int
-) -> Iterator[Row]:
-    """Rows of one layer."""
-    device = inputs.device
-    make = _dense if weights == "dense" else _int4
-    size = F * K * (inputs.dtype.itemsize if weights == "dense" else 0.5 + 4 / GROUP)
-    copies = clock.copies_of(int(size), device)
-    products_of = make(inputs, F, K, copies, gated=name == GATES)
-    for N in settings.rows:
-        mine, stock, want = products_of(inputs.normal(N, K))
-        how = {"calls": max(4, copies), "repeats": settings.repeats}
-        row: Row = {"weights": weights, "layer": name, "shape": f"{F} x {K}", "rows": N}
-        row["ms"] = clock.replayed(mine, device, **how)
-        row |= bandwidth(size, row["ms"]["median"], device)
-        row["relative_difference"] = distance(mine(0), want)
-        if stock is not None:
-            row["stock"] = clock.replayed(stock, device, **how)
-            row["speed"] = row["stock"]["median"] / row["ms"]["median"]
-        yield row
+@dataclass(frozen=True)
+class LayerWeights:
+    """A layer's weights in copies that take turns.
+
+    Args:
+        bytes: of one copy.
+        copies: how many there are.
+        gated: whether the layer ends in SwiGLU.
+        kernel: the layer's output by the project's kernel.
+        stock: torch's product, SwiGLU left out; None where it has none.
+        exact_FK: the weights as numbers.
+    """
+
+    bytes: float
+    copies: int
+    gated: bool
+    kernel: Product
+    stock: Product | None
+    exact_FK: Tensor
+
+
+def _figures(weights: LayerWeights, inputs: RandomInputs, x_NK: Tensor, repeats: int) -> Iterator[Row]:
+    """Times of the kernel and of torch's product on some rows, and the kernel's distance from fp32."""
+    device, copies, gated = inputs.device, weights.copies, weights.gated
+    ms = replayed(lambda i: weights.kernel(x_NK, i), device, copies=copies, repeats=repeats)
+    exact = linear(x_NK.float(), weights.exact_FK.float())
+    if gated:
+        gate, up = exact.chunk(2, dim=-1)
+        exact = silu(gate) * up
+    gap = distance(weights.kernel(x_NK, 0), exact)
+    yield {"ms": ms, **bandwidth(weights.bytes, ms["median"], device), "relative_difference": gap}
+    if (product := weights.stock) is not None:
+        whole = (lambda i: swiglu(product(x_NK, i))) if gated else (lambda i: product(x_NK, i))
+        stock = replayed(whole, device, copies=copies, repeats=repeats)
+        yield {"stock": stock, "speed": stock["median"] / ms["median"]}
 
 
 def _step(weights: str, N: int, rows: list[Row], per_step: dict[str, int]) -> Row:
@@ -136,65 +155,40 @@ def _step(weights: str, N: int, rows: list[Row], per_step: dict[str, int]) -> Ro
     return found
 
 
-Products = Callable[[Tensor], tuple[Call, Call | None, Tensor]]
-"""Rows -> the kernel's product, torch's where there is one, and the product in fp32."""
-
-
-def _dense(inputs: RandomInputs, F: int, K: int, copies: int, *, gated: bool) -> Products:
-    """Products with 16-bit weights."""
+def _dense(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights:
+    """Weights in the rows' dtype."""
+    size = F * K * inputs.dtype.itemsize
+    copies = clock.copies_of(size, inputs.device)
     held = [inputs.normal(F, K) * K**-0.5 for _ in range(copies)]
-
-    def products_of(x_NK: Tensor) -> tuple[Call, Call, Tensor]:
-        wide = linear(x_NK.float(), held[0].float())
-        if gated:
-            return (
-                lambda i: small_swiglu(x_NK, held[i % copies]),
-                lambda i: swiglu(linear(x_NK, held[i % copies])),
-                _gated(wide),
-            )
-        return lambda i: small_linear(x_NK, held[i % copies]), lambda i: linear(x_NK, held[i % copies]), wide
-
-    return products_of
+    kernel = small_swiglu if gated else small_linear
+    return LayerWeights(
+        size, copies, gated, lambda x, i: kernel(x, held[i]), lambda x, i: linear(x, held[i]), held[0]
+    )
 
 
-def _int4(inputs: RandomInputs, F: int, K: int, copies: int, *, gated: bool) -> Products:
-    """Products with 4-bit weights; torch's operation is there on CUDA alone."""
+def _int4(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights:
+    """Weights in 4 bits; torch's operation is there on CUDA alone."""
+    size = F * K * (0.5 + 4 / GROUP)
+    copies = clock.copies_of(int(size), inputs.device)
     source = nn.Linear(K, F, bias=False, device=inputs.device, dtype=inputs.dtype).requires_grad_(False)
     first = int4_linear.Int4Linear(source, GROUP)
     held = [first, *(deepcopy(first) for _ in range(copies - 1))]
-    stock_of = _tinygemm(F, K, copies, gated=gated) if inputs.device.type == "cuda" else None
-
-    def products_of(x_NK: Tensor) -> tuple[Call, Call | None, Tensor]:
-        wide = linear(x_NK.float(), int4_linear.written_out(first.codes, first.table, torch.float32)[:F])
-        stock = None if stock_of is None else stock_of(x_NK)
-        if gated:
-            return lambda i: held[i % copies].swiglu(x_NK), stock, _gated(wide)
-        return lambda i: held[i % copies](x_NK), stock, wide
-
-    return products_of
+    exact_FK = int4_linear.written_out(first.codes, first.table, torch.float32)[:F]
+    stock = _tinygemm(F, K, copies) if inputs.device.type == "cuda" else None
+    return LayerWeights(
+        size, copies, gated, lambda x, i: (held[i].swiglu if gated else held[i])(x), stock, exact_FK
+    )
 
 
-def _tinygemm(F: int, K: int, copies: int, *, gated: bool) -> Callable[[Tensor], Call]:
+def _tinygemm(F: int, K: int, copies: int) -> Product:
     """Torch's own operation on random codes in its own order of bytes."""
     group = int4_linear.group_of(K, GROUP)
     rows = -(-F // 8) * 8
     codes = torch.randint(0, 256, (rows, K // 2), dtype=torch.uint8, device="cuda")
     table_JF2 = torch.randn(K // group, rows, 2, dtype=torch.bfloat16, device="cuda")
     packed = [torch.ops.aten._convert_weight_to_int4pack(codes, group // 16) for _ in range(copies)]
-
-    def product_of(x_NK: Tensor) -> Call:
-        def product(i: int) -> Tensor:
-            out = torch.ops.aten._weight_int4pack_mm(x_NK.bfloat16(), packed[i % copies], group, table_JF2)
-            return swiglu(out) if gated else out
-
-        return product
-
-    return product_of
+    return lambda x, i: torch.ops.aten._weight_int4pack_mm(x.bfloat16(), packed[i], group, table_JF2)
 
 
-def _gated(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
-
-
-BENCH = Bench(settings=LinearsSettings, run=run, columns=COLUMNS, auto={"shape": ("llama31_8b", CPU_SHAPE)})
+WEIGHTS = {"dense": _dense, "int4": _int4}
+BENCH = Bench(settings=LinearsSettings, run=run, columns=COLUMNS)

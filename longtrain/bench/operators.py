@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from longtrain.bench import clock
-from longtrain.bench.suites import Context, Row
+from longtrain.bench.suites import Auto, Context, Row
 from longtrain.costs import roofline
 from longtrain.costs.model import Work
 
 Call = Callable[[int], Any]
 """An operator on another copy of its inputs each time: it is called with 0, 1, 2, ..."""
+
+SMALL_SHAPE = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+"""A model for a CPU: features in groups of 64 and more, heads that the quantised cache serves."""
+Shape = Annotated[str | dict[str, Any], Auto("llama31_8b", SMALL_SHAPE)]
+"""The model whose operators are measured: a published name, or the keys of a `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,18 @@ class RandomInputs:
     def normal(self, *shape: int) -> Tensor:
         """Normally distributed numbers."""
         return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+
+def replayed(call: Call, device: torch.device, *, copies: int, repeats: int) -> dict[str, float]:
+    """Spread of the milliseconds of an operator on copies of its inputs that take turns (`clock.replayed`).
+
+    Args:
+        call: the operator.
+        device: where it runs.
+        copies: how many copies there are.
+        repeats: replays counted.
+    """
+    return clock.replayed(lambda i: call(i % copies), device, calls=max(4, copies), repeats=repeats)
 
 
 def bound(moved_bytes: float, flops: float, context: Context) -> Row:

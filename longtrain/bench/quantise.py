@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 from longtrain.bench import clock
-from longtrain.bench.operators import RandomInputs, bandwidth
-from longtrain.bench.suites import Bench, Context, Row, shape_keys
+from longtrain.bench.operators import RandomInputs, Shape, bandwidth
+from longtrain.bench.suites import Auto, Bench, Context, Row, shape_keys
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.costs.model import Sizes
@@ -35,10 +36,6 @@ COLUMNS = {
     "of the plain one": "cache_share",
     "failed": "failed",
 }
-CPU_SHAPE = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,58 +43,16 @@ class QuantiseSettings:
     """The keys of `suite=quantise`.
 
     Args:
-        shape: the model whose layers and heads are filled: a published name, or the keys of a `config.json`.
+        shape: the model whose layers and heads are filled.
         lengths: prompt tokens.
         splits: how codes fall into the two planes.
         repeats: prompts counted.
     """
 
-    shape: str | dict[str, Any]
-    lengths: Lengths
+    shape: Shape
+    lengths: Annotated[Lengths, Auto(["32k", "128k"], ["1k"])]
     splits: Annotated[tuple[Split, ...], NOT_EMPTY] = tuple(Split)
     repeats: Count = 10
-
-
-@dataclass(frozen=True)
-class PromptFiller:
-    """Makes caches of a model, the rows that go into them, and clocks how long they take.
-
-    Args:
-        size: the model.
-        inputs: device, type and seed of the rows.
-        repeats: prompts counted.
-    """
-
-    size: Sizes
-    inputs: RandomInputs
-    repeats: int
-
-    def rows(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Two sets of keys and values as the attention hook gives them: tokens before heads in memory."""
-        self.inputs.restart()
-        x = self.inputs.normal(2, 2, 1, length, self.size.n_kv_heads, self.size.head_dim)
-        return [(k, v) for k, v in x.transpose(3, 4)]
-
-    def new_cache(self, kind: type, length: int, max_nodes: int, **options: Any) -> Any:
-        """An empty cache with room for a prompt."""
-        return kind(
-            n_layers=self.size.n_layers,
-            n_kv_heads=self.size.n_kv_heads,
-            head_dim=self.size.head_dim,
-            batch=1,
-            max_tokens=length,
-            max_nodes=max_nodes,
-            device=self.inputs.device,
-            dtype=self.inputs.dtype,
-            **options,
-        )
-
-    def clocked(self, prompt: Callable[[], None]) -> dict[str, float]:
-        """Spread of the wall time, from a device at rest to one at rest, after two prompts not counted."""
-        for _ in range(2):
-            prompt()
-        timings = [clock.timed(prompt, self.inputs.device) for _ in range(self.repeats)]
-        return clock.spread([one.wall_ms for one in timings])
 
 
 def run(settings: QuantiseSettings, context: Context) -> Iterator[Row]:
@@ -108,24 +63,30 @@ def run(settings: QuantiseSettings, context: Context) -> Iterator[Row]:
     """
     size = Sizes.of_keys(shape_keys(settings.shape))
     check_shape(n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, head_dim=size.head_dim)
-    filler = PromptFiller(size, RandomInputs.usual(context), settings.repeats)
+    inputs = RandomInputs.usual(context)
     for length in settings.lengths:
-        copied: dict[str, float] | None = None
+        copied: Row = {}
         for split in settings.splits:
-            row: Row = {"prompt_tokens": length, "split": split.value}
-            with clock.memory_may_run_out(row, context.device):
-                row |= _quantised(filler, length, split)
-                clock.release(context.device)
-                copied = copied or _copied(filler, length)
-                row["copied"] = copied
-            yield row
+            parts = _figures(size, inputs, length, split, settings.repeats, copied)
+            yield clock.filled({"prompt_tokens": length, "split": split.value}, parts, context.device)
 
 
-def _quantised(filler: PromptFiller, length: int, split: Split) -> Row:
-    size, device = filler.size, filler.inputs.device
-    cache = filler.new_cache(HierarchicalCache, length, 1, n_heads=size.n_heads, split=split)
-    rows = filler.rows(length)
-    n_B = torch.tensor([length], device=device)
+def _figures(
+    size: Sizes, inputs: RandomInputs, length: int, split: Split, repeats: int, copied: Row
+) -> Iterator[Row]:
+    """Figures of one length and split; `copied` holds those of the plain cache, once they are measured."""
+    yield _quantised(size, inputs, length, split, repeats)
+    clock.release(inputs.device)
+    if not copied:
+        copied |= _copied(size, inputs, length, repeats)
+    yield {"copied": copied}
+
+
+def _quantised(size: Sizes, inputs: RandomInputs, length: int, split: Split, repeats: int) -> Row:
+    """Prompts on their way into the quantised cache."""
+    cache = _cache(HierarchicalCache, size, inputs, length, max_nodes=1, n_heads=size.n_heads, split=split)
+    rows = _rows(size, inputs, length)
+    n_B = torch.tensor([length], device=inputs.device)
 
     def prompt() -> None:
         cache.clear()
@@ -134,34 +95,56 @@ def _quantised(filler: PromptFiller, length: int, split: Split) -> Row:
             cache.write(layer, *rows[layer % 2])
         cache.commit(None, n_B)
 
-    ms = filler.clocked(prompt)
+    ms = _clocked(prompt, inputs.device, repeats)
     plain = size.n_layers * sum(x.nbytes for x in rows[0])
     moved = plain + cache.bytes() - cache.ring.bytes()
     return {
         "ms": ms,
         "layer_ms": ms["median"] / size.n_layers,
         "moved_bytes": moved,
-        **bandwidth(moved, ms["median"], device),
+        **bandwidth(moved, ms["median"], inputs.device),
         "cache_gib": clock.gib(cache.bytes()),
         "cache_share": cache.bytes() / plain,
     }
 
 
-def _copied(filler: PromptFiller, length: int) -> dict[str, float]:
-    """The same rows into a plain cache."""
-    cache = filler.new_cache(DenseCache, length, 0)
-    rows = filler.rows(length)
+def _copied(size: Sizes, inputs: RandomInputs, length: int, repeats: int) -> Row:
+    """Milliseconds of the same rows on their way into a plain cache."""
+    cache = _cache(DenseCache, size, inputs, length, max_nodes=0)
+    rows = _rows(size, inputs, length)
 
     def prompt() -> None:
-        for layer in range(filler.size.n_layers):
+        for layer in range(size.n_layers):
             cache.write(layer, *rows[layer % 2])
 
-    return filler.clocked(prompt)
+    return _clocked(prompt, inputs.device, repeats)
 
 
-BENCH = Bench(
-    settings=QuantiseSettings,
-    run=run,
-    columns=COLUMNS,
-    auto={"shape": ("llama31_8b", CPU_SHAPE), "lengths": (["32k", "128k"], ["1k"])},
-)
+def _rows(size: Sizes, inputs: RandomInputs, length: int) -> list[tuple[Tensor, Tensor]]:
+    """Two sets of keys and values as the attention hook gives them: tokens before heads in memory."""
+    inputs.restart()
+    x = inputs.normal(2, 2, 1, length, size.n_kv_heads, size.head_dim)
+    return [(k, v) for k, v in x.transpose(3, 4)]
+
+
+def _cache(kind: type, size: Sizes, inputs: RandomInputs, length: int, **options: Any) -> Any:
+    """An empty cache with room for a prompt."""
+    return kind(
+        n_layers=size.n_layers,
+        n_kv_heads=size.n_kv_heads,
+        head_dim=size.head_dim,
+        batch=1,
+        max_tokens=length,
+        device=inputs.device,
+        dtype=inputs.dtype,
+        **options,
+    )
+
+
+def _clocked(prompt: Callable[[], None], device: torch.device, repeats: int) -> Row:
+    """Spread of the wall time, from a device at rest to one at rest, after two prompts not counted."""
+    timings = [clock.timed(prompt, device) for _ in range(2 + repeats)]
+    return clock.spread([one.wall_ms for one in timings[2:]])
+
+
+BENCH = Bench(settings=QuantiseSettings, run=run, columns=COLUMNS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longtrain.artifact import Artifact
+from longtrain.bench.cycles import random_heads
 from longtrain.bench.suites import Bench, Context, HeldOutWanted, Row
 from longtrain.cache.base import Causal, KVCache
 from longtrain.decoding.captured import CaptureBuffers, can_capture
@@ -24,7 +24,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.kernels.hierarchical.layout import BLOCK, Split
 from longtrain.settings import Counts, Lengths
-from longtrain.systems import Builder, parse
+from longtrain.systems import parse
 from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ def run(settings: RowsSettings, context: Context) -> Iterator[Row]:
     """
     assert context.load_target is not None and context.held_out is not None
     target = context.load_target(None)
-    artifacts: dict[str, Artifact] = {}  # a cache alone loads none
     entry = parse({"cache": {"name": "int8", "split": settings.split.value}})
-    (quantised,) = Builder(target, (), (), artifacts.__getitem__).of(entry)
+    (quantised,) = context.systems(target, entry)
     for length in settings.lengths:
         whole = max(length // BLOCK, 1) * BLOCK + 1  # then no block is quantised for a while
         wanted = HeldOutWanted(whole, STEP_TOKENS, settings.text, settings.kinds or (), context.seed)
@@ -177,13 +176,7 @@ def _compare(some: Sequence[Tensor], alone: Sequence[Tensor]) -> dict[str, Any]:
 
 def _attention_equal(target: Target, cache: Callable[[], KVCache], count: int) -> bool:
     """Attention of the first layer over random new rows, together and one by one."""
-    info = target.info
-    coins = torch.Generator(device=target.device).manual_seed(0)
-
-    def random(heads: int) -> Tensor:
-        shape = (1, heads, count, info.head_dim)
-        return torch.randn(shape, generator=coins, device=target.device, dtype=target.dtype)
-
+    info, random = target.info, random_heads(target, 1, count, seed=0)
     q, k, v = random(info.n_heads), random(info.n_kv_heads), random(info.n_kv_heads)
 
     def attend(held: KVCache, at: slice) -> Tensor:

@@ -10,17 +10,20 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 
+from longtrain.artifact import Artifact
 from longtrain.costs.hardware import Gpu, gpu_called
 from longtrain.costs.model import Sizes
 from longtrain.decoding.control import ShapeChoice
+from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
-from longtrain.settings import AUTO, read
+from longtrain.settings import AUTO, Count, read
+from longtrain.systems import Builder, Entry, System, parse
 from longtrain.tables import of_rows
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
@@ -33,7 +36,7 @@ SUITES = {
     "kernels": "decoding_attention",
     "linears": "linears",
     "quantise": "quantise",
-    "quantspec": "cycles",
+    "quantspec": "speculation",
     "roofline": "roofline",
     "rows": "rows",
     "training": "training",
@@ -122,16 +125,78 @@ class Context:
         target = random_target(keys, seed=self.seed, dtype=dtype or self.dtype, device=self.device)
         return target.fuse() if fused and self.cuda else target
 
+    def load(self, name: str) -> Artifact:
+        """An artifact by its name or folder.
+
+        Raises:
+            ArtifactError: there is no such artifact.
+        """
+        return Artifact.load(name, home=self.home)
+
+    def entries(self, values: Sequence[Any], key: str = "suite.systems") -> list[Entry]:
+        """Systems as they were typed, each with another name, and what they name is there.
+
+        Args:
+            values: entries of the grammar of `longtrain.systems`.
+            key: the key that they were given with, for messages.
+
+        Raises:
+            ArtifactError: there is no such artifact.
+            ConfigError: an entry is wrong, or two have one name.
+        """
+        found = [parse(value) for value in values]
+        for entry in found:
+            if entry.method is not None:
+                entry.config()
+            for name in entry.artifacts:
+                self.load(name)
+        names = [entry.called() for entry in found]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{key} has two systems named {twice[0]}; give one of them a `label`")
+        return found
+
+    def systems(
+        self, target: Target, entry: Entry, *, budgets: Sequence[Budget] = (), **roles: Any
+    ) -> list[System]:
+        """What an entry stands for, once a budget; a method that would have to be trained has random weights.
+
+        Args:
+            target: the model.
+            entry: a system.
+            budgets: rows kept, for systems that evict.
+            roles: what systems may bring, and who takes them (`Builder.of`).
+        """
+        shapes = (TreeShape((1,)),)  # of drafts whose entry names none; suites choose their own
+        builder = Builder(target, budgets, shapes, self.load, random_seed=self.seed)
+        return builder.of(entry, **roles)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What `auto` stands for; it stands in the annotation of a key beside what else is allowed.
+
+    Args:
+        on_cuda: the value where a GPU is measured.
+        elsewhere: the value where a CPU is measured.
+    """
+
+    on_cuda: Any
+    elsewhere: Any
+
+
+Dtype = Annotated[Literal["bfloat16", "float16", "float32"], Auto("bfloat16", "float32")]
+"""The type of a random target's or an operator's numbers."""
+
 
 @dataclass(frozen=True)
 class Bench:
     """A suite of `longtrain bench`.
 
     Args:
-        settings: a dataclass whose fields are the suite's keys, with annotations for `longtrain.settings`.
+        settings: a dataclass whose fields are the suite's keys, with annotations for `longtrain.settings` and
+            `Auto` where a key may be `auto`.
         run: measures; rows come as they are ready. What is wrong in the settings is told before the first.
         columns: heading -> key of a row, for the table; a dotted key reaches into a mapping.
-        auto: key -> what `auto` stands for on CUDA, and elsewhere.
         group: the mapping within `suite` that holds the keys; empty: `suite` itself.
         ignore: keys of the configuration that are no settings of the suite, beside `name`.
         report: what is shown and written as Markdown, where it is more than one table of all rows.
@@ -141,7 +206,6 @@ class Bench:
     settings: type
     run: Callable[[Any, Context], Iterator[Row]]
     columns: Mapping[str, str] = field(default_factory=dict)
-    auto: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     group: str = ""
     ignore: tuple[str, ...] = ()
     report: Callable[[Sequence[Row], Any, Context], str] | None = None
@@ -153,11 +217,11 @@ class Bench:
         Raises:
             ConfigError: a key is not known, or its value is not allowed.
         """
-        given = suite[self.group] if self.group else suite
-        values = {
-            key: self.auto[key][0 if context.cuda else 1] if value == AUTO and key in self.auto else value
-            for key, value in given.items()
-        }
+        values = dict(suite[self.group] if self.group else suite)
+        for key, kind in get_type_hints(self.settings, include_extras=True).items():
+            for note in getattr(kind, "__metadata__", ()):
+                if isinstance(note, Auto) and values.get(key) == AUTO:
+                    values[key] = note.on_cuda if context.cuda else note.elsewhere
         return read(self.settings, values, f"suite.{self.group}".rstrip("."), ignore=("name", *self.ignore))
 
     def table(self, rows: Sequence[Row], settings: Any, context: Context) -> str:
@@ -189,11 +253,17 @@ def brief(row: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-SIZE_KEYS = (
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size",
-    "vocab_size",
-)  # fmt: skip
-"""What a shape given as a mapping must have; `head_dim` may be left out."""
+@dataclass(frozen=True)
+class ShapeKeys:
+    """What a shape given as a mapping must have, beside the keys that its `model_type` knows."""
+
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    hidden_size: Count
+    intermediate_size: Count
+    vocab_size: Count
+    head_dim: Count | None = None
 
 
 def shape_keys(shape: str | Mapping[str, Any], key: str = "suite.shape") -> dict[str, Any]:
@@ -210,14 +280,7 @@ def shape_keys(shape: str | Mapping[str, Any], key: str = "suite.shape") -> dict
         if shape not in SHAPES:
             raise ConfigError(f"{key}={shape}; known: {', '.join(SHAPES)}")
         return dict(SHAPES[shape])
-    if missing := [name for name in SIZE_KEYS if name not in shape]:
-        raise ConfigError(f"{key}={shape} lacks {', '.join(missing)}; add them, or pass a name")
-    for name in (*SIZE_KEYS, "head_dim"):
-        value = shape.get(name)
-        if value is None and name == "head_dim":
-            continue
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{key} has {name}={value}; allowed: 1 or more")
+    read(ShapeKeys, shape, key, ignore=shape)
     if Sizes.of_keys(shape).head_dim < 1:
         raise ConfigError(f"{key}={shape} leaves heads of size 0; add head_dim, or raise hidden_size")
     return dict(shape)

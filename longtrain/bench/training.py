@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from longtrain import methods
 from longtrain.bench import clock
 from longtrain.bench.clock import Timing, gib
-from longtrain.bench.suites import Bench, Context, Row, shape_keys
+from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
 from longtrain.data.rows.batch import Batch
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
@@ -65,9 +65,9 @@ class TrainingSettings:
         seconds: of a length; no further step starts after it.
     """
 
-    shape: str
+    shape: Annotated[str, Auto("llama31_8b", "llama_micro")]
     lengths: Lengths
-    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    dtype: Dtype = "float32"
     method: str | None = None
     chunk_tokens: CountOrZero | None = None
     response_tokens: CountOrZero | None = None
@@ -198,7 +198,7 @@ def measure(settings: TrainingSettings, trained: Trained, *, seed: int) -> Itera
         response = min(usual, length // 2) if labels is None else labels
         row: Row = {"row_tokens": length, "response_tokens": response or length - 1}
         row["prompt_tokens"] = length - row["response_tokens"]
-        with clock.memory_may_run_out(row, trained.target.real.device):
+        with clock.may_fail(row, trained.target.real.device):
             for part in _figures(settings, trained, row, seed):
                 row |= part
         trained.target.recorded = trained.target.call = None
@@ -286,9 +286,4 @@ def document(length: int, response: int, vocab_size: int, seed: int) -> Batch:
     return Batch(ids_T, (0, length), mask_T, seed=seed, tokens_in_step=int(mask_T.sum()), documents_in_step=1)
 
 
-BENCH = Bench(
-    settings=TrainingSettings,
-    run=run,
-    columns=COLUMNS,
-    auto={"shape": ("llama31_8b", "llama_micro"), "dtype": ("bfloat16", "float32")},
-)
+BENCH = Bench(settings=TrainingSettings, run=run, columns=COLUMNS)

@@ -98,7 +98,7 @@ def _suite_of_eval(cfg: DictConfig) -> DictConfig:
     import torch
     from omegaconf import OmegaConf
 
-    from longtrain.bench.cycles import limit_memory
+    from longtrain.bench.speculation import limit_memory
 
     folder, given = asset_dir("conf") / "suite", plain(cfg.suite)
     keys = given["eval"]

@@ -8,12 +8,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from longtrain import cli, methods
-from longtrain.artifact import Artifact
 from longtrain.assets import asset_dir
 from longtrain.bench import acceptance_law as accept
-from longtrain.bench import cycle_cells, cycle_start, cycles, steps
-from longtrain.bench.cycle_cells import FULL, CellGroup, CycleCell, CyclesSettings
-from longtrain.bench.cycle_start import CycleCounts
+from longtrain.bench import cycles, speculation
+from longtrain.bench.cycles import CycleCounts
+from longtrain.bench.speculation_cells import FULL, RECORDED, CycleCell, CyclesSettings, cells_of
+from longtrain.bench.suites import Context
 from longtrain.costs.cycle import Forward, bound_ms, bytes_read, expected_ms
 from longtrain.costs.hardware import GPUS
 from longtrain.costs.model import Sizes
@@ -37,7 +37,8 @@ MICRO = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-RECORDED = asset_dir("recipes") / cycle_cells.RECORDED
+RUN = asset_dir("recipes") / RECORDED
+CPU = Context(torch.device("cpu"))
 FEW = CycleCounts(cycles=10, warmup=2, read=False)
 INT8 = "INT8"
 OTHER_SUITE = json.dumps(
@@ -91,17 +92,17 @@ def test_a_run_has_the_mean_of_its_law(cycles):
 
 def test_recorded_lengths_are_those_of_the_run():
     """The law's mean is the acceptance length that the run itself reports."""
-    drafts = accept.recorded(RECORDED)
-    for one, draft in zip(json.loads(RECORDED.read_text())["variants"], drafts, strict=True):
+    drafts = accept.recorded(RUN)
+    for one, draft in zip(json.loads(RUN.read_text())["variants"], drafts, strict=True):
         for cell in one["lengths"]:
-            law = draft.law(RECORDED, cell["length"] + 100)
+            law = draft.law(RUN, cell["length"] + 100)
             assert law.source["prompt_tokens"] == cell["length"]
             assert sum(law.probs) == pytest.approx(1) and min(law.probs) >= 0
             cycles = cell["by_depth"][0]["tried"]
             accepted = sum(level["accepted"] for level in cell["by_depth"])
             assert law.tokens_per_cycle == pytest.approx(1 + accepted / cycles)
     assert [draft.shape for draft in drafts] == [(1, 1, 1, 1), (4, 8, 8, 8)]
-    assert drafts[0].law(RECORDED, 100).source["prompt_tokens"] == 2048
+    assert drafts[0].law(RUN, 100).source["prompt_tokens"] == 2048
 
 
 def test_results_of_the_harness_are_read_as_scores_are(tmp_path):
@@ -179,19 +180,16 @@ def test_replayed_paths_lead_from_the_root_to_the_last_level():
     assert capped.n_B.tolist() == [2, 1] and capped.path_BP[0].tolist() == [0, 2, 0, 0]
 
 
-def started(target, parts, cell, counts):
-    """The cycles of a cell, behind a prompt of zeros."""
-    return cycle_start.ready(target, parts, [[0] * cell.context] * cell.batch, cell.shape, counts, cell.law)
-
-
 def test_cycles_commit_what_the_law_says(target):
     """Chains over a plain cache: all tokens of the law, in every sequence; the cache has grown by as many."""
     law = accept.independent(0.5, 3)
     module = methods.get("longspec")
     config = module.config(window=16)
     parts = module.attach(module.build(config, target.info), target, config, {})
-    phases = started(target, parts, CycleCell("a", FULL, 300, 2, shape=TreeShape((1, 1, 1)), law=law), FEW)
-    found = steps.whole(phases, FEW)
+    phases = speculation.ready_of(
+        target, parts, CycleCell("a", FULL, 300, 2, shape=TreeShape((1, 1, 1)), law=law), FEW
+    )
+    found = cycles.whole(phases, FEW)
     wanted = sum(sum(law.lengths(10, seed)) + 10 for seed in (0, 1000003)) / 20
     assert found["tokens_per_cycle"] == pytest.approx(wanted)
     warm = [law.lengths(10, seed)[-2:] for seed in (0, 1000003)]
@@ -203,7 +201,9 @@ def test_cycles_commit_what_the_law_says(target):
 def test_the_cap_of_strict_flushing_holds(target):
     """All drafts accepted: no cycle goes past the point where plain decoding quantises a block."""
     cell = CycleCell("a", INT8, 512, shape=TreeShape((1,) * 6), law=accept.independent(1.0, 6))
-    phases = started(target, quantspec(target), cell, CycleCounts(cycles=40, warmup=2, read=False))
+    phases = speculation.ready_of(
+        target, quantspec(target), cell, CycleCounts(cycles=40, warmup=2, read=False)
+    )
     seen = []
     for _ in range(40):
         before = int(phases.cache.len_B)
@@ -216,7 +216,7 @@ def test_the_cap_of_strict_flushing_holds(target):
 @pytest.mark.parametrize("cache", [FULL, INT8])
 def test_filled_caches_hold_what_was_read(target, cache):
     parts = quantspec(target, draft=False) if cache == INT8 else Parts()
-    phases = started(target, parts, CycleCell("plain", cache, 700, 2), FEW)
+    phases = speculation.ready_of(target, parts, CycleCell("plain", cache, 700, 2), FEW)
     assert phases.cache.len_B.tolist() == [700, 700]
     if cache == INT8:
         assert phases.cache.blocks_B.tolist() == [700 // 128 - 1] * 2
@@ -230,22 +230,21 @@ def test_cells_that_cannot_be_measured_say_why(target, monkeypatch):
     parts.draft.want = Want(hidden=(0,))
     cell = CycleCell("a", INT8, 300, shape=TreeShape((1,)), law=accept.independent(0.9, 1))
     with pytest.raises(ConflictError, match=r"pass suite\.fill=prompt"):
-        started(target, parts, cell, FEW)
-    assert "hidden states" in cycles.measure_cell(target, parts, cell, FEW)["failed"]
+        speculation.ready_of(target, parts, cell, FEW)
+    assert "hidden states" in speculation.measure_cell(target, parts, cell, FEW, CPU)["failed"]
 
     def full(*_args, **_keys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(cycle_start, "fill", full)
-    groups = [CellGroup(lambda _: Parts(), (CycleCell("plain", FULL, 300),))]
-    rows = [*cycles.rows_of(target, groups, FEW)]
-    assert [row["failed"] for row in rows] == ["out of memory"] and "speed" not in rows[0]
+    monkeypatch.setattr(cycles, "fill", full)
+    (row,) = speculation.rows_of(target, [CycleCell("plain", FULL, 300)], FEW, CPU)
+    assert row["failed"].startswith("out of memory") and "speed" not in row
 
 
 def test_a_prompt_may_be_read_instead(target):
     law = accept.independent(0.9, 2)
     cell = CycleCell("a", INT8, 300, split=True, shape=TreeShape((1, 1)), law=law)
-    row = cycles.measure_cell(target, quantspec(target), cell, CycleCounts(cycles=10, warmup=2))
+    row = speculation.measure_cell(target, quantspec(target), cell, CycleCounts(cycles=10, warmup=2), CPU)
     assert row["tokens_per_cycle"] == pytest.approx(law.tokens_per_cycle, abs=0.3)
     assert row["accepted"]["acceptance"] == 0.9 and row["steps"]["propose_ms"]["median"] > 0
 
@@ -256,23 +255,24 @@ def test_sparse_drafts_see_random_rows_too(target, policy):
     config = spec.config(policy=policy)
     parts = spec.attach(spec.build(config, target.info), target, config, {})
     cell = CycleCell("a", FULL, 1024, 2, shape=TreeShape((1, 1)), law=accept.independent(0.9, 2))
-    row = cycles.measure_cell(target, parts, cell, FEW)
+    row = speculation.measure_cell(target, parts, cell, FEW, CPU)
     assert "failed" not in row and row["tokens_per_cycle"] > 2
     assert 0.2 < row["draft_gib"] / row["cache_gib"] < 0.4  # a quarter of the rows, and room
 
 
-def test_kernels_can_be_compiled_beforehand(target):
+def test_kernels_can_be_compiled_beforehand(target, monkeypatch):
     """All cells run once, side by side; one that cannot is left to the measurement."""
     ran = []
 
-    def attach(one):
-        ran.append(one)
+    def brought(one, cell, context):
+        ran.append(cell)
         return quantspec(one)
 
+    monkeypatch.setattr(speculation, "parts_of", brought)
     good = CycleCell("a", INT8, 300, shape=TreeShape((1, 1)), law=accept.independent(0.9, 2))
     bad = CycleCell("a", INT8, 300, shape=TreeShape((2,)), law=accept.independent(0.9, 1))
-    cycles.compile_all(target, [CellGroup(attach, (good, bad))], FEW, threads=2)
-    assert len(ran) == 2
+    speculation.compile_all(target, [good, bad], FEW, CPU, threads=2)
+    assert sorted(ran, key=lambda cell: cell.shape.widths) == [good, bad]
 
 
 def test_the_model_of_a_step_by_hand():
@@ -318,7 +318,7 @@ def test_rows_are_compared_with_plain_decoding_of_their_kind():
     rows = [row("plain", FULL, 10.0), row("plain", INT8, 8.0), row("quantspec", INT8, 16.0)]
     rows += [row("longspec", FULL, 20.0), row("quantspec", INT8, 5.0, batch=2)]
     rows += [{"system": "x", "cache": FULL, "prompt_tokens": 1024, "batch": 1, "failed": "out of memory"}]
-    cycles.compare(rows)
+    speculation.compare(rows)
     assert all("expected_speed" not in one for one in rows)
     assert [one.get("speed") for one in rows] == [1.0, 0.8, 1.6, 2.0, None, None]
     assert [one.get("int8_speed") for one in rows] == [None, 1.0, 2.0, None, None, None]
@@ -341,50 +341,45 @@ def micro_words():
     return "suite.shape={" + ", ".join(f"{key}: {value}" for key, value in MICRO.items()) + "}"
 
 
-def groups(**changes):
+def cells(**changes):
     """What a run of the micro shape measures."""
-    keys = {
-        "lengths": (300, 512),
-        "systems": ("quantspec",),
-        "drafted": (1, 2),
-        "recorded": "auto",
-    }
+    keys = {"lengths": (300, 512), "systems": ("quantspec",), "drafted": (1, 2), "recorded": "auto"}
     keys |= {"shape": MICRO, "shape_systems": (), "recorded_systems": ("longspec",), **changes}
-    return cycle_cells.groups_of(CyclesSettings(**keys), Sizes.of_keys(MICRO), 0, Artifact.load)
+    return cells_of(CyclesSettings(**keys), CPU)
 
 
 def test_cells_of_a_run():
     """Every length alone, the first one in batches and taken apart; caches grow, plain decoding is first."""
-    found = groups(batches=(1, 2))
-    cells = [[(cell.name, cell.context, cell.batch) for cell in group.cells] for group in found]
+    found = cells(batches=(1, 2))
     places = [(300, 1), (512, 1), (300, 2)]
-    assert cells[0] == [("plain, full cache", *place) for place in places]
-    assert cells[1:3] == [[(name, 300, 1), (name, 300, 2)] for name in ("longspec 4", "longspec 4-8-8-8")]
-    assert cells[3] == [("plain, INT8 cache", *place) for place in places]
-    alone = [(f"quantspec {n}", length, 1) for length in (300, 512) for n in (1, 2)]
-    assert cells[4] == [*alone, ("quantspec 2", 300, 2)]
-    assert [cell.split for cell in found[4].cells] == [False, True, False, False, False]
+    wanted = [("plain, full cache", *place) for place in places]
+    wanted += [(name, 300, batch) for name in ("longspec 4", "longspec 4-8-8-8") for batch in (1, 2)]
+    wanted += [("plain, INT8 cache", *place) for place in places]
+    wanted += [(f"quantspec {n}", length, 1) for length in (300, 512) for n in (1, 2)]
+    wanted += [("quantspec 2", 300, 2)]
+    assert [(cell.name, cell.context, cell.batch) for cell in found] == wanted
+    assert [cell.split for cell in found[-5:]] == [False, True, False, False, False]
 
 
 def test_systems_have_their_own_drafts_and_acceptance():
     own = {"method": "prompt_lookup", "label": "look-up", "acceptance": 0.4, "drafted": [3]}
     systems = ({"method": "quantspec", "drafted": [1]}, own)
-    found = groups(lengths=(300,), recorded=None, batches=(2,), systems=systems)
-    assert [len(group.cells) for group in found] == [2, 2, 2, 1]
-    cell = found[3].cells[0]
-    assert (cell.system, cell.cache, cell.law) == ("look-up", FULL, accept.independent(0.4, 3))
+    found = cells(lengths=(300,), recorded=None, batches=(2,), systems=systems)
+    assert [cell.system for cell in found] == ["plain"] * 4 + ["quantspec"] * 2 + ["look-up"]
+    assert (found[-1].cache, found[-1].law) == (FULL, accept.independent(0.4, 3))
 
 
 def test_a_trained_method_runs_with_random_weights(target):
-    (plain, drafting) = groups(recorded=None, systems=("longspec",), lengths=(300,), drafted=(2,))
-    rows = [*cycles.rows_of(target, [plain, drafting], FEW)]
+    found = cells(recorded=None, systems=("longspec",), lengths=(300,), drafted=(2,))
+    rows = [*speculation.rows_of(target, found, FEW, CPU)]
     assert [row["name"] for row in rows] == ["plain, full cache", "longspec 2"] and rows[1]["speed"] > 0
 
 
 def test_a_cache_alone_is_the_system_without_its_draft(target):
-    quantised = groups(recorded=None)[1]
-    parts = quantised.attach(target)
-    assert quantised.cells[0].cache == INT8 and parts.cache is not None and parts.draft is None
+    plain = [cell for cell in cells(recorded=None) if cell.system == "plain"]
+    assert [cell.cache for cell in plain] == [FULL, FULL, INT8, INT8]
+    parts = speculation.parts_of(target, plain[-1], CPU)
+    assert parts.cache is not None and parts.draft is None
 
 
 def test_the_suite_measures_a_shape(composed, tmp_path, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longtrain.bench.eviction import line
+from longtrain.bench.first_token_theory import line
 from longtrain.costs.hardware import GPUS, all_named, gpu_called
 from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes, Work

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from longtrain import methods
-from longtrain.artifact import Artifact
 from longtrain.assets import asset_dir
 from longtrain.bench.acceptance_law import AcceptanceLaw, independent, recorded
-from longtrain.bench.suites import Row
+from longtrain.bench.suites import Auto, Context, Row, shape_keys
 from longtrain.costs.cycle import Forward
 from longtrain.costs.model import ITEM, Sizes
 from longtrain.costs.roofline import Width
 from longtrain.decoding.engine import PLAIN
-from longtrain.decoding.roles import Parts, TreeShape
-from longtrain.errors import ConfigError
+from longtrain.decoding.roles import TreeShape
 from longtrain.kernels.tree_attention import MAX_NODES
 from longtrain.settings import (
     AUTO,
@@ -31,10 +28,7 @@ from longtrain.settings import (
     Share,
     within,
 )
-from longtrain.systems import Builder, Entry, parse
-
-if TYPE_CHECKING:
-    from longtrain.targets.model import Target
+from longtrain.systems import Entry
 
 PLAIN_NAME, FULL = "plain", "full"
 """The system that drafts nothing, and the cache in the model's own numbers."""
@@ -74,31 +68,17 @@ class CyclesSettings:
     systems: tuple[Any, ...] | Literal["auto"]
     shape_systems: tuple[Any, ...]
     recorded_systems: tuple[Any, ...]
-    drafted: Annotated[tuple[Drafted, ...], NOT_EMPTY]
+    drafted: Annotated[tuple[Drafted, ...], NOT_EMPTY, Auto(DRAFTED, [2])]
     acceptance: Share = 0.9
     recorded: str | None = None
     batches: Counts = (1,)
-    batch_drafted: Drafted | None = None
+    batch_drafted: Annotated[Drafted | None, Auto(None, None)] = None
     split: bool = True
-    fill: Literal["random", "prompt"] = "random"
-    cycles: Count = 64
+    fill: Annotated[Literal["random", "prompt"], Auto("random", "random")] = "random"
+    cycles: Annotated[Count, Auto(64, 8)] = 64
     warmup: Annotated[int, within(2)] = 4
     compile_threads: CountOrZero = 8
     memory_gib: Positive | None = None
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Contexts and batches: every length alone, the first one in batches too."""
-        batches = [(self.lengths[0], batch) for batch in sorted(self.batches) if batch > 1]
-        return [(length, 1) for length in self.lengths] + batches
-
-    def cells(self, system: str, forwards: Sequence[Forward], **more: Any) -> list[CycleCell]:
-        """The cells of a system at every place; further arguments are those of `CycleCell`."""
-        places, cache, known = self.places, cache_name(forwards), tuple(forwards)
-        return [
-            CycleCell(system, cache, n, batch, self.split and (n, batch) == places[0], forwards=known, **more)
-            for n, batch in places
-        ]
 
 
 @dataclass(frozen=True)
@@ -114,6 +94,8 @@ class CycleCell:
         shape: what is drafted.
         law: the numbers of drafts that are accepted; None in plain decoding.
         forwards: the forwards of a cycle, for the step model; empty: there is none.
+        entry: what brings draft and cache; None: nothing does.
+        drafts: whether the entry's draft is asked, and has its weights on the device.
     """
 
     system: str
@@ -124,6 +106,8 @@ class CycleCell:
     shape: TreeShape = PLAIN
     law: AcceptanceLaw | None = None
     forwards: tuple[Forward, ...] = ()
+    entry: Entry | None = None
+    drafts: bool = True
 
     @property
     def name(self) -> str:
@@ -132,6 +116,11 @@ class CycleCell:
         if not widths:
             return f"{self.system}, {self.cache} cache"
         return f"{self.system} {len(widths) if set(widths) == {1} else '-'.join(map(str, widths))}"
+
+    @property
+    def parts_key(self) -> tuple[Entry | None, bool]:
+        """What its parts follow from: cells with the same key one after the other share them."""
+        return self.entry, self.drafts
 
     def facts(self) -> Row:
         """What a row is about."""
@@ -149,65 +138,59 @@ class CycleCell:
         return row
 
 
-@dataclass(frozen=True)
-class CellGroup:
-    """Cells that decode with the same parts.
-
-    Args:
-        attach: makes draft and cache for a target.
-        cells: measured in this order.
-    """
-
-    attach: Callable[[Target], Parts]
-    cells: tuple[CycleCell, ...]
-
-
-def groups_of(
-    settings: CyclesSettings, size: Sizes, seed: int, load: Callable[[str], Artifact]
-) -> list[CellGroup]:
+def cells_of(settings: CyclesSettings, context: Context) -> list[CycleCell]:
     """Plain decoding, recorded systems, plain decoding from the caches that systems bring, and the systems.
 
-    Groups without a cache of their own come first, so that none is held while others are measured.
-
-    Args:
-        settings: see `CyclesSettings`.
-        size: the model.
-        seed: of random weights.
-        load: gives an artifact by its name or folder.
+    Systems without a cache of their own come first, so that none is held while others are measured.
 
     Raises:
         ArtifactError: there is no such artifact.
-        ConfigError: an entry is wrong, or two have one name.
+        ConfigError: an entry or the shape is wrong, or two entries have one name.
         DataError: `suite.recorded` is not a run's scores.
     """
-    bring = functools.partial(attach, seed=seed, load=load)
-    plain = CellGroup(lambda target: Parts(), tuple(settings.cells(PLAIN_NAME, [Forward(Width())])))
-    caches: dict[str, CellGroup] = {}
-    drafting: list[CellGroup] = []
-    for entry in _parsed(settings.shape_systems if settings.systems == AUTO else settings.systems, load):
-        cells = tuple(_drafted_cells(settings, entry, size, batches=not drafting))
-        drafting.append(CellGroup(functools.partial(bring, entry=entry), cells))
-        if cells[0].cache != FULL and cells[0].cache not in caches:
-            verification = [Forward(cells[0].forwards[-1].width)]
-            undrafted = functools.partial(bring, entry=entry, draft=False)
-            caches[cells[0].cache] = CellGroup(undrafted, tuple(settings.cells(PLAIN_NAME, verification)))
-    return [plain, *_recorded_groups(settings, size, bring, load), *caches.values(), *drafting]
+    size = Sizes.of_keys(shape_keys(settings.shape))
+    caches: dict[str, list[CycleCell]] = {}
+    drafting: list[CycleCell] = []
+    for entry in context.entries(settings.shape_systems if settings.systems == AUTO else settings.systems):
+        own = _drafted_cells(settings, entry, size, batches=not drafting)
+        drafting += own
+        if own[0].cache != FULL and own[0].cache not in caches:
+            verification = (Forward(own[0].forwards[-1].width),)
+            alone = CycleCell(PLAIN_NAME, own[0].cache, 0, forwards=verification, entry=entry, drafts=False)
+            caches[own[0].cache] = list(_placed(settings, alone))
+    plain = CycleCell(PLAIN_NAME, FULL, 0, forwards=(Forward(Width()),))
+    undrafted = [cell for cells in caches.values() for cell in cells]
+    return [*_placed(settings, plain), *_recorded_cells(settings, size, context), *undrafted, *drafting]
 
 
-def _recorded_groups(
-    settings: CyclesSettings, size: Sizes, bring: Callable[..., Parts], load: Callable[[str], Artifact]
-) -> Iterator[CellGroup]:
+def _placed(settings: CyclesSettings, cell: CycleCell) -> Iterator[CycleCell]:
+    """A cell at every length alone, and at the first one in batches too; the first is taken apart."""
+    first = settings.lengths[0]
+    batches = [(first, batch) for batch in sorted(settings.batches) if batch > 1]
+    for length, batch in [*((length, 1) for length in settings.lengths), *batches]:
+        split = settings.split and (length, batch) == (first, 1)
+        yield replace(cell, context=length, batch=batch, split=split)
+
+
+def _drafting_cell(entry: Entry, size: Sizes, shape: TreeShape, law: AcceptanceLaw) -> CycleCell:
+    """A system with one shape of its drafts, at no place yet."""
+    forwards = forwards_of(entry, size, shape)
+    return CycleCell(
+        entry.called(), cache_name(forwards), 0, shape=shape, law=law, forwards=forwards, entry=entry
+    )
+
+
+def _recorded_cells(settings: CyclesSettings, size: Sizes, context: Context) -> Iterator[CycleCell]:
     """Systems that repeat what a run's drafts were accepted, at the first length."""
     if settings.recorded is None:
         return
     own = asset_dir("recipes") / RECORDED
     file = own if settings.recorded == AUTO else Path(settings.recorded).expanduser()
-    for entry in _parsed(settings.recorded_systems, load):
+    for entry in context.entries(settings.recorded_systems):
         for draft in recorded(file):
-            shape, law = TreeShape(draft.shape), draft.law(file, settings.lengths[0])
-            cells = settings.cells(entry.called(), forwards_of(entry, size, shape), shape=shape, law=law)
-            first = tuple(cell for cell in cells if cell.context == settings.lengths[0])
-            yield CellGroup(functools.partial(bring, entry=entry), first)
+            law = draft.law(file, settings.lengths[0])
+            cell = _drafting_cell(entry, size, TreeShape(draft.shape), law)
+            yield from (one for one in _placed(settings, cell) if one.context == settings.lengths[0])
 
 
 def _drafted_cells(settings: CyclesSettings, entry: Entry, size: Sizes, *, batches: bool) -> list[CycleCell]:
@@ -215,35 +198,20 @@ def _drafted_cells(settings: CyclesSettings, entry: Entry, size: Sizes, *, batch
     widths = {*(entry.shapes or ((1,) * count for count in settings.drafted))}
     if settings.batch_drafted is not None:
         widths.add((1,) * settings.batch_drafted)
-    shapes = [TreeShape(one) for one in sorted(widths, key=lambda one: (len(one), one))]
+    ordered = sorted(widths, key=lambda one: (len(one), one))
     wanted = (1,) * (settings.batch_drafted or MIDDLE)
-    middle = next((shape for shape in shapes if shape.widths == wanted), shapes[-1])
+    middle = wanted if wanted in widths else ordered[-1]
     rate = settings.acceptance if entry.acceptance is None else entry.acceptance
     found: list[CycleCell] = []
-    for shape in shapes:
-        law = independent(rate, shape.depth)
-        cells = settings.cells(entry.called(), forwards_of(entry, size, shape), shape=shape, law=law)
-        main = shape == middle
+    for one in ordered:
+        cell = _drafting_cell(entry, size, TreeShape(one), independent(rate, len(one)))
+        main = one == middle
         found += [
-            replace(cell, split=cell.split and main)
-            for cell in cells
-            if cell.batch == 1 or (main and batches)
+            replace(placed, split=placed.split and main)
+            for placed in _placed(settings, cell)
+            if placed.batch == 1 or (main and batches)
         ]
     return sorted(found, key=lambda cell: (cell.batch, cell.context))
-
-
-def _parsed(values: Sequence[Any], load: Callable[[str], Artifact]) -> list[Entry]:
-    """Entries, each with another name; what they name is there."""
-    found = [parse(value) for value in values]
-    for entry in found:
-        if entry.method is not None:
-            entry.config()
-        for name in entry.artifacts:
-            load(name)
-    names = [entry.called() for entry in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"suite.systems has two systems named {twice[0]}; give one of them a `label`")
-    return found
 
 
 def forwards_of(entry: Entry, size: Sizes, shape: TreeShape) -> tuple[Forward, ...]:
@@ -258,19 +226,3 @@ def cache_name(forwards: Sequence[Forward]) -> str:
     """`full`, or `INT8` and the like: the cache as a cycle's last forward, the verification, reads it."""
     bits = forwards[-1].width.kv if forwards else 16
     return FULL if bits == 16 else f"INT{bits}"
-
-
-def attach(
-    target: Target, *, entry: Entry, seed: int, load: Callable[[str], Artifact], draft: bool = True
-) -> Parts:
-    """What an entry brings; a method that would have to be trained gets random weights.
-
-    Args:
-        target: the model.
-        entry: a system.
-        seed: of the random weights.
-        load: gives an artifact by its name or folder.
-        draft: False leaves out the draft, whose weights are then given back.
-    """
-    parts = Builder(target, (), (TreeShape((1,)),), load, random_seed=seed).of(entry)[0].parts
-    return parts if draft else replace(parts, draft=None)
