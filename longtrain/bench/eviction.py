@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from longtrain import methods, plots
 from longtrain.bench import clock, first_token, importance_kernels, training
 from longtrain.bench.first_token import FULL, FirstTokenSettings
-from longtrain.bench.first_token_theory import line, theory, theory_table
+from longtrain.bench.roofline import first_token_tables, first_token_theory, prefill_line
 from longtrain.bench.suites import Auto, Bench, Context, Dtype, Row, shape_keys
 from longtrain.bench.training import TrainingSettings
 from longtrain.costs import hardware
@@ -203,7 +203,7 @@ class Sections:
                 for causal in (True, False):
                     for tokens in settings.theory_lengths:
                         prompt = PromptShape(sizes[0], tokens, settings.budget_tokens, sizes[1], causal)
-                        yield {**about, **line(self.entries, prompt, gpu)}
+                        yield {**about, **prefill_line(self.entries, prompt, gpu)}
 
     def ttft(self) -> Iterator[Row]:
         """The first token, with the figures of arithmetic for the same shape and GPU beside it."""
@@ -221,7 +221,7 @@ class Sections:
         if row["method"] == FULL:
             return {"theory_ms": forward_ms}
         entry = next(one for one in self.entries if one.called() == row["method"])
-        figures, as_built = theory(entry, prompt, gpu)
+        figures, as_built = first_token_theory(entry, prompt, gpu)
         if as_built not in figures:
             return {}
         return {"theory_ms": figures[as_built], "theory_percent": 100 * figures[as_built] / forward_ms}
@@ -230,7 +230,7 @@ class Sections:
         """Where the added time goes, of systems that run no forward of a whole model for their scores."""
         size = self.settings.sizes[0]
         prompt, gpu = PromptShape(size, 1024, draft=size), GPUS["H100"]
-        known = {entry.called(): theory(entry, prompt, gpu)[0] for entry in self.entries}
+        known = {entry.called(): first_token_theory(entry, prompt, gpu)[0] for entry in self.entries}
         named = [name for name, figures in known.items() if "ms" in figures and "tflop" not in figures]
         systems = [system for system in self.systems if system.family in named]
         return first_token.measure_parts(self.target, systems, self.settings, seed=self.context.seed)
@@ -282,7 +282,7 @@ def report(rows: Sequence[Row], settings: EvictionCostSettings, context: Context
     for name, section in SECTIONS.items():
         own = [row for row in rows if row["section"] == name]
         if own:
-            body = theory_table(own) if name == "theory" else of_rows(own, section.columns)
+            body = first_token_tables(own) if name == "theory" else of_rows(own, section.columns)
             note = " ".join([section.note, *(papers if name == "ttft" else [])])
             found.append(f"## {section.title}\n\n{note}\n\n{body}")
     return "\n\n".join(found)

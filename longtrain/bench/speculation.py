@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -82,40 +82,11 @@ def run(settings: CyclesSettings, context: Context) -> Iterator[Row]:
         if settings.compile_threads:
             log.info("compiling the kernels of %d cells", len(cells))
             thin = context.random_target({**shape_keys(settings.shape), "num_hidden_layers": 1})
-            compile_all(thin, cells, counts, context, settings.compile_threads)
+            CellRunner(thin, replace(counts, cycles=1, warmup=2, read=False), context).compile(
+                cells, settings.compile_threads
+            )
             del thin
-    return rows_of(context.random_target(settings.shape), cells, counts, context)
-
-
-def rows_of(
-    target: Target, cells: Sequence[CycleCell], counts: CycleCounts, context: Context
-) -> Iterator[Row]:
-    """One row a cell, compared with plain decoding.
-
-    Args:
-        target: the model.
-        cells: what to measure.
-        counts: see `CycleCounts`.
-        context: see `Context`.
-    """
-    rows: list[Row] = []
-    for _, group in groupby(cells, key=lambda cell: cell.parts_key):
-        parts: Parts | None = None
-        for cell in group:
-            parts = parts or parts_of(target, cell, context)
-            rows.append(measure_cell(target, parts, cell, counts, context))
-            compare(rows)
-            yield rows[-1]
-        del parts
-        clock.release(target.device)
-
-
-def parts_of(target: Target, cell: CycleCell, context: Context) -> Parts:
-    """What a cell's entry brings; a draft that is not asked is left out, and its weights are given back."""
-    if cell.entry is None:
-        return Parts()
-    parts = context.systems(target, cell.entry)[0].parts
-    return parts if cell.drafts else replace(parts, draft=None)
+    return CellRunner(context.random_target(settings.shape), counts, context).rows(cells)
 
 
 def limit_memory(most_gib: float | None, device: torch.device) -> None:
@@ -134,103 +105,118 @@ def limit_memory(most_gib: float | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(most_gib * GIB / there, device)
 
 
-def compile_all(
-    target: Target, cells: Sequence[CycleCell], counts: CycleCounts, context: Context, threads: int
-) -> None:
-    """Run two cycles of every cell once, so that nothing is compiled while another is timed.
-
-    A cell that cannot run is passed over: measuring it says so.
+@dataclass(frozen=True)
+class CellRunner:
+    """Runs the cycles of cells.
 
     Args:
-        target: of the same shape as the one measured; a single layer will do.
-        cells: what is measured.
-        counts: see `CycleCounts`.
+        target: the model.
+        counts: how many cycles, and behind what.
         context: see `Context`.
-        threads: compiling side by side.
     """
-    few = replace(counts, cycles=1, warmup=2, read=False)
+
+    target: Target
+    counts: CycleCounts
+    context: Context
+
+    def rows(self, cells: Sequence[CycleCell]) -> Iterator[Row]:
+        """One row a cell, compared with plain decoding."""
+        rows: list[Row] = []
+        for _, group in groupby(cells, key=lambda cell: cell.parts_key):
+            parts: Parts | None = None
+            for cell in group:
+                parts = parts or self.parts(cell)
+                rows.append(self.measure(cell, parts))
+                compare(rows)
+                yield rows[-1]
+            del parts
+            clock.release(self.target.device)
+
+    def compile(self, cells: Sequence[CycleCell], threads: int) -> None:
+        """Run two cycles of every cell once, so that nothing is compiled while another is timed.
+
+        A single layer will do for it. A cell that cannot run is passed over: measuring it says so.
+        """
+
+        @torch.no_grad()
+        def once(cell: CycleCell) -> None:
+            try:
+                phases = self.ready(cell, self.parts(cell))
+                for _ in range(2):
+                    phases()
+            except (torch.OutOfMemoryError, LongtrainError) as error:
+                log.info("not compiled: %s: %s", cell.name, str(error).splitlines()[0])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(once, cells))
+        clock.release(self.target.device)
+
+    def parts(self, cell: CycleCell) -> Parts:
+        """What a cell's entry brings; a draft that is not asked is left out, its weights are given back."""
+        if cell.entry is None:
+            return Parts()
+        parts = self.context.systems(self.target, cell.entry)[0].parts
+        return parts if cell.drafts else replace(parts, draft=None)
+
+    def ready(self, cell: CycleCell, parts: Parts) -> Phases:
+        """The cycles of a cell, behind a prompt of random ids.
+
+        Every sequence has its own order of accepted numbers, and the counted cycles begin with the first.
+        """
+        counts, judge = self.counts, None
+        if cell.law is not None:
+            seeds = [counts.seed + 1000003 * row for row in range(cell.batch)]
+            accepted = [*zip(*(cell.law.lengths(counts.cycles, seed) for seed in seeds), strict=True)]
+            first = -counts.warmup % len(accepted)
+            judge = GivenAcceptance(accepted[first:] + accepted[:first], cell.shape, self.target.device)
+        vocab_size, seed = self.target.info.vocab_size, counts.seed + cell.context
+        prompts = random_ids(vocab_size, cell.batch, cell.context, seed)
+        return ready(self.target, parts, prompts, cell.shape, counts, judge)
 
     @torch.no_grad()
-    def once(cell: CycleCell) -> None:
-        try:
-            phases = ready_of(target, parts_of(target, cell, context), cell, few)
-            for _ in range(2):
-                phases()
-        except (torch.OutOfMemoryError, LongtrainError) as error:
-            log.info("not compiled: %s: %s", cell.name, str(error).splitlines()[0])
+    def measure(self, cell: CycleCell, parts: Parts) -> Row:
+        """Speed, memory and model of one cell; a row with `failed` where it cannot be measured."""
+        row = clock.filled(cell.facts(), self._figures(cell, parts), self.target.device, LongtrainError)
+        row["weights_gib"] = clock.gib(sum(param.nbytes for param in self.target.parameters()))
+        return row
 
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        for one in [pool.submit(once, cell) for cell in cells]:
-            one.result()
-    clock.release(target.device)
+    def _figures(self, cell: CycleCell, parts: Parts) -> Iterator[Row]:
+        """The cycles of a cell, whole and taken apart, and what they should take."""
+        phases, cuda, device = self.ready(cell, parts), self.context.cuda, self.target.device
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)  # what was needed to fill the cache does not count
+        found = whole(phases, self.counts)
+        cache_bytes = phases.cache.bytes()
+        found |= {
+            "cache_gib": clock.gib(cache_bytes),
+            "cache_bytes_per_token": cache_bytes / (cell.batch * cell.context),
+            "draft_gib": clock.gib(phases.draft.bytes()) if phases.draft else 0.0,
+        }
+        if cell.split:
+            found["steps"] = split(phases, self.counts)
+        if cuda:  # before `_model`, which reads a large tensor to know the bandwidth
+            found["peak_gib"] = clock.gib(torch.cuda.max_memory_allocated(device))
+        yield {**found, **self._model(cell, found["cycle_ms"])}
 
-
-@torch.no_grad()
-def measure_cell(target: Target, parts: Parts, cell: CycleCell, counts: CycleCounts, context: Context) -> Row:
-    """Speed, memory and model of one cell; a row with `failed` where it cannot be measured."""
-    row = clock.filled(
-        cell.facts(), _figures(target, parts, cell, counts, context), target.device, LongtrainError
-    )
-    row["weights_gib"] = clock.gib(sum(param.nbytes for param in target.parameters()))
-    return row
-
-
-def ready_of(target: Target, parts: Parts, cell: CycleCell, counts: CycleCounts) -> Phases:
-    """The cycles of a cell, behind a prompt of random ids.
-
-    Every sequence has its own order of accepted numbers, and the counted cycles begin with the first.
-    """
-    judge = None
-    if cell.law is not None:
-        seeds = [counts.seed + 1000003 * row for row in range(cell.batch)]
-        accepted = [*zip(*(cell.law.lengths(counts.cycles, seed) for seed in seeds), strict=True)]
-        first = -counts.warmup % len(accepted)
-        judge = GivenAcceptance(accepted[first:] + accepted[:first], cell.shape, target.device)
-    prompts = random_ids(target.info.vocab_size, cell.batch, cell.context, counts.seed + cell.context)
-    return ready(target, parts, prompts, cell.shape, counts, judge)
-
-
-def _figures(
-    target: Target, parts: Parts, cell: CycleCell, counts: CycleCounts, context: Context
-) -> Iterator[Row]:
-    """The cycles of a cell, whole and taken apart, and what they should take."""
-    phases = ready_of(target, parts, cell, counts)
-    if context.cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(target.device)  # what was needed to fill the cache does not count
-    found = whole(phases, counts)
-    cache_bytes = phases.cache.bytes()
-    found |= {
-        "cache_gib": clock.gib(cache_bytes),
-        "cache_bytes_per_token": cache_bytes / (cell.batch * cell.context),
-        "draft_gib": clock.gib(phases.draft.bytes()) if phases.draft else 0.0,
-    }
-    if cell.split:
-        found["steps"] = split(phases, counts)
-    if context.cuda:  # before `_model`, which reads a large tensor to know the bandwidth
-        found["peak_gib"] = clock.gib(torch.cuda.max_memory_allocated(target.device))
-    yield {**found, **_model(target, cell, found["cycle_ms"], context)}
-
-
-def _model(target: Target, cell: CycleCell, cycle_ms: float, context: Context) -> Row:
-    """What the cycle should take and its bound on this GPU; nothing elsewhere, or for drafts without one."""
-    gpu = context.gpu
-    if gpu is None or not cell.forwards:
-        return {}
-    size, forwards = Sizes.of(target.info), list(cell.forwards)
-    sizes = {"batch": cell.batch, "context": cell.context}
-    read = clock.read_bytes_per_s(target.device)
-    expected = expected_ms(forwards, size, **sizes, bytes_per_s=read)
-    bound = bound_ms(forwards, size, gpu, **sizes)
-    return {
-        "gpu": gpu.name,
-        "read_tb_per_s": read * 1e-12,
-        "read_share": 1e3 * bytes_read(forwards, size, **sizes) / read / cycle_ms,
-        "expected_ms": expected,
-        "expected_over_taken": expected / cycle_ms,
-        "roofline_ms": bound,
-        "roofline_share": bound / cycle_ms,
-    }
+    def _model(self, cell: CycleCell, cycle_ms: float) -> Row:
+        """What the cycle should take and its bound on this GPU; nothing elsewhere or for unknown drafts."""
+        gpu, size, forwards = self.context.gpu, Sizes.of(self.target.info), list(cell.forwards)
+        if gpu is None or not forwards:
+            return {}
+        sizes = {"batch": cell.batch, "context": cell.context}
+        read = clock.read_bytes_per_s(self.target.device)
+        expected = expected_ms(forwards, size, **sizes, bytes_per_s=read)
+        bound = bound_ms(forwards, size, gpu, **sizes)
+        return {
+            "gpu": gpu.name,
+            "read_tb_per_s": read * 1e-12,
+            "read_share": 1e3 * bytes_read(forwards, size, **sizes) / read / cycle_ms,
+            "expected_ms": expected,
+            "expected_over_taken": expected / cycle_ms,
+            "roofline_ms": bound,
+            "roofline_share": bound / cycle_ms,
+        }
 
 
 def compare(rows: Sequence[Row]) -> None:

@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
-from longtrain import cli, methods
+from longtrain import methods
 from longtrain.assets import asset_dir
 from longtrain.bench import acceptance_law as accept
-from longtrain.bench import cycles, speculation
+from longtrain.bench import cycles
 from longtrain.bench.cycles import CycleCounts
+from longtrain.bench.speculation import CellRunner, compare
 from longtrain.bench.speculation_cells import FULL, RECORDED, CycleCell, CyclesSettings, cells_of
 from longtrain.bench.suites import Context
 from longtrain.costs.cycle import Forward, bound_ms, bytes_read, expected_ms
@@ -19,8 +18,7 @@ from longtrain.costs.hardware import GPUS
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
-from longtrain.errors import ConfigError, ConflictError, DataError
-from longtrain.jobs import bench
+from longtrain.errors import ConflictError, DataError
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import Want
@@ -180,15 +178,19 @@ def test_replayed_paths_lead_from_the_root_to_the_last_level():
     assert capped.n_B.tolist() == [2, 1] and capped.path_BP[0].tolist() == [0, 2, 0, 0]
 
 
+def runner(target, counts=FEW):
+    """Runs cells on the target, as the suite does."""
+    return CellRunner(target, counts, CPU)
+
+
 def test_cycles_commit_what_the_law_says(target):
     """Chains over a plain cache: all tokens of the law, in every sequence; the cache has grown by as many."""
     law = accept.independent(0.5, 3)
     module = methods.get("longspec")
     config = module.config(window=16)
     parts = module.attach(module.build(config, target.info), target, config, {})
-    phases = speculation.ready_of(
-        target, parts, CycleCell("a", FULL, 300, 2, shape=TreeShape((1, 1, 1)), law=law), FEW
-    )
+    cell = CycleCell("a", FULL, 300, 2, shape=TreeShape((1, 1, 1)), law=law)
+    phases = runner(target).ready(cell, parts)
     found = cycles.whole(phases, FEW)
     wanted = sum(sum(law.lengths(10, seed)) + 10 for seed in (0, 1000003)) / 20
     assert found["tokens_per_cycle"] == pytest.approx(wanted)
@@ -201,9 +203,7 @@ def test_cycles_commit_what_the_law_says(target):
 def test_the_cap_of_strict_flushing_holds(target):
     """All drafts accepted: no cycle goes past the point where plain decoding quantises a block."""
     cell = CycleCell("a", INT8, 512, shape=TreeShape((1,) * 6), law=accept.independent(1.0, 6))
-    phases = speculation.ready_of(
-        target, quantspec(target), cell, CycleCounts(cycles=40, warmup=2, read=False)
-    )
+    phases = runner(target, CycleCounts(cycles=40, warmup=2, read=False)).ready(cell, quantspec(target))
     seen = []
     for _ in range(40):
         before = int(phases.cache.len_B)
@@ -216,7 +216,7 @@ def test_the_cap_of_strict_flushing_holds(target):
 @pytest.mark.parametrize("cache", [FULL, INT8])
 def test_filled_caches_hold_what_was_read(target, cache):
     parts = quantspec(target, draft=False) if cache == INT8 else Parts()
-    phases = speculation.ready_of(target, parts, CycleCell("plain", cache, 700, 2), FEW)
+    phases = runner(target, FEW).ready(CycleCell("plain", cache, 700, 2), parts)
     assert phases.cache.len_B.tolist() == [700, 700]
     if cache == INT8:
         assert phases.cache.blocks_B.tolist() == [700 // 128 - 1] * 2
@@ -230,21 +230,21 @@ def test_cells_that_cannot_be_measured_say_why(target, monkeypatch):
     parts.draft.want = Want(hidden=(0,))
     cell = CycleCell("a", INT8, 300, shape=TreeShape((1,)), law=accept.independent(0.9, 1))
     with pytest.raises(ConflictError, match=r"pass suite\.fill=prompt"):
-        speculation.ready_of(target, parts, cell, FEW)
-    assert "hidden states" in speculation.measure_cell(target, parts, cell, FEW, CPU)["failed"]
+        runner(target, FEW).ready(cell, parts)
+    assert "hidden states" in runner(target).measure(cell, parts)["failed"]
 
     def full(*_args, **_keys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(cycles, "fill", full)
-    (row,) = speculation.rows_of(target, [CycleCell("plain", FULL, 300)], FEW, CPU)
+    (row,) = runner(target).rows([CycleCell("plain", FULL, 300)])
     assert row["failed"].startswith("out of memory") and "speed" not in row
 
 
 def test_a_prompt_may_be_read_instead(target):
     law = accept.independent(0.9, 2)
     cell = CycleCell("a", INT8, 300, split=True, shape=TreeShape((1, 1)), law=law)
-    row = speculation.measure_cell(target, quantspec(target), cell, CycleCounts(cycles=10, warmup=2), CPU)
+    row = runner(target, CycleCounts(cycles=10, warmup=2)).measure(cell, quantspec(target))
     assert row["tokens_per_cycle"] == pytest.approx(law.tokens_per_cycle, abs=0.3)
     assert row["accepted"]["acceptance"] == 0.9 and row["steps"]["propose_ms"]["median"] > 0
 
@@ -255,7 +255,7 @@ def test_sparse_drafts_see_random_rows_too(target, policy):
     config = spec.config(policy=policy)
     parts = spec.attach(spec.build(config, target.info), target, config, {})
     cell = CycleCell("a", FULL, 1024, 2, shape=TreeShape((1, 1)), law=accept.independent(0.9, 2))
-    row = speculation.measure_cell(target, parts, cell, FEW, CPU)
+    row = runner(target).measure(cell, parts)
     assert "failed" not in row and row["tokens_per_cycle"] > 2
     assert 0.2 < row["draft_gib"] / row["cache_gib"] < 0.4  # a quarter of the rows, and room
 
@@ -264,14 +264,14 @@ def test_kernels_can_be_compiled_beforehand(target, monkeypatch):
     """All cells run once, side by side; one that cannot is left to the measurement."""
     ran = []
 
-    def brought(one, cell, context):
+    def brought(one, cell):
         ran.append(cell)
-        return quantspec(one)
+        return quantspec(one.target)
 
-    monkeypatch.setattr(speculation, "parts_of", brought)
+    monkeypatch.setattr(CellRunner, "parts", brought)
     good = CycleCell("a", INT8, 300, shape=TreeShape((1, 1)), law=accept.independent(0.9, 2))
     bad = CycleCell("a", INT8, 300, shape=TreeShape((2,)), law=accept.independent(0.9, 1))
-    speculation.compile_all(target, [good, bad], FEW, CPU, threads=2)
+    runner(target).compile([good, bad], threads=2)
     assert sorted(ran, key=lambda cell: cell.shape.widths) == [good, bad]
 
 
@@ -318,27 +318,10 @@ def test_rows_are_compared_with_plain_decoding_of_their_kind():
     rows = [row("plain", FULL, 10.0), row("plain", INT8, 8.0), row("quantspec", INT8, 16.0)]
     rows += [row("longspec", FULL, 20.0), row("quantspec", INT8, 5.0, batch=2)]
     rows += [{"system": "x", "cache": FULL, "prompt_tokens": 1024, "batch": 1, "failed": "out of memory"}]
-    speculation.compare(rows)
+    compare(rows)
     assert all("expected_speed" not in one for one in rows)
     assert [one.get("speed") for one in rows] == [1.0, 0.8, 1.6, 2.0, None, None]
     assert [one.get("int8_speed") for one in rows] == [None, 1.0, 2.0, None, None, None]
-
-
-@pytest.fixture
-def composed(tmp_path):
-    GlobalHydra.instance().clear()
-    cli.mount()
-    with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-
-        def make(*overrides):
-            common = ["suite=quantspec", f"run_dir={tmp_path}", "suite.warmup=2", "suite.cycles=4"]
-            return compose("bench", overrides=[*common, *overrides])
-
-        yield make
-
-
-def micro_words():
-    return "suite.shape={" + ", ".join(f"{key}: {value}" for key, value in MICRO.items()) + "}"
 
 
 def cells(**changes):
@@ -371,20 +354,21 @@ def test_systems_have_their_own_drafts_and_acceptance():
 
 def test_a_trained_method_runs_with_random_weights(target):
     found = cells(recorded=None, systems=("longspec",), lengths=(300,), drafted=(2,))
-    rows = [*speculation.rows_of(target, found, FEW, CPU)]
+    rows = [*runner(target).rows(found)]
     assert [row["name"] for row in rows] == ["plain, full cache", "longspec 2"] and rows[1]["speed"] > 0
 
 
 def test_a_cache_alone_is_the_system_without_its_draft(target):
     plain = [cell for cell in cells(recorded=None) if cell.system == "plain"]
     assert [cell.cache for cell in plain] == [FULL, FULL, INT8, INT8]
-    parts = speculation.parts_of(target, plain[-1], CPU)
+    parts = runner(target).parts(plain[-1])
     assert parts.cache is not None and parts.draft is None
 
 
-def test_the_suite_measures_a_shape(composed, tmp_path, capsys):
-    bench.run(composed(micro_words(), "lengths=[300]", "suite.batches=[1,2]"))
-    rows = json.loads((tmp_path / "bench" / "quantspec.json").read_text())["rows"]
+def test_the_suite_measures_a_shape(measured, tmp_path, capsys):
+    shape = "suite.shape={" + ", ".join(f"{key}: {value}" for key, value in MICRO.items()) + "}"
+    few = ("lengths=[300]", "suite.batches=[1,2]", "suite.warmup=2", "suite.cycles=4")
+    rows = measured("quantspec", shape, *few)
     names = ("plain, full cache", "longspec 4", "longspec 4-8-8-8", "plain, INT8 cache", "quantspec 2")
     assert [(row["name"], row["batch"]) for row in rows] == [(name, n) for name in names for n in (1, 2)]
     assert all(row["speed"] > 0 for row in rows)
@@ -395,29 +379,3 @@ def test_the_suite_measures_a_shape(composed, tmp_path, capsys):
     for name in ("speed", "steps", "batches"):
         assert (tmp_path / "bench" / f"quantspec_{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert "| quantspec 2 | 300 | 2 |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["suite.shape=gpt5"], "suite.shape=gpt5; known: llama_micro"),
-        ([micro_words(), "suite.systems=[{drafted: [1]}]"], r"suite.systems: entry="),
-        ([micro_words(), "suite.systems=[{method: {name: quantspec, bits: 3}}]"], "unknown key"),
-        (
-            [micro_words(), "suite.systems=[{method: quantspec},{method: quantspec}]"],
-            "two systems named quantspec",
-        ),
-        ([micro_words(), "suite.drafted=[0]"], r"suite.drafted=\[0\]; allowed"),
-        ([micro_words(), "suite.acceptance=2"], "suite.acceptance=2; allowed: a number from 0 to 1"),
-        ([micro_words(), "suite.memory_gib=8", "target.device=cpu"], "suite.memory_gib=8 on a cpu"),
-    ],
-)
-def test_wrong_keys_are_told(composed, words, message):
-    with pytest.raises(ConfigError, match=message):
-        bench.run(composed("lengths=[300]", *words))
-
-
-@pytest.mark.parametrize("wrong", ["suite.fill=zeros", "suite.warmup=1", "suite.cycles=0"])
-def test_wrong_counts_are_told(composed, wrong):
-    with pytest.raises(ConfigError, match=f"{wrong}; allowed"):
-        bench.run(composed("lengths=[300]", micro_words(), wrong))

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
-from longtrain import cli
-from longtrain.assets import asset_dir
 from longtrain.bench import clock, eviction, first_token, importance_kernels, training
 from longtrain.bench.suites import Context
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError
-from longtrain.jobs import bench
 from longtrain.targets.loading import random_target
 
 CPU = Context(torch.device("cpu"))
@@ -197,29 +192,19 @@ def test_differences_are_taken_pair_by_pair() -> None:
     assert found["overhead_percent"] == pytest.approx(1.0)
 
 
-def test_the_job_writes_json_markdown_and_picture(tmp_path: Path) -> None:
-    GlobalHydra.instance().clear()
-    cli.mount()
-    words = [
-        f"run_dir={tmp_path}",
-        "suite=eviction",
-        "suite.cost.lengths=[64]",
-        "suite.cost.budget_tokens=48",
-    ]
-    words += ["suite.cost.methods=[lookaheadkv,snapkv]", "suite.cost.repeats=2", "suite.cost.min_repeats=2"]
-    words += ["suite.cost.train_prompts=[48]", "suite.cost.train_response=8", "suite.cost.kernels=[[2,32]]"]
-    words += ["suite.cost.theory_lengths=[4k]", "suite.cost.kernel_repeats=2", "suite.cost.warmup=1"]
-    with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-        bench.run(compose("bench", overrides=[*words, "target.device=cpu"]))
-    found = json.loads((tmp_path / "bench" / "eviction.json").read_text())
+def test_the_job_writes_json_markdown_and_picture(measured: Any, tmp_path: Path) -> None:
+    words = {"lengths": "[64]", "budget_tokens": 48, "methods": "[lookaheadkv,snapkv]", "repeats": 2}
+    words |= {"min_repeats": 2, "train_prompts": "[48]", "train_response": 8, "kernels": "[[2,32]]"}
+    words |= {"theory_lengths": "[4k]", "kernel_repeats": 2, "warmup": 1}
+    rows = measured("eviction", *(f"suite.cost.{key}={value}" for key, value in words.items()))
+    folder = tmp_path / "bench"
+    found = json.loads((folder / "eviction.json").read_text())
     assert found["suite"] == "eviction" and found["versions"]["torch"] and "gpus" in found["machine"]
     assert found["settings"]["budget_tokens"] == 48
-    assert {row["section"] for row in found["rows"]} == set(eviction.SECTIONS)
-    assert (
-        (tmp_path / "bench" / "eviction.md").read_text().startswith("# Cost of eviction: llama_micro on CPU")
-    )
-    assert (tmp_path / "bench" / "eviction.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "bench" / "config.yaml").exists()
+    assert {row["section"] for row in rows} == set(eviction.SECTIONS)
+    assert (folder / "eviction.md").read_text().startswith("# Cost of eviction: llama_micro on CPU")
+    assert (folder / "eviction.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "config.yaml").exists()
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longtrain.bench.first_token_theory import line
+from longtrain.bench.roofline import prefill_line
 from longtrain.costs.hardware import GPUS, all_named, gpu_called
 from longtrain.costs.method import PromptShape
 from longtrain.costs.model import Sizes, Work
@@ -34,7 +34,7 @@ ADDED = {
 
 
 def row(tokens: int, *, causal: bool = True) -> dict[str, float]:
-    return line(ENTRIES, PromptShape(LLAMA8B, tokens, draft=LLAMA1B, causal=causal), H100)
+    return prefill_line(ENTRIES, PromptShape(LLAMA8B, tokens, draft=LLAMA1B, causal=causal), H100)
 
 
 def digits(value: float, like: float) -> float:

@@ -1,21 +1,17 @@
-"""`bench suite=kernels` on a CPU, where the kernels' torch twins serve."""
+"""The suites of single operators on a CPU, where torch twins serve: `kernels`, `linears` and `quantise`."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
-from longtrain import cli
-from longtrain.assets import asset_dir
 from longtrain.bench import attention_baselines as stock
-from longtrain.bench import decoding_attention
+from longtrain.bench import decoding_attention, linears
 from longtrain.bench.decoding_attention import RECENT, AttentionCall, KernelsSettings
 from longtrain.bench.suites import Context
-from longtrain.errors import ConfigError
-from longtrain.jobs import bench
+from longtrain.cache.room import hierarchical_bytes
+from longtrain.costs.model import Sizes
+from longtrain.targets.shapes import SHAPES
 from tests.kernels.plain_attention import tree_attention
 
 CPU = torch.device("cpu")
@@ -31,19 +27,6 @@ def asked(**changes):
         "repeats": 2,
     }
     return KernelsSettings(**{**few, "baselines": (), **changes})
-
-
-@pytest.fixture
-def composed(tmp_path):
-    GlobalHydra.instance().clear()
-    cli.mount()
-    with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-
-        def make(*overrides):
-            common = ["suite=kernels", "target.device=cpu", f"run_dir={tmp_path}", "suite.repeats=2"]
-            return compose("bench", overrides=[*common, *overrides])
-
-        yield make
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
@@ -72,10 +55,9 @@ def test_bytes_of_a_call():
     assert dense.flops == 4 * 32 * (keys + 1) * 128
 
 
-def test_the_suite_writes_what_it_measured(composed, tmp_path, capsys):
-    cfg = composed("suite.cells=[[dense,1,512],[int4,1,512],[int8,3,512],[dense,9,512]]")
-    bench.run(cfg)
-    rows = json.loads((tmp_path / "bench" / "kernels.json").read_text())["rows"]
+def test_attention_is_written_as_it_was_measured(measured, tmp_path, capsys):
+    calls = "suite.cells=[[dense,1,512],[int4,1,512],[int8,3,512],[dense,9,512]]"
+    rows = measured("kernels", calls, "suite.repeats=2")
     assert [(row["cache"], row["rows"]) for row in rows] == [
         ("dense", 1), ("int4", 1), ("int8", 3), ("dense", 9),
     ]  # fmt: skip
@@ -107,19 +89,47 @@ def test_a_second_round_has_as_many_kv_heads_as_query_heads():
     assert found == [AttentionCall("int4", 4, 4, 1, 1024, 64)]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("suite.cells=[[int3,1,1k]]", "dense, int8 or int4"),
-        ("suite.cells=[[dense,1]]", r"allowed: a list, each \[cache, new rows, keys\]"),
-        ("suite.cells=[[int4,129,1k]]", "1 to 128 rows"),
-        ("suite.cells=[[int4,1,128]]", "384 keys or more"),
-        ("suite.heads=[4,3]", "query heads a multiple"),
-        ("suite.baselines=[magic]", r"suite.baselines=\['magic'\]; allowed: a list, each flash"),
-        ("suite.dtype=int8", "suite.dtype=int8"),
-        ("suite.cells=[]", r"suite.cells=\[\]"),
-    ],
-)
-def test_wrong_settings_are_refused(composed, override, message):
-    with pytest.raises(ConfigError, match=message):
-        bench.run(composed(override))
+def test_layers_of_a_published_shape():
+    """Llama-3.1-8B: 7.5 billion weights in linear layers, as its config says."""
+    layers, per_step = linears.layers_of(Sizes.of_keys(SHAPES["llama31_8b"]))
+    assert layers["qkv"] == (6144, 4096) and layers["gate_up"] == (28672, 4096)
+    assert sum(per_step[name] * F * K for name, (F, K) in layers.items()) == 7_504_658_432
+    tied, _ = linears.layers_of(Sizes.of_keys(SHAPES["llama32_1b"]))
+    assert tied["out"] == (2048, 2048)
+
+
+def test_a_step_is_the_sum_of_its_linear_layers(measured, capsys):
+    rows = measured("linears", "suite.rows=[1,3]", "suite.repeats=2")
+    assert len(rows) == 2 * (5 * 2 + 2)
+    assert {row["layer"] for row in rows} == {"qkv", "out", "gate_up", "down", "head", "a step"}
+    layers = [row for row in rows if row["layer"] != "a step"]
+    assert all(row["relative_difference"] < 1e-5 and row["ms"]["median"] > 0 for row in layers)
+    for step in (row for row in rows if row["layer"] == "a step"):
+        mine = [x for x in layers if (x["weights"], x["rows"]) == (step["weights"], step["rows"])]
+        want = sum((1 if x["layer"] == "head" else 2) * x["ms"]["median"] for x in mine)
+        assert step["ms"]["median"] == pytest.approx(want)
+    assert all(("stock" in row) == (row["weights"] == "dense") for row in rows)
+    assert "a step" in capsys.readouterr().out
+
+
+def test_a_quantised_prompt_stands_beside_a_copied_one(measured, capsys):
+    rows = measured("quantise", "suite.lengths=[700,300]", "suite.repeats=2")
+    assert [(row["prompt_tokens"], row["split"]) for row in rows] == [
+        (300, "floor"), (300, "rtn"), (700, "floor"), (700, "rtn"),
+    ]  # fmt: skip
+    sizes = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 64, "batch": 1, "itemsize": 4}
+    for row in rows:
+        plain = 2 * 2 * 2 * 64 * 4 * row["prompt_tokens"]
+        own = hierarchical_bytes(**sizes, max_tokens=row["prompt_tokens"])
+        assert row["cache_share"] == own / plain
+        assert row["moved_bytes"] == plain + own - 2 * 2 * 2 * 384 * 64 * 4
+        assert row["ms"]["median"] > 0 and row["copied"]["median"] > 0 and "failed" not in row
+        assert row["tb_per_s"] == pytest.approx(row["of_read"] * row["read_tb_per_s"])
+    assert rows[0]["copied"] == rows[1]["copied"]
+    assert "| 700 | rtn |" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_says_so(measured, monkeypatch):
+    monkeypatch.setattr("longtrain.cache.room.free_bytes", lambda device: 2**20)
+    (row,) = measured("quantise", "suite.lengths=[4k]", "suite.splits=[floor]")
+    assert row["failed"].startswith("out of memory: a hierarchical KV cache for 1 sequence")
