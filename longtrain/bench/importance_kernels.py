@@ -41,9 +41,6 @@ PRODUCTS = {"suffix_lse": 1, "importance": 1, "suffix_attention": 2, "suffix_att
 MOST_SUFFIX_ROWS = 128
 """Lookahead rows run through `suffix_attention`; more rows than this are a response, which is only scored."""
 
-ROTATED_BYTES = 2**28
-"""Copies of K and V are made up to so many bytes and used in turn: no call finds its keys in a cache."""
-
 WARMUP = 3
 """Calls that are not counted."""
 
@@ -143,7 +140,7 @@ def _prompt(inputs: RandomInputs, info: TargetInfo, n_rows: int, n_keys: int) ->
     inputs.restart()
     H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
     size = 2 * n_keys * G * D * inputs.dtype.itemsize
-    copies = max(2, -(-ROTATED_BYTES // size)) if inputs.device.type == "cuda" else 1
+    copies = clock.copies_of(size, inputs.device)
     # as a cache hands them out: heads before slots in memory
     keys, values = ([inputs.normal(1, G, n_keys, D).transpose(1, 2) for _ in range(copies)] for _ in range(2))
     return ObservedPrompt(
