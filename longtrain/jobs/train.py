@@ -166,8 +166,13 @@ def _data(
     def make() -> Any:
         if spec.data is not None:
             return spec.data(config, plain(cfg.data) if cfg.data else {}, about)
-        return _documents(cfg, about, target)
+        made = _documents(cfg, about, target)
+        if target is not None and about.rank == 0:
+            target.settle()
+        return made
 
+    if target is not None and about.rank > 0:
+        target.settle()  # the first rank may have it write answers
     return first(trainer, make)
 
 

@@ -39,8 +39,7 @@ class Target(nn.Module):
         model: a CausalLM built with `attn_implementation="longtrain"`.
         info: facts about it.
         tokenizer: its tokenizer, if any.
-        shards: its layers, where they are split over ranks; it then shows its weights to nobody who moves,
-            broadcasts or saves those of a module (a trainer's strategy).
+        shards: its layers, where they are split over ranks.
     """
 
     def __init__(
@@ -52,15 +51,10 @@ class Target(nn.Module):
         shards: Shards | None = None,
     ) -> None:
         super().__init__()
-        self.shards = shards
-        self.model: Any
-        frozen = model.requires_grad_(False).eval()
-        if shards is None:
-            self.model = frozen
-        else:
-            self.__dict__["model"] = frozen  # not registered as a submodule
+        self.model: Any = model.requires_grad_(False)
         self.info = info
         self.tokenizer = tokenizer
+        self.shards = shards
         self.fused: FusedDecoder | None = None
         """The decoder that runs instead of the model's own (`fuse`)."""
         self.eval()

@@ -319,7 +319,7 @@ def _summary(
         "tokens_per_s": round(tokens / max(module.seen["seconds"], 1e-9), 1),
         "peak_memory_bytes": max(peaks),
         "peak_memory_bytes_by_rank": peaks,
-        "gather_wait_share": newest.get("speed/gather_wait_share"),
+        "gather_wait_share": metrics.gather_wait_share,
     }
 
 

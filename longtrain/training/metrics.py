@@ -46,6 +46,12 @@ class Metrics(Callback):
         self._step = 0
         self._mark = self._idle = time.perf_counter()
         self._waited = 0.0
+        self._timed = self._gathered = 0.0
+
+    @property
+    def gather_wait_share(self) -> float | None:
+        """The share of this session that went into waiting for a sharded target; None: it is whole."""
+        return self._gathered / self._timed if self._timed else None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Forget rows beyond the checkpoint that the run starts from."""
@@ -155,8 +161,10 @@ class Metrics(Callback):
             "data_wait_share": min(1.0, self._waited / seconds),
             "peak_memory_bytes": max(gather(trainer, peak_memory())),
         }
-        gathered = _gathered_seconds(module)
-        return speed if gathered is None else {**speed, "gather_wait_share": gathered / seconds}
+        if (gathered := _gathered_seconds(module)) is not None:
+            self._timed, self._gathered = self._timed + seconds, self._gathered + gathered
+            speed["gather_wait_share"] = gathered / seconds
+        return speed
 
     def _tell_speed(self, trainer: Any, step: int, speed: dict[str, float]) -> None:
         self.speed_table.append([{"step": step, **speed}])

@@ -65,7 +65,6 @@ def nothing_gathered(target):
     held = sum(p.to_local().untyped_storage().nbytes() for p in target.model.model.layers.parameters())
     whole = sum(p.numel() * p.element_size() for p in target.model.model.layers.parameters())
     assert held <= 0.6 * whole  # halves, rounded up to whole rows
-    assert not list(target.parameters())
 
 
 def packed_outputs(rank, whole, sharded):
