@@ -241,7 +241,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
         ConfigError: something is not done yet.
         LongtrainError: a draft's texts are not those of plain decoding, or a judge judged no answer at all.
     """
-    from longtrain.evaluation.exactness import enforce
+    from longtrain.evaluation.harness.lossless import enforce
     from longtrain.evaluation.judge.naming import check_judged
 
     marker, total = session.suite.marker, 0
@@ -259,7 +259,7 @@ def finish(cfg: DictConfig, session: Session) -> None:
     files_.write_files(session.folder, files)
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
     show(outcome, session.folder, [name for name in files if name in ("table.md", "speed.md", "report.html")])
-    enforce(exactness_of(outcome.results))
+    enforce(outcome.results)
     check_judged(outcome.results)
 
 
@@ -307,13 +307,6 @@ def show(outcome: Outcome, folder: Path, names: Sequence[str]) -> None:
     tables.show(header, rows, title=outcome.results["title"])
     tables.say(*(f"note: {note}" for note in outcome.results["notes"]))
     tables.say(*(f"{name}: {folder / name}" for name in names))
-
-
-def exactness_of(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """What was compared in assembled results, as `exactness.enforce` takes it."""
-    for system in results["systems"]:
-        for task in system["tasks"]:
-            yield f"{system['name']} in task {task['task']}", task["exactness"]
 
 
 def main(words: Sequence[str]) -> int:

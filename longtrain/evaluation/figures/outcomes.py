@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,15 +94,32 @@ def kept_share(record: Record) -> float | None:
     return mean(turn.kept_rows / turn.prompt_tokens for turn in record.turns if turn.prompt_tokens)
 
 
-def first_difference(record: Record, other: Record) -> Json | None:
+@dataclass(frozen=True)
+class Parting:
+    """Where two records' answers to one example first differ.
+
+    Args:
+        first: a record.
+        second: the record that it is compared with.
+        turn: the first turn that differs, from 1.
+        position: the first token of it that does.
+    """
+
+    first: Record
+    second: Record
+    turn: int
+    position: int
+
+
+def parting(first: Record, second: Record) -> Parting | None:
     """The turn and the token at which two records' answers first differ; None where they are the same."""
-    for turn, (a, b) in enumerate(zip(record.turns, other.turns, strict=False), 1):
+    for turn, (a, b) in enumerate(zip(first.turns, second.turns, strict=False), 1):
         if a.tokens != b.tokens:
             pairs = enumerate(zip(a.tokens, b.tokens, strict=False))
             at = next((i for i, (x, y) in pairs if x != y), min(len(a.tokens), len(b.tokens)))
-            return {"turn": turn, "position": at}
-    if len(record.turns) != len(other.turns):
-        return {"turn": min(len(record.turns), len(other.turns)) + 1, "position": 0}
+            return Parting(first, second, turn, at)
+    if len(first.turns) != len(second.turns):
+        return Parting(first, second, min(len(first.turns), len(second.turns)) + 1, 0)
     return None
 
 

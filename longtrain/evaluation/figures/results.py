@@ -14,12 +14,13 @@ from longtrain.decoding.stats import Cycle
 from longtrain.evaluation.figures.acceptance import acceptance_of, position_edges, tau_of
 from longtrain.evaluation.figures.outcomes import (
     Numbers,
+    Parting,
     Table,
     by_example,
-    first_difference,
     kept_share,
     mean,
     numbers_of,
+    parting,
     plain,
 )
 from longtrain.evaluation.figures.readings import Pair, change_of, figures_of, reading_of
@@ -42,6 +43,10 @@ Json = dict[str, Any]
 SCHEMA = 2
 SHOWN = 10
 """Texts that differ from plain decoding's of which the places are kept."""
+Judgement = Callable[
+    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[float | None]] | None
+]
+"""(system, task, records that were compared, where they part) -> what that is worth, and the gap of each."""
 PLAIN_KINDS = ("pooled", "wilson")
 """Kinds of figures whose differences between two systems, or two runs, are reported."""
 
@@ -55,6 +60,7 @@ def assemble(
     target: Json,
     draw: Bootstrap = USUAL,
     baseline: Json | None = None,
+    judge: Judgement | None = None,
 ) -> Json:
     """Everything that is reported but times and texts, as JSON values without NaN.
 
@@ -66,13 +72,14 @@ def assemble(
         target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing.
         draw: how the bootstrap draws.
         baseline: how the full cache's score compares with the recorded one.
+        judge: says what differences of drafted texts are worth (`harness.lossless`).
 
     Raises:
         DataError: a record of an unknown system, task or example, or two of one example.
     """
     found = by_example(suite, systems, records)
     full = next((system.name for system in systems if system.kind == "full"), None)
-    book = _Figures(suite, found, draw, full=full, strict=bool(target.get("strict")))
+    book = _Figures(suite, found, draw, full=full, strict=bool(target.get("strict")), judge=judge)
     summaries = {system.name: suite.summary(found[system.name]) for system in systems}
     title, notes = title_and_notes(summaries)
     return plain(
@@ -117,9 +124,17 @@ class _Figures:
     """Figures of one run. Records of a system come as strata: those of each task, in the suite's order."""
 
     def __init__(
-        self, suite: Suite, found: Table, draw: Bootstrap, *, full: str | None, strict: bool
+        self,
+        suite: Suite,
+        found: Table,
+        draw: Bootstrap,
+        *,
+        full: str | None,
+        strict: bool,
+        judge: Judgement | None,
     ) -> None:
-        self.suite, self.found, self.draw, self.full, self.strict = suite, found, draw, full, strict
+        self.suite, self.found, self.draw = suite, found, draw
+        self.full, self.strict, self.judge = full, strict, judge
         self.reading = reading_of(asdict(suite.scale))
         self.known: dict[int, Numbers] = {}
         self.longest = {task.name: task.max_new_tokens for task in suite.tasks if isinstance(task, Task)}
@@ -186,7 +201,7 @@ class _Figures:
             },
             "kept_share": mean(kept_share(record) for record in some),
             "acceptance": self._acceptance([some], edges),
-            "exactness": self._exactness(system, some),
+            "exactness": self._exactness(system, name, some),
             "figures": self._own([some]),
             "versus_full": self._versus([some]),
         }
@@ -232,21 +247,28 @@ class _Figures:
         pairs = self._beside_full(strata)
         return None if pairs is None else verdict(self.reading.difference(pairs, self.draw))
 
-    def _exactness(self, system: System, some: Sequence[Record]) -> Json | None:
+    def _exactness(self, system: System, name: str, some: Sequence[Record]) -> Json | None:
         """How many answers are not those of the same cache without a draft, and where the first ones part."""
         if system.lossless_of is None or system.lossless_of not in self.found:
             return None
         pairs = self._pairs(some, system.lossless_of)
-        apart = [
-            {"example": a.example, **place} for a, b in pairs if (place := first_difference(a, b)) is not None
-        ]
-        return {
+        partings = [found for a, b in pairs if (found := parting(a, b)) is not None]
+        known = {
             "compared": len(pairs),
-            "different": len(apart),
+            "different": len(partings),
             "strict": self.strict,
-            "violations": len(apart) if self.strict else None,
-            "first": apart[:SHOWN],
+            "violations": len(partings) if self.strict else None,
+            "first": [
+                {"example": one.first.example, "turn": one.turn, "position": one.position}
+                for one in partings[:SHOWN]
+            ],
         }
+        judged = self.judge(system, name, [a for a, _ in pairs], partings) if self.judge else None
+        if judged is None:
+            return known
+        said, gaps = judged
+        first = [{**one, "gap": gap} for one, gap in zip(known["first"], gaps, strict=False)]
+        return {**known, **said, "first": first}
 
     def _numbers(self, record: Record) -> Numbers:
         """The numbers of a record, which are made once."""

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.evaluation.exactness import is_strict
 from longtrain.evaluation.figures.outcomes import examples
 from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
-from longtrain.evaluation.harness.lossless import LosslessCheck
+from longtrain.evaluation.harness.lossless import LosslessCheck, is_strict
 from longtrain.evaluation.harness.plan import Unit, lanes, part_of, places_for, plan
 from longtrain.evaluation.harness.protocol import Protocol, protocol_of, with_judge
 from longtrain.evaluation.harness.run import (
@@ -197,8 +196,7 @@ class Session:
             self._compare(records)
             records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
-        LosslessCheck(self.target, self.suite, self.systems, self.sampling).add_to(found, records)
-        found["notes"] += self._memory_notes(records)
+        found["notes"] += [*self._lossless.notes(found), *self._memory_notes(records)]
         if self.record and not recorded.exempt(self.suite):
             found["baseline"] = self._recorded(found)
         return Outcome(found, self._examples(records), self._timings())
@@ -311,7 +309,12 @@ class Session:
             target=facts,
             draw=Bootstrap(self.sampling.seed, self.resamples),
             baseline=self.verdict,
+            judge=self._lossless.judge,
         )
+
+    @property
+    def _lossless(self) -> LosslessCheck:
+        return LosslessCheck(self.target, self.suite, self.systems, self.sampling)
 
     def _examples(self, records: Sequence[Record]) -> list[Json]:
         tokenizer, tasks = self.target.require_tokenizer(), self.protocol.settings["tasks"]

@@ -15,8 +15,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
-from longtrain.evaluation.exactness import ALLOWED_GAP, WRONG_GAP, Difference, Exactness, enforce, gap_of
-from longtrain.jobs.eval import exactness_of
+from longtrain.evaluation.harness.lossless import ALLOWED_GAP, WRONG_GAP, enforce, gap_of
 from longtrain.methods import policies
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
@@ -108,7 +107,7 @@ def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
     with pytest.raises(
         LongtrainError, match=r"output of draft in task copy differs .*1 of them|engine is wrong"
     ):
-        enforce(exactness_of(found))
+        enforce(found)
 
 
 def test_in_single_precision_on_a_cpu_every_difference_is_wrong(session, target):
@@ -117,33 +116,45 @@ def test_in_single_precision_on_a_cpu_every_difference_is_wrong(session, target)
     with pytest.raises(
         LongtrainError, match=r"differs from decoding without the draft in 1 of 3 examples, 1 of"
     ):
-        enforce(exactness_of(found))
+        enforce(found)
 
 
 def test_equal_texts_pass_without_a_note(session, target):
     _, found, exact = outcome(session, target)
     assert (exact["compared"], exact["different"], exact["violations"], exact["first"]) == (3, 0, 0, [])
     assert not [note for note in found["notes"] if "draft" in note]
-    enforce(exactness_of(found))
+    enforce(found)
 
 
 def test_sampled_texts_in_low_precision_are_only_counted(session, half):
     _, found, exact = outcome(session, half, exchange(2, 9), sampling=Sampling(temperature=1.0))
     assert exact["different"] >= 1 and not exact["judged"]
     assert exact["violations"] == exact["wrong"] == 0
-    enforce(exactness_of(found))
+    enforce(found)
+
+
+def results(**compared):
+    """Assembled results with what was compared: system -> gaps, or None where nothing was."""
+    systems = []
+    for name, gaps in compared.items():
+        exact = gaps and {
+            "compared": 4,
+            "different": len(gaps),
+            "violations": sum(gap >= ALLOWED_GAP for gap in gaps),
+            "wrong": sum(gap >= WRONG_GAP for gap in gaps),
+            "first": [{"example": "x", "turn": 1, "position": 3, "gap": gap} for gap in gaps],
+        }
+        systems.append({"name": name, "tasks": [{"task": "copy", "exactness": exact}]})
+    return {"systems": systems}
 
 
 def test_rounding_is_a_warning_and_the_rest_an_error(caplog):
-    small, large = (Exactness(4, (Difference(0, 3, gap),), False).to_json() for gap in (1e-2, 0.5))
-    enforce([("a", small), ("b", None)])
-    enforce([("c", large)])
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "output of a differs" in caplog.text and "0 of them beyond rounding" in caplog.text
     assert ALLOWED_GAP < 0.5 < WRONG_GAP
-    wrong = Exactness(4, (Difference(0, 3, 1.5), Difference(1, 0, math.inf)), False).to_json()
+    enforce(results(a=[1e-2], b=None, c=[0.5]))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "output of a in task copy differs" in caplog.text and "0 of them beyond rounding" in caplog.text
     with pytest.raises(LongtrainError, match=r"output of d .*2 of them beyond rounding .*; output of e "):
-        enforce([("d", wrong), ("c", large), ("e", wrong)])
+        enforce(results(d=[1.5, math.inf], c=[0.5], e=[1.5, math.inf]))
     assert len(caplog.records) == 3  # the others are told before it
 
 

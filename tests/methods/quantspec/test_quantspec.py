@@ -13,7 +13,7 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, DataError
-from longtrain.evaluation.exactness import compare
+from longtrain.evaluation.harness.lossless import gap_of
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods import policies
 from longtrain.methods.quantspec.config import Config
@@ -144,18 +144,18 @@ def test_gaps_of_differences_are_those_of_this_cache(target):
     parts = parts_of(target, draft=False)
     prompt = prompts(300)
     tokens = Engine(target, parts).generate(prompt, max_new_tokens=6, ignore_eos=True).tokens[0]
-    other = [*tokens[:4], (tokens[4] + 1) % MICRO["vocab_size"], tokens[5]]
-    found = compare(target, prompt, [tokens], other=[other], parts=parts).differences[0]
+    other = (tokens[4] + 1) % MICRO["vocab_size"]
+    rivals = (tokens[4], other)
+    gap = gap_of(target, prompt[0], tokens[:4], rivals=rivals, parts=parts)
     cache = parts.cache(1, 400, 1)
     for at, ids in enumerate([prompt[0], *([token] for token in tokens[:4])]):
         pos_BT = torch.arange(len(ids))[None] + (299 + at if at else 0)
         step = target.forward(Rows(pos_BT, torch.tensor([ids])), cache, want=Want("last"))
         cache.commit(None, torch.tensor([len(ids)]))
     logits = step.logits_BTV[0, 0]
-    assert int(logits.argmax()) == tokens[4] and found.position == 4
-    assert found.gap == pytest.approx(float(logits.max() - logits[other[4]]), abs=1e-9)
-    plain = compare(target, prompt, [tokens], other=[other]).differences[0]
-    assert abs(plain.gap - found.gap) > 1e-6
+    assert int(logits.argmax()) == tokens[4]
+    assert gap == pytest.approx(float(logits.max() - logits[other]), abs=1e-9)
+    assert abs(gap_of(target, prompt[0], tokens[:4], rivals=rivals) - gap) > 1e-6
 
 
 def test_another_draft_on_this_cache_is_exact(target):
