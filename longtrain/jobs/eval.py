@@ -265,23 +265,22 @@ def finish(cfg: DictConfig, session: Session) -> None:
 
 def speed_of(cfg: DictConfig, session: Session) -> dict[str, Any]:
     """Systems timed in turn on a few prompts, where the suite asks for it (`suite.speed_prompts`)."""
-    from longtrain.evaluation.speed import speed_rows, speed_steps
+    from longtrain.evaluation.harness.speed import SpeedTest
 
     asked = settings_of(cfg)
     if asked.speed_prompts == 0:
         return {}
-    how: dict[str, Any] = {"prompts": asked.speed_prompts, "tokens": asked.speed_tokens}
-    with Progress(speed_steps(session.systems, session.suite, **how), 0, "timed prompts") as bar:
-        found = speed_rows(
-            session.target,
-            session.systems,
-            session.suite,
-            sampling=session.sampling,
-            batch=asked.speed_batch,
-            advance=bar.advance,
-            **how,
-        )
-    return {"speed": found["rows"]}
+    test = SpeedTest(
+        session.target,
+        session.systems,
+        session.suite,
+        session.sampling,
+        prompts=asked.speed_prompts,
+        batch=asked.speed_batch,
+        tokens=asked.speed_tokens,
+    )
+    with Progress(test.steps, 0, "timed prompts") as bar:
+        return {"speed": test.rows(bar.advance)}
 
 
 def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[str, bytes]:

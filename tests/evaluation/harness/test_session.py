@@ -17,7 +17,7 @@ from longtrain.evaluation.harness import answers as running
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.answers import sequence_id
 from longtrain.evaluation.harness.run import StoppedError
-from longtrain.evaluation.speed import timed_systems
+from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.task import Example, Measured, Task
 from longtrain.files import as_json
 from longtrain.methods.policies import snapkv
@@ -302,7 +302,8 @@ def test_a_question_after_eviction_and_what_is_known_beside_a_score(session, tar
     assert by["snapkv@40", "copy-0"].measures["slots"] == max(len(one.ids) for one in ids)
     assert "slots" in by["oracle@40", "copy-0"].measures and "slots" not in by["oracle@48", "copy-0"].measures
     assert all(record.measures["same"] == 1 for record in by.values() if record.system == "full")
-    assert {system.name for system in timed_systems(made.systems, tokens=1)} == {"full", "snapkv@40"}
+    timed = SpeedTest(target, made.systems, asked, Sampling(), tokens=1).timed
+    assert {system.name for system in timed} == {"full", "snapkv@40"}
 
 
 class Numbered(Task):

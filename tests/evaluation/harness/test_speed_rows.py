@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.sampling import Sampling
-from longtrain.evaluation import speed
 from longtrain.evaluation.harness import answers as running
-from longtrain.evaluation.speed import WARMUP_TOKENS, speed_rows, speed_steps
+from longtrain.evaluation.harness import speed
+from longtrain.evaluation.harness.speed import WARMUP_TOKENS, SpeedTest
 from longtrain.evaluation.task import Task
 from longtrain.systems import FULL_CACHE
 
@@ -34,7 +34,8 @@ def test_the_same_is_asked_as_in_the_suite(session, target, monkeypatch):
     made = session(asked=suite(warm), entries=(), sampling=Sampling(seed=5), batch=3)
     made.work()
     want, asked[:] = sorted(asked, key=lambda one: min(one["sequence_ids"])), []
-    (row,) = speed_rows(target, [FULL_CACHE], made.suite, sampling=made.sampling, prompts=3, batch=2)["rows"]
+    test = SpeedTest(target, [FULL_CACHE], made.suite, made.sampling, prompts=3, batch=2)
+    (row,) = test.rows()
     (short, *timed) = asked
     assert short["max_new_tokens"] == short["min_new_tokens"] == WARMUP_TOKENS
     assert len(timed) == len(want) == 2 and row["prompts"] == 3
@@ -45,4 +46,4 @@ def test_the_same_is_asked_as_in_the_suite(session, target, monkeypatch):
         assert pairs[0] == pairs[1] and one == other
     assert {one["sampling"].temperature for one in timed} == {0.0, 0.7}
     assert all(one["stop_ids"][-1] == target.tokenizer.encode("\n")[0] for one in timed)
-    assert speed_steps([FULL_CACHE], made.suite, prompts=3) == 3
+    assert test.steps == 3

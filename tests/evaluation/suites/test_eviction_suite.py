@@ -14,9 +14,9 @@ from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.session import Session
+from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.reporting.pictures import pictures
 from longtrain.evaluation.reporting.tables import table
-from longtrain.evaluation.speed import speed_rows
 from longtrain.evaluation.suites import eviction
 from longtrain.evaluation.suites.eviction_prompts import Judged, Prompt, agreement, judge, make_prompts
 from longtrain.methods import policies
@@ -189,7 +189,7 @@ def test_end_to_end(target, session) -> None:
     assert [ranks.get(f"recall@{k}", {}).get("value") for k in (64, 128, 256, 512)] == [1.0, 1.0, 1.0, None]
     assert -1 < other["Kendall τ"]["value"] < 1 and other["recall@64"]["value"] < 1
     assert {cell["facets"]["task"] for cell in results["cells"]} == {"needles", "table", "quote"}
-    timed = speed_rows(target, made.systems, made.suite, sampling=Sampling(), prompts=1, tokens=1)["rows"]
+    timed = SpeedTest(target, made.systems, made.suite, Sampling(), prompts=1, tokens=1).rows()
     assert set(timed[0]["figures"]) == {"full", "streaming_llm@16", "snapkv window=8@16"}
     text = table(results)
     for heading in (

@@ -16,9 +16,9 @@ from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness.plan import plan
 from longtrain.evaluation.harness.protocol import protocol_of
 from longtrain.evaluation.harness.run import Runner
+from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.reporting.comparisons import speed_table
-from longtrain.evaluation.speed import speed_rows, speed_steps
 from longtrain.evaluation.suites import documents, shared, speculation
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
@@ -145,23 +145,16 @@ def test_acceptance_is_pooled_and_ended_cycles_are_left_out():
 def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
     suite = build(target, data, tasks=["gov_report", "aime24"])
     told = []
-    found = speed_rows(
-        target,
-        systems,
-        suite,
-        sampling=Sampling(),
-        prompts=2,
-        batch=2,
-        advance=lambda what, done: told.append((what, done)),
-    )
-    assert found["device"] == "cpu" and [row["task"] for row in found["rows"]] == ["gov_report", "aime24"]
-    row = found["rows"][0]
+    test = SpeedTest(target, systems, suite, Sampling(), prompts=2, batch=2)
+    rows = test.rows(lambda what, done: told.append((what, done)))
+    assert [row["task"] for row in rows] == ["gov_report", "aime24"]
+    row = rows[0]
     assert (row["length"], row["prompts"], row["batch"], row["max_new_tokens"]) == (None, 2, 2, 12)
     assert list(row["figures"]) == ["full", "draft"] and row["figures"]["full"]["ratio"] == 1.0
     assert row["figures"]["draft"]["tokens"] == row["figures"]["full"]["tokens"] == 2 * 11
     assert row["figures"]["draft"]["ratio"] > 0 and row["figures"]["draft"]["draft_bytes"] > 0
-    assert sum(done for _, done in told) == speed_steps(systems, suite, prompts=2) == 8
-    json.dumps(found, allow_nan=False)
+    assert sum(done for _, done in told) == test.steps == 8
+    json.dumps(rows, allow_nan=False)
     results = {
         "title": "T",
         "target": {"name": "t"},
@@ -171,7 +164,7 @@ def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
             for name, tau in (("full", None), ("draft", {"tau": {"value": 3.25}}))
         ],
     }
-    table = speed_table(results, {"device": "cpu", "speed": found["rows"]})
+    table = speed_table(results, {"device": "cpu", "speed": rows})
     ratio = row["figures"]["draft"]["ratio"]
     assert "| gov_report | full | - |" in table and "| gov_report | draft | 3.25 |" in table
     assert f"{ratio:.2f} ×" in table and "2 of gov_report (12 tokens each)" in table
@@ -184,8 +177,8 @@ def test_texts_over_at_once_have_no_speed(target, data, systems):
     record = run(target, suite, FULL_CACHE)["aime24"][0]
     ending = byte_target(begin=True)
     ending.info = ending.info.__class__(**{**vars(ending.info), "eos_ids": (record.turns[0].tokens[0],)})
-    found = speed_rows(ending, systems[:1], suite, sampling=Sampling(), prompts=1)
-    figures = found["rows"][0]["figures"]["full"]
+    (found,) = SpeedTest(ending, systems[:1], suite, Sampling(), prompts=1).rows()
+    figures = found["figures"]["full"]
     assert figures["tokens"] == 0 and figures["ratio"] is None
     json.dumps(found, allow_nan=False)
 
@@ -283,8 +276,8 @@ def test_documents_are_run_and_timed_by_length(target, lawsuits, systems):
     assert all(record.output_tokens == 8 and not record.cut for record in records)
     by_length = suite.summary({"multi_lexsum": records}).extra["acceptance"]["multi_lexsum"]["by_length"]
     assert list(by_length) == ["600", "1024"]
-    timed = speed_rows(target, systems, suite, sampling=Sampling(), prompts=1)
-    assert [(row["length"], row["prompts"]) for row in timed["rows"]] == [(600, 1), (1024, 1)]
+    timed = SpeedTest(target, systems, suite, Sampling(), prompts=1).rows()
+    assert [(row["length"], row["prompts"]) for row in timed] == [(600, 1), (1024, 1)]
 
 
 @pytest.mark.parametrize(
