@@ -265,7 +265,8 @@ def in_words(kind: Any) -> str:
         said += [", ".join(map(_shown, note.values)) for note in args[1:] if isinstance(note, OneOf)]
         return said[0] if said else in_words(args[0]) + _bounds(args[1:])
     if origin in (Union, types.UnionType):
-        return " or ".join(in_words(arg) for arg in args)
+        first, *rest = map(in_words, args)
+        return first + "".join(f"{',' * (',' in first)} or {one}" for one in rest)
     if origin is Literal:
         return ", ".join(_shown(arg) for arg in args)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):

@@ -49,7 +49,7 @@ def test_values_become_what_their_annotation_says() -> None:
         ({"lengths": [512], "share": 1.5}, "suite.share=1.5; allowed: a number from 0 to 1"),
         ({"lengths": [512], "share": True}, "suite.share=true; allowed: a number"),
         ({"lengths": [512], "mode": "slow"}, "suite.mode=slow; allowed: fast, exact"),
-        ({"lengths": [512], "count": 0}, "suite.count=0; allowed: a whole number, 1 or more or null"),
+        ({"lengths": [512], "count": 0}, "suite.count=0; allowed: a whole number, 1 or more, or null"),
         ({"lengths": [512], "count": True}, "suite.count=true; allowed: a whole number"),
     ],
 )

@@ -33,7 +33,7 @@ from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import Coins, HashCoins, MinNewTokens, Sampling, probs
-from longtrain.decoding.stats import Stats, repeated
+from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
 from longtrain.targets.step import TargetStep
@@ -206,7 +206,6 @@ class Engine:
             prompt_tokens=[len(prompt) for prompt in prompts],
             kept_rows=read.kept_rows,
             output_tokens=[len(tokens) for tokens in out.tokens],
-            repeated_tokens=[repeated(tokens) for tokens in out.tokens],
             prefill_s=prefilled_s - started_s,
             decode_s=done_s - prefilled_s - cycles.capture_s,
             capture_s=cycles.capture_s,

@@ -145,15 +145,6 @@ def top_adaptive(
     return _best(_protected(free, lengths, protect_first, protect_last, torch.inf), n_LBG)
 
 
-def keep_all(n_layers: int, n_kv_heads: int, lengths: Sequence[int], device: torch.device | str) -> Keep:
-    """Every row of every prompt."""
-    n_B = torch.tensor(lengths)
-    slot_K = torch.arange(max(lengths))
-    idx_BK = torch.where(slot_K < n_B[:, None], slot_K, 0).to(device)
-    shape = (n_layers, len(lengths), n_kv_heads)
-    return Keep(idx_BK[:, None].expand(*shape, -1), n_B[:, None].expand(shape))
-
-
 def check_protected(rows: int, protected: int) -> None:
     """Refuse a budget that has no room for the rows a policy always keeps.
 

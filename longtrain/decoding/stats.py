@@ -57,7 +57,6 @@ class Stats:
         rows: the cycles of each sequence, in order of the prompts; in plain decoding they draft nothing.
         prompt_tokens: tokens of each prompt.
         output_tokens: tokens generated for each, cuts applied.
-        repeated_tokens: how many of these stand in an n-gram that the same output held before (`repeated`).
         prefill_s: wall time from the start to the first tokens, in seconds, the draft's own start included.
         decode_s: wall time of all cycles, in seconds.
         capture_s: wall time of making CUDA graphs, once for each kind of call; not in `decode_s`.
@@ -72,7 +71,6 @@ class Stats:
     rows: list[list[Cycle]] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
-    repeated_tokens: list[int] = field(default_factory=list)
     kept_rows: list[float] = field(default_factory=list)
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -89,7 +87,6 @@ class Stats:
             rows=self.rows + other.rows,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
-            repeated_tokens=self.repeated_tokens + other.repeated_tokens,
             kept_rows=self.kept_rows + other.kept_rows,
             prefill_s=self.prefill_s + other.prefill_s,
             decode_s=self.decode_s + other.decode_s,
@@ -144,11 +141,6 @@ class Stats:
             inside = [cycle for cycle in self.cycles() if low <= cycle.position < high]
             table.append((low, high, tau(inside), len(inside)))
         return table
-
-    @property
-    def repeated_share(self) -> float:
-        """Share of output tokens that repeat earlier text of the same output: loops flatter a draft."""
-        return _ratio(zip(self.repeated_tokens, self.output_tokens, strict=True))
 
     @property
     def cut(self) -> int:

@@ -142,17 +142,6 @@ def quantise_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return packed
 
 
-def expand_rows(packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The reference weights, bf16: int8 rows times their scales."""
-    return {
-        name: (tensor.float() * packed[f"{name}.scale"]).to(torch.bfloat16)
-        if f"{name}.scale" in packed
-        else tensor
-        for name, tensor in packed.items()
-        if not name.endswith(".scale")
-    }
-
-
 def save_bundle(model: LlamaForCausalLM, tokenizer: Path, folder: Path) -> int:
     """Write the target folder: config, int8 weights, generation config, tokenizer.
 

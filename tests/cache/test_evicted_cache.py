@@ -7,7 +7,6 @@ from longtrain.cache.base import Causal, PrefixOnly, Tree
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.decoding.evict import Keep
-from longtrain.decoding.select import keep_all
 from longtrain.errors import ConfigError
 from tests.kernels import plain_attention as reference
 
@@ -121,13 +120,21 @@ def test_chains_and_trees_after_eviction(counts):
     step(store, model, Causal(), 2, causal(2), arange(2), torch.tensor([0, 2, 1]), seed=5)
 
 
+def every_row(lengths):
+    """What evicts nothing."""
+    n_B, slot_K = torch.tensor(lengths), torch.arange(max(lengths))
+    idx_BK = torch.where(slot_K < n_B[:, None], slot_K, 0)
+    shape = (LAYERS, len(lengths), G)
+    return Keep(idx_BK[:, None].expand(*shape, -1), n_B[:, None].expand(shape))
+
+
 @pytest.mark.parametrize("counts", ["even", "ragged"])
 def test_evicting_nothing_is_the_dense_cache(counts):
     cache, _ = full()
-    keep = keep_all(LAYERS, G, LENGTHS, "cpu")
+    keep = every_row(LENGTHS)
     if counts == "even":  # one length, so that the rows share a buffer with the tail
         cache.rewind((5, 5, 5))
-        keep = keep_all(LAYERS, G, (5, 5, 5), "cpu")
+        keep = every_row((5, 5, 5))
     lengths = tuple(cache.len_B.tolist())
     store = compact(cache, keep, lengths, room=8)
     assert (store.prefixes is None) == (counts == "even")

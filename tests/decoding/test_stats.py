@@ -31,14 +31,13 @@ def test_figures_of_hand_made_cycles():
     out = run([3, 1, 2, 3], 9, TREE)
     assert out.tokens[0] == list(range(9)) and out.finish == ["length"]
     assert [c.emitted for c in out.cycles[0]] == [3, 1, 2, 2]
-    stats = Stats(rows=out.cycles, output_tokens=[9], repeated_tokens=[3], decode_s=2.0, prefill_s=1.0)
+    stats = Stats(rows=out.cycles, output_tokens=[9], decode_s=2.0, prefill_s=1.0)
     assert stats.tau == (3 + 1 + 2 + 3) / 4  # the cut cycle counts whole
     assert stats.acceptance_rate == 5 / 8 and stats.node_rate == 5 / 24
     assert stats.by_depth() == [(3, 4), (2, 3)]
     assert stats.by_position([0, 4, 6, 100])[:2] == [(0, 4, 3.0, 1), (4, 6, 1.5, 2)]
     assert (stats.cut, stats.ended, stats.decode_tokens) == (1, 0, 8)
     assert stats.tokens_per_s == 4.0 and stats.end_to_end_tokens_per_s == 3.0
-    assert stats.repeated_share == 1 / 3
     both = stats + stats
     assert both.tau == stats.tau and both.decode_tokens == 16 and both.tokens_per_s == 4.0
 

@@ -188,7 +188,7 @@ def test_training_may_start_from_an_artifact(compose, tmp_path):
         ("optim.lr=fast", "optim.lr=fast; allowed: a number"),
         ("optim.betas=[0.9]", r"optim.betas=\[0.9\]; allowed: a list of 2"),
         ("optim.betas=[0.9,1.0]", r"optim.betas=\[0.9, 1.0\]; allowed: two numbers"),
-        ("trainer.max_steps=many", "trainer.max_steps=many; allowed: a whole number, 1 or more or null"),
+        ("trainer.max_steps=many", "trainer.max_steps=many; allowed: a whole number, 1 or more, or null"),
         ("trainer.log_every=null", "trainer.log_every=null; allowed: a whole number"),
         ("trainer.rows_per_step=4", "rows_per_step=4 .*accumulate_grad_batches=2 .*are both set"),
         ("optim.schedule=cosin", r"optim.schedule=cosin; allowed: cosine, linear, constant"),

@@ -1,6 +1,7 @@
 """Runs the machine text of kernels on a CPU, so that interpreted kernels need no other path.
 
-Tensors are flat, [4 k, threads, 4 c], and hold register 4 k + c of a thread, as `hier_fragments_triton` says.
+Tensors are flat, [4 k, threads, 4 c], and hold register 4 k + c of a thread, as
+`kernels.hierarchical.fragments_kernel` says.
 """
 
 import re

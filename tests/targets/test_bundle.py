@@ -11,13 +11,22 @@ from longtrain.errors import ArtifactError, ConfigError
 from longtrain.targets.bundle import (
     LlamaShape,
     build_llama,
-    expand_rows,
     packed_hidden,
     quantise_rows,
     save_bundle,
 )
 from longtrain.targets.loading import load_target
 from longtrain.targets.tokenizer import train_tokenizer
+
+
+def expanded_rows(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of int8 rows times their scales, bf16."""
+    return {
+        name: (row.float() * packed.get(f"{name}.scale", torch.ones(1))).to(torch.bfloat16)
+        for name, row in packed.items()
+        if not name.endswith(".scale")
+    }
+
 
 SHAPE = LlamaShape(280, 48, 2, 4, 2, 16, 64, max_positions=256)
 
@@ -49,7 +58,7 @@ def test_int8_rows_are_within_half_a_step() -> None:
         [[1.0], [10], [0.1], [1], [0]]
     )
     packed = quantise_rows({"w": weight, "norm": torch.ones(3)})
-    expanded = expand_rows(packed)
+    expanded = expanded_rows(packed)
     assert packed["w"].dtype == torch.int8 and expanded["norm"].dtype == torch.bfloat16
     step = weight.abs().amax(1, keepdim=True) / 127
     rounding = weight.abs().amax(1, keepdim=True) * 2**-8
@@ -64,7 +73,7 @@ def test_the_folder_loads_as_the_expanded_weights(tmp_path: Path) -> None:
     size = save_bundle(model, tmp_path / "tok", tmp_path / "tiny")
     assert size == sum(file.stat().st_size for file in (tmp_path / "tiny").iterdir())
     target = load_target(tmp_path / "tiny", dtype="float32")
-    expanded = expand_rows(quantise_rows(model.state_dict()))
+    expanded = expanded_rows(quantise_rows(model.state_dict()))
     for name, value in target.model.named_parameters():
         assert value.equal(expanded[name].float()), name
     assert target.info.eos_ids == (3,) and target.info.max_positions == 256

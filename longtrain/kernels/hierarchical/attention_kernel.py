@@ -8,7 +8,7 @@ numbers unpacked of a byte's two halves, s and z a key channel's step and zero, 
     out_md = (sum_c (p_mc s_c) u_cd + sum_c p_mc (z_c + offset s_c)) / sum_c p_mc
 
 Before its blocks go by, a program writes beta of all of them, and finds the power of two that keeps p s in
-the range of fp16. Rows m and the partial results are as in `tree_attention_triton`; the first split has the
+the range of fp16. Rows m and the partial results are as in `tree_attention.kernel`; the first split has the
 ring. A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal
 range, but exact, and tensor cores take it at full speed. PORTABLE makes n of it (for the interpreter).
 """

@@ -1,6 +1,6 @@
 """Triton kernel of hierarchical attention for up to 16 packed rows and heads of 128: warps on their own.
 
-The formulas are those of `hier_attention_triton`. There a program's warps share every product; here a warp
+The formulas are those of `attention_kernel`. There a program's warps share every product; here a warp
 takes half a block (64 tokens) from loading it to its weighted values, and warps meet once, at the end. For
 that tensors are laid out by hand. A tensor of 16 registers a thread is flat, [4 k, W warps, 8 g, 4 t, 4 c]:
 register r = 4 k + c of the thread with lane 4 g + t; warp 2 p + h has half h of the p-th of the program's
@@ -13,8 +13,8 @@ blocks of a round. Those of a thread are
     sums      of the dimensions 64 (k mod 2) + 16 (k / 2) + g + 8 (c / 2), and those + 32, row 2 t + c mod 2
 
 so that a thread's loads are of 16 bytes, scores come out where the weights go in, and nothing moves between
-threads but a row's maximum (four threads) and how much its sums shrink (`hier_fragments_ptx`). Packed rows
-are numbered as in `tree_attention_triton`; two TILES of 8 share what is loaded. Nothing of a row's result
+threads but a row's maximum (four threads) and how much its sums shrink (`fragments_ptx`). Packed rows
+are numbered as in `tree_attention.kernel`; two TILES of 8 share what is loaded. Nothing of a row's result
 depends on other rows, nor on TILES.
 """
 

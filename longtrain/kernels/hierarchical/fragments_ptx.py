@@ -1,8 +1,8 @@
-"""Machine text of `hier_fragments_triton`: products of unpacked codes on tensor cores, a warp at a time.
+"""Machine text of `fragments_kernel`: products of unpacked codes on tensor cores, a warp at a time.
 
 A thread's registers hold parts of the operands of m16n8k16 products: with g = lane / 4 and t = lane mod 4,
 columns (codes as the right operand) or rows (codes as the left) are g, and the summed index runs over the
-16 codes of a word of each of the four t. Which register has what is said in `hier_fragments_triton`.
+16 codes of a word of each of the four t. Which register has what is said in `fragments_kernel`.
 A code n that is masked out of a word and left as it is, is the fp16 number n 2^-24: below the normal range,
 but exact, and tensor cores take it at full speed.
 """

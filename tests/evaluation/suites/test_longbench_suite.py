@@ -179,7 +179,7 @@ def test_a_missing_field_is_named_with_its_line(tiny, settings_of, tmp_path) -> 
         ({"tasks": ["qaspr"]}, r"suite.tasks=\['qaspr'\]; allowed: each once of narrativeqa"),
         ({"tasks": ["lcc", "lcc"]}, "each once of narrativeqa"),
         ({"tasks": "lcc"}, "suite.tasks=lcc; allowed: each once of"),
-        ({"limit": 0}, "suite.limit=0; allowed: a whole number, 1 or more or null"),
+        ({"limit": 0}, "suite.limit=0; allowed: a whole number, 1 or more, or null"),
         ({"max_prompt_tokens": 16384}, r"suite.max_prompt_tokens=16384; allowed: up to \d+"),
         ({"data": None}, "suite.data=null"),
         ({"data": "no/where/at/all"}, "LongBench data at no/where/at/all"),
