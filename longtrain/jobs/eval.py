@@ -1,23 +1,19 @@
-"""`longtrain eval`: a suite with its systems, alone or in parts, then results, tables and pages.
-
-`python -m longtrain.jobs.eval SETTINGS PART` runs one part; `eval_parts` starts such processes.
-"""
+"""`longtrain eval`: a suite with its systems, alone or in parts, then results, tables and pages."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from longtrain import files as files_
 from longtrain import provenance, tables
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.jobs import eval_compare, eval_parts
 from longtrain.jobs.setup import load_target_from, plain, sampling_from, shape_from, systems_of
 from longtrain.log import get_logger
@@ -78,7 +74,7 @@ def run(cfg: DictConfig) -> None:
     check(cfg)
     shards, shard = parts_of(cfg)
     if shard is None and shards > 1:
-        eval_parts.run_all(cfg, shards, folder_of(cfg) / "ledger")
+        eval_parts.run_all(work_part, cfg, shards, folder_of(cfg) / "ledger")
         shard = MERGE
     session = session_of(cfg)
     if isinstance(shard, str):
@@ -96,6 +92,19 @@ def run(cfg: DictConfig) -> None:
             finish(cfg, session)
 
 
+def work_part(cfg: DictConfig, number: int, tell: eval_parts.Tell, asked_to_stop: Callable[[], bool]) -> None:
+    """Run one part in a process of its own; whoever started it is told of progress."""
+    session, shards = session_of(cfg), int(cfg.shards)
+    total, before = session.counts(shard=number, shards=shards)
+    tell({"total": total, "before": before})
+    session.work(
+        shard=number,
+        shards=shards,
+        advance=lambda what, done: tell({"what": what, "done": done}),
+        stopping=asked_to_stop,
+    )
+
+
 def check(cfg: DictConfig) -> None:
     """Refuse what would fail at the very end.
 
@@ -107,9 +116,7 @@ def check(cfg: DictConfig) -> None:
 
     if cfg.suite.name not in SUITES:
         raise ConfigError(f"eval has no suite '{cfg.suite.name}'; known: {', '.join(sorted(SUITES))}")
-    if cfg.report not in (None, "html"):
-        raise wrong("report", cfg.report, "html, or null (Markdown and JSON alone)")
-    if cfg.report == "html":
+    if eval_compare.wants_page(cfg):
         check_plotly()
 
 
@@ -293,7 +300,7 @@ def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[
     files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results, timings)}
     if speed := speed_table(outcome.results, timings):
         files["speed.md"] = speed.encode()
-    if cfg.report == "html":
+    if eval_compare.wants_page(cfg):
         files["report.html"] = page(outcome.results, outcome.examples, timings=timings)
     return files
 
@@ -306,33 +313,3 @@ def show(outcome: Outcome, folder: Path, names: Sequence[str]) -> None:
     tables.show(header, rows, title=outcome.results["title"])
     tables.say(*(f"note: {note}" for note in outcome.results["notes"]))
     tables.say(*(f"{name}: {folder / name}" for name in names))
-
-
-def main(words: Sequence[str]) -> int:
-    """Run one part: the settings' file and the part's number."""
-    settings, number = Path(words[0]), int(words[1])
-    cfg = OmegaConf.load(settings)
-    assert isinstance(cfg, DictConfig)
-    try:
-        with eval_parts.stopping() as asked:
-            session = session_of(cfg)
-            total, before = session.counts(shard=number, shards=int(cfg.shards))
-            eval_parts.tell(total=total, before=before)
-            session.work(
-                shard=number,
-                shards=int(cfg.shards),
-                advance=lambda what, done: eval_parts.tell(what=what, done=done),
-                stopping=asked,
-            )
-    except LongtrainError as error:
-        eval_parts.tell(error=str(error))
-        log.error("%s", error)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    sys.exit(main(sys.argv[1:]))

@@ -28,12 +28,12 @@ def run(cfg: DictConfig) -> None:
     from longtrain.evaluation.reporting.comparisons import compare_summary, compare_table
     from longtrain.evaluation.reporting.page import compare_page
 
-    folders = folders_of(cfg)
+    folders, page = folders_of(cfg), wants_page(cfg)
     resamples = convert(plain(cfg.suite).get("bootstrap", RESAMPLES), Count, "suite.bootstrap")
     first, second = compare.load(folders)
     found = compare.compare(first, second, Bootstrap(convert(cfg.seed, int, "seed"), resamples))
     files = {"compare.json": files_.as_json(found), "compare.md": compare_table(found).encode()}
-    if cfg.report == "html":
+    if page:
         files["compare.html"] = compare_page(found)
     folder = Path(cfg.run_dir) / "compare" / folder_name(first.label, second.label)
     files_.write_files(folder, files)
@@ -44,6 +44,17 @@ def run(cfg: DictConfig) -> None:
         *(f"note: {note}" for note in found["notes"]),
         *(f"{name}: {folder / name}" for name in files),
     )
+
+
+def wants_page(cfg: DictConfig) -> bool:
+    """Whether a page is written beside Markdown and JSON: `report=html`.
+
+    Raises:
+        ConfigError: another kind of report.
+    """
+    if cfg.report not in (None, "html"):
+        raise wrong("report", cfg.report, "html, or null (Markdown and JSON alone)")
+    return bool(cfg.report)
 
 
 def folder_name(first: str, second: str) -> str:
@@ -64,8 +75,6 @@ def folders_of(cfg: DictConfig) -> list[Path]:
             f"compare={given} names {len(asked)} of them; allowed: two, as compare=[RUN_A,RUN_B], each a "
             "run's name or its folder"
         )
-    if cfg.report not in (None, "html"):
-        raise wrong("report", cfg.report, "html, or null (Markdown and JSON alone)")
     found = []
     for name in asked:
         places = [Path(name), Path(cfg.home) / "runs" / name]

@@ -1,18 +1,16 @@
-"""Parts of an evaluation, each in a process of its own (and on a GPU of its own) on this machine.
-
-A part is `python -m longtrain.jobs.eval SETTINGS PART`; it tells its progress as JSON lines on stdout.
-"""
+"""Parts of an evaluation, each in a process of its own (and on a GPU of its own) on this machine."""
 
 from __future__ import annotations
 
-import json
+import logging
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,134 +23,133 @@ from longtrain.progress import Progress
 
 log = get_logger(__name__)
 
+Tell = Callable[[Mapping[str, Any]], None]
+"""Says to the process that started a part what it has to do (`total`, `before`), or did (`what`, `done`)."""
+Work = Callable[[DictConfig, int, Tell, Callable[[], bool]], None]
+"""Does a part: (configuration, its number, what it tells, whether it is to leave)."""
 
-def run_all(cfg: DictConfig, shards: int, folder: Path) -> None:
+
+def run_all(work: Work, cfg: DictConfig, shards: int, folder: Path) -> None:
     """Start every part here and wait until all are done.
 
     If one fails the others finish the examples at hand and leave too; the same happens at SIGTERM and Ctrl-C.
 
     Args:
+        work: what each part does; a function that another process can import.
         cfg: the resolved configuration.
         shards: how many parts there are.
-        folder: for the settings that the parts read and for their logs.
+        folder: for the logs of the parts.
 
     Raises:
         LongtrainError: a part failed, or was stopped; what is done is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings = folder / ".settings.yaml"
-    OmegaConf.save(OmegaConf.create(plain(cfg)), settings)
     log.info("parts=%d logs=%s", shards, folder / "part-*.log")
     with Progress(0, 0) as bar, stopping() as asked:
-        parts = [_Process(settings, folder, number, shards, bar, device_of(cfg)) for number in range(shards)]
-        told = False
+        parts = [_Part(work, cfg, number, shards, folder) for number in range(shards)]
         try:
-            while any(part.running for part in parts):
-                stop = asked() or any(part.failed for part in parts)
-                if stop and not told:
-                    told = True
-                    for part in parts:
-                        part.stop()
-                for part in parts:
-                    part.wait(0.2)
+            while running := {part.told: part for part in parts if part.running}:
+                if asked() or any(part.failed for part in parts):
+                    _stop(parts)
+                for told in wait(list(running), timeout=0.2):
+                    running[told].listen(bar)  # type: ignore[index]
         except BaseException:
+            _stop(parts)
             for part in parts:
-                part.stop()
-            for part in parts:
-                part.wait(None)
+                part.process.join()
             raise
-    settings.unlink(missing_ok=True)
-    failed = [part for part in parts if part.failed]
     # the first failure that is not just the answer to being stopped
-    failed.sort(key=lambda part: part.asked)
+    failed = sorted((part for part in parts if part.failed), key=lambda part: part.asked)
     if failed:
         raise LongtrainError(f"part {failed[0].number} of {shards} failed: {failed[0].why()}")
 
 
-class _Process:
-    """One part in its process."""
+class _Part:
+    """One part in its process, which tells its progress through a pipe."""
 
-    lock = threading.Lock()
-
-    def __init__(
-        self, settings: Path, folder: Path, number: int, shards: int, bar: Progress, device: str
-    ) -> None:
-        self.number, self.bar, self.asked = number, bar, False
-        self.error = ""
+    def __init__(self, work: Work, cfg: DictConfig, number: int, shards: int, folder: Path) -> None:
+        self.number, self.running, self.asked, self.error = number, True, False, ""
         self.log = folder / f"part-{number}.log"
-        words = [sys.executable, "-m", "longtrain.jobs.eval", str(settings), str(number)]
-        with self.log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                words,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                stdin=subprocess.DEVNULL,
-                env=environment(number, shards, device),
-                start_new_session=True,  # Ctrl-C comes here alone, and parts are then stopped in good order
-            )
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether the process has not ended yet."""
-        return self.process.poll() is None
+        fresh = multiprocessing.get_context("spawn")
+        self.told, tell = fresh.Pipe(duplex=False)
+        self.process = fresh.Process(target=_begin, args=(work, plain(cfg), number, tell, self.log))
+        with environment(number, shards, device_of(cfg)):
+            self.process.start()
+        tell.close()  # so that the pipe ends with the process
 
     @property
     def failed(self) -> bool:
         """Whether it ended with an error."""
-        return self.process.poll() not in (None, 0)
+        return not self.running and self.process.exitcode != 0
 
     def stop(self) -> None:
         """Ask it to finish the examples at hand and leave."""
-        if self.running:
+        if self.running and not self.asked:
             self.asked = True
             self.process.terminate()
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Wait until it ends, or for so many seconds."""
+    def listen(self, bar: Progress) -> None:
+        """Take what it tells next, or that it is over."""
         try:
-            self.process.wait(timeout_s)
-            self.reader.join()
-        except subprocess.TimeoutExpired:
-            pass
+            told = self.told.recv()
+        except EOFError:
+            self.process.join()
+            self.running = False
+            return
+        if "total" in told:
+            bar.add(told["total"], told["before"])
+        elif "what" in told:
+            bar.advance(told["what"], told["done"])
+        else:
+            self.error = told["error"]
 
     def why(self) -> str:
         """Its error, or how it ended and the last line of its log."""
         if self.error:
             return self.error
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        code = self.process.returncode
+        code = self.process.exitcode or 0
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"{ended}; {lines[-1] if lines else 'it said nothing'} ({self.log})"
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue  # some library's own output
-            with self.lock:
-                if "total" in told:
-                    self.bar.add(told["total"], told["before"])
-                elif "what" in told:
-                    self.bar.advance(told["what"], told["done"])
-                elif "error" in told:
-                    self.error = told["error"]
+
+def _begin(work: Work, values: Mapping[str, Any], number: int, told: Connection, path: Path) -> None:
+    """What the process of a part does: its output goes into its log, an error is told."""
+    os.setsid()  # Ctrl-C comes to the first process alone, and parts are then stopped in good order
+    with path.open("wb") as stream:
+        for place in (1, 2):
+            os.dup2(stream.fileno(), place)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    cfg = OmegaConf.create(dict(values))
+    try:
+        with stopping() as asked:
+            work(cfg, number, told.send, asked)
+    except LongtrainError as error:
+        told.send({"error": str(error)})
+        log.error("%s", error)
+        sys.exit(1)
 
 
-def environment(number: int, shards: int, device: str) -> dict[str, str]:
-    """A part's environment: one of the GPUs that are visible here, in turn, or its share of the cores."""
-    values = dict(os.environ)
+def _stop(parts: list[_Part]) -> None:
+    for part in parts:
+        part.stop()
+
+
+@contextmanager
+def environment(number: int, shards: int, device: str) -> Iterator[None]:
+    """Inside, a process starts with one of the visible GPUs, in turn, or with its share of the cores."""
+    before = dict(os.environ)
     if device.startswith("cuda"):
-        gpus = visible_gpus()
-        if gpus:
-            values["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        if gpus := visible_gpus():
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        values.setdefault("OMP_NUM_THREADS", str(max(1, cores // shards)))
-    return values
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // shards)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def visible_gpus() -> list[str]:
@@ -182,9 +179,3 @@ def stopping() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(came)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def tell(**values: Any) -> None:
-    """Say something to the process that started this part."""
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()

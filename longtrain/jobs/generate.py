@@ -92,9 +92,10 @@ def _entry(cfg: DictConfig) -> Entry:
     """
     from longtrain import methods
     from longtrain.methods import policies
-    from longtrain.systems.system import BUDGET_KEYS, Entry, Named
+    from longtrain.systems.system import BUDGET_KEYS, parse
 
-    names, method, policy = artifact_names(cfg), None, None
+    names = artifact_names(cfg)
+    typed: dict[str, Any] = {"artifact": names}
     if cfg.method is not None:
         spec = methods.get(str(cfg.method.name))
         if spec.attach is None and not names:
@@ -105,17 +106,17 @@ def _entry(cfg: DictConfig) -> Entry:
                 "method out"
             )
         if spec.objective is None and spec.attach is not None:
-            method = Named(
-                spec.name, {key: value for key, value in plain(cfg.method).items() if key != "name"}
-            )
+            typed["method"] = plain(cfg.method)
     options = {key: value for key, value in plain(cfg.evict).items() if key not in BUDGET_KEYS}
     name, adaptive = options.pop("policy"), _adaptive(cfg)
     if adaptive is False:
         options.pop("adaptive", None)
     if name is not None:
         policies.policy_class(str(name))
-        policy = Named(str(name), options, f"evict={name}")
-    return Entry(tuple(names), policy, method, options={} if adaptive is False else {"adaptive": adaptive})
+        typed["policy"] = {"name": name, "label": f"evict={name}", **options}
+    if adaptive is not False:
+        typed["adaptive"] = adaptive
+    return parse(typed)
 
 
 def _adaptive(cfg: DictConfig) -> Any:

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from longtrain import provenance
 from longtrain.data.config import DataConfig
 from longtrain.data.rows.prepare import LABEL, READ, prepare, samples
 from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
-from longtrain.jobs.setup import load_target_from, target_overrides
+from longtrain.jobs.setup import load_target_from, plain, target_overrides
 from longtrain.targets.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def run(cfg: DictConfig) -> None:
         tokenizer, context_tokens = read_tokenizer(_target_path(cfg), **target_overrides(cfg))
         folder = ensure_prepared(cfg, tokenizer, context_tokens=context_tokens)
     facts = {"folder": str(folder), "sha256": Prepared.open(folder).manifest["sha256"]}
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    provenance.write(Path(cfg.run_dir) / "prepare", plain, data=facts)
+    provenance.write(Path(cfg.run_dir) / "prepare", plain(cfg), data=facts)
     show(folder, tokenizer, count=int(cfg.get("show") or 0), seed=int(cfg.seed))
 
 
@@ -87,10 +86,10 @@ def data_config(cfg: DictConfig) -> DataConfig:
     Raises:
         ConfigError: no data is chosen, or a key or value of it is wrong.
     """
-    values = OmegaConf.to_container(cfg.data, resolve=True) if cfg.get("data") else None
+    values = plain(cfg.get("data"))
     if not isinstance(values, Mapping):
         raise ConfigError("no data is chosen (data=null); pass data=NAME, e.g. data=text data.text=PATH")
-    return DataConfig.parse({str(key): value for key, value in values.items()})
+    return DataConfig.parse(values)
 
 
 def show(folder: Path, tokenizer: Any, *, count: int, seed: int) -> None:
