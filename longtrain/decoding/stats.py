@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +125,6 @@ class Stats:
                 counts[level][0] += hit
                 counts[level][1] += 1
         return [(accepted, tried) for accepted, tried in counts]
-
-    def by_position(self, edges: Sequence[int]) -> list[tuple[int, int, float, int]]:
-        """Acceptance length by place in the generated text.
-
-        Args:
-            edges: ascending bounds in generated tokens; a cycle belongs where its first token lies.
-
-        Returns:
-            (from, below, tau, cycles) of each interval; tau is nan where there is no cycle.
-        """
-        table = []
-        for low, high in pairwise(edges):
-            inside = [cycle for cycle in self.cycles() if low <= cycle.position < high]
-            table.append((low, high, tau(inside), len(inside)))
-        return table
 
     @property
     def cut(self) -> int:

@@ -35,7 +35,6 @@ def test_figures_of_hand_made_cycles():
     assert stats.tau == (3 + 1 + 2 + 3) / 4  # the cut cycle counts whole
     assert stats.acceptance_rate == 5 / 8 and stats.node_rate == 5 / 24
     assert stats.by_depth() == [(3, 4), (2, 3)]
-    assert stats.by_position([0, 4, 6, 100])[:2] == [(0, 4, 3.0, 1), (4, 6, 1.5, 2)]
     assert (stats.cut, stats.ended, stats.decode_tokens) == (1, 0, 8)
     assert stats.tokens_per_s == 4.0 and stats.end_to_end_tokens_per_s == 3.0
     both = stats + stats

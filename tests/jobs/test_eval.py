@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from omegaconf import OmegaConf
@@ -74,47 +73,6 @@ def test_acceptance_leaves_results_tables_pictures_and_provenance(run, tmp_path,
     assert timings["speed"][0]["figures"]["draft"]["ratio"] > 0
     assert "τ, not repetitive" in (tmp_path / FOLDER / "table.md").read_text()
     assert (tmp_path / FOLDER / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_results_do_not_change_on_a_rerun(run, tmp_path):
-    path = tmp_path / FOLDER / "results.json"
-    run("suite.speed_prompts=0")
-    before = path.read_bytes()
-    run("suite.speed_prompts=0")
-    assert path.read_bytes() == before
-
-
-def test_a_run_that_was_cut_off_goes_on(run, tmp_path, monkeypatch):
-    from longtrain.evaluation.harness.answers import Answerer
-
-    run("suite.speed_prompts=0")
-    before = (tmp_path / FOLDER / "results.json").read_bytes()
-    ledger = next((tmp_path / FOLDER).glob("ledger/draft-*.jsonl"))
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    ledger.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # killed while the last unit was written
-    decoded = []
-    generated = Answerer.generated
-
-    def counted(self, system, task, unit):
-        decoded.append((system.name, task.name, len(unit.examples)))
-        return generated(self, system, task, unit)
-
-    monkeypatch.setattr(Answerer, "generated", counted)
-    run("suite.speed_prompts=0")
-    assert (tmp_path / FOLDER / "results.json").read_bytes() == before and decoded == [("draft", "128", 4)]
-    with pytest.raises(ConfigError, match="name=OTHER"):
-        run("suite.speed_prompts=0", "suite.max_new_tokens=10")
-
-
-def test_parts_give_what_one_run_gives(run, tmp_path):
-    path = tmp_path / FOLDER / "results.json"
-    run("suite.speed_prompts=0", "suite.batch=2")
-    before = path.read_bytes()
-    shutil.rmtree(path.parent)
-    run("suite.speed_prompts=0", "suite.batch=2", "shards=2", "shard=1")
-    assert not path.exists()
-    run("suite.speed_prompts=0", "suite.batch=2", "shards=2", "shard=0")
-    assert path.read_bytes() == before
 
 
 def test_without_plain_decoding_only_drafts_run(run, results):

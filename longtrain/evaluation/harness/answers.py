@@ -15,6 +15,7 @@ from longtrain.decoding.engine import Engine, Generation
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.sampling import Sampling
+from longtrain.decoding.stats import Stats
 from longtrain.errors import DataError
 from longtrain.evaluation.harness.plan import Place, Unit
 from longtrain.evaluation.harness.protocol import prompt_room
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
+TIMES = ("prefill_s", "decode_s", "target_forwards", "cache_bytes", "draft_bytes")
+"""What the engine's figures say of a unit, all turns and samples together."""
 
 
 @runtime_checkable
@@ -183,8 +186,7 @@ class Answerer:
         tokenizer, examples = self.target.require_tokenizer(), unit.examples
         room = prompt_room(task, self.target)
         found = [_Answers() for _ in examples]
-        times: Json = {"prefill_s": 0.0, "decode_s": 0.0, "output_tokens": 0}
-        times |= {"target_forwards": 0, "cache_bytes": 0, "draft_bytes": 0}
+        total = Stats()
         first: list[Encoded] = []
         ranks: list[dict[str, float]] = []
         for sample in range(task.samples):
@@ -198,7 +200,8 @@ class Answerer:
                     for one, answers in zip(examples, found, strict=True)
                 ]
                 made = self._decode(system, task, unit, prompts, sample=sample)
-                self._take(task, made, prompts, found, times)
+                self._take(task, made, prompts, found)
+                total += made.stats
                 if not first:
                     first, ranks = prompts, self._ranks(system, task, examples, prompts)
             for example, answers in zip(examples, found, strict=True):
@@ -222,6 +225,7 @@ class Answerer:
             )
             for i, one in enumerate(examples)
         ]
+        times = {name: getattr(total, name) for name in TIMES} | {"output_tokens": sum(total.output_tokens)}
         return records, times
 
     def failed(self, system: System, task: Task | Measured, example: Example) -> Record:
@@ -240,9 +244,8 @@ class Answerer:
         made: Generation,
         prompts: Sequence[Encoded],
         found: Sequence[_Answers],
-        times: Json,
     ) -> None:
-        """Add one turn of every example, and what it took."""
+        """Add one turn of every example."""
         tokenizer, stats, count = self.target.require_tokenizer(), made.stats, len(prompts)
         sizes = (stats.cache_bytes, stats.cache_bytes_full, stats.draft_bytes)
         held, full, draft = (_split(size, count) for size in sizes)
@@ -263,12 +266,6 @@ class Answerer:
             found[i].samples[-1].append(turn)
             found[i].cut |= prompts[i].cut
             found[i].cycles.append(tuple(stats.rows[i]))
-        times["prefill_s"] += stats.prefill_s
-        times["decode_s"] += stats.decode_s
-        times["output_tokens"] += sum(stats.output_tokens)
-        times["target_forwards"] += stats.target_forwards
-        for name in ("cache_bytes", "draft_bytes"):
-            times[name] = max(times[name], getattr(stats, name))
 
     def _decode(
         self, system: System, task: Task, unit: Unit, prompts: Sequence[Encoded], *, sample: int
