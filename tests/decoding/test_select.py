@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longtrain.decoding.evict import Budget
-from longtrain.decoding.select import keep_all, max_pool, reduce_heads, top, top_adaptive
+from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
 from longtrain.errors import ConfigError
 
 LENGTHS = (11, 4, 7)
@@ -173,12 +173,6 @@ def test_a_share_is_rounded_down_as_it_is_written():
             assert Budget(ratio=1 - (100 - percent) / 100).of(length) == percent * length // 100
     assert Budget(ratio=0.29).of(100) == 29 and Budget(ratio=0.2999).of(100) == 29
     assert Budget(ratio=0.001).of(5) == 1
-
-
-def test_keep_all():
-    assert kept(keep_all(2, 1, (3, 1), "cpu")) == {
-        (0, 0, 0): [0, 1, 2], (0, 1, 0): [0], (1, 0, 0): [0, 1, 2], (1, 1, 0): [0],
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
