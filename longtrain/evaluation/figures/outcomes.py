@@ -34,17 +34,15 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
             had other prompts.
     """
     prompts: dict[tuple[str, str], Record] = {}
-    places = {task.name: {e.id: i for i, e in enumerate(task.examples())} for task in suite.tasks}
-    sorted_: dict[str, dict[str, dict[int, Record]]] = {
-        system.name: {name: {} for name in places} for system in systems
+    ids = {task.name: dict.fromkeys(one.id for one in task.examples()) for task in suite.tasks}
+    found: dict[str, dict[str, dict[str, Record]]] = {
+        system.name: {name: {} for name in ids} for system in systems
     }
     for record in records:
         where = f"record of system {record.system}, task {record.task}, example {record.example}"
-        place = places.get(record.task, {}).get(record.example)
-        if record.system not in sorted_ or place is None:
+        if record.system not in found or record.example not in ids.get(record.task, ()):
             raise DataError(f"{where}: this run has no such thing; remove its ledgers, or pass name=OTHER")
-        cell = sorted_[record.system][record.task]
-        if cell.setdefault(place, record) is not record:
+        if found[record.system][record.task].setdefault(record.example, record) is not record:
             raise DataError(f"{where} is there twice; remove the run's ledgers and run again")
         first = prompts.setdefault((record.task, record.example), record)
         if first.prompt_sha256 != record.prompt_sha256:
@@ -53,8 +51,10 @@ def by_example(suite: Suite, systems: Sequence[System], records: Iterable[Record
                 f"{first.prompt_sha256}); remove the run's ledgers and run again"
             )
     return {
-        system: {name: [cell[place] for place in sorted(cell)] for name, cell in tasks.items() if cell}
-        for system, tasks in sorted_.items()
+        system: {
+            name: [cell[id_] for id_ in ids[name] if id_ in cell] for name, cell in tasks.items() if cell
+        }
+        for system, tasks in found.items()
     }
 
 

@@ -287,7 +287,7 @@ class _Figures:
 
     def _beside_full(self, strata: Sequence[Sequence[Record]]) -> list[list[Pair]] | None:
         """Numbers beside the full cache's, by task; None for itself, and where it did not run."""
-        system = next((record.system for some in strata for record in some), None)
+        system = next((record.system for some in strata for record in some), "")
         if self.full in (None, system):
             return None
         assert self.full is not None

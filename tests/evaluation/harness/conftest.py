@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.sampling import Sampling
@@ -15,24 +14,18 @@ from longtrain.evaluation.harness.session import Session
 from longtrain.systems import Builder
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
+from tests.jobs.byte_tokens import byte_tokenizer
 
 from .toys import suite
-
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<bot>{% endif %}"
 
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**SHAPES["llama_micro"], "vocab_size": 256, "eos_token_id": 7})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

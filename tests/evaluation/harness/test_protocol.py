@@ -13,8 +13,8 @@ from longtrain.evaluation.harness.protocol import prompt_room, protocol_of
 from longtrain.evaluation.prompts import encode_chat, render_chat
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
+from tests.jobs.byte_tokens import CHAT
 
-from .conftest import CHAT
 from .toys import suite, task
 
 
