@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, LongtrainError
+from longtrain.evaluation.harness.recorded import FILE
 from longtrain.evaluation.longbench import SPECS
 from longtrain.evaluation.ruler import DATASETS
 from longtrain.evaluation.suites import SUITES
-from longtrain.jobs import eval as eval_job
 from longtrain.jobs import eval as evaluation
 from longtrain.jobs import eval_parts, setup
 from longtrain.progress import Progress
@@ -30,6 +32,8 @@ UNITS = 2 * len(TASKS) * ROWS // 2
 """Of both systems together, two examples each."""
 WHOLE: list[bytes] = []
 RESULT = ("results.json", "examples.jsonl", "table.md")
+SHIPPED = json.loads((asset_dir("recipes") / "results" / FILE).read_text())["baselines"]
+"""Full-cache scores that ship: they are held against runs of today's code, so its protocol must be theirs."""
 
 
 @pytest.fixture
@@ -278,7 +282,7 @@ def test_every_key_of_a_harness_suite_is_read(composed):
     folder = Path(inspect.getfile(suites)).parent
     shared = "".join(path.read_text() for path in folder.glob("*.py"))
     judges = "".join(path.read_text() for path in folder.parent.glob("judge/*.py"))
-    job = Path(inspect.getfile(eval_job)).read_text() + Path(inspect.getfile(setup)).read_text()
+    job = Path(inspect.getfile(evaluation)).read_text() + Path(inspect.getfile(setup)).read_text()
     conf = Path(__file__).parent.parent.parent / "conf" / "suite"
     seen = set()
     for path in conf.glob("*.yaml"):
@@ -290,6 +294,15 @@ def test_every_key_of_a_harness_suite_is_read(composed):
                 named = re.search(rf'"{key}"|\b{key}: |suite\.{key}\b', shared + judges + job)
                 assert named or key in DATASETS, (path.name, key)
     assert seen == set(SUITES), f"suites without a file in conf/suite: {set(SUITES) - seen}"
+
+
+@pytest.mark.parametrize("entry", SHIPPED, ids=lambda entry: entry["suite"])
+def test_the_command_of_a_shipped_score_has_its_protocol(composed, entry):
+    words = shlex.split(entry["source"])[2:]
+    (name,) = (word.removeprefix("target=") for word in words if word.startswith("target="))
+    session = evaluation.session_of(composed("eval", *words, f"target.path={name}"))
+    assert session.protocol.settings == entry["protocol"]
+    assert session.baseline is not None and session.baseline["score"] == entry["score"]
 
 
 def test_progress_counts_what_was_done_before(caplog, monkeypatch):
