@@ -100,6 +100,8 @@ class PackingStage:
         steps: optimizer steps.
         fraction: share of the run's total steps.
         epochs: passes over the data; the last, incomplete optimizer step is left out.
+        recut: cut long documents at other places in each epoch; false: always at the same, so that stored
+            features of their pieces serve every epoch.
     """
 
     row_tokens: Count
@@ -107,6 +109,7 @@ class PackingStage:
     steps: Count | None = None
     fraction: Positive | None = None
     epochs: Positive | None = None
+    recut: bool = True
 
     @classmethod
     def parse(cls, values: Any) -> PackingStage:

@@ -131,8 +131,8 @@ class StoredTarget:
         """The row's features as they are stored; what is not there yet is computed and added."""
         spans = [(a, b) for a, b in pairwise(bounds) if b > a]
         host_T, kept = ids_T.cpu(), self._kept(bounds)
-        kind = "row" if self._batch is not None else "probe"
-        keys = {span: key_of(host_T[slice(*span)], f"{kind} {asked}") for span in spans if span in kept}
+        kind, make = ("row", row_key) if self._batch is not None else ("probe", _probe_key)
+        keys = {span: make(host_T[slice(*span)], asked) for span in spans if span in kept}
         missing = [span for span, key in keys.items() if key not in self.features]
         if missing and self.features.many:
             self.features.look()
@@ -198,6 +198,20 @@ class StoredTarget:
             f"features in {self.features.folder} lack {what} ({asked}); fill them with the same settings and "
             "features=fill (documents that data.stages cut must be cut alike: recut: false)"
         )
+
+
+def row_key(ids_T: Tensor, asked: str) -> str:
+    """The key of a document in a batch.
+
+    Args:
+        ids_T: its token ids, on the host.
+        asked: what is asked of the target (`in_words`).
+    """
+    return key_of(ids_T, f"row {asked}")
+
+
+def _probe_key(ids_T: Tensor, asked: str) -> str:
+    return key_of(ids_T, f"probe {asked}")
 
 
 def in_words(want: Want) -> str:

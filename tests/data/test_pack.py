@@ -151,3 +151,14 @@ def test_a_hundred_thousand_pieces_plan_in_seconds(make_prepared):
     begin = time.perf_counter()
     plan = plan_run(data, [PackingStage(1000, 50, epochs=5)], rows_per_step=8, seed=0)
     assert plan.fill > 0.99 and time.perf_counter() - begin < 10
+
+
+@pytest.mark.parametrize("recut", [True, False])
+def test_epochs_cut_long_documents_anew_unless_told_otherwise(make_prepared, recut):
+    data = make_prepared([500, 40, 333])
+    stage = PackingStage(128, 100, epochs=3, recut=recut)
+    plan = plan_run(data, [stage], rows_per_step=1, seed=3)
+    pieces = set(zip(plan.pieces.start.tolist(), plan.pieces.length.tolist(), strict=True))
+    first = plan_run(data, [PackingStage(128, 100, epochs=1)], rows_per_step=1, seed=3).pieces
+    once = set(zip(first.start.tolist(), first.length.tolist(), strict=True))
+    assert once <= pieces and (pieces == once) != recut

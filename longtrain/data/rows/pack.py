@@ -225,7 +225,7 @@ class _Packer:
         weight = self.weight * share
         passes = np.floor(weight).astype(np.int64) + (rng.random(len(weight)) < weight % 1)
         docs = np.repeat(self.docs, passes)
-        phase = rng.integers(0, self.stage.doc_tokens, len(docs)) * (epoch > 0)
+        phase = rng.integers(0, self.stage.doc_tokens, len(docs)) * (epoch > 0 and self.stage.recut)
         pieces = self._cut(docs, phase)
         pieces = pieces.take(rng.permutation(len(pieces.start)))
         carried = np.zeros(0, np.int64)
