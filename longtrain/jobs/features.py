@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, DataError
 from longtrain.features.settings import FeatureSettings
 from longtrain.jobs.setup import load_target_from, plain, target_overrides
 from longtrain.log import get_logger
@@ -132,6 +132,50 @@ def stored(
     shards = FeatureFiles(folder, rank=rank, shard_bytes=settings.shard_mib * MIB)
     if fill:
         shards.claim()
-        mine.write(folder)
+        if rank == 0:
+            mine.write(folder)
     log.info("features=%s documents=%d %s folder=%s", settings.mode, len(shards), form, folder)
     return Stored(StoredTarget(target, shards, form, compute=fill), shards)
+
+
+def check_stored(kept: Stored, data: Any, *, steps: int, validates: bool) -> None:
+    """Refuse a run of `features=offline` that would meet documents which are not stored, before it begins.
+
+    Args:
+        kept: the run's features.
+        data: its data module.
+        steps: its optimizer steps.
+        validates: whether it reads held-out rows too.
+
+    Raises:
+        DataError: some are missing; the message says how many, and names the first.
+    """
+    from longtrain.data.rows.module import DataModule
+
+    if kept.shards is None or kept.target.compute or not isinstance(data, DataModule):
+        return
+    wants = kept.shards.wants("row")
+    if len(wants) != 1:
+        return  # the first row says what is wrong
+    import numpy as np
+    import torch
+
+    from longtrain.features.target import row_key
+
+    plan = data.plan
+    spans = [plan.pieces.take(np.arange(plan.row_ptr[steps * plan.rows_per_step]))]
+    if validates and (rows := data.val_dataloader()):
+        spans.append(rows.dataset.plan.pieces)  # type: ignore[union-attr]
+    pieces = {(a, n): doc for one in spans for a, n, doc in zip(one.start, one.length, one.doc, strict=True)}
+    (asked,) = wants
+    missing = []
+    for (start, length), doc in pieces.items():
+        ids_T = torch.from_numpy(data.data.ids[start : start + length].astype(np.int64))
+        if row_key(ids_T, asked) not in kept.shards:
+            missing.append(f"of document {data.data.names[doc]} ({length} tokens)")
+    if missing:
+        raise DataError(
+            f"features in {kept.shards.folder} lack {len(missing)} of {len(pieces)} pieces of documents, the "
+            f"first {missing[0]}; fill them with the same settings and features=fill (and recut: false in "
+            "data.stages, so that each epoch cuts documents alike)"
+        )

@@ -82,6 +82,9 @@ def run(cfg: DictConfig) -> None:
     if trainer.is_global_zero and resume == "never":
         training.clean(folder)
 
+    steps = _max_steps(settings.max_steps, data.n_steps)
+    features.check_stored(kept, data, steps=steps, validates=settings.val_every > 0)
+
     def begin() -> None:
         provenance.write(folder, plain(cfg), data=facts["data"], target=facts["target"], init=facts["init"])
         _tell_loggers(trainer, plain(cfg))
@@ -94,7 +97,7 @@ def run(cfg: DictConfig) -> None:
             optim=optim,
             loop=settings,
             folder=folder,
-            max_steps=_max_steps(settings.max_steps, data.n_steps),
+            max_steps=steps,
             facts=checkpoint.flat(facts),
             begin=begin,
             resume=resume,

@@ -126,7 +126,9 @@ def test_what_cannot_be_is_refused_in_a_line(run, overrides, kind, message):
 
 def test_features_of_other_data_or_rows_are_refused(run, text):
     run("filled", "features=fill", "trainer.max_steps=1", "trainer.val_every=0")
-    with pytest.raises(DataError, match=r"lack document .*features=fill"):
+    with pytest.raises(
+        DataError, match=r"lack \d+ of \d+ pieces .* of document \w+ \(\d+ tokens\).*features=fill"
+    ):
         run("longer", "features=offline")
     with pytest.raises(
         ConfigError, match=r"form=bf16 features.top_k=0, and this run asks for features.form=int8"
