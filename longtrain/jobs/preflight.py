@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from longtrain import files, provenance
+from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
 from longtrain.jobs.preflight_ranks import GO, STOP, Meeting, Rank, start_others
@@ -41,7 +41,6 @@ def run(cfg: DictConfig) -> None:
     """
     seconds = convert(cfg.timeout_s, Positive, "timeout_s")
     rank, others = _ranks(cfg)
-    _check_settings(cfg, rank)
     meeting = Meeting(rank, seconds)
     if rank.number:
         meeting.obey("mark")
@@ -102,7 +101,9 @@ def _ranks(cfg: DictConfig) -> tuple[Rank, list[Any]]:
     """This process among the ranks, and the processes started here because nobody else started them."""
     rank, wanted = Rank.here(), _per_node(cfg) * int(cfg.trainer.num_nodes)
     launched = "WORLD_SIZE" in os.environ or "SLURM_PROCID" in os.environ
-    if launched or wanted == 1 or int(cfg.trainer.num_nodes) > 1:
+    starts = not launched and wanted > 1 and int(cfg.trainer.num_nodes) == 1
+    _check_settings(cfg, wanted if starts else rank.world)
+    if not starts:
         return rank, []
     others, rank = start_others(wanted)
     return rank, others
@@ -120,22 +121,25 @@ def _per_node(cfg: DictConfig) -> int:
     return convert(devices, int, "trainer.devices")
 
 
-def _check_settings(cfg: DictConfig, rank: Rank) -> None:
-    """The number of ranks, and what must divide by it.
+def _check_settings(cfg: DictConfig, world: int) -> None:
+    """Method, target, the number of ranks, and what must divide by it.
 
     Raises:
-        ConfigError: another number was started than the settings say, or rows of a step do not divide.
+        ConfigError: one is not chosen, another number of ranks was started than the settings say, or rows of
+            a step do not divide.
     """
+    if cfg.method is None or (not cfg.target.path and methods.get(str(cfg.method.name)).export is None):
+        raise ConfigError("preflight needs a method and a target; pass the words of train: +recipe=NAME")
     per_node, nodes = _per_node(cfg), int(cfg.trainer.num_nodes)
-    if per_node * nodes != rank.world:
+    if per_node * nodes != world:
         raise ConfigError(
             f"trainer.devices={plain(cfg.trainer.devices)} and trainer.num_nodes={nodes} make "
-            f"{per_node * nodes} ranks, and {rank.world} were started; pass trainer.devices=(those of a "
+            f"{per_node * nodes} ranks, and {world} were started; pass trainer.devices=(those of a "
             "node) and trainer.num_nodes=(nodes), or start as many"
         )
     rows = convert(plain(cfg.trainer.rows_per_step), Count | None, "trainer.rows_per_step")
-    if rows is not None and rows % rank.world:
-        allowed = f"a multiple of {rank.world}, the number of ranks (devices x num_nodes)"
+    if rows is not None and rows % world:
+        allowed = f"a multiple of {world}, the number of ranks (devices x num_nodes)"
         raise wrong("trainer.rows_per_step", rows, allowed)
     if "deepspeed" in str(plain(cfg.trainer.strategy)).lower() and find_spec("deepspeed") is None:
         raise ConfigError(
@@ -183,7 +187,6 @@ def _files_here(cfg: DictConfig) -> str:
         ArtifactError: a file of the target is missing.
         DataError: the data are not prepared, or damaged.
     """
-    from longtrain import methods
     from longtrain.data.rows.prepare import tokenizer_hash
     from longtrain.data.rows.prepared import Prepared
     from longtrain.jobs.prepare import data_config

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from longtrain import methods
+from longtrain.costs.disk import GENERATIONS, checkpoint_bytes
 from longtrain.costs.hardware import GIB
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import STATE_BYTES, target_parameters
@@ -23,11 +24,6 @@ from longtrain.jobs.plan import ITEMSIZE, target_shape
 from longtrain.jobs.preflight_ranks import Rank
 from longtrain.jobs.setup import plain
 from longtrain.settings import read as typed
-
-CHECKPOINT_BYTES = 4 + 8
-"""A trained weight in a checkpoint: itself and two Adam moments, fp32."""
-CHECKPOINTS = 3
-"""Last, previous, and the one that is being written."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def needs_of(cfg: DictConfig, rank: Rank) -> Needs:
     return Needs(
         gpu=rank_bytes if on_gpu else 0,
         host=0 if on_gpu else rank_bytes * rank.per_node,
-        disk=CHECKPOINTS * CHECKPOINT_BYTES * trained,
+        disk=GENERATIONS * checkpoint_bytes(trained),
         advice=f"{advice}; nvidia-smi shows who else uses it",
     )
 

@@ -221,6 +221,7 @@ class Meeting:
             rank=self.rank.number,
             world_size=self.rank.world,
             timeout=timedelta(seconds=max(1.0, self.left)),
+            device_id=device if device.type == "cuda" else None,
         )
         numbers = torch.empty(mebibytes * MIB // 4, device=device)
         best = float("inf")

@@ -11,15 +11,23 @@ from omegaconf import DictConfig
 
 from longtrain import provenance
 from longtrain.data.config import DataConfig
-from longtrain.data.rows.prepare import LABEL, READ, prepare, samples
+from longtrain.data.rows.prepare import LABEL, READ, answer_part, prepare, samples
 from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import load_target_from, plain, target_overrides
+from longtrain.log import get_logger
+from longtrain.settings import Count, convert, wrong
 from longtrain.targets.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
-    from longtrain.data.chat.prompts import Generate
+    from longtrain.data.chat.prompts import Generate, Part
     from longtrain.targets.model import Target
+
+log = get_logger(__name__)
+
+NO_TOKENIZER = (
+    "text cannot be prepared without a tokenizer; use a target folder that has one (tokenizer.json)"
+)
 
 
 def run(cfg: DictConfig) -> None:
@@ -29,10 +37,18 @@ def run(cfg: DictConfig) -> None:
         ConfigError: no data or target is chosen.
         DataError: a source, row or mask is wrong, or the disk is full.
     """
-    config = data_config(cfg)
+    config, part = data_config(cfg), _part(cfg)
+    if part is not None and not config.asks_target:
+        raise ConfigError(
+            f"shards={part[1]} splits the answers that the target writes (data.answers=target), and data "
+            f"'{config.name}' has none; leave shards and shard out"
+        )
     if config.asks_target:
         target = load_target_from(cfg)
         tokenizer = target.tokenizer
+        if part is not None and (missing := _write_part(cfg, config, target, part)):
+            log.info("part=%d of %d done; other parts lack answers=%d", *part, missing)
+            return
         folder = ensure_prepared(cfg, tokenizer, context_tokens=target.info.max_positions, target=target)
     else:
         tokenizer, context_tokens = read_tokenizer(_target_path(cfg), **target_overrides(cfg))
@@ -59,15 +75,11 @@ def ensure_prepared(
     """
     config = data_config(cfg)
     if tokenizer is None:
-        raise ConfigError(
-            "text cannot be prepared without a tokenizer; use a target folder that has one (tokenizer.json)"
-        )
-    from longtrain.decoding.sampling import Sampling
-
+        raise ConfigError(NO_TOKENIZER)
     author = None
     generate = None
     if config.asks_target and target is not None:
-        author = {"target": target.info.name, "weights": target.info.weights_hash, **asdict(Sampling())}
+        author = _author(target)
         generate = _writer(config, target)
     return prepare(
         config,
@@ -103,6 +115,43 @@ def show(folder: Path, tokenizer: Any, *, count: int, seed: int) -> None:
     for sample in samples(Prepared.open(folder), tokenizer, count, seed=seed):
         console.rule()
         console.print(sample)
+
+
+def _part(cfg: DictConfig) -> Part | None:
+    """Which part of the answers `shard` and `shards` ask for; None: all of them.
+
+    Raises:
+        ConfigError: a part that there is not.
+    """
+    shards, shard = convert(cfg.shards, Count, "shards"), convert(cfg.shard, int | None, "shard")
+    if shard is None:
+        return None
+    if not 0 <= shard < shards:
+        raise wrong("shard", f"{shard} shards={shards}", f"0 to {shards - 1}, or null (all)")
+    return shard, shards
+
+
+def _write_part(cfg: DictConfig, config: DataConfig, target: Target, part: Part) -> int:
+    """Write one part of the answers; how many of the others' are missing."""
+    if target.tokenizer is None:
+        raise ConfigError(NO_TOKENIZER)
+    return answer_part(
+        config,
+        target.tokenizer,
+        part,
+        home=Path(cfg.home),
+        generate=_writer(config, target),
+        author=_author(target),
+        context_tokens=target.info.max_positions,
+        progress=not bool(cfg.get("quiet")),
+    )
+
+
+def _author(target: Target) -> dict[str, Any]:
+    """What the target's answers depend on besides the prompt."""
+    from longtrain.decoding.sampling import Sampling
+
+    return {"target": target.info.name, "weights": target.info.weights_hash, **asdict(Sampling())}
 
 
 def _target_path(cfg: DictConfig) -> str:

@@ -9,6 +9,7 @@
 # each time only if this session saved something new. A job that gains nothing ends with its error, so that none runs in circles.
 # A node that is lost with all that is on it needs no script: Slurm itself requeues the job (--requeue).
 
+LEAVE_SIGNAL=${LEAVE_SIGNAL:-USR1} # what asks the step to save and to leave
 LAST_SECONDS=20 # before the time limit: by then the job is requeued even if the step did not end
 
 session=${SLURM_RESTART_COUNT:-0}
@@ -18,13 +19,14 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) # below the ports that systems give to outgoing connections
 export MASTER_ADDR MASTER_PORT
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # since Slurm 22.05 srun does not ask sbatch's option for it
+trap : USR1 # until a step runs that can save
 
 note() {
   echo "$(date '+%F %T') $*"
 }
 
 step() { # step NAME COMMAND...: on every node and rank; the first process that fails ends all; rank 0 is heard in the job's log too
-  heard="$logs/$1-$session.$MASTER_ADDR-0.log"
+  heard="$logs/$1-$session.${MASTER_ADDR%%.*}-0.log"
   note "$1 session=$session nodes=$SLURM_JOB_NODELIST logs=$logs/$1-$session.NODE-RANK.log"
   : >"$heard"
   srun --kill-on-bad-exit=1 --distribution=block --open-mode=append --output="$logs/$1-$session.%N-%t.log" "${@:2}" &
@@ -34,13 +36,13 @@ step() { # step NAME COMMAND...: on every node and rank; the first process that 
 }
 
 ended() { # wait for the step; leaves its exit code in `code`
-  code=0
-  while kill -0 "$running" 2>/dev/null; do
+  while
     wait "$running" && code=0 || code=$? # a trapped signal ends this wait early
-  done
+    kill -0 "$running" 2>/dev/null
+  do :; done
   wait "$hearing" || true
   if ((code)) && ! grep -q 'longtrain: error' "$heard"; then # rank 0 had nothing to say
-    grep -h 'longtrain: error' "${heard%"$MASTER_ADDR"-0.log}"*.log | sort | uniq | head -n 3 || true
+    grep -h 'longtrain: error' "${heard%."${MASTER_ADDR%%.*}"-0.log}".*.log | sort | uniq | head -n 3 || true
   fi
   if [[ -n ${timer:-} ]]; then
     kill "$timer" 2>/dev/null || true
@@ -53,7 +55,7 @@ leave() { # the time is nearly up: the step saves at the end of its optimizer st
   end=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null || echo 0)
   left=$((end - $(date +%s) - LAST_SECONDS))
   note "time limit: the step is asked to save and to leave"
-  kill -USR1 "$running" 2>/dev/null || true # srun hands it on to every rank
+  scancel --signal="$LEAVE_SIGNAL" "$SLURM_JOB_ID" || true # every rank of the step gets it, this script does not
   if ((end > 0)); then
     (sleep "$((left > 0 ? left : 0))" && kill -KILL "$running") 2>/dev/null &
     timer=$!
@@ -77,7 +79,7 @@ resumable() { # resumable PATH... -- NAME COMMAND...: a step that saves below th
   trap leave USR1
   step "$@"
   ended
-  trap '' USR1
+  trap : USR1
   if ((leaving)); then
     why="time limit"
   elif [[ $(scontrol show job "$SLURM_JOB_ID") =~ PreemptTime=[0-9] ]]; then
@@ -107,4 +109,32 @@ requeue() { # requeue WHY
     exit 1
   }
   sleep 600 # until Slurm ends this script
+}
+
+array_part() { # array_part KEY=VALUE...: in `part` the words that an array's task adds: it is the part of its number
+  local word shards=""
+  # shellcheck disable=SC2034 # the scripts use it
+  part=()
+  if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    return
+  fi
+  for word in "$@"; do
+    if [[ $word == shards=* ]]; then
+      shards=${word#shards=}
+    fi
+  done
+  if [[ ! $shards =~ ^[1-9][0-9]*$ ]]; then
+    echo "an array does parts: say how many there are in all, e.g. --array=0-7 and shards=8" >&2
+    exit 2
+  fi
+  if [[ ${SLURM_ARRAY_TASK_STEP:-1} != 1 ]]; then
+    echo "--array with a step of $SLURM_ARRAY_TASK_STEP leaves parts out; pass --array=0-$((shards - 1))" >&2
+    exit 2
+  fi
+  if ((SLURM_ARRAY_TASK_ID >= shards)); then
+    echo "part $SLURM_ARRAY_TASK_ID of shards=$shards; parts are 0 to $((shards - 1)): pass --array=0-$((shards - 1))" >&2
+    exit 2
+  fi
+  # shellcheck disable=SC2034
+  part=("shard=$SLURM_ARRAY_TASK_ID")
 }

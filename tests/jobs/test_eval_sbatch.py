@@ -15,15 +15,24 @@ RECIPE = ["quickstart", "suite=longbench"]
 @pytest.fixture
 def started(tmp_path):
     """`started(*words, **environment)`: the words that srun would get."""
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    srun.chmod(0o755)
+    steps = asset_dir("recipes") / "slurm" / "steps.sh"
+    programs = {
+        "srun": f'while [[ $1 == --* ]]; do shift; done; printf "%s\\n" "$@" >{tmp_path}/started',
+        "scontrol": "echo node1",
+        "python": f"if [[ $1 == -c ]]; then echo {steps}; else echo {tmp_path}/run; fi",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "test", "SLURM_JOB_NODELIST": "node1"}
 
     def run(*words: str, **environment: str) -> list[str]:
         script = asset_dir("recipes") / "slurm" / "eval.sbatch"
-        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment}
-        found = subprocess.run(["bash", script, *words], capture_output=True, text=True, check=True, env=env)
-        return found.stdout.splitlines()
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **job, **environment}
+        subprocess.run(
+            ["bash", script, *words], capture_output=True, text=True, check=True, env=env, cwd=tmp_path
+        )
+        return (tmp_path / "started").read_text().splitlines()
 
     return run
 

@@ -48,6 +48,27 @@ def test_the_target_answers_questions_and_goes_on_with_novels(monkeypatch, tmp_p
     assert again.folder.joinpath("manifest.json").stat().st_mtime_ns == before
 
 
+def test_parts_write_the_answers_that_one_process_writes(monkeypatch, tmp_path, capsys):
+    whole = prepared(monkeypatch, tmp_path / "whole")
+    words = ["longtrain", "prepare", *SMALL, f"home={tmp_path / 'parts'}", "shards=2"]
+    monkeypatch.setattr("sys.argv", [*words, "shard=1"])
+    cli.main()
+    assert not list((tmp_path / "parts" / "data").glob("*/manifest.json"))
+    parts = prepared(monkeypatch, tmp_path / "parts", "shards=2", "shard=0")
+    assert parts.manifest["sha256"] == whole.manifest["sha256"] and len(whole.names) > 9
+    lines = [file.read_text().splitlines() for file in (tmp_path / "parts").rglob("*.answers.*.jsonl")]
+    assert len(lines) == 2 and all(lines) and sum(map(len, lines)) == 13
+    for wrong, message in (("shard=2", "shard=2 shards=2; allowed: 0 to 1"), ("shard=x", "allowed: a whole")):
+        monkeypatch.setattr("sys.argv", [*words, wrong])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*words, "shard=0", "data.answers=source"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "shards=2 splits the answers that the target writes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("question", ["prompt", "response"])
 def test_gold_answers_with_the_question_in_or_out_of_the_prompt(monkeypatch, tmp_path, question):
     from transformers import AutoTokenizer

@@ -174,9 +174,11 @@ def slurm(slurm_daemons: Cluster, tmp_path: Path, root: Path) -> Iterator[Cluste
     }
     cluster = Cluster(slurm_daemons.folder, slurm_daemons.nodes, env, tmp_path)
     yield cluster
-    for job in cluster.call("squeue", "--noheader", "--format=%A").split():
-        cluster.call("scancel", "--full", "--signal=KILL", job)
-        cluster.call("scancel", job)
+    if jobs := cluster.call("squeue", "--noheader", "--format=%A").split():
+        cluster.call("scancel", *jobs)
+    end = time.monotonic() + 60  # what is left of a job outlives the daemons
+    while cluster.call("squeue", "--noheader", "--format=%A") and time.monotonic() < end:
+        time.sleep(0.5)
 
 
 def _ports(count: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +27,25 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def data(slurm_daemons: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data of the recipe, prepared once."""
+    from longtrain.cli import main
+
+    home = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "sys.argv", ["longtrain", "prepare", "+recipe=longspec_tiny", f"home={home}", "quiet=true"]
+        )
+        main()
+    return home / "data"
+
+
 @pytest.fixture
-def job(slurm: Any, request: pytest.FixtureRequest) -> Any:
+def job(slurm: Any, data: Path, request: pytest.FixtureRequest) -> Any:
     """`job(steps, *words)`: a job of the training script, from a folder of its own."""
     script = str(asset_dir("recipes") / "slurm" / "train.sbatch")
+    shutil.copytree(data, slurm.work / "data")
 
     def submit(steps: int, *words: str, options: tuple[str, ...] = ("--time=10",)) -> str:
         return slurm.submit(*options, *SIZE, script, *SMALL, f"trainer.max_steps={steps}", *words)
@@ -68,7 +84,10 @@ def test_a_whole_run_over_two_nodes(slurm: Any, job: Callable[..., str]) -> None
     assert steps_of(slurm) == [1, 2, 3, 4, 5, 6]
     logs = slurm.work / f"longtrain-train-{number}"
     host = slurm.nodes[0]  # both nodes are on this machine, whose name srun gives their files
-    assert {file.name for file in logs.glob("train-*.log")} == {f"train-0.{host}-{n}.log" for n in (0, 1)}
+    assert {file.name for file in logs.iterdir()} == {
+        f"{step}-0.{host}-{rank}.log" for step in ("preflight", "train") for rank in (0, 1)
+    }
+    assert "preflight ok: ranks=2 nodes=2 all_reduce=gloo" in log_of(slurm, number)
     assert "step=6/6" in log_of(slurm, number) and "train done" in log_of(slurm, number)
 
 
@@ -89,8 +108,10 @@ def test_a_killed_node_is_no_end(slurm: Any, job: Callable[..., str]) -> None:
 def test_the_time_limit_is_no_end(slurm: Any, job: Callable[..., str]) -> None:
     """The limit is lowered when training has begun, since a start takes as long as it takes."""
     number = job(400, options=("--time=30", "--signal=B:USR1@60"))
-    slurm.wait(lambda: "step=5/400" in log_of(slurm, number), number)
-    slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=2")
+    slurm.wait(lambda: " step=1/400" in log_of(slurm, number), number)
+    hours, minutes, _ = slurm.about(number)["RunTime"].split(":")
+    limit = 60 * int(hours) + int(minutes) + 2  # one to two minutes from now
+    slurm.call("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
     slurm.wait(lambda: "requeued: time limit" in log_of(slurm, number), number)
     slurm.call("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     slurm.wait(lambda: "resumed step=" in log_of(slurm, number), number)
@@ -108,7 +129,7 @@ def processes(job: str, node: str) -> list[int]:
             told = set((place / "environ").read_bytes().split(b"\0"))
         except OSError:
             continue
-        mine = {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode(), b"SLURM_STEP_ID=0"}
-        if mine <= told and b"longtrain" in words:
+        mine = {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode(), b"SLURM_LOCALID=0"}
+        if mine <= told and b"train" in words:
             found.append(int(place.name))
     return found

@@ -5,6 +5,7 @@ Shapes: T tokens of one prompt or document.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -117,26 +118,40 @@ def check_room(config: DataConfig, limit: int | None) -> None:
         )
 
 
+Part = tuple[int, int]
+"""Which part, from 0, of how many: processes that share the writing of answers by their keys."""
+
+
 class Answers:
     """A file of answers, one JSON line each: `{"key": ..., "ids": [...]}`.
 
-    A line is on the disk before the next batch is begun, so a run that was stopped goes on where it was.
+    A line is on the disk before the next batch is begun, so a run that was stopped goes on where it was. The
+    files that parts have written beside it are read too.
 
     Args:
         path: the file; created when the first answer is written.
         settings: what an answer depends on besides its prompt (writer, sampling, length); part of each key.
+        part: write the answers of this part alone, into a file of its own beside `path`.
 
     Raises:
         ConfigError: another run writes the file.
         DataError: a line is damaged.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Path, settings: dict[str, Any], *, part: Part | None = None) -> None:
+        self.path = path if part is None else path.with_suffix(f".{part[0]}-of-{part[1]}{path.suffix}")
+        self.part = part
+        self.elsewhere: set[str] = set()
+        """Keys that were asked for and are another part's, not written yet."""
         self._salt = json.dumps(settings, sort_keys=True).encode()
         self.done: dict[str, list[int]] = {}
-        self._journal = Journal(path) if path.exists() else None
-        for number, line in enumerate(whole_lines(path) if self._journal else (), 1):
+        self._journal = Journal(self.path) if self.path.exists() else None
+        parts = path.parent.glob(f"{glob.escape(path.stem)}.*-of-*{path.suffix}")
+        for file in sorted({path, *parts}):
+            self._read(file)
+
+    def _read(self, path: Path) -> None:
+        for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
             try:
                 row = json.loads(line)
                 self.done[row["key"]] = [int(token) for token in row["ids"]]
@@ -144,6 +159,10 @@ class Answers:
                 raise DataError(
                     f"{path}:{number} is damaged ({error}); delete that line and run again"
                 ) from error
+
+    def mine(self, key: str) -> bool:
+        """Whether this process is to write the answer of that key."""
+        return self.part is None or int(key[:8], 16) % self.part[1] == self.part[0]
 
     def key(self, prompt: Sequence[int]) -> str:
         """The name of a prompt's answer: a hash of prompt and settings."""
@@ -167,8 +186,10 @@ def respond(
     batch_tokens: int | None = None,
     answer_tokens: int = 0,
     bar: bool = True,
-) -> Iterator[list[int]]:
+) -> Iterator[list[int] | None]:
     """The target's answer to each prompt, in order; only those not yet in `answers` are generated.
+
+    None stands for an answer that is another part's, and not written yet.
 
     Args:
         prompts: token ids.
@@ -184,7 +205,9 @@ def respond(
         DataError: `generate` gave another number of answers.
     """
     missing = {answers.key(prompt): prompt for prompt in prompts}
-    todo = sorted((prompt for key, prompt in missing.items() if key not in answers.done), key=len)[::-1]
+    absent = {key: prompt for key, prompt in missing.items() if key not in answers.done}
+    answers.elsewhere |= {key for key in absent if not answers.mine(key)}
+    todo = sorted((prompt for key, prompt in absent.items() if answers.mine(key)), key=len)[::-1]
     groups = list(_groups(todo, batch, batch_tokens, answer_tokens))
     for group in follow(groups, "answers", total=len(groups), unit="batches", bar=bar):
         responses = generate(group)
@@ -194,7 +217,7 @@ def respond(
             )
         answers.add(group, responses)
     for prompt in prompts:
-        yield answers.done[answers.key(prompt)]
+        yield answers.done.get(answers.key(prompt))
 
 
 def _groups(

@@ -6,7 +6,7 @@ Shapes: T tokens of one document.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -99,6 +99,19 @@ class Tokenise:
             writer.val[self.nearest_val[1]] = True
         if all(writer.val):
             raise DataError(f"data '{self.config.name}' has no document to train on; {self.summary()}")
+
+    def answer(self, sources: list[tuple[SourceConfig, Inputs]]) -> None:
+        """Have the target write the answers that are missing; where `answers` is of a part, that part's."""
+        self.texts = {}
+        check_room(self.config, self.limit)
+        for index, (source, found) in enumerate(sources):
+            if source.reader != "synthetic":
+                for batch in _batches(self._follow(documents(source, found), source)):
+                    deque(self._tokens(batch, index, source), maxlen=0)
+        for source, _ in sources:
+            if source.reader == "synthetic":
+                for items in _groups(self._follow(self._synthetic(source), source), BATCH_DOCUMENTS):
+                    deque(self._with_answers(items, source), maxlen=0)
 
     def summary(self) -> str:
         """What was read and left out, in words."""
@@ -200,8 +213,9 @@ class Tokenise:
     def _with_answers(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
         """Prompts with their responses, recorded or written now; the rest as it is."""
         prompts = [item for item in items if isinstance(item, PromptDocument)]
-        written: Iterator[list[int]] = iter(())
-        if prompts and self.config.written_by_target(source):
+        asks = self.config.written_by_target(source)
+        written: Iterator[list[int] | None] = iter(())
+        if prompts and asks:
             if self.generate is None:
                 raise DataError(
                     "data.answers=target needs the target to write answers; run: longtrain prepare"
@@ -219,7 +233,10 @@ class Tokenise:
             if not isinstance(item, PromptDocument):
                 yield item
                 continue
-            answer_T = np.asarray(next(written, item.answer_T), np.int64)
+            answer = next(written) if asks else item.answer_T
+            if answer is None:
+                continue  # another part writes it
+            answer_T = np.asarray(answer, np.int64)
             if not self.tokenizer.decode(answer_T.tolist(), skip_special_tokens=True).strip():
                 self.counts["empty"] += 1
                 continue

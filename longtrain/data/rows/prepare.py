@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from longtrain.data.chat.prompts import Answers, Generate
+from longtrain.data.chat.prompts import Answers, Generate, Part
 from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.sources import Inputs, digest, inputs
@@ -57,22 +57,17 @@ def prepare(
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
     with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         old = read_manifest(folder) or {}
-        sources = [source for source in config.sources if source.where or not source.optional]
-        if not sources:
-            raise ConfigError(f"no source of data '{config.name}' has a path; pass e.g. data.text=PATH")
+        sources = _chosen(config)
         known = {
             json.dumps(item["source"], sort_keys=True): item["inputs"] for item in old.get("sources", ())
         }
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
-        limit = config.max_doc_tokens or context_tokens
-        if config.long_documents == "split" and not config.asks_target and not config.prompt_tokens:
-            limit = None
+        limit = _limit(config, context_tokens)
         fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
         if old.get("fingerprint") == fingerprint:
             log.info("data=%s is current, nothing to do", folder)
             return folder
-        settings = {**(author or {}), "answer_tokens": config.answer_tokens}
-        answers = Answers(folder.with_name(f"{folder.name}.answers.jsonl"), settings)
+        answers = Answers(*_written(folder, config, author))
         job = Tokenise(config, tokenizer, limit, generate, answers, bar=progress)
         with replaced_folder(folder) as temporary:
             writer = PreparedWriter(temporary, max(len(tokenizer), 1))
@@ -95,6 +90,69 @@ def prepare(
             "data=%s documents=%d tokens=%d %s", folder, len(writer.starts), writer.ids.length, job.summary()
         )
         return folder
+
+
+def answer_part(
+    config: DataConfig,
+    tokenizer: Any,
+    part: Part,
+    *,
+    home: Path,
+    generate: Generate,
+    author: dict[str, Any],
+    context_tokens: int | None = None,
+    progress: bool = True,
+) -> int:
+    """Write one part of the answers that `prepare` would have the target write; parts may run at once.
+
+    Args:
+        config: the mixture, with `answers: target`.
+        tokenizer: as for `prepare`.
+        part: which one of how many.
+        home: as for `prepare`.
+        generate: writes answers.
+        author: what written answers depend on besides the prompt.
+        context_tokens: the target's context.
+        progress: show a bar on a terminal.
+
+    Returns:
+        How many answers of other parts are missing still; `prepare` writes the data when none is.
+
+    Raises:
+        ConfigError: another process writes this part.
+        DataError: as for `prepare`.
+    """
+    folder = home / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
+    path, settings = _written(folder, config, author)
+    answers = Answers(path, settings, part=part)
+    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers, bar=progress)
+    job.answer([(source, inputs(source)) for source in _chosen(config)])
+    return len(answers.elsewhere - set(Answers(path, settings).done))
+
+
+def _written(folder: Path, config: DataConfig, author: dict[str, Any] | None) -> tuple[Path, dict[str, Any]]:
+    """The file of the target's answers beside a prepared folder, and what they depend on."""
+    settings = {**(author or {}), "answer_tokens": config.answer_tokens}
+    return folder.with_name(f"{folder.name}.answers.jsonl"), settings
+
+
+def _limit(config: DataConfig, context_tokens: int | None) -> int | None:
+    """Most tokens of a document; None where longer ones are split."""
+    if config.long_documents == "split" and not config.asks_target and not config.prompt_tokens:
+        return None
+    return config.max_doc_tokens or context_tokens
+
+
+def _chosen(config: DataConfig) -> list[SourceConfig]:
+    """The sources that have a path.
+
+    Raises:
+        ConfigError: none has one.
+    """
+    sources = [source for source in config.sources if source.where or not source.optional]
+    if not sources:
+        raise ConfigError(f"no source of data '{config.name}' has a path; pass e.g. data.text=PATH")
+    return sources
 
 
 def samples(data: Prepared, tokenizer: Any, count: int, *, seed: int = 0) -> Iterator[Any]:
