@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from longtrain.errors import ConfigError, DataError
@@ -67,18 +67,20 @@ class Summary:
     """A benchmark's own figures of one system.
 
     Args:
-        title: what the result may be called; a subset is no benchmark score and says so.
-        notes: every departure from the whole benchmark.
+        title: what the result may be called; empty: what the suite says (`Suite.summary`).
+        notes: what is to be said beside the figures, every departure from the whole benchmark first.
         tasks: task -> its figure, rounded as the benchmark rounds; tasks without one are missing.
         average: the benchmark's own average; None where there is none.
         extra: further JSON values for the result.
+        departures: those that only the records tell; with any the result is a variant.
     """
 
-    title: str
+    title: str = ""
     notes: tuple[str, ...] = ()
     tasks: Mapping[str, float] = field(default_factory=dict)
     average: float | None = None
     extra: Json = field(default_factory=dict)
+    departures: tuple[str, ...] = ()
 
 
 ByTask = Mapping[str, Sequence[Record]]
@@ -122,7 +124,11 @@ class Suite:
         name: of the suite.
         tasks: at least one, names differ.
         scale: of the figures.
-        summarise: the benchmark's own figures; None: `mean_summary` with the suite's name.
+        summarise: the benchmark's own figures.
+        title: what a result without departures is called; empty: the name.
+        departures: what makes a result a variant of the benchmark; see `evaluation/published.py`.
+        notes: what is to be said of every result, and leaves the title as it is.
+        cuts: whether the benchmark itself cuts prompts that are too long; else a cut prompt is a departure.
         marker: marks what was generated; None where tasks score themselves.
         needs: roles that a system may bring: an evictor, a draft, or both.
         settings: further JSON values of the suite to be hashed.
@@ -137,7 +143,11 @@ class Suite:
     name: str
     tasks: tuple[Task | Measured, ...]
     scale: Scale = Scale()
-    summarise: Callable[[ByTask], Summary] | None = None
+    summarise: Callable[[ByTask], Summary] = lambda records: mean_summary(records)
+    title: str = ""
+    departures: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    cuts: bool = False
     marker: Marker | None = None
     needs: frozenset[str] = frozenset({EVICTOR, DRAFT})
     settings: Json = field(default_factory=dict)
@@ -160,21 +170,37 @@ class Suite:
                 raise DataError(f"task {task.name} of suite {self.name} has two examples named {twice!r}")
 
     def summary(self, records: ByTask) -> Summary:
-        """The benchmark's own figures of one system's records."""
-        if self.summarise is not None:
-            return self.summarise(records)
-        return mean_summary(self.name, records)
+        """The benchmark's own figures of one system's records, and what they may be called."""
+        found = self.summarise(records)
+        departures = [*self.departures, *found.departures, *([] if self.cuts else self._cut(records))]
+        title = found.title or self.title or self.name
+        return replace(
+            found,
+            title=f"Variant of {title}" if departures else title,
+            notes=(*departures, *self.notes, *found.notes),
+            departures=(),
+        )
+
+    def _cut(self, records: ByTask) -> list[str]:
+        """The note of prompts that were cut, with what they were cut to: each task has its own room."""
+        if not (count := sum(record.cut for some in records.values() for record in some)):
+            return []
+        rooms = {
+            task.max_prompt_tokens
+            for task in self.tasks
+            if isinstance(task, Task) and any(record.cut for record in records.get(task.name, ()))
+        }
+        known = sorted(room for room in rooms if room is not None)
+        ends = " to ".join(dict.fromkeys((str(known[0]), str(known[-1])))) if known else ""
+        to = f"to {ends} tokens" if known else "in the middle"
+        return [f"{count} of {sum(map(len, records.values()))} prompts cut {to}"]
 
 
-def mean_summary(
-    title: str, records: ByTask, *, notes: Sequence[str] = (), maximum: int = 100, digits: int = 2
-) -> Summary:
+def mean_summary(records: ByTask, *, maximum: int = 100, digits: int = 2) -> Summary:
     """The mean score of each task, rounded, and the plain mean of these.
 
     Args:
-        title: what the result is called.
         records: of one system, by task; records without a score do not count.
-        notes: see `Summary`.
         maximum: what the best score counts as.
         digits: after the decimal point.
     """
@@ -184,4 +210,4 @@ def mean_summary(
         if scores:
             tasks[name] = round(maximum * sum(scores) / len(scores), digits)
     average = round(sum(tasks.values()) / len(tasks), digits) if tasks else None
-    return Summary(title, tuple(notes), tasks, average)
+    return Summary(tasks=tasks, average=average)

@@ -58,7 +58,9 @@ class WithExamples:
 
 @dataclass(frozen=True)
 class Task(WithExamples):
-    """A task of a benchmark with its examples. A benchmark of another kind overrides methods.
+    """A task of a benchmark with its examples.
+
+    What most tasks differ in are functions among the fields; a benchmark of another kind overrides methods.
 
     Args:
         name: as the benchmark writes it.
@@ -67,7 +69,7 @@ class Task(WithExamples):
         max_new_tokens: most tokens of an answer.
         metric: name of the metric, for the protocol.
         judge: (what was generated, special tokens left out; example) -> score from 0 to 1. It does the
-            benchmark's own post-processing. None: `score` gives None, and a judge model marks it later.
+            benchmark's own post-processing. None: there is no score, or a judge model gives it later.
         chat: whether the prompt becomes a user's message of the chat template.
         stops: texts whose last token ends an answer, beside the target's own end tokens.
         stop_strings: strings that end an answer wherever they stand in its text.
@@ -78,6 +80,10 @@ class Task(WithExamples):
         samples: answers to each prompt, each drawn with a seed of its own; the score is their mean.
         keep_special: leave special tokens in the texts of answers, all but the one that ended it.
         protocol: further JSON values that prompts, decoding or scores follow from, to be hashed.
+        written: example -> its prompt in tokens, of a length of its own and never cut; None: the template is
+            filled. Where there is a facet `length`, it says how long such a prompt is.
+        facets_of: example -> what figures are split by.
+        expected: example -> expected answers, to be read beside the output.
     """
 
     name: str
@@ -96,6 +102,9 @@ class Task(WithExamples):
     samples: int = 1
     keep_special: bool = False
     protocol: Mapping[str, Any] = field(default_factory=dict)
+    written: Callable[[Example], Encoded] | None = None
+    facets_of: Callable[[Example], dict[str, Facet]] = lambda example: {}
+    expected: Callable[[Example], Sequence[str]] = lambda example: ()
 
     def prompt(self, example: Example) -> str:
         """The text of an example, before truncation and chat template."""
@@ -103,7 +112,12 @@ class Task(WithExamples):
 
     def size(self, example: Example) -> int:
         """How long its prompt is, in whatever unit: examples of like size are decoded together."""
-        return len(self.prompt(example))
+        length = self.facets(example).get("length") if self.written else None
+        return len(self.prompt(example)) if length is None else int(length)
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """What figures are split by."""
+        return self.facets_of(example)
 
     def encode(
         self,
@@ -121,6 +135,8 @@ class Task(WithExamples):
             max_tokens: most tokens of the prompt's text.
             answers: what was answered in the turns before this one.
         """
+        if self.written is not None:
+            return self.written(example)
         return encode(tokenizer, self.prompt(example), chat=self.chat, max_tokens=max_tokens)
 
     def temperature(self, example: Example) -> float | None:
@@ -129,7 +145,7 @@ class Task(WithExamples):
 
     def references(self, example: Example) -> list[str]:
         """Expected answers, to be read beside the output."""
-        return []
+        return list(self.expected(example))
 
     def score(self, text: str, example: Example) -> float | None:
         """The score of a generated text, 0 to 1; None where a judge model gives it."""
@@ -219,37 +235,6 @@ class Task(WithExamples):
         """Example -> temperature, where it is not the run's own."""
         own = {row.id: self.temperature(row) for row in self.rows}
         return {name: value for name, value in own.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class WrittenTask(Task):
-    """A task whose prompts are written in tokens, each of a stated length, and never cut.
-
-    The facet `length` says how long a prompt is.
-    """
-
-    def written(self, example: Example) -> Encoded:
-        """The prompt of an example."""
-        raise NotImplementedError
-
-    def prompt(self, example: Example) -> str:
-        """The name of the prompt, for messages alone: `written` gives its tokens."""
-        return f"{self.name} {example.id}"
-
-    def size(self, example: Example) -> int:
-        """The stated length."""
-        return int(self.facets(example)["length"])
-
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
-        """The prompt as it was written: its length is what is measured."""
-        return self.written(example)
 
 
 class Measured(WithExamples, ABC):

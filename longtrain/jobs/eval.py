@@ -143,7 +143,6 @@ def session_of(cfg: DictConfig) -> Session:
     """
     from longtrain.evaluation.harness.session import Session
     from longtrain.evaluation.suites import SUITES
-    from longtrain.evaluation.suites.shared import with_draft_notes
     from longtrain.systems import Builder
 
     settings, asked, sampling = plain(cfg.suite), settings_of(cfg), sampling_from(cfg)
@@ -162,7 +161,6 @@ def session_of(cfg: DictConfig) -> Session:
         shape_of=partial(shape_from, cfg),
     )
     systems = builder.systems(entries, roles=suite.needs, taker=f"suite {suite.name}", own=suite.own_systems)
-    suite = with_draft_notes(suite, systems)
     return Session(
         target=target,
         suite=suite.meet(suite, systems) if suite.meet else suite,

@@ -7,7 +7,7 @@ import pytest
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.prompts import around_message, chat_ids
-from longtrain.evaluation.ruler import Framing
+from longtrain.evaluation.ruler.sizing import Framing
 from longtrain.evaluation.suites.documents import CORPORA, _around
 from longtrain.targets.loading import load_target
 

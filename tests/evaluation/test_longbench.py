@@ -7,6 +7,7 @@ import json
 import lzma
 import random
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.longbench import (
-    NAMES,
-    SPECS,
-    TEMPLATES,
-    TaskRun,
-    files,
-    load,
-    task_score,
-    title,
-    unlike_published,
-)
-from longtrain.evaluation.longbench.files import answer_mark
 from longtrain.evaluation.prompts import encode
+from longtrain.evaluation.suites import longbench_rows as files
+from longtrain.evaluation.suites.longbench import NAMES, SPECS, make_task, task_score
+from longtrain.evaluation.suites.longbench_rows import TEMPLATES, answer_mark, read_tasks, unlike_published
 from longtrain.evaluation.task import Example, Task
 
 CLASSES = ["City", "State", "Other"]
@@ -61,6 +53,10 @@ def folder(tmp_path: Path) -> Path:
     for name in NAMES:
         write(tmp_path / "longbench", name, [row(name, 0), row(name, 1)])
     return tmp_path / "longbench"
+
+
+def load(where: str, names: Sequence[str] = NAMES) -> list[Task]:
+    return [make_task(name, rows) for name, rows in read_tasks(where, tuple(names)).items()]
 
 
 def one(tmp_path: Path, name: str, **changed: Any) -> Task:
@@ -316,49 +312,6 @@ def test_what_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         DataError, match=r"data\.zip of data set someone/longbench could not be .*\(no network\)"
     ):
         load("someone/longbench", ["qasper"])
-
-
-def everything(**changed: TaskRun) -> dict[str, TaskRun]:
-    return {name: changed.get(name, TaskRun((0.5,) * spec.rows)) for name, spec in SPECS.items()}
-
-
-def called(ran: dict[str, TaskRun], **words: Any) -> str:
-    name, notes = title(ran, **words)
-    return f"{name} ({'; '.join(notes)})" if notes else name
-
-
-def test_only_the_whole_benchmark_bears_its_name() -> None:
-    assert called(everything()) == "LongBench"
-    assert called(everything(), notes=["of a copy"]) == "LongBench (of a copy)"
-    assert called(everything(), chat=False) == "Variant of LongBench (without chat template)"
-    other = called(everything(), departures=["sampled"], notes=["of a copy"])
-    assert other == "Variant of LongBench (sampled)"
-
-
-def test_cut_prompts_make_a_variant() -> None:
-    def cut(**rooms: int) -> str:
-        ran = {name: TaskRun((0.5,) * 200, 3, room) for name, room in rooms.items()}
-        return called(everything(**ran))
-
-    assert cut(qasper=7500) == "Variant of LongBench (3 of 3750 prompts cut to 7500 tokens)"
-    assert cut(qasper=7500, trec=7500) == "Variant of LongBench (6 of 3750 prompts cut to 7500 tokens)"
-    assert cut(qasper=7872, trec=7936) == (
-        "Variant of LongBench (6 of 3750 prompts cut: 3 of qasper to 7872 tokens, 3 of trec to 7936 tokens)"
-    )
-    assert cut(qasper=7872, trec=7936, qmsum=7488, musique=7968) == (
-        "Variant of LongBench (12 of 3750 prompts cut to 7488 to 7968 tokens, by task)"
-    )
-
-
-def test_a_part_of_the_benchmark_says_so() -> None:
-    limited = everything(qasper=TaskRun((1.0,) * 10), lcc=TaskRun((1.0,) * 10))
-    assert called(limited) == "Variant of LongBench (20 of 700 rows of qasper, lcc)"
-    few = {name: TaskRun((1.0, 0.0, 0.0)) for name in NAMES[:5]}
-    assert title(few)[1] == ("5 of 16 tasks", "15 of 950 rows of 5 tasks")
-    full = {"qasper": TaskRun((0.25,) * 200), "lcc": TaskRun((1 / 3,) * 500)}
-    assert called(full) == "Variant of LongBench (2 of 16 tasks)"
-    longer = everything(lcc=TaskRun((0.5,) * 501))
-    assert called(longer) == "Variant of LongBench (501 of 500 rows of lcc)"
 
 
 def test_rows_of_a_copy_are_recognised_by_what_is_published_of_them(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, LongtrainError
 from longtrain.evaluation.harness.recorded import FILE
-from longtrain.evaluation.longbench import SPECS
-from longtrain.evaluation.ruler import DATASETS
+from longtrain.evaluation.ruler.questions import DATASETS
 from longtrain.evaluation.suites import SUITES
+from longtrain.evaluation.suites.longbench import SPECS
 from longtrain.jobs import eval as evaluation
 from longtrain.jobs import eval_parts, setup
 from longtrain.progress import Progress

@@ -7,49 +7,30 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longtrain.errors import ConfigError
-from longtrain.evaluation.ruler.questions import DocumentWriter, Questions
-from longtrain.evaluation.ruler.sizing import Framing, back_off, largest
+from longtrain.evaluation.ruler.questions import Questions
+from longtrain.evaluation.ruler.sizing import Framing, Material, PromptText, back_off, largest
 from longtrain.evaluation.ruler.sources import Haystack, Vocabulary, vocabulary
-from longtrain.evaluation.ruler.tasks import SEED, PromptText, PromptWriter, find_task
-from longtrain.evaluation.ruler.writers import (
-    CodedWordsWriter,
-    CommonWordsWriter,
-    NeedleWriter,
-    VariableWriter,
-)
+from longtrain.evaluation.ruler.tasks import SEED, find_task
+from longtrain.evaluation.ruler.writers import WRITERS
 
 TOKENS_AT_ONCE = 1 << 18
 MOST_AT_ONCE = 32
 
 
-@dataclass(frozen=True)
-class RulerExample:
-    """One prompt with its answers.
+@dataclass(frozen=True, kw_only=True)
+class RulerExample(PromptText):
+    """One prompt with its answers and its length.
 
     Args:
-        task: the task's name.
         index: place in the run; with task, length, seed and tokenizer it decides everything else.
-        solved: a solved example that stands before the user's message, in a chat turn of its own.
-        input: the user's message.
-        answer_prefix: what the assistant's message begins with; the model continues it.
-        answers: the right answers: all of them are wanted, or any (`metric`).
         length_tokens: prompt, frame, answer prefix and room for the answer; at most the stated length.
         prompt_tokens: the same without room for the answer: what the model reads.
-        max_new_tokens: room for the answer.
-        metric: `string_match_all` or `string_match_part`.
         size: haystack in the task's units (words, lines or documents).
     """
 
-    task: str
     index: int
-    solved: str
-    input: str
-    answer_prefix: str
-    answers: tuple[str, ...]
     length_tokens: int
     prompt_tokens: int
-    max_new_tokens: int
-    metric: str
     size: int
 
 
@@ -67,7 +48,7 @@ class Generator:
         seed: of everything drawn.
         haystack: text of the essay tasks; None: the bundled novels.
         words: word lists; None: longtrain's own.
-        questions: of `qa_1` (`read_squad`) and `qa_2` (`read_hotpotqa`); needed there.
+        questions: of `qa_1` (SQuAD) and `qa_2` (HotpotQA); needed there.
 
     Raises:
         ConfigError: an unknown task, a length below 1, or no questions.
@@ -86,15 +67,14 @@ class Generator:
         words: Vocabulary | None = None,
         questions: Questions | None = None,
     ) -> None:
-        self.task, self.length, self.seed, self.framing = find_task(task), length, seed, framing
+        known = find_task(task)
         if length < 1:
             raise ConfigError(f"a RULER length of {length} tokens holds no prompt; pass one of at least 1000")
-        self.room = length - self.task.max_new_tokens
-        self.writer = self._writer(haystack, words, questions)
-
-    def stream(self, what: int | str) -> str:
-        """The seed of an example's random numbers."""
-        return f"ruler {self.task.name} {self.length} {self.seed} {what}"
+        haystack, words = haystack or Haystack.bundled(), words or vocabulary()
+        self.of = Material(known, length, seed, framing, haystack, words, questions)
+        self.task, self.length, self.framing, self.room = known, length, framing, self.of.room
+        self.stream = self.of.stream
+        self.writer = WRITERS[known.family](self.of)
 
     @cached_property
     def size(self) -> int:
@@ -130,22 +110,6 @@ class Generator:
             for index, own, prompt, tokens in zip(chunk, sizes, prompts, counts, strict=True):
                 yield self._fitted(index, own, prompt, tokens)
 
-    def _writer(
-        self, haystack: Haystack | None, words: Vocabulary | None, questions: Questions | None
-    ) -> PromptWriter:
-        task, length, seed, framing = self.task, self.length, self.seed, self.framing
-        if task.family == "niah":
-            text, lists = haystack or Haystack.bundled(), words or vocabulary()
-            return NeedleWriter(task, length, seed=seed, haystack=text, vocabulary=lists)
-        if task.family == "variable_tracking":
-            return VariableWriter(task, length, stream=self.stream("solved example"), framing=framing)
-        if task.family == "common_words_extraction":
-            lists = words or vocabulary()
-            return CommonWordsWriter(task, length, seed=seed, vocabulary=lists, framing=framing)
-        if task.family == "freq_words_extraction":
-            return CodedWordsWriter(task, seed=seed, room=self.room - framing.tokens)
-        return DocumentWriter(task, seed=seed, questions=questions)
-
     def _fitted(self, index: int, size: int, prompt: PromptText, tokens: int) -> RulerExample:
         while tokens > self.room:
             if size <= self.writer.least(index):
@@ -154,16 +118,10 @@ class Generator:
             prompt = self.writer.write(size, index, self.stream(index))
             tokens = self.framing.count([prompt])[0]
         return RulerExample(
-            task=self.task.name,
+            **vars(prompt),
             index=index,
-            solved=prompt.solved,
-            input=prompt.input,
-            answer_prefix=prompt.answer_prefix,
-            answers=prompt.answers,
             length_tokens=tokens + self.task.max_new_tokens,
             prompt_tokens=tokens,
-            max_new_tokens=self.task.max_new_tokens,
-            metric=self.task.metric,
             size=size,
         )
 

@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.ruler.tasks import DOCUMENT, PromptText, RulerSpec
-
-STEP = 10
+from longtrain.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -198,72 +194,6 @@ DATASETS = {
     ),
 }
 read_squad, read_hotpotqa = DATASETS["squad"].read, DATASETS["hotpotqa"].read
-
-
-class DocumentWriter:
-    """Writes `qa_1` and `qa_2`. Sizes are documents; example i asks question i.
-
-    Note: HotpotQA's questions that are answered with yes or no stay, as in the official data.
-
-    Args:
-        task: a task of the family `qa`.
-        seed: of the run; it orders the documents, alike in every example of as many.
-        questions: what was read from the dataset's file.
-
-    Raises:
-        ConfigError: no questions were given.
-    """
-
-    unit = 1
-    step = STEP
-
-    def __init__(self, task: RulerSpec, *, seed: int, questions: Questions | None) -> None:
-        if questions is None:
-            name = str(task.options["dataset"])
-            raise ConfigError(
-                f"RULER task {task.name} needs the questions of {name}; give its file "
-                f"(questions=read_{name}(FILE)), to be had from {DATASETS[name].url}"
-            )
-        self.questions, self.seed = questions, seed
-        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
-
-    def least(self, index: int) -> int:
-        """The question's own documents."""
-        return len(self._question(index).own)
-
-    def write(self, size: int, index: int, stream: str) -> PromptText:
-        """See `PromptWriter`."""
-        rng = Random(stream)
-        question, documents = self._question(index), self.questions.documents
-        chosen = self._choose(question, size, rng)
-        Random(self.seed).shuffle(chosen)
-        context = "\n\n".join(
-            DOCUMENT.format(i=place, document=documents[which]) for place, which in enumerate(chosen, 1)
-        )
-        return PromptText(
-            self.template.format(context=context, query=question.query), self.prefix, question.answers
-        )
-
-    def _choose(self, question: RulerQuestion, size: int, rng: Random) -> list[int]:
-        """The question's own documents, then near ones, then any; all, repeated, where they run out."""
-        own, near, total = list(question.own), list(question.near), len(self.questions.documents)
-        if size >= total:
-            return (list(range(total)) * -(-size // total))[:size]
-        missing = size - len(own)
-        if missing <= len(near):
-            return own + rng.sample(near, missing)
-        taken = {*own, *near}
-        others = [i for i in range(total) if i not in taken]
-        return own + near + rng.sample(others, missing - len(near))
-
-    def _question(self, index: int) -> RulerQuestion:
-        items = self.questions.items
-        if index >= len(items):
-            raise DataError(
-                f"question {index} of {self.questions.name} was asked for, it has {len(items)}; take fewer "
-                "examples"
-            )
-        return items[index]
 
 
 def _string(value: Any) -> str:

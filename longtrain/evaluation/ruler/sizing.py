@@ -1,19 +1,41 @@
-"""How long a prompt is for the evaluated model, and how much haystack fits a length."""
+"""What prompts are written from, how long one is for the evaluated model, and how much haystack fits."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError
 from longtrain.evaluation.prompts import around_message
+from longtrain.evaluation.ruler.questions import Questions
+from longtrain.evaluation.ruler.sources import Haystack, Vocabulary
+from longtrain.evaluation.ruler.tasks import SHORT, RulerSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from longtrain.evaluation.ruler.tasks import PromptText, PromptWriter
-
 _BISECT_EVERY = 4
+STEP, SHORT_STEP = 10, 5
+"""What the official generators take off a prompt that is too long, from 4096 tokens on and below."""
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A prompt that is written but not yet counted.
+
+    Args:
+        input: the user's message.
+        answer_prefix: what the assistant's message begins with; the model continues it.
+        answers: the right answers: all of them are wanted, or any (`RulerSpec.metric`).
+        solved: a solved example that stands before the user's message, in a chat turn of its own.
+    """
+
+    input: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    solved: str = ""
 
 
 class Framing:
@@ -70,6 +92,61 @@ class Framing:
 
     def _count(self, texts: list[str]) -> list[int]:
         return [len(ids) for ids in self._encode(texts)]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the prompts of a task at a length are written from.
+
+    Args:
+        task: one of `TASKS`.
+        length: tokens of prompt and answer together, chat template included.
+        seed: of the run; it orders needles, lists and documents, alike in every example.
+        framing: counts tokens.
+        haystack: the text of essay haystacks.
+        words: where keys and word lists come from.
+        questions: of the tasks with questions.
+    """
+
+    task: RulerSpec
+    length: int
+    seed: int
+    framing: Framing
+    haystack: Haystack
+    words: Vocabulary
+    questions: Questions | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens for the prompt, its frame included."""
+        return self.length - self.task.max_new_tokens
+
+    def stream(self, what: int | str) -> str:
+        """The seed of an example's random numbers."""
+        return f"ruler {self.task.name} {self.length} {self.seed} {what}"
+
+
+class PromptWriter(ABC):
+    """Writes prompts of a wanted size: words, lines or documents of haystack, by task.
+
+    Sizes are `least + k * unit`; `step` is what the official generator takes off a prompt that is too long.
+    """
+
+    unit = 1
+
+    def __init__(self, of: Material) -> None:
+        self.of, self.seed, self.options = of, of.seed, of.task.options
+        self.template, self.prefix = of.task.template, of.task.answer_prefix
+        self.short = of.length < SHORT
+        self.step = STEP
+
+    @abstractmethod
+    def least(self, index: int) -> int:
+        """The smallest size that example `index` can have."""
+
+    @abstractmethod
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """Example `index` of a size. All chance comes from `random.Random(stream)`."""
 
 
 def largest(count: Callable[[int], int], limit: int, *, least: int, unit: int = 1) -> int | None:

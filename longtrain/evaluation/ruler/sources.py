@@ -74,6 +74,7 @@ class Haystack:
         return cls(path.name, text)
 
     @classmethod
+    @lru_cache(maxsize=1)
     def bundled(cls) -> Haystack:
         """The held-out novels that ship with longtrain. RULER itself uses Paul Graham's essays."""
         return cls("bundled", cls.read(asset_dir("bundled") / "text" / "heldout").text)

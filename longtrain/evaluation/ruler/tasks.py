@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
@@ -29,51 +29,32 @@ SHORT = 4096
 """Below this length the official generator takes smaller steps and fewer repeats."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """What the tasks of one kind share.
-
-    Args:
-        template: the user's message, without the answer's beginning.
-        answer_prefix: what the answer begins with; the model goes on from here.
-        max_new_tokens: tokens of the answer; they count towards the length.
-        metric: `string_match_all` or `string_match_part`.
-    """
-
-    template: str
-    answer_prefix: str
-    max_new_tokens: int
-    metric: str = "string_match_all"
-
-
 _DATA = json.loads((asset_dir("bundled") / "benchmarks" / "ruler.json").read_text(encoding="utf-8"))
-FAMILIES = {name: Family(**values) for name, values in _DATA["families"].items()}
 NEEDLE, NOISE, DOCUMENT = str(_DATA["needle"]), str(_DATA["noise"]), str(_DATA["document"])
 """A needle, the line that noise haystacks repeat, and a document of the tasks with questions."""
 
 
 @dataclass(frozen=True)
 class RulerSpec:
-    """A task: its name, its family's name and the parameters that its writer takes."""
+    """A task.
+
+    Args:
+        name: the official one.
+        family: tasks of one family have one writer and one wording.
+        options: the parameters that its writer takes.
+        template: the user's message, without the answer's beginning.
+        answer_prefix: what the answer begins with; the model goes on from here.
+        max_new_tokens: tokens of the answer; they count towards the length.
+        metric: `string_match_all` or `string_match_part`.
+    """
 
     name: str
     family: str
     options: Mapping[str, Any]
-
-    @property
-    def wording(self) -> Family:
-        """Template, answer prefix, answer length and metric."""
-        return FAMILIES[self.family]
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens of the answer."""
-        return self.wording.max_new_tokens
-
-    @property
-    def metric(self) -> str:
-        """The metric's name."""
-        return self.wording.metric
+    template: str
+    answer_prefix: str
+    max_new_tokens: int
+    metric: str = "string_match_all"
 
     def mark(self, prediction: str, answers: Sequence[str]) -> float:
         """An answer's mark, 0 to 1; `metrics.ruler.percent` makes a task's score of them.
@@ -88,10 +69,11 @@ class RulerSpec:
         return METRICS[self.metric](clean(prediction), answers)
 
 
-TASKS = {
-    name: RulerSpec(name, values["family"], {key: value for key, value in values.items() if key != "family"})
-    for name, values in _DATA["tasks"].items()
-}
+def _spec(name: str, family: str, **options: Any) -> RulerSpec:
+    return RulerSpec(name, family, options, **_DATA["families"][family])
+
+
+TASKS = {name: _spec(name, **values) for name, values in _DATA["tasks"].items()}
 """The official 13, by name, in the official order."""
 
 
@@ -104,31 +86,3 @@ def find_task(name: str) -> RulerSpec:
     if name not in TASKS:
         raise ConfigError(f"unknown RULER task '{name}'; known: {', '.join(TASKS)}")
     return TASKS[name]
-
-
-@dataclass(frozen=True)
-class PromptText:
-    """A prompt that is written but not yet counted; see `RulerExample` for the fields."""
-
-    input: str
-    answer_prefix: str
-    answers: tuple[str, ...]
-    solved: str = ""
-
-
-class PromptWriter(Protocol):
-    """Writes prompts of a wanted size: words, lines or documents of haystack, by task.
-
-    Sizes are `least + k * unit`; `step` is what the official generator takes off a prompt that is too long.
-    """
-
-    unit: int
-    step: int
-
-    def least(self, index: int) -> int:
-        """The smallest size that example `index` can have."""
-        ...
-
-    def write(self, size: int, index: int, stream: str) -> PromptText:
-        """RulerExample `index` of a size. All chance comes from `random.Random(stream)`."""
-        ...

@@ -1,4 +1,4 @@
-"""Writes RULER's needles, variable chains and word lists: everything but the questions."""
+"""Writes RULER's prompts: needles, variable chains, word lists and questions over documents."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from string import ascii_lowercase, ascii_uppercase
 import numpy as np
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.ruler.sizing import Framing, largest
-from longtrain.evaluation.ruler.sources import Haystack, Vocabulary
-from longtrain.evaluation.ruler.tasks import NEEDLE, NOISE, SHORT, PromptText, RulerSpec
-
-STEP, SHORT_STEP = 10, 5
-"""What the official generators take off a prompt that is too long, from 4096 tokens on and below."""
+from longtrain.evaluation.ruler.questions import DATASETS, RulerQuestion
+from longtrain.evaluation.ruler.sizing import SHORT_STEP, STEP, Material, PromptText, PromptWriter, largest
+from longtrain.evaluation.ruler.tasks import DOCUMENT, NEEDLE, NOISE
 
 DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40, endpoint=True))]
 """Places in an essay where needles can stand, percent."""
@@ -26,32 +23,19 @@ SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"))
 """What becomes of the template where one value is asked for, in order."""
 
 
-class NeedleWriter:
+class NeedleWriter(PromptWriter):
     """Writes the eight needle tasks. Sizes are words of an essay, or lines.
 
     Keys of one prompt differ from each other, distractors' too, so that a question has one answer (the
     official generator leaves that to chance).
-
-    Args:
-        task: a task of the family `niah`.
-        length: the stated length, tokens.
-        seed: of the run; it orders the needles, alike in every example.
-        haystack: the text of essay haystacks.
-        vocabulary: where keys come from.
     """
 
-    unit = 1
-
-    def __init__(
-        self, task: RulerSpec, length: int, *, seed: int, haystack: Haystack, vocabulary: Vocabulary
-    ) -> None:
-        self.kind = str(task.options["haystack"])
-        self.key, self.value = str(task.options["key"]), str(task.options["value"])
-        self.values, self.queries = int(task.options["values"]), int(task.options["queries"])
-        self.keys = max(int(task.options["keys"]), self.queries)
-        self.step = SHORT_STEP if self.kind != "essay" and length < SHORT else NEEDLE_STEPS[self.kind]
-        self.seed, self.haystack, self.vocabulary = seed, haystack, vocabulary
-        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+    def __init__(self, of: Material) -> None:
+        super().__init__(of)
+        self.kind, self.key, self.value = (str(self.options[name]) for name in ("haystack", "key", "value"))
+        self.values, self.queries = int(self.options["values"]), int(self.options["queries"])
+        self.keys = max(int(self.options["keys"]), self.queries)
+        self.step = SHORT_STEP if self.kind != "essay" and self.short else NEEDLE_STEPS[self.kind]
 
     def least(self, index: int) -> int:
         """A word of an essay, or as many lines as there are needles."""
@@ -82,7 +66,7 @@ class NeedleWriter:
         )
 
     def _essay(self, needles: list[str], size: int, rng: Random, seen: set[str]) -> str:
-        sentences = self.haystack.sentences(size)
+        sentences = self.of.haystack.sentences(size)
         depths = rng.sample(DEPTHS, len(needles))
         places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
         parts = []
@@ -107,11 +91,11 @@ class NeedleWriter:
 
     def _key(self, rng: Random, seen: set[str]) -> str:
         """A key that no needle of this prompt has yet."""
-        adjectives, nouns = self.vocabulary.adjectives, self.vocabulary.nouns
+        adjectives, nouns = self.of.words.adjectives, self.of.words.nouns
         if self.key == "words" and 2 * len(seen) >= len(adjectives) * len(nouns):
             raise DataError(
                 f"a prompt needs more than {len(seen)} different keys, and the word lists "
-                f"'{self.vocabulary.name}' make {len(adjectives) * len(nouns)}; use words=wonderwords, or a "
+                f"'{self.of.words.name}' make {len(adjectives) * len(nouns)}; use words=wonderwords, or a "
                 "shorter length"
             )
         while True:
@@ -149,27 +133,19 @@ SOLVED_TOKENS = 500
 """Most tokens of the solved example without its answer."""
 
 
-class VariableWriter:
+class VariableWriter(PromptWriter):
     """Writes `vt`. Sizes are lines of noise.
 
     The solved example's lines stand alike in every prompt of a run; its names and value are drawn anew.
-
-    Args:
-        task: the task of the family `variable_tracking`.
-        length: the stated length, tokens.
-        stream: the stream that places the solved example's lines.
-        framing: counts the solved example.
     """
 
-    unit = 1
-
-    def __init__(self, task: RulerSpec, length: int, *, stream: str, framing: Framing) -> None:
-        self.chains, self.hops = int(task.options["chains"]), int(task.options["hops"])
-        self.step = SHORT_STEP if length < SHORT else STEP
-        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
-        self._solved_stream = stream
+    def __init__(self, of: Material) -> None:
+        super().__init__(of)
+        self.chains, self.hops = int(self.options["chains"]), int(self.options["hops"])
+        self.step = SHORT_STEP if self.short else STEP
+        self._solved_stream = of.stream("solved example")
         least = max(SHORT_STEP, self.least(0))
-        fits = largest(lambda lines: framing.count_text(self._example(lines)), SOLVED_TOKENS, least=least)
+        fits = largest(lambda lines: of.framing.count_text(self._example(lines)), SOLVED_TOKENS, least=least)
         self._solved_lines = fits or least
 
     def least(self, index: int) -> int:
@@ -246,29 +222,18 @@ DOTS = "..."
 """The most frequent coded word: to be ignored."""
 
 
-class CommonWordsWriter:
+class CommonWordsWriter(PromptWriter):
     """Writes `cwe`, after one solved example. Sizes are different words of the list.
 
-    Args:
-        task: the task of the family `common_words_extraction`.
-        length: the stated length, tokens.
-        seed: of the run; it orders the lists, alike in every example.
-        vocabulary: where words come from.
-        framing: stands around the solved example, too: the official run puts it into a chat turn of its own.
+    The chat template stands around the solved example too: the official run puts it into a turn of its own.
     """
 
-    unit = 1
-    step = STEP
-
-    def __init__(
-        self, task: RulerSpec, length: int, *, seed: int, vocabulary: Vocabulary, framing: Framing
-    ) -> None:
-        repeats = (int(task.options["common_repeats"]), int(task.options["other_repeats"]))
-        self.common = int(task.options["common"])
-        self.repeats = (6, 1) if length < SHORT else repeats
-        self.solved_size, self.solved_repeats = (20, (3, 1)) if length < SHORT else (40, (10, 3))
-        self.seed, self.vocabulary, self.framing = seed, vocabulary, framing
-        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
+    def __init__(self, of: Material) -> None:
+        super().__init__(of)
+        repeats = (int(self.options["common_repeats"]), int(self.options["other_repeats"]))
+        self.common = int(self.options["common"])
+        self.repeats = (6, 1) if self.short else repeats
+        self.solved_size, self.solved_repeats = (20, (3, 1)) if self.short else (40, (10, 3))
 
     def least(self, index: int) -> int:
         """The common words alone."""
@@ -279,7 +244,7 @@ class CommonWordsWriter:
         rng = Random(stream)
         solved, solved_answers = self._list(self.solved_size, self.solved_repeats, rng)
         context, answers = self._list(size, self.repeats, rng)
-        shown = self.framing.text(self.template.format(context=solved), self.prefix)
+        shown = self.of.framing.text(self.template.format(context=solved), self.prefix)
         return PromptText(
             self.template.format(context=context),
             self.prefix,
@@ -288,30 +253,24 @@ class CommonWordsWriter:
         )
 
     def _list(self, size: int, repeats: tuple[int, int], rng: Random) -> tuple[str, list[str]]:
-        chosen = rng.sample(self.vocabulary.words(size), size)
+        chosen = rng.sample(self.of.words.words(size), size)
         common, others = chosen[: self.common], chosen[self.common :]
         words = common * repeats[0] + others * repeats[1]
         Random(self.seed).shuffle(words)
         return _numbered(words), common
 
 
-class CodedWordsWriter:
-    """Writes `fwe`. Sizes are words of a Zeta distribution's text, cut to whole counts.
+class CodedWordsWriter(PromptWriter):
+    """Writes `fwe`. Sizes are words of a Zeta distribution's text, cut to whole counts."""
 
-    Args:
-        task: the task of the family `freq_words_extraction`.
-        seed: of the run; it orders vocabulary and text, alike in every example.
-        room: tokens for the prompt without frame and answer.
-    """
-
-    def __init__(self, task: RulerSpec, *, seed: int, room: int) -> None:
-        self.seed = seed
+    def __init__(self, of: Material) -> None:
+        super().__init__(of)
+        room = of.room - of.framing.tokens
         self.coded_words = max(room // TOKENS_A_CODED_WORD, 4)
-        alpha = float(task.options["alpha"])
+        alpha = float(self.options["alpha"])
         self.shares = [rank**-alpha / _zeta(alpha) for rank in range(1, self.coded_words + 1)]
         self.unit = self.step = max(room // 32, 1)
         self._least = self._aligned(max(room, 0) // CODED_LETTERS)
-        self.template, self.prefix = task.wording.template, task.wording.answer_prefix
 
     def least(self, index: int) -> int:
         """The smallest size on the official grid from which on the third place is never shared."""
@@ -340,6 +299,74 @@ class CodedWordsWriter:
             n for n in range(int(1 / (fourth - fifth)) + 1, 0, -1) if not _apart(n - 1, fourth, fifth)
         )
         return first - (first - safe) // self.unit * self.unit
+
+
+class DocumentWriter(PromptWriter):
+    """Writes `qa_1` and `qa_2`. Sizes are documents; example i asks question i.
+
+    Note: HotpotQA's questions that are answered with yes or no stay, as in the official data.
+
+    Raises:
+        ConfigError: no questions were given.
+    """
+
+    def __init__(self, of: Material) -> None:
+        super().__init__(of)
+        if of.questions is None:
+            name = str(self.options["dataset"])
+            raise ConfigError(
+                f"RULER task {of.task.name} needs the questions of {name}; give its file "
+                f"(questions=DATASETS['{name}'].read(FILE)), to be had from {DATASETS[name].url}"
+            )
+        self.questions = of.questions
+
+    def least(self, index: int) -> int:
+        """The question's own documents."""
+        return len(self._question(index).own)
+
+    def write(self, size: int, index: int, stream: str) -> PromptText:
+        """See `PromptWriter`."""
+        rng = Random(stream)
+        question, documents = self._question(index), self.questions.documents
+        chosen = self._choose(question, size, rng)
+        Random(self.seed).shuffle(chosen)
+        context = "\n\n".join(
+            DOCUMENT.format(i=place, document=documents[which]) for place, which in enumerate(chosen, 1)
+        )
+        return PromptText(
+            self.template.format(context=context, query=question.query), self.prefix, question.answers
+        )
+
+    def _choose(self, question: RulerQuestion, size: int, rng: Random) -> list[int]:
+        """The question's own documents, then near ones, then any; all, repeated, where they run out."""
+        own, near, total = list(question.own), list(question.near), len(self.questions.documents)
+        if size >= total:
+            return (list(range(total)) * -(-size // total))[:size]
+        missing = size - len(own)
+        if missing <= len(near):
+            return own + rng.sample(near, missing)
+        taken = {*own, *near}
+        others = [i for i in range(total) if i not in taken]
+        return own + near + rng.sample(others, missing - len(near))
+
+    def _question(self, index: int) -> RulerQuestion:
+        items = self.questions.items
+        if index >= len(items):
+            raise DataError(
+                f"question {index} of {self.questions.name} was asked for, it has {len(items)}; take fewer "
+                "examples"
+            )
+        return items[index]
+
+
+WRITERS: dict[str, type[PromptWriter]] = {
+    "niah": NeedleWriter,
+    "variable_tracking": VariableWriter,
+    "common_words_extraction": CommonWordsWriter,
+    "freq_words_extraction": CodedWordsWriter,
+    "qa": DocumentWriter,
+}
+"""Family of tasks -> its writer."""
 
 
 def _apart(size: int, more: float, less: float) -> bool:

@@ -15,15 +15,19 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from longtrain.decoding.stats import Stats
-from longtrain.errors import ConfigError
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import ByTask, Figure, Suite, Summary
-from longtrain.evaluation.suites.continuation import Continuation, choose_points, continuations, held_out
-from longtrain.evaluation.suites.shared import ACCEPTANCE_SCALE, acceptance_summary, settings_of
-from longtrain.evaluation.task import Example, Facet, Measured, rows_sha256
+from longtrain.evaluation.suites.continuation import choose_points, continuations, held_out
+from longtrain.evaluation.suites.drafted import (
+    ACCEPTANCE_SCALE,
+    acceptance_summary,
+    first_and_others,
+    needs_a_draft,
+)
+from longtrain.evaluation.suites.shared import settings_of
+from longtrain.evaluation.task import Example, Facet, Measured, Task, rows_sha256
 from longtrain.layers import apply_rope
 from longtrain.settings import Count, Lengths, within
-from longtrain.systems import System
 from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
-TITLE = "Acceptance by context length"
 FIGURES = (
     Figure("repeated", "repeated_tokens", "output_tokens", "mean", "percent"),
     Figure("τ, not repetitive", "fresh_tokens", "fresh_cycles"),
@@ -61,11 +64,7 @@ class AcceptanceSettings:
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """A task for each context length, and one for the attention outside a draft's window if it is asked for.
 
-    Args:
-        settings: see `AcceptanceSettings`.
-        target: the frozen model.
-        seed: of the choice of continuation points.
-        sampling: how the run decodes.
+    The seed is that of the choice of continuation points.
 
     Raises:
         ConfigError: a wrong setting, or a length that the target's context does not hold.
@@ -73,25 +72,15 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     """
     asked = settings_of(AcceptanceSettings, settings)
     documents = held_out(target, asked.text, asked.kinds or (), home=asked.home, data=asked.data)
-    chosen = choose_points(
-        documents,
-        longest=asked.lengths[-1],
-        count=asked.prompts,
-        margin=asked.max_new_tokens,
-        seed=seed,
-    )
+    longest, margin = asked.lengths[-1], asked.max_new_tokens
+    chosen = choose_points(documents, longest=longest, count=asked.prompts, margin=margin, seed=seed)
     tasks = continuations(
-        chosen.points,
-        asked.lengths,
-        target,
-        max_new_tokens=asked.max_new_tokens,
-        ignore_eos=asked.ignore_eos,
+        chosen.points, asked.lengths, target, max_new_tokens=margin, ignore_eos=asked.ignore_eos
     )
-    notes = [f"{count} {reason}" for reason, count in chosen.dropped.items()]
     extra = {"documents": len({point.document.name for point in chosen.points})}
 
     def summarise(records: ByTask) -> Summary:
-        found = acceptance_summary(TITLE, records, notes)
+        found = acceptance_summary(records)
         ends = [records.get(tasks[place].name, []) for place in (0, -1)]
         return replace(found, extra={**found.extra, **extra, **retention(*ends)} if found.tasks else {})
 
@@ -100,6 +89,8 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         (*tasks, *([AttentionOutside(tuple(tasks))] if asked.attention_mass else [])),
         scale=ACCEPTANCE_SCALE,
         summarise=summarise,
+        title="Acceptance by context length",
+        notes=[f"{count} {reason}" for reason, count in chosen.dropped.items()],
         figures=FIGURES,
         rivals=first_and_others,
         full_cache=asked.baseline,
@@ -117,32 +108,6 @@ def retention(shortest: Sequence[Record], longest: Sequence[Record]) -> dict[str
     return {"retention": share, "table": {"title": title, "columns": {"retention": share}}}
 
 
-def first_and_others(systems: Sequence[System]) -> list[tuple[str, str]]:
-    """The first system that drafts with each of the others that do."""
-    first, *others = [system.name for system in systems if system.drafts]
-    return [(first, other) for other in others]
-
-
-def needs_a_draft(suite: Suite, systems: Sequence[System]) -> Suite:
-    """Refuse a run in which nothing drafts.
-
-    Raises:
-        ConfigError: nothing drafts.
-    """
-    if any(system.drafts for system in systems):
-        return suite
-    if len(systems) < 2:
-        raise ConfigError(
-            f"suite={suite.name} measures drafts and none is given; pass artifact=NAME, or artifact=[A,B] to "
-            "compare several (longtrain eval suite=smoke artifact=checkpoints/mine), or method=quantspec, "
-            "which needs no artifact"
-        )
-    raise ConfigError(
-        f"{systems[1].name} brings no draft, and suite={suite.name} measures drafts; put a draft beside it "
-        "(suite.systems=[{artifact: [DRAFT, EVICTOR]}]), or pass suite=longbench, ruler or needle"
-    )
-
-
 @dataclass(frozen=True)
 class AttentionOutside(Measured):
     """The target's attention that a draft's window cannot see, at the layer whose keys and values it reads.
@@ -151,7 +116,7 @@ class AttentionOutside(Measured):
         tasks: whose prompts are read.
     """
 
-    tasks: tuple[Continuation, ...]
+    tasks: tuple[Task, ...]
     known: dict[Any, dict[str, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was measured: several shapes of one draft have the same window."""
     name = "attention"
@@ -167,7 +132,7 @@ class AttentionOutside(Measured):
 
     def facets(self, example: Example) -> dict[str, Facet]:
         """The context length."""
-        return {"length": self.tasks[example.fields["task"]].length}
+        return {"length": self.tasks[example.fields["task"]].size(example)}
 
     def settings(self) -> dict[str, Any]:
         """See `Measured`."""
@@ -182,7 +147,9 @@ class AttentionOutside(Measured):
         for example in examples:
             key = (example.id, layer, window)
             if key not in self.known:
-                prompt = self.tasks[example.fields["task"]].prompts[example.fields["number"]]
+                task = self.tasks[example.fields["task"]]
+                row = Example(example.fields["row"], example.fields)
+                prompt = task.encode(row, target.require_tokenizer(), max_tokens=0).ids
                 self.known[key] = vars(attention_mass(target, prompt, layer=layer, window=window))
             found.append(self.known[key])
         return found

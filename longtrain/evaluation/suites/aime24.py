@@ -8,58 +8,49 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.aime import LARGEST, SCORER, THOUGHT, THOUGHT_END, right
 from longtrain.evaluation.prompts import Encoded, encode_chat
-from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.shared import not_greedy, read_rows, settings_of
+from longtrain.evaluation.published import Published
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suites.shared import read_rows, settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, Text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
-TITLE = "AIME 2024"
-PROBLEMS = 30
-MAX_NEW_TOKENS = 32768
-PUBLISHED = "31800c941395d49f30bed365e3e8ad5e6760fcadab7caddc76801d9f8689854e"
-"""`fingerprint` of the 30 problems and answers of both contests, as HuggingFaceH4/aime_2024 and Qwen2.5-Math
-(evaluation/data/aime24) have them."""
 TEMPLATE = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 """The instruction that Qwen's model cards (QwQ-32B, Qwen3) give for mathematics."""
 
+
+def fingerprint(rows: Sequence[Example]) -> str:
+    """Hash of problems and answers in any order; of a problem's text, letters and digits alone count."""
+    plain = sorted(
+        f"{re.sub('[^0-9a-z]+', '', str(row.fields['problem']).lower())} {row.fields['answer']}"
+        for row in rows
+    )
+    return hashlib.sha256("\n".join(plain).encode()).hexdigest()
+
+
+NAME = "aime24"
+MAX_NEW_TOKENS = 32768
+PUBLISHED = Published(
+    "AIME 2024",
+    tasks={NAME: 30},
+    sha256={NAME: "31800c941395d49f30bed365e3e8ad5e6760fcadab7caddc76801d9f8689854e"},
+    fingerprint=fingerprint,
+    settings={"max_new_tokens": MAX_NEW_TOKENS, "chat": True},
+)
+"""The problems of both contests, as HuggingFaceH4/aime_2024 and Qwen2.5-Math (evaluation/data/aime24) have
+them."""
 FIELDS = {"answer": (str, int)}
 MARGIN = 32
 """Tokens left free between the longest prompt, its answer and the target's window."""
-
-
-class ContestTask(Task):
-    """Problems whose answer is a whole number from 0 to 999."""
-
-    def encode(
-        self,
-        example: Example,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_tokens: int,
-        answers: Sequence[str] = (),
-    ) -> Encoded:
-        """The problem, never cut; as a chat message with thinking as `protocol` has it."""
-        text = self.prompt(example)
-        if not self.chat:
-            return Encoded(tuple(tokenizer(text, verbose=False).input_ids))
-        message = [{"role": "user", "content": text}]
-        return Encoded(encode_chat(tokenizer, message, thinking=bool(self.protocol["thinking"])))
-
-    def references(self, example: Example) -> list[str]:
-        """The answer."""
-        return [str(example.fields["answer"])]
 
 
 @dataclass(frozen=True)
@@ -74,32 +65,24 @@ class Aime24Settings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The problems at `suite.data`.
-
-    Args:
-        settings: the group `suite`; see conf/suite/aime24.yaml.
-        target: answers are no longer than its window leaves.
-        seed: of the run; nothing is drawn here.
-        sampling: how the run decodes; the suite's own is greedy.
+    """The problems at `suite.data`, with solutions no longer than the target's window leaves.
 
     Raises:
         ConfigError: a wrong setting, or no room for an answer.
         DataError: a problem or an answer is missing, or an answer is no whole number from 0 to 999.
     """
     own = settings_of(Aime24Settings, settings)
-    protocol: dict[str, Any] = {"thinking": own.thinking, "scorer": SCORER}
-    task = ContestTask(
-        "aime24",
-        problems(own.data)[: own.limit],
-        TEMPLATE,
-        own.max_new_tokens,
-        "whole_number",
-        None,
-        own.chat,
-        protocol=protocol,
-    )
-    prompts = [_prompt_ids(task, one, target) for one in task.rows]
-    opened = own.chat and _opens_thoughts(str(target.require_tokenizer().decode(list(prompts[0]))))
+    tokenizer = target.require_tokenizer()
+
+    def written(row: Example) -> Encoded:
+        text = TEMPLATE.format(**row.fields)
+        if not own.chat:
+            return Encoded(tuple(tokenizer(text, verbose=False).input_ids))
+        return Encoded(encode_chat(tokenizer, [{"role": "user", "content": text}], thinking=own.thinking))
+
+    rows = problems(own.data)[: own.limit]
+    prompts = [written(row).ids for row in rows]
+    opened = own.chat and _opens_thoughts(str(tokenizer.decode(list(prompts[0]))))
     window = target.info.max_positions
     room = window - max(map(len, prompts)) - MARGIN
     if room < 1:
@@ -107,36 +90,24 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             f"suite aime24: the target reads {window} tokens, its longest prompt leaves no room for an "
             "answer; take a target with a longer window"
         )
-    task = replace(
-        task,
-        judge=lambda text, row: right(text, row.fields["answer"], opened=opened),
-        protocol={**protocol, "prompt_opens_thoughts": opened},
-        max_new_tokens=min(own.max_new_tokens, room),
+    task = Task(
+        NAME,
+        rows,
+        TEMPLATE,
+        min(own.max_new_tokens, room),
+        "whole_number",
+        lambda text, row: right(text, row.fields["answer"], opened=opened),
+        own.chat,
+        protocol={"thinking": own.thinking, "scorer": SCORER, "prompt_opens_thoughts": opened},
+        written=written,
+        expected=lambda row: [str(row.fields["answer"])],
     )
-    wrong = departures(task, own, room, sampling)
-    title = f"Variant of {TITLE}" if wrong else TITLE
-    notes = wrong or [f"solutions of up to {own.max_new_tokens} tokens"]
-
-    def summarise(records: ByTask) -> Summary:
-        return mean_summary(title, records, notes=notes)
-
-    return Suite("aime24", (task,), summarise=summarise)
-
-
-def departures(task: ContestTask, own: Aime24Settings, room: int, sampling: Sampling) -> list[str]:
-    """What is not as usual, with which the result is a variant; `room` is what the window leaves answers."""
-    notes = []
-    if len(task.rows) != PROBLEMS:
-        notes.append(f"{len(task.rows)} of {PROBLEMS} problems")
-    elif fingerprint(task.rows) != PUBLISHED:
-        notes.append("problems or answers are not those published")
-    if own.max_new_tokens != MAX_NEW_TOKENS:
-        notes.append(f"solutions of up to {own.max_new_tokens} tokens instead of {MAX_NEW_TOKENS}")
+    departures = PUBLISHED.departures({NAME: rows}, vars(own), sampling)
     if own.max_new_tokens > room:
         ends = f"the target's window ends solutions after {room} tokens"
-        notes.append(f"{ends}, before the {own.max_new_tokens} asked for")
-    notes += not_greedy(sampling)
-    return notes if own.chat else [*notes, "without chat template"]
+        departures.append(f"{ends}, before the {own.max_new_tokens} asked for")
+    notes = [] if departures else [f"solutions of up to {own.max_new_tokens} tokens"]
+    return Suite(NAME, (task,), title=PUBLISHED.title, departures=departures, notes=notes)
 
 
 def problems(where: str) -> tuple[Example, ...]:
@@ -146,7 +117,7 @@ def problems(where: str) -> tuple[Example, ...]:
         DataError: one of these is missing or of another type, or no whole number from 0 to 999.
     """
     found = []
-    for number, row in enumerate(read_rows(where, TITLE, FIELDS), 1):
+    for number, row in enumerate(read_rows(where, PUBLISHED.title, FIELDS), 1):
         problem = row.get("problem", row.get("question"))
         if not isinstance(problem, str) or not problem.strip():
             raise DataError(f"{where}, row {number}: field 'problem' (or 'question') must be a text")
@@ -158,20 +129,6 @@ def problems(where: str) -> tuple[Example, ...]:
             )
         found.append(Example(str(row.get("id", number)), {"problem": problem, "answer": int(answer)}))
     return tuple(found)
-
-
-def fingerprint(rows: Sequence[Example]) -> str:
-    """Hash of problems and answers in any order; of a problem's text, letters and digits alone count."""
-    plain = sorted(
-        f"{re.sub('[^0-9a-z]+', '', str(row.fields['problem']).lower())} {row.fields['answer']}"
-        for row in rows
-    )
-    return hashlib.sha256("\n".join(plain).encode()).hexdigest()
-
-
-def _prompt_ids(task: ContestTask, one: Example, target: Target) -> tuple[int, ...]:
-    tokenizer = target.require_tokenizer()
-    return task.encode(one, tokenizer, max_tokens=target.info.max_positions).ids
 
 
 def _opens_thoughts(prompt: str) -> bool:

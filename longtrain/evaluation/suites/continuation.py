@@ -28,10 +28,10 @@ from longtrain.evaluation.corpora import (
     prefix_of,
     read_texts,
 )
-from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
+from longtrain.evaluation.suites.drafted import drafted
 from longtrain.evaluation.suites.shared import check_lengths
-from longtrain.evaluation.task import Example, WrittenTask
+from longtrain.evaluation.task import Example, Task
 from longtrain.log import get_logger
 from longtrain.tables import tokens
 
@@ -42,7 +42,6 @@ log = get_logger(__name__)
 
 HELD_OUT = "text/heldout"
 """The bundled held-out files: novels that no target or draft of this package was trained on."""
-
 
 SPACING_TOKENS = 64
 """Least distance of two continuation points of one document."""
@@ -112,27 +111,6 @@ def choose_points(
     return Selection([points[i] for i in rng.permutation(len(points))], dict(dropped))
 
 
-@dataclass(frozen=True)
-class Continuation(WrittenTask):
-    """Prompts of one length, cut at points of held-out text that all lengths share.
-
-    Args:
-        length: tokens of a prompt.
-        prompts: of each row.
-    """
-
-    length: int = 0
-    prompts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-
-    def written(self, example: Example) -> Encoded:
-        """The tokens up to the point."""
-        return Encoded(self.prompts[int(example.fields["number"])])
-
-    def facets(self, example: Example) -> dict[str, int | float | str]:
-        """Context length, and the kind of text."""
-        return {"length": self.length, "kind": str(example.fields["kind"])}
-
-
 def continuations(
     points: Sequence[Point],
     lengths: Sequence[int],
@@ -141,7 +119,7 @@ def continuations(
     max_new_tokens: int,
     ignore_eos: bool = True,
     name: str = "{}",
-) -> list[Continuation]:
+) -> list[Task]:
     """A task for each context length.
 
     Args:
@@ -157,25 +135,19 @@ def continuations(
     """
     check_lengths(lengths, max_new_tokens, target)
     prefix = prefix_of(target.tokenizer)
-    tasks = []
-    for length in lengths:
-        prompts = tuple(tuple(point.prompt(length, prefix)) for point in points)
-        tasks.append(
-            Continuation(
-                name.format(tokens(length)),
-                tuple(_row(i, point, prompts[i]) for i, point in enumerate(points)),
-                "{document}",
-                max_new_tokens,
-                "acceptance",
-                None,
-                chat=False,
-                ignore_eos=ignore_eos,
-                protocol={"lengths": [length]},
-                length=length,
-                prompts=prompts,
-            )
+
+    def at(length: int) -> Task:
+        prompts = [point.prompt(length, prefix) for point in points]
+        return drafted(
+            name.format(tokens(length)),
+            [(_row(i, *both), both[1]) for i, both in enumerate(zip(points, prompts, strict=True))],
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            facets_of=lambda row: {"length": length, "kind": str(row.fields["kind"])},
+            protocol={"lengths": [length]},
         )
-    return tasks
+
+    return [at(length) for length in lengths]
 
 
 def held_out(

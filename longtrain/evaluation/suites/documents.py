@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation import corpora
 from longtrain.evaluation.corpora import plain_ids, prefix_of
-from longtrain.evaluation.prompts import Encoded, around_message
-from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.shared import (
+from longtrain.evaluation.prompts import around_message
+from longtrain.evaluation.published import Published, not_greedy
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suites.drafted import (
     ACCEPTANCE_SCALE,
     acceptance_summary,
-    check_lengths,
-    not_greedy,
-    settings_of,
+    drafted,
+    ended,
+    tell_of_drafts,
 )
-from longtrain.evaluation.task import Example, WrittenTask
+from longtrain.evaluation.suites.shared import check_lengths, settings_of
+from longtrain.evaluation.task import Example
 from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, wrong
 
 if TYPE_CHECKING:
@@ -53,9 +55,23 @@ class Corpus:
     head: str = ""
     tail: str = ""
 
+    @property
+    def published(self) -> Published:
+        """What QuantSpec measures. Source: QuantSpec Section 5.1 and its code."""
+        return Published(
+            self.title,
+            lengths=self.lengths,
+            settings={
+                "data": self.like,
+                "prompts": 11,
+                "skip_tokens": self.skip,
+                "max_new_tokens": 90,
+                "ignore_eos": True,
+                "chat": False,
+            },
+            sampled=lambda sampling: (),
+        )
 
-PROMPTS, NEW_TOKENS = 11, 90
-"""Prompts of each length, and tokens of an answer. Source: QuantSpec Section 5.1 and its code."""
 
 CORPORA = {
     "pg19": Corpus("Acceptance on PG-19", "pg19_test", (4096, 8192), 8000),
@@ -105,121 +121,74 @@ class DocumentSettings:
             raise wrong("suite.max_new_tokens", self.max_new_tokens, "2 or more")
 
 
-@dataclass(frozen=True)
-class Documents(WrittenTask):
-    """Prompts of exactly stated lengths. Answers are not scored.
-
-    Args:
-        ids: example -> its prompt.
-    """
-
-    ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-
-    def written(self, example: Example) -> Encoded:
-        """What stands before the document, its beginning, and what stands after it."""
-        return Encoded(self.ids[example.id])
-
-    def facets(self, example: Example) -> dict[str, int | float | str]:
-        """Prompt length."""
-        return {"length": int(example.fields["length"])}
-
-    def score(self, text: str, example: Example) -> float | None:
-        """Gives no score: answers are cut short, what matters is how they are drafted."""
-        return None
-
-
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """One task: the first documents that fill each length.
-
-    Args:
-        settings: see conf/suite/pg19.yaml.
-        target: gives the tokenizer and its window.
-        seed: of the run; nothing is drawn here.
-        sampling: how the run decodes.
 
     Raises:
         ConfigError: a wrong setting, or a length that the target does not hold.
         DataError: the text cannot be read, or no document fills a length.
     """
     options = settings_of(DocumentSettings, settings)
-    name, corpus, tokenizer = options.name, CORPORA[options.name], target.require_tokenizer()
-    lengths, answer = options.lengths, options.max_new_tokens
-    check_lengths(lengths, answer, target)
-    wanted, skip = options.prompts, options.skip_tokens
+    corpus, answer = CORPORA[options.name], options.max_new_tokens
+    check_lengths(options.lengths, answer, target)
+    prompts = _prompts(options, corpus, target.require_tokenizer())
+    task = drafted(
+        options.name,
+        prompts,
+        max_new_tokens=answer,
+        ignore_eos=options.ignore_eos,
+        facets_of=lambda row: {"length": int(row.fields["length"])},
+        protocol={"lengths": list(options.lengths), "skip_tokens": options.skip_tokens},
+        template=corpus.head + "{document}" + corpus.tail,
+        chat=options.chat,
+    )
+    notes = [f"{answer} new tokens{ended(options.ignore_eos)}", *not_greedy(sampling)]
+    for length in options.lengths:
+        found = sum(row.fields["length"] == length for row in task.rows)
+        if found < options.prompts:
+            notes.append(f"{found} of {options.prompts} prompts at {length} tokens")
+    departures = corpus.published.departures({}, vars(options), sampling)
+    if options.data == corpus.like and Path(corpus.like).exists():
+        departures.append(f"documents of another text, not read as the corpus {corpus.like}")
+    return Suite(
+        options.name,
+        (task,),
+        scale=ACCEPTANCE_SCALE,
+        summarise=acceptance_summary,
+        title=corpus.published.title,
+        departures=departures,
+        notes=notes,
+        meet=tell_of_drafts,
+    )
+
+
+def _prompts(
+    options: DocumentSettings, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[Example, tuple[int, ...]]]:
+    """Rows with their prompts: of each length the first documents that fill it."""
     head, tail, prefix = _around(corpus, tokenizer, chat=options.chat)
-    ids: dict[str, tuple[int, ...]] = {}
-    rows: dict[int, list[Example]] = {length: [] for length in lengths}
+    found: dict[int, list[tuple[Example, tuple[int, ...]]]] = {length: [] for length in options.lengths}
     longest = 0
     for title, text in corpora.texts(options.data, like=corpus.like):
-        if all(len(some) == wanted for some in rows.values()):
+        if all(len(some) == options.prompts for some in found.values()):
             break
-        body = _body(tokenizer, head, text, skip)
+        body = _body(tokenizer, head, text, options.skip_tokens)
         longest = max(longest, len(prefix) + len(body) + len(tail))
-        for length, some in rows.items():
+        for length, some in found.items():
             room = length - len(prefix) - len(tail)
-            if room < 1 or len(body) < room or len(some) == wanted:
+            if room < 1 or len(body) < room or len(some) == options.prompts:
                 continue
             prompt = (*prefix, *body[:room], *tail)
             digest = hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()
-            row = Example(
-                f"{len(some) + 1}@{length}", {"document": title, "length": length, "sha256": digest}
-            )
-            some.append(row)
-            ids[row.id] = prompt
-    for length, some in rows.items():
+            fields = {"document": title, "length": length, "sha256": digest}
+            some.append((Example(f"{len(some) + 1}@{length}", fields), prompt))
+    for length, some in found.items():
         if not some:
             raise DataError(
                 f"no document at {options.data} fills a prompt of {length} tokens (the longest gives "
                 f"{longest}); pass shorter suite.lengths or longer text"
             )
-    task = Documents(
-        name,
-        tuple(row for some in rows.values() for row in some),
-        corpus.head + "{document}" + corpus.tail,
-        answer,
-        "acceptance",
-        None,
-        chat=options.chat,
-        ignore_eos=options.ignore_eos,
-        protocol={"lengths": list(lengths), "skip_tokens": skip},
-        ids=ids,
-    )
-    notes = [
-        f"{answer} new tokens"
-        + (", the end of text ignored" if task.ignore_eos else " or fewer where the text ends"),
-        *(
-            f"{len(some)} of {wanted} prompts at {length} tokens"
-            for length, some in rows.items()
-            if len(some) < wanted
-        ),
-    ]
-    notes += not_greedy(sampling)
-    departures = []
-    if options.data != corpus.like or Path(corpus.like).exists():
-        departures.append(f"documents of a copy or of another text, not read as the corpus {corpus.like}")
-    if others := [length for length in lengths if length not in corpus.lengths]:
-        departures.append(f"prompts of {', '.join(map(str, others))} tokens (QuantSpec: {_listed(corpus)})")
-    for what, value, own in (
-        ("prompts of each length", wanted, PROMPTS),
-        ("tokens skipped at the beginning", skip, corpus.skip),
-        ("new tokens", answer, NEW_TOKENS),
-    ):
-        if value != own:
-            departures.append(f"{what}: {value} instead of {own}")
-    if not task.ignore_eos:
-        departures.append("answers end where the text does")
-    if options.chat:
-        departures.append("in the target's chat template (QuantSpec has none)")
-    title = f"Variant of {corpus.title}" if departures else corpus.title
-
-    def summarise(records: ByTask) -> Summary:
-        return acceptance_summary(title, records, [*notes, *departures])
-
-    return Suite(name, (task,), scale=ACCEPTANCE_SCALE, summarise=summarise)
-
-
-def _listed(corpus: Corpus) -> str:
-    return ", ".join(map(str, corpus.lengths))
+    return [one for some in found.values() for one in some]
 
 
 def _body(tokenizer: PreTrainedTokenizerBase, head: str, text: str, skip: int) -> list[int]:

@@ -14,7 +14,7 @@ from longtrain.decoding.ranking import RECALLS
 from longtrain.errors import ConfigError
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record, Turn, ids_sha256
-from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary, mean_summary
+from longtrain.evaluation.suite import Figure, Scale, Suite, mean_summary
 from longtrain.evaluation.suites.continuation import texts_of
 from longtrain.evaluation.suites.eviction_prompts import (
     CONTINUE,
@@ -28,7 +28,7 @@ from longtrain.evaluation.suites.eviction_prompts import (
     make_prompts,
 )
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
-from longtrain.evaluation.task import Example, Facet, WrittenTask
+from longtrain.evaluation.task import Example, Task
 from longtrain.methods import policies
 from longtrain.methods.policies.oracle import ToldOracle
 from longtrain.settings import Count, CountOrZero, Lengths, one_of
@@ -83,21 +83,17 @@ class EvictionSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class EvictionTask(WrittenTask):
+class EvictionTask(Task):
     """The prompts of one length; the kinds of questions are in turn.
 
     Args:
-        length: tokens of a prompt, the question included.
         prompts: of each row.
-        question_after: whether the question is read after eviction.
         truth: true scores that a policy's are compared with.
         rank_prompts: how many prompts are.
         agreement_counts: whether the share of what was asked for is the score, not the exact match.
     """
 
-    length: int = 0
     prompts: tuple[Prompt, ...] = field(default=(), repr=False)
-    question_after: bool = False
     truth: TrueScores | None = None
     rank_prompts: int = 0
     agreement_counts: bool = False
@@ -105,22 +101,6 @@ class EvictionTask(WrittenTask):
     def of(self, example: Example) -> Prompt:
         """The prompt of an example."""
         return self.prompts[int(example.fields["number"])]
-
-    def written(self, example: Example) -> Encoded:
-        """The prompt, or its context with the question to be read after eviction."""
-        prompt = self.of(example)
-        if self.question_after:
-            return Encoded(prompt.context, after=prompt.question)
-        return Encoded(prompt.whole)
-
-    def facets(self, example: Example) -> dict[str, Facet]:
-        """The length, and what is asked."""
-        return {"length": self.length, "task": self.of(example).task}
-
-    def references(self, example: Example) -> list[str]:
-        """The expected answer; none of a continuation."""
-        answer = self.of(example).answer
-        return [answer] if answer else []
 
     def sequence_id(self, example: Example) -> int:
         """The number of the prompt."""
@@ -169,13 +149,7 @@ class EvictionTask(WrittenTask):
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """A task for each prompt length.
-
-    Args:
-        settings: see `EvictionSettings`.
-        target: the frozen model, with a tokenizer.
-        seed: of prompts.
-        sampling: how the run decodes.
+    """A task for each prompt length. The seed is that of prompts.
 
     Raises:
         ConfigError: a wrong setting, or a length that the target's context or a task does not hold.
@@ -196,51 +170,67 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         margin=asked.max_new_tokens,
         seed=seed,
     )
-    agreeing = set(asked.tasks) == {CONTINUE}
+    agreeing, told = set(asked.tasks) == {CONTINUE}, asked.question == "after"
 
     def oracle(budget: Budget) -> Evictor:
-        if asked.question == "after":
-            return ToldOracle(budget)
-        return policies.get("oracle", budget=budget, n_tokens=asked.max_new_tokens)
+        return (
+            ToldOracle(budget)
+            if told
+            else policies.get("oracle", budget=budget, n_tokens=asked.max_new_tokens)
+        )
 
     def own_systems(builder: Builder) -> list[System]:
-        facts = {"policy": "oracle", **({"told": True} if asked.question == "after" else {})}
+        facts = {"policy": "oracle", **({"told": True} if told else {})}
         return builder.evicting("oracle", ORACLE, oracle, facts, timed=False) if asked.oracle else []
 
     truth = None
     if asked.oracle and asked.rank_prompts:
         truth = TrueScores(lambda: oracle(Budget(ratio=1.0)), asked.max_new_tokens, asked.rank_skip)
-    tasks = tuple(
-        EvictionTask(
-            tokens(length),
-            tuple(_row(i, prompt) for i, prompt in enumerate(some)),
-            "{task}",
-            asked.max_new_tokens,
-            "exact_match",
-            None,
-            chat=False,
-            samples=asked.samples,
-            protocol={"lengths": [length], "question": asked.question, "seed": seed},
-            length=length,
-            prompts=tuple(some),
-            question_after=asked.question == "after",
-            truth=truth,
-            rank_prompts=asked.rank_prompts,
-            agreement_counts=agreeing,
-        )
-        for length, some in prompts.items()
-    )
     name = "agreement with the full cache" if agreeing else "exact match"
     exact = (Figure("exact match", "exact"),) if agreeing else ()
     return Suite(
         str(settings["name"]),
-        tasks,
+        tuple(_task(length, some, asked, seed, truth) for length, some in prompts.items()),
         scale=Scale(name, 1.0, wilson=asked.samples == 1 and not agreeing),
-        summarise=lambda records: _summary(records, asked),
+        summarise=lambda records: mean_summary(records, maximum=1, digits=4),
+        title="Eviction",
+        notes=_notes(asked),
         needs=frozenset({EVICTOR}),
         figures=(*exact, *FIGURES),
         own_systems=own_systems,
         rivals=artifacts_and_policies,
+    )
+
+
+def _task(
+    length: int, prompts: Sequence[Prompt], asked: EvictionSettings, seed: int, truth: TrueScores | None
+) -> EvictionTask:
+    def of(row: Example) -> Prompt:
+        return prompts[int(row.fields["number"])]
+
+    def written(row: Example) -> Encoded:
+        """The prompt, or its context with the question to be read after eviction."""
+        if asked.question == "after":
+            return Encoded(of(row).context, after=of(row).question)
+        return Encoded(of(row).whole)
+
+    return EvictionTask(
+        tokens(length),
+        tuple(_row(i, prompt) for i, prompt in enumerate(prompts)),
+        "{task}",
+        asked.max_new_tokens,
+        "exact_match",
+        None,
+        chat=False,
+        samples=asked.samples,
+        protocol={"lengths": [length], "question": asked.question, "seed": seed},
+        written=written,
+        facets_of=lambda row: {"length": length, "task": of(row).task},
+        expected=lambda row: [of(row).answer] if of(row).answer else [],
+        prompts=tuple(prompts),
+        truth=truth,
+        rank_prompts=asked.rank_prompts,
+        agreement_counts=set(asked.tasks) == {CONTINUE},
     )
 
 
@@ -261,11 +251,6 @@ def _samples(record: Record) -> list[tuple[Turn, ...]]:
 
 def _mean(found: Sequence[Judged], key: str) -> float:
     return sum(float(getattr(one, key)) for one in found) / len(found)
-
-
-def _summary(records: ByTask, asked: EvictionSettings) -> Summary:
-    """The mean score of each length, and notes on what was asked and what counts as right."""
-    return mean_summary("Eviction", records, notes=_notes(asked), maximum=1, digits=4)
 
 
 def _notes(asked: EvictionSettings) -> list[str]:

@@ -166,11 +166,8 @@ class LikelihoodRequests(Measured):
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """A task for each of lm-eval's that `suite.tasks` names, the tasks of a group one by one.
 
-    Args:
-        settings: see conf/suite/lm_eval.yaml.
-        target: its tokenizer encodes the requests, its window decides how long they may be.
-        seed: of the run; few-shot examples are drawn with lm-eval's own seeds.
-        sampling: how the run decodes; a task's own temperature goes first, and lm-eval's default is greedy.
+    Few-shot examples are drawn with lm-eval's own seeds. A task's own temperature goes before the run's, and
+    lm-eval's default is greedy.
 
     Raises:
         ConfigError: a wrong setting, or a task that does not exist or cannot be run.
@@ -187,10 +184,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         chat=options.chat,
     )
     tasks = tuple(_task(name, task, model, options) for name, task in library.tasks.items())
-    departures = []
-    if options.limit is not None:
-        departures.append(f"the first {options.limit} documents of each task")
-    notes = [f"{TITLE} {lm_harness.VERSION}", *departures]
+    notes = [f"{TITLE} {lm_harness.VERSION}"]
     if options.fewshot is not None:
         notes.append(f"{options.fewshot} solved examples in a prompt, where the task does not forbid them")
     if options.chat:
@@ -202,10 +196,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         for task in tasks:
             for key, answer in _answers(task, records.get(task.name, ())):
                 answers[key].append(answer)
-        title = f"Variant of {TITLE}" if departures else TITLE
         requests = [one for task in library.tasks.values() for one in task.instances]
         if any(len(answers[lm_harness.key_of(one)]) < (one.repeats or 1) for one in requests):
-            return Summary(title, tuple(notes))
+            return Summary()
         found = library.aggregate(lm_harness.RecordedModel(target, answers))
         figures = {}
         for name, task in library.tasks.items():
@@ -213,11 +206,21 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             scored = any(record.score is not None for record in records[name])
             if isinstance(value, int | float):
                 figures[name] = round(100 * value, 2) if scored else round(float(value), 4)
-        return Summary(title, tuple(notes), figures, None, {"lm_eval": found})
+        return Summary(tasks=figures, extra={"lm_eval": found})
 
     generates = any(isinstance(task, Task) for task in tasks)
     needs = frozenset({EVICTOR, DRAFT} if generates else {EVICTOR})
-    return Suite("lm_eval", tasks, summarise=summarise, needs=needs)
+    limit = [] if options.limit is None else [f"the first {options.limit} documents of each task"]
+    return Suite(
+        "lm_eval",
+        tasks,
+        summarise=summarise,
+        title=TITLE,
+        departures=limit,
+        notes=notes,
+        cuts=True,
+        needs=needs,
+    )
 
 
 def _task(name: str, task: Any, model: Any, options: LmEvalSettings) -> Task | Measured:

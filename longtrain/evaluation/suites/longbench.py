@@ -1,22 +1,87 @@
-"""LongBench as a suite: its 16 English tasks, and the rules of what a result may be called."""
+"""LongBench as a suite: its 16 English tasks with their official settings and scores."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from longtrain.evaluation import longbench
-from longtrain.evaluation.harness.protocol import prompt_room
+from longtrain.errors import DataError
+from longtrain.evaluation.metrics.longbench import classification, count, edit_similarity, retrieval, token_f1
+from longtrain.evaluation.metrics.rouge import rouge_l
+from longtrain.evaluation.published import Published
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.shared import not_greedy, prompts_up_to, settings_of
-from longtrain.evaluation.task import Example
+from longtrain.evaluation.suites.longbench_rows import TEMPLATES, published, read_tasks, unlike_published
+from longtrain.evaluation.suites.shared import prompts_up_to, settings_of
+from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, Text, some_of, wrong
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
+
+METRICS: dict[str, Callable[[str, str], float]] = {
+    "f1": token_f1,
+    "rouge_l": rouge_l,
+    "count": count,
+    "retrieval": retrieval,
+    "edit_similarity": edit_similarity,
+}
+"""Metrics of a prediction and an answer; `classification` also needs the classes."""
+
+
+@dataclass(frozen=True)
+class LongBenchSpec:
+    """The official settings of a task.
+
+    Args:
+        max_new_tokens: most tokens of an answer.
+        metric: one of `METRICS`, or `classification`.
+        rows: number of published examples.
+        chat: whether chat models get the prompt in their template. The few-shot and code tasks are better off
+            without, says the official runner.
+        first_line: whether only the first line of an answer counts, leading line breaks dropped.
+        stops: see `Task`.
+        min_new_tokens: see `Task`.
+    """
+
+    max_new_tokens: int
+    metric: str
+    rows: int = 200
+    chat: bool = True
+    first_line: bool = False
+    stops: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+
+
+SPECS = {
+    "narrativeqa": LongBenchSpec(128, "f1"),
+    "qasper": LongBenchSpec(128, "f1"),
+    "multifieldqa_en": LongBenchSpec(64, "f1", rows=150),
+    "hotpotqa": LongBenchSpec(32, "f1"),
+    "2wikimqa": LongBenchSpec(32, "f1"),
+    "musique": LongBenchSpec(32, "f1"),
+    "gov_report": LongBenchSpec(512, "rouge_l"),
+    "qmsum": LongBenchSpec(512, "rouge_l"),
+    "multi_news": LongBenchSpec(512, "rouge_l"),
+    "trec": LongBenchSpec(64, "classification", chat=False, first_line=True),
+    "triviaqa": LongBenchSpec(32, "f1", chat=False, first_line=True),
+    "samsum": LongBenchSpec(128, "rouge_l", chat=False, first_line=True, stops=("\n",), min_new_tokens=1),
+    "passage_count": LongBenchSpec(32, "count"),
+    "passage_retrieval_en": LongBenchSpec(32, "retrieval"),
+    "lcc": LongBenchSpec(64, "edit_similarity", rows=500, chat=False),
+    "repobench-p": LongBenchSpec(64, "edit_similarity", rows=500, chat=False),
+}
+"""Task -> settings, in the order of the paper's tables.
+
+Source: LongBench, config/dataset2maxlen.json, eval.py (`dataset2metric`, `scorer`) and pred.py.
+"""
+
+NAMES = tuple(SPECS)
+PUBLISHED = Published(
+    "LongBench", tasks={name: spec.rows for name, spec in SPECS.items()}, settings={"chat": True}
+)
 
 COPY = "rows of a copy: tasks, counts, ids, lengths and the answers that are known are those published"
 """Said of rows that do not come from the authors' data set: no hash of its files is published."""
@@ -27,7 +92,7 @@ class LongBenchSettings:
     """The keys of the suite; see conf/suite/longbench.yaml."""
 
     data: Text
-    tasks: some_of(longbench.NAMES)  # type: ignore[valid-type]
+    tasks: some_of(NAMES)  # type: ignore[valid-type]
     limit: Count | None
     max_prompt_tokens: Count | None
     chat: bool
@@ -40,53 +105,96 @@ class LongBenchSettings:
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The tasks that `suite.tasks` names, of the rows at `suite.data`.
 
-    Args:
-        settings: see conf/suite/longbench.yaml.
-        target: its window decides how long prompts may be.
-        seed: of the run; nothing is drawn here.
-        sampling: how the run decodes; LongBench is greedy.
+    The official runner cuts prompts that are too long for a model; such a run is a variant here, since its
+    figures are those of the model's window too.
 
     Raises:
         ConfigError: a wrong setting.
         DataError: a missing file or field.
     """
     options = settings_of(LongBenchSettings, settings)
-    whole = longbench.load(options.data, options.tasks)
-    loaded = [
-        replace(task, rows=task.rows[: options.limit], chat=task.chat and options.chat) for task in whole
-    ]
-    tasks = prompts_up_to(options.max_prompt_tokens, loaded, target)
-    rooms = {task.name: prompt_room(task, target) for task in tasks}
-    official = longbench.published(options.data)
-    departures = not_greedy(sampling)
+    whole = read_tasks(options.data, options.tasks)
+    tasks = [make_task(name, rows, chat=options.chat) for name, rows in whole.items()]
+    tasks = [replace(task, rows=task.rows[: options.limit]) for task in tasks]
+    departures = PUBLISHED.departures({task.name: task.rows for task in tasks}, vars(options), sampling)
+    official = published(options.data)
     if not official:
-        departures += _unlike_published({task.name: task.rows for task in whole})
+        departures += _unlike_published(whole)
 
     def summarise(records: ByTask) -> Summary:
-        ran = {
-            name: longbench.TaskRun(
-                tuple(float(record.score or 0.0) for record in some),
-                sum(record.cut for record in some),
-                rooms[name],
-            )
-            for name, some in records.items()
-        }
-        name, notes = longbench.title(
-            ran, chat=options.chat, departures=departures, notes=[] if official else [COPY]
-        )
-        figures = {name: longbench.task_score(one.scores) for name, one in ran.items()}
+        marks = {name: [float(record.score or 0.0) for record in some] for name, some in records.items()}
+        figures = {name: task_score(some) for name, some in marks.items()}
         average = round(sum(figures.values()) / len(figures), 2)
-        published = {name: longbench.SPECS[name].rows for name in ran}
-        extra = {"whole": name == longbench.WHOLE, "rows_published": published}
-        return Summary(name, notes, figures, average, extra)
+        cut = any(record.cut for some in records.values() for record in some)
+        extra = {
+            "whole": not (departures or cut),
+            "rows_published": {name: SPECS[name].rows for name in marks},
+        }
+        return Summary(tasks=figures, average=average, extra=extra)
 
-    return Suite("longbench", tuple(tasks), summarise=summarise)
+    return Suite(
+        "longbench",
+        tuple(prompts_up_to(options.max_prompt_tokens, tasks, target)),
+        summarise=summarise,
+        title=PUBLISHED.title,
+        departures=departures,
+        notes=[] if official or departures else [COPY],
+    )
+
+
+def make_task(name: str, rows: tuple[Example, ...], *, chat: bool = True) -> Task:
+    """A task on rows; classes are those of the last row, as the official scorer takes them."""
+    spec = SPECS[name]
+    return Task(
+        name,
+        rows,
+        TEMPLATES[name],
+        spec.max_new_tokens,
+        spec.metric,
+        judge_of(spec, rows[-1].fields["all_classes"] or ()),
+        chat=spec.chat and chat,
+        stops=spec.stops,
+        min_new_tokens=spec.min_new_tokens,
+        expected=lambda row: row.fields["answers"],
+    )
+
+
+def judge_of(spec: LongBenchSpec, classes: Sequence[str]) -> Callable[[str, Example], float]:
+    """The scorer of a task: post-processing, then the best metric over the answers (0 if there is none)."""
+
+    def compare(prediction: str, answer: str) -> float:
+        if spec.metric == "classification":
+            return classification(prediction, answer, classes)
+        return METRICS[spec.metric](prediction, answer)
+
+    def judge(text: str, example: Example) -> float:
+        if spec.first_line:
+            text = text.lstrip("\n").split("\n")[0]
+        return max([0.0, *(compare(text, answer) for answer in example.fields["answers"])])
+
+    return judge
+
+
+def task_score(scores: Sequence[float]) -> float:
+    """A task's score: 100 times the mean over its examples, rounded to 2 digits.
+
+    Raises:
+        DataError: no example.
+
+    Source: LongBench, eval.py, `scorer`; summed from left to right as there.
+    """
+    if not scores:
+        raise DataError("a LongBench task has no scored example; run at least one")
+    total = 0.0
+    for score in scores:
+        total += score
+    return round(100 * total / len(scores), 2)
 
 
 def _unlike_published(tasks: Mapping[str, Sequence[Example]]) -> list[str]:
     """A note on rows of a copy that are not recognised, and one on rows that are there twice."""
     notes = []
-    found = [note for name, rows in tasks.items() for note in longbench.unlike_published(name, rows)]
+    found = [note for name, rows in tasks.items() for note in unlike_published(name, rows)]
     if found:
         more = f" and {len(found) - 1} more signs" if len(found) > 1 else ""
         notes.append(f"rows that are not recognised as the published ones: {found[0]}{more}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import SLACK
 from longtrain.evaluation.judge.client import judge_settings
 from longtrain.evaluation.judge.marker import JudgeMarker, marker_from, marks_of
-from longtrain.evaluation.judge.naming import Published
+from longtrain.evaluation.judge.naming import judged_summary, judging, own_judging
 from longtrain.evaluation.judge.prompts import longbench_write_prompts
 from longtrain.evaluation.judge.rubrics import (
     DIMENSIONS,
@@ -25,20 +25,33 @@ from longtrain.evaluation.judge.rubrics import (
     required,
 )
 from longtrain.evaluation.prompts import encode_chat
-from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
+from longtrain.evaluation.published import Published, narrowed
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import Suite, Summary
 from longtrain.evaluation.suites.shared import read_rows, settings_of
-from longtrain.evaluation.task import Example, Facet, Task
+from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, Text, within
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
-OFFICIAL = Published("LongBench-Write", max_new_tokens=32768, temperature=0.5, max_tokens=1024, tries=5)
-ROWS = 120
-TEMPERATURE = 0.5
-FIELDS: dict[str, tuple[type, ...]] = {"prompt": (str,), "type": (str,), "length": (int,)}
 NAME = "longbench_write"
+MAX_NEW_TOKENS = 32768
+PUBLISHED = Published(
+    "LongBench-Write",
+    tasks={NAME: 120},
+    settings={
+        "temperature": 0.5,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "chat": True,
+        "judge.temperature": 0.5,
+        "judge.max_tokens": 1024,
+        "judge.tries": 5,
+    },
+    sampled=narrowed,
+)
+FIELDS: dict[str, tuple[type, ...]] = {"prompt": (str,), "type": (str,), "length": (int,)}
 UNVERIFIED = "the Chinese half of the requests is not compared with the published ones, the English half is"
 
 _ENGLISH = (
@@ -63,15 +76,11 @@ class LongWriteTask(Task):
         fixed_temperature: the temperature of all answers.
     """
 
-    fixed_temperature: float = TEMPERATURE
+    fixed_temperature: float = 0.5
 
     def temperature(self, example: Example) -> float | None:
         """One for all."""
         return self.fixed_temperature
-
-    def facets(self, example: Example) -> dict[str, Facet]:
-        """The group of its wanted length, in words."""
-        return {"wanted": group(required(example))}
 
 
 def group(words: int) -> str:
@@ -94,7 +103,7 @@ class LongWriteSettings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The suite, see `longtrain.evaluation.suites`.
+    """The requests at `suite.data`, judged where `suite.judge` names a judge.
 
     Raises:
         ConfigError: a wrong setting, or no requests.
@@ -106,21 +115,34 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         NAME,
         _read(own.data)[: own.limit],
         template="{prompt}",
-        max_new_tokens=own.max_new_tokens or OFFICIAL.max_new_tokens,
+        max_new_tokens=own.max_new_tokens or MAX_NEW_TOKENS,
         metric="judge and length",
         judge=None,
         chat=own.chat,
         protocol={"length_score": "LongWriter"},
+        facets_of=lambda row: {"wanted": group(required(row))},
         fixed_temperature=own.temperature,
     )
     if own.max_new_tokens is None:
-        task = replace(task, max_new_tokens=min(OFFICIAL.max_new_tokens, _room(task, target)))
+        task = replace(task, max_new_tokens=min(MAX_NEW_TOKENS, _room(task, target)))
     marker = marker_from(judge, lambda: LongWriteRubric(longbench_write_prompts(judge.prompts)))
-
-    def summarise(records: ByTask) -> Summary:
-        return _summary(task, departures(task, marker, sampling), marker, records)
-
-    return Suite("longbench_write", (task,), Scale(), summarise=summarise, marker=marker)
+    asked = vars(own) | {"max_new_tokens": task.max_new_tokens} | judging(marker)
+    departures = PUBLISHED.departures({NAME: task.rows}, asked, sampling)
+    notes, there = [], {row_hash(row) for row in task.rows}
+    if len(task.rows) == PUBLISHED.tasks[NAME]:
+        notes.append(UNVERIFIED)
+        departures += [] if there >= ENGLISH else ["requests that are not the published ones"]
+    elif there == ENGLISH and len(task.rows) == len(ENGLISH):
+        notes.append("the requests are the English ones")
+    return Suite(
+        NAME,
+        (task,),
+        summarise=lambda records: _summary(task, records.get(NAME, ()), marker),
+        title=PUBLISHED.title,
+        departures=[*departures, *own_judging(marker)],
+        notes=notes,
+        marker=marker,
+    )
 
 
 def row_hash(row: Example) -> str:
@@ -129,36 +151,14 @@ def row_hash(row: Example) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 
-def departures(task: LongWriteTask, marker: JudgeMarker | None, sampling: Sampling) -> list[str]:
-    """What is not as in the whole benchmark; with any of it the result is no LongBench-Write score."""
-    notes, there = [], {row_hash(row) for row in task.rows}
-    if len(task.rows) != ROWS:
-        english = there == ENGLISH and len(task.rows) == len(ENGLISH)
-        notes.append(f"{len(task.rows)} of {ROWS} requests" + (", the English ones" if english else ""))
-    elif not there >= ENGLISH:
-        notes.append("requests that are not the published ones")
-    if task.fixed_temperature != TEMPERATURE:
-        notes.append(f"temperature {task.fixed_temperature:g}, not {TEMPERATURE:g}")
-    return notes + OFFICIAL.departures(task, marker, sampling)
-
-
-def _summary(task: LongWriteTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
-    every = records.get(NAME, ())
+def _summary(task: Task, records: Sequence[Record], marker: JudgeMarker | None) -> Summary:
     wanted = {row.id: required(row) for row in task.rows}
-    marks = [(marks_of(record) or [None])[0] for record in every]
-    lengths = [(wanted[record.example], count_words(record.texts[0])) for record in every]
+    marks = [(marks_of(record) or [None])[0] for record in records]
+    lengths = [(wanted[record.example], count_words(record.texts[0])) for record in records]
     found = long_write_figures(marks, lengths)
-    found |= {"texts_at_limit": sum(record.turns[0].finish == "length" for record in every)}
-    return OFFICIAL.summary(
-        NAME,
-        every,
-        wrong,
-        marker,
-        score=found["score"],
-        extra={"longbench_write": found, "table": table_of(found)},
-        unverified=() if len(task.rows) != ROWS else (UNVERIFIED,),
-        of="texts",
-    )
+    found |= {"texts_at_limit": sum(record.turns[0].finish == "length" for record in records)}
+    extra = {NAME: found, "table": table_of(found)}
+    return judged_summary(NAME, records, marker, score=found["score"], extra=extra, of="texts")
 
 
 def table_of(found: Mapping[str, Any]) -> dict[str, Any]:

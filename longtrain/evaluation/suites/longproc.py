@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 from longtrain.data.read.files import HUB, PACKED_SUFFIXES, local_file
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.metrics.longproc import html_to_tsv
-from longtrain.evaluation.suite import ByTask, Suite, Summary, mean_summary
-from longtrain.evaluation.suites.shared import distinct, not_greedy, prompts_up_to, read_rows, settings_of
-from longtrain.evaluation.task import Example, Task, rows_sha256
+from longtrain.evaluation.published import Published
+from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suites.shared import distinct, prompts_up_to, read_rows, settings_of
+from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, Text, some_of, within
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
 
-TITLE = "LongProc html_to_tsv"
 MAX_NEW_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 """Length group -> most tokens of an answer."""
 
-ROWS = {"0.5k": 100, "2k": 189, "8k": 120}
-"""Length group -> published rows."""
-
-ROWS_SHA256 = {"0.5k": "e5b24a7df041466270d163f377d0a02094946abead5685f41a1f109243ee39ff"}
-"""Length group -> `rows_sha256` of the published rows with their filled prompts, in the published order
-(princeton-pli/LongProc, commit 78e873ae)."""
+PUBLISHED = Published(
+    "LongProc html_to_tsv",
+    tasks={"html_to_tsv_0.5k": 100, "html_to_tsv_2k": 189, "html_to_tsv_8k": 120},
+    sha256={"html_to_tsv_0.5k": "e5b24a7df041466270d163f377d0a02094946abead5685f41a1f109243ee39ff"},
+    settings={"chat": True},
+)
+"""The hash is that of rows with their filled prompts (princeton-pli/LongProc, commit 78e873ae)."""
 
 if TYPE_CHECKING:
     Groups = tuple[str, ...]
@@ -41,18 +42,6 @@ FIELDS = {"task_id": (str,), "gt": (str,)}
 FILLED = ("html_path", "task_topic", "task_description", "tsv_header", "filtering_instruction")
 GROUP = "output_length_group"
 TEMPLATES = "prompts.yaml"
-
-
-class TableTask(Task):
-    """Rows with a filled prompt, and the table expected."""
-
-    def prompt(self, example: Example) -> str:
-        """The prompt as it is; braces in it mean nothing."""
-        return str(example.fields["prompt"])
-
-    def references(self, example: Example) -> list[str]:
-        """The expected table."""
-        return [str(example.fields["gt"])]
 
 
 @dataclass(frozen=True)
@@ -69,12 +58,6 @@ class LongProcSettings:
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The length groups that `suite.groups` names, of the rows at `suite.data`.
 
-    Args:
-        settings: the group `suite`; see conf/suite/longproc.yaml.
-        target: whose window must hold the answers.
-        seed: of the run; nothing is drawn here.
-        sampling: how the run decodes; LongProc is greedy.
-
     Raises:
         ConfigError: a wrong setting, or prompts or answers longer than the target's window.
         DataError: a missing file or field.
@@ -86,34 +69,27 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             "of github.com/princeton-pli/LongProc with web pages unpacked, or a file of rows with 'prompt'"
         )
     alone = len(own.groups) == 1
-    rows = [table_rows(own.data, group, alone=alone)[: own.limit] for group in own.groups]
-    tasks = [_task(group, some, own.chat) for group, some in zip(own.groups, rows, strict=True)]
-    tasks = prompts_up_to(own.max_prompt_tokens, tasks, target)
-    notes = []
-    if len(own.groups) < len(ROWS):
-        notes.append(f"{len(own.groups)} of {len(ROWS)} output lengths")
-    for group, task in zip(own.groups, tasks, strict=True):
-        if len(task.rows) != ROWS[group]:
-            notes.append(f"{len(task.rows)} of {ROWS[group]} rows of {group}")
-        elif group in ROWS_SHA256 and rows_sha256(task.rows) != ROWS_SHA256[group]:
-            notes.append(f"rows of {group} that are not the published ones")
-    notes += not_greedy(sampling)
-    if not own.chat:
-        notes.append("without chat template")
-    unverified = [group for group in own.groups if group not in ROWS_SHA256]
-
-    def summarise(records: ByTask) -> Summary:
-        cut = sum(record.cut for some in records.values() for record in some)
-        departures = [*notes, f"prompts cut in the middle: {cut}"] if cut else notes
-        title = f"Variant of {TITLE}" if departures else TITLE
-        more = [UNVERIFIED.format(" and ".join(unverified))] if unverified else []
-        return mean_summary(title, records, notes=[*departures, *more])
-
-    return Suite("longproc", tuple(tasks), summarise=summarise)
-
-
-def _task(group: str, rows: tuple[Example, ...], chat: bool) -> TableTask:
-    return TableTask(f"html_to_tsv_{group}", rows, "{prompt}", MAX_NEW_TOKENS[group], "row_f1", _judge, chat)
+    tasks = [
+        Task(
+            f"html_to_tsv_{group}",
+            table_rows(own.data, group, alone=alone)[: own.limit],
+            "{prompt}",
+            MAX_NEW_TOKENS[group],
+            "row_f1",
+            lambda text, row: html_to_tsv(text, row.fields["gt"]).f1,
+            own.chat,
+            expected=lambda row: [row.fields["gt"]],
+        )
+        for group in own.groups
+    ]
+    unverified = [group for group in own.groups if f"html_to_tsv_{group}" not in PUBLISHED.sha256]
+    return Suite(
+        "longproc",
+        tuple(prompts_up_to(own.max_prompt_tokens, tasks, target)),
+        title=PUBLISHED.title,
+        departures=PUBLISHED.departures({task.name: task.rows for task in tasks}, vars(own), sampling),
+        notes=[UNVERIFIED.format(" and ".join(unverified))] if unverified else [],
+    )
 
 
 def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, ...]:
@@ -133,7 +109,7 @@ def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, 
         DataError: no such group in the file, or a field is missing.
     """
     file = _file(where, group)
-    rows = read_rows(str(file), TITLE, FIELDS)
+    rows = read_rows(str(file), PUBLISHED.title, FIELDS)
     if not alone and local_file(where).is_file() and any(GROUP not in row for row in rows):
         raise DataError(
             f"{file} has rows without the field '{GROUP}', so they cannot be told apart by output length; "
@@ -155,10 +131,6 @@ def table_rows(where: str, group: str, *, alone: bool = True) -> tuple[Example, 
     return tuple(found)
 
 
-def _judge(text: str, example: Example) -> float:
-    return html_to_tsv(text, example.fields["gt"]).f1
-
-
 def _file(where: str, group: str) -> Path:
     path = local_file(where)
     if path.is_file():
@@ -166,13 +138,14 @@ def _file(where: str, group: str) -> Path:
     if not path.is_dir():
         kind = "the Hub" if where.startswith(HUB) else "there"
         raise ConfigError(
-            f"{TITLE} data at {where}: nothing {kind}; pass a folder with html_to_tsv_{group}.json or .jsonl "
-            "(the data folder of github.com/princeton-pli/LongProc, its web pages unpacked), or a file"
+            f"{PUBLISHED.title} data at {where}: nothing {kind}; pass a folder with html_to_tsv_{group}.json "
+            "or .jsonl (the data folder of github.com/princeton-pli/LongProc, its web pages unpacked), or a "
+            "file"
         )
     names = [f"html_to_tsv_{group}.{kind}{pack}" for kind in ("json", "jsonl") for pack in PACKED_SUFFIXES]
     files = sorted(file for file in path.rglob("*html_to_tsv_*") if file.name.endswith(tuple(names)))
     if len(files) != 1:
-        there = [known for known in ROWS if any(path.rglob(f"*html_to_tsv_{known}.json*"))]
+        there = [known for known in MAX_NEW_TOKENS if any(path.rglob(f"*html_to_tsv_{known}.json*"))]
         found = ", ".join(str(file.relative_to(path)) for file in files) or "none"
         raise DataError(
             f"{path} must hold one html_to_tsv_{group}.json or .jsonl, it has {found}; pass "

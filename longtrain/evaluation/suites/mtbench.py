@@ -14,13 +14,15 @@ from longtrain.data.read.files import PACKED_SUFFIXES, read_jsonl
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.judge.client import judge_settings
 from longtrain.evaluation.judge.marker import JudgeMarker, marker_from, marks_of
-from longtrain.evaluation.judge.naming import Published
+from longtrain.evaluation.judge.naming import judged_summary, judging, own_judging
 from longtrain.evaluation.judge.prompts import mt_bench_prompts
 from longtrain.evaluation.judge.rubrics import HIGHEST_RATING, MtBenchRubric, mt_bench_figures
 from longtrain.evaluation.prompts import Encoded, encode_chat
-from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
+from longtrain.evaluation.published import Published, narrowed
+from longtrain.evaluation.records import Record
+from longtrain.evaluation.suite import Scale, Suite, Summary
 from longtrain.evaluation.suites.shared import check_fields, existing_file, read_rows, settings_of
-from longtrain.evaluation.task import Example, Facet, Task, rows_sha256
+from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, Text, within
 
 if TYPE_CHECKING:
@@ -41,15 +43,26 @@ TEMPERATURES = {
 }
 """Category -> temperature of its answers."""
 
-OFFICIAL = Published("MT-Bench", max_new_tokens=1024, temperature=0.0, max_tokens=2048, tries=1)
-QUESTIONS = 80
-QUESTIONS_SHA256 = "a557e3ba9d6ec240"
-"""First digits of `rows_sha256` of FastChat's question.jsonl."""
+NAME = "mt_bench"
+PUBLISHED = Published(
+    "MT-Bench",
+    tasks={NAME: 80},
+    sha256={NAME: "a557e3ba9d6ec240"},
+    settings={
+        "temperature": None,
+        "max_new_tokens": 1024,
+        "chat": True,
+        "judge.temperature": 0.0,
+        "judge.max_tokens": 2048,
+        "judge.tries": 1,
+    },
+    sampled=narrowed,
+)
+"""The hash is that of FastChat's question.jsonl."""
 REFERENCES_SHA256 = "6bf4df98dfa8a105"
 """`references_sha256` of its reference_answer/gpt-4.jsonl, see `MtBenchRubric`."""
 
 FIELDS: dict[str, tuple[type, ...]] = {"question_id": (int, str), "category": (str,), "turns": (list,)}
-NAME = "mt_bench"
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,9 @@ class MtBenchTask(Task):
     """The questions; the second turn is asked with the first one's answer before it.
 
     Args:
-        known: question id -> reference answers of the two turns.
         fixed_temperature: the temperature of all answers; None: by category.
     """
 
-    known: Mapping[str, tuple[str, ...]] | None = None
     fixed_temperature: float | None = None
 
     def prompt(self, example: Example) -> str:
@@ -114,14 +125,6 @@ class MtBenchTask(Task):
             return self.fixed_temperature
         return TEMPERATURES.get(example.fields["category"], 0.7)
 
-    def facets(self, example: Example) -> dict[str, Facet]:
-        """The category."""
-        return {"category": str(example.fields["category"])}
-
-    def references(self, example: Example) -> list[str]:
-        """The reference answers, where the category has them."""
-        return list((self.known or {}).get(example.id, ()))
-
     def _ids(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
         if self.chat:
             roles = ("user", "assistant")
@@ -148,7 +151,7 @@ class MtBenchSettings:
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The suite, see `longtrain.evaluation.suites`.
+    """The questions at `suite.data`, judged where `suite.judge` names a judge.
 
     Raises:
         ConfigError: a wrong setting, or no questions.
@@ -157,64 +160,48 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     own = settings_of(MtBenchSettings, settings)
     judge = judge_settings(own.judge)
     rows, references = _read(own)
-    rows = rows[: own.limit]
     task = MtBenchTask(
         NAME,
-        rows,
+        rows[: own.limit],
         template="{turns}",
         max_new_tokens=own.max_new_tokens,
         metric="judge",
         judge=None,
         chat=own.chat,
         n_turns=2,
-        known=references,
+        facets_of=lambda row: {"category": str(row.fields["category"])},
+        expected=lambda row: references.get(row.id, ()),
         fixed_temperature=own.temperature,
     )
     marker = marker_from(judge, lambda: MtBenchRubric(mt_bench_prompts(judge.prompts), references))
+    departures = PUBLISHED.departures({NAME: task.rows}, vars(own) | judging(marker), sampling)
     if marker is not None:
-        for row in rows:
+        for row in task.rows:
             marker.rubric.questions(row, ("", ""))  # a reference answer that is missing is told now
-
-    def summarise(records: ByTask) -> Summary:
-        return _summary(task, departures(task, marker, sampling), marker, records)
-
-    scale = Scale("rating", HIGHEST_RATING)
-    return Suite("mtbench", (task,), scale, summarise=summarise, marker=marker)
-
-
-def departures(task: MtBenchTask, marker: JudgeMarker | None, sampling: Sampling) -> list[str]:
-    """What is not as in the whole benchmark; with any of it the result is no MT-Bench score."""
-    notes = []
-    if len(task.rows) != QUESTIONS:
-        notes.append(f"{len(task.rows)} of {QUESTIONS} questions")
-    elif not rows_sha256(task.rows).startswith(QUESTIONS_SHA256):
-        notes.append("questions that are not the published ones")
-    if task.fixed_temperature is not None:
-        notes.append(f"temperature {task.fixed_temperature:g} in all categories")
-    if marker is not None and marker.settings()["references_sha256"] != REFERENCES_SHA256:
-        notes.append("reference answers that are not the published ones")
-    return notes + OFFICIAL.departures(task, marker, sampling)
+        if marker.settings()["references_sha256"] != REFERENCES_SHA256:
+            departures.append("reference answers that are not the published ones")
+    return Suite(
+        "mtbench",
+        (task,),
+        Scale("rating", HIGHEST_RATING),
+        summarise=lambda records: _summary(records.get(NAME, ()), marker),
+        title=PUBLISHED.title,
+        departures=[*departures, *own_judging(marker)],
+        marker=marker,
+    )
 
 
-def _summary(task: MtBenchTask, wrong: list[str], marker: JudgeMarker | None, records: ByTask) -> Summary:
-    every = records.get(NAME, ())
-    ratings = [[float(mark["rating"]) if mark else None for mark in marks_of(record)] for record in every]
+def _summary(records: Sequence[Record], marker: JudgeMarker | None) -> Summary:
+    ratings = [[float(mark["rating"]) if mark else None for mark in marks_of(record)] for record in records]
     found = mt_bench_figures(
-        [(str(record.facets["category"]), some) for record, some in zip(every, ratings, strict=True)]
+        [(str(record.facets["category"]), some) for record, some in zip(records, ratings, strict=True)]
     )
     table = {
         "title": "Mean rating by turn, 1 to 10",
         "columns": {"all ratings": found["score"], **found["turns"]},
     }
-    return OFFICIAL.summary(
-        NAME,
-        every,
-        wrong,
-        marker,
-        score=found["score"],
-        extra={} if marker is None else {"mt_bench": found, "table": table},
-        of="ratings",
-    )
+    extra = {} if marker is None else {"mt_bench": found, "table": table}
+    return judged_summary(NAME, records, marker, score=found["score"], extra=extra, of="ratings")
 
 
 def _read(own: MtBenchSettings) -> tuple[tuple[Example, ...], dict[str, tuple[str, ...]]]:

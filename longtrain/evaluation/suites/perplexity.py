@@ -151,13 +151,6 @@ class Windows(Measured):
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """A task for each entry of `suite.texts`.
 
-    Args:
-        settings: `texts`, `window`, `stride`, `first_windows`, `max_tokens`, `limit`; see
-            conf/suite/perplexity.yaml.
-        target: gives the tokenizer and its window.
-        seed: of the run; nothing is drawn here.
-        sampling: how the run decodes.
-
     Raises:
         ConfigError: a wrong setting, or a window that the target does not hold.
         DataError: a text that cannot be read, or is too short.
@@ -205,13 +198,15 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
                 "bytes": int(size),
                 "bits_per_byte": bits and round(bits, 4),
             }
-        return Summary("Perplexity", tuple(notes), tasks, None, {"texts": extra})
+        return Summary(tasks=tasks, extra={"texts": extra})
 
     return Suite(
         "perplexity",
         tasks,
         scale=Scale("perplexity", None, higher_is_better=False),
         summarise=summarise,
+        title="Perplexity",
+        notes=notes,
         needs=frozenset({EVICTOR}),
     )
 

@@ -121,13 +121,7 @@ class QualityWindows(Measured):
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """QualityWindows and greedy texts of each context length.
-
-    Args:
-        settings: see `QualitySettings`.
-        target: the frozen model, with a tokenizer.
-        seed: of the choice of text.
-        sampling: how the run decodes.
+    """Windows and greedy texts of each context length. The seed is that of the choice of text.
 
     Raises:
         ConfigError: a wrong setting, or a context that the target does not hold.
@@ -168,7 +162,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         str(settings["name"]),
         tuple(tasks),
         scale=Scale("perplexity", None, higher_is_better=False),
-        summarise=lambda records: _summary(records, notes),
+        summarise=_summary,
+        title="Quality of a quantised cache",
+        notes=notes,
         figures=FIGURES,
         own_systems=lambda builder: systems_of(asked, builder),
     )
@@ -230,11 +226,11 @@ def _row(number: int, window: tuple[list[int], list[int]]) -> Example:
     return Example(f"{number:04d}", {"number": number, "sha256": ids_sha256([*window[0], -1, *window[1]])})
 
 
-def _summary(records: ByTask, notes: Sequence[str]) -> Summary:
+def _summary(records: ByTask) -> Summary:
     tasks = {}
     for name, some in records.items():
         scored = [one.measures for one in some if one.measures and "nats" in one.measures]
         if scored:
             nats, count = (sum(one[key] for one in scored) for key in ("nats", "tokens"))
             tasks[name] = round(perplexity(nats, int(count)), 4)
-    return Summary("Quality of a quantised cache", tuple(notes), tasks)
+    return Summary(tasks=tasks)

@@ -1,7 +1,4 @@
-"""What suites share: settings, rows of files, lengths of prompts, notes on decoding, acceptance of drafts.
-
-Shapes: T tokens.
-"""
+"""What suites share: settings, rows of files, lengths of prompts."""
 
 from __future__ import annotations
 
@@ -10,27 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from longtrain.data.read.files import HUB, local_file, read_jsonl
 from longtrain.data.read.manifest import Part, resolve, rows
-from longtrain.decoding.sampling import Sampling
-from longtrain.decoding.stats import Stats
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.protocol import prompt_room
-from longtrain.evaluation.records import Record
-from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
 from longtrain.evaluation.task import Task
 from longtrain.settings import read, wrong
-from longtrain.systems import System
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 Kind = TypeVar("Kind")
-AnyTask = TypeVar("AnyTask", bound=Task)
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -182,7 +171,7 @@ def check_lengths(lengths: Sequence[int], answer: int, target: Target) -> None:
         raise wrong("suite.lengths", list(lengths), f"{most}; pass lengths of at most {window - answer}")
 
 
-def prompts_up_to(most: int | None, tasks: Sequence[AnyTask], target: Target) -> list[AnyTask]:
+def prompts_up_to(most: int | None, tasks: Sequence[Task], target: Target) -> list[Task]:
     """The tasks with prompts of at most `most` tokens, chat template not counted.
 
     Args:
@@ -198,28 +187,7 @@ def prompts_up_to(most: int | None, tasks: Sequence[AnyTask], target: Target) ->
     if most is not None and most > room:
         window = f"the window of {target.info.max_positions} tokens leaves beside the answers of {name}"
         raise wrong("suite.max_prompt_tokens", most, f"up to {room}, what {window}; null takes all there is")
-    return [replace(task, max_prompt_tokens=most) for task in tasks]
-
-
-def not_greedy(sampling: Sampling) -> list[str]:
-    """The note of a run that samples; nothing for greedy decoding, whatever top_p and top_k say then."""
-    return [] if sampling.greedy else [f"sampled ({described(sampling)}), not greedy"]
-
-
-def described(sampling: Sampling) -> str:
-    """`temperature 0.6, top_p 0.95, top_k 20`: what is not off."""
-    parts = [f"temperature {sampling.temperature:g}", *narrowed(sampling)]
-    return ", ".join(parts)
-
-
-def narrowed(sampling: Sampling) -> list[str]:
-    """`top_p 0.95` and `top_k 20`, those that are not off."""
-    parts = []
-    if sampling.top_p < 1:
-        parts.append(f"top_p {sampling.top_p:g}")
-    if sampling.top_k:
-        parts.append(f"top_k {sampling.top_k}")
-    return parts
+    return [replace(task, max_prompt_tokens=most or rooms[task.name]) for task in tasks]
 
 
 REMEDY = "correct the row or leave it out"
@@ -244,73 +212,3 @@ def check_fields(
             found = type(row[field]).__name__
             article = "an" if found[0] in "aeiou" else "a"
             raise DataError(f"{place}: field '{field}' is {article} {found}; it must be {allowed}: {REMEDY}")
-
-
-ACCEPTANCE_SCALE = Scale(ACCEPTANCE, None, higher_is_better=True)
-"""Tokens a forward of the target, its own included: 1 for plain decoding."""
-
-
-def length_bucket(n_tokens: int) -> int:
-    """The power of two, 1024 or more, that a prompt's length is counted under: the smallest not below it."""
-    return max(1024, 1 << (n_tokens - 1).bit_length())
-
-
-def with_draft_notes(suite: Suite, systems: Sequence[System]) -> Suite:
-    """A suite that measures drafts, with notes on what has none: an acceptance length of 1 is no finding.
-
-    Args:
-        suite: any; one that measures something else is given back as it is.
-        systems: what is run, the full cache first.
-    """
-    if suite.scale != ACCEPTANCE_SCALE:
-        return suite
-    if not any(system.drafts for system in systems):
-        notes = ["no system here has a draft, nothing is measured; pass artifact=DRAFT or method=quantspec"]
-    else:
-        without = [system.name for system in systems[1:] if not system.drafts]
-        notes = [f"{name} has no draft: its acceptance length says nothing here" for name in without]
-
-    def summarise(records: ByTask) -> Summary:
-        found = suite.summary(records)
-        return replace(found, notes=(*notes, *found.notes))
-
-    return replace(suite, summarise=summarise) if notes else suite
-
-
-def acceptance_summary(title: str, records: ByTask, notes: Sequence[str]) -> Summary:
-    """Acceptance length of each task and its plain mean; acceptance rates, also by prompt length, beside it.
-
-    Acceptance is pooled over cycles. The rate is QuantSpec's: accepted drafts over drafted levels.
-
-    Args:
-        title: what the result is called.
-        records: of one system, by task; without a draft there are no figures.
-        notes: see `Summary`.
-    """
-    pooled = {name: _acceptance_of(some) for name, some in records.items()}
-    tasks = {name: found["tau"] for name, found in pooled.items() if found["tau"] is not None}
-    acceptance = {}
-    for name in tasks:
-        lengths = _by_length(records[name]).items()
-        by_length = {str(length): _acceptance_of(inside) for length, inside in lengths}
-        acceptance[name] = pooled[name] | {"by_length": by_length}
-    average = round(fmean(tasks.values()), 4) if tasks else None
-    return Summary(title, tuple(notes), tasks, average, {"acceptance": acceptance} if tasks else {})
-
-
-def _acceptance_of(some: Sequence[Record]) -> dict[str, Any]:
-    stats = Stats(rows=[row for record in some for row in record.rows()])
-    cycles = sum(1 for _ in stats.cycles())
-    if not cycles:
-        return {"tau": None, "acceptance_rate": None, "cycles": 0}
-    rate = stats.acceptance_rate
-    return {
-        "tau": round(stats.tau, 4),
-        "acceptance_rate": None if rate != rate else round(rate, 4),
-        "cycles": cycles,
-    }
-
-
-def _by_length(some: Sequence[Record]) -> dict[int, list[Record]]:
-    lengths = sorted({int(record.facets["length"]) for record in some if "length" in record.facets})
-    return {length: [one for one in some if one.facets.get("length") == length] for length in lengths}

@@ -1,25 +1,25 @@
-"""LongSpec's evaluation as a suite: LongBench's summaries and code with long answers, and AIME 2024.
-
-Shapes: T tokens.
-"""
+"""LongSpec's evaluation as a suite: LongBench's summaries and code with long answers, and AIME 2024."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import DataError
-from longtrain.evaluation.longbench import SPECS, TEMPLATES, read_tasks
-from longtrain.evaluation.suite import ByTask, Suite, Summary
+from longtrain.evaluation.published import Published, not_greedy
+from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.suites import aime24
-from longtrain.evaluation.suites.shared import (
+from longtrain.evaluation.suites.drafted import (
     ACCEPTANCE_SCALE,
     acceptance_summary,
+    ended,
     length_bucket,
-    not_greedy,
-    settings_of,
+    tell_of_drafts,
 )
+from longtrain.evaluation.suites.longbench import SPECS
+from longtrain.evaluation.suites.longbench_rows import TEMPLATES, read_tasks
+from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, CountOrZero, Text, some_of, wrong
 
@@ -30,9 +30,22 @@ if TYPE_CHECKING:
 LONG = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
 """Tasks of LongBench. Source: LongSpec Section 4.1."""
 CONTEST = "aime24"
-TITLE = "Acceptance on long answers"
-NEW_TOKENS, LEAST_TOKENS = 1024, 1200
-"""Tokens of an answer and those that a prompt must be longer than, in LongSpec's runner."""
+PUBLISHED = Published(
+    "Acceptance on long answers",
+    tasks={**{name: SPECS[name].rows for name in LONG}, **aime24.PUBLISHED.tasks},
+    sha256=aime24.PUBLISHED.sha256,
+    fingerprint=aime24.fingerprint,
+    settings={
+        "limit": None,
+        "min_prompt_tokens": 1200,
+        "max_new_tokens": 1024,
+        "aime24_max_new_tokens": aime24.MAX_NEW_TOKENS,
+        "ignore_eos": True,
+        "chat": True,
+    },
+    sampled=lambda sampling: (),
+)
+"""What LongSpec's runner does."""
 
 
 @dataclass(frozen=True)
@@ -56,142 +69,95 @@ class SpeculationSettings:
                 raise wrong(f"suite.{key}", 1, "2 or more")
 
 
-@dataclass(frozen=True)
-class LongAnswers(Task):
-    """Prompts of a benchmark whose answers are not scored: what matters is how they are drafted.
-
-    Args:
-        lengths: example -> prompt length it is counted under (`length_bucket`).
-    """
-
-    lengths: Mapping[str, int] = field(default_factory=dict)
-
-    def facets(self, example: Example) -> dict[str, int | float | str]:
-        """Prompt length."""
-        return {"length": self.lengths[example.id]}
-
-    def score(self, text: str, example: Example) -> float | None:
-        """Gives no score: answers that go on past their end have no meaningful score."""
-        return None
-
-
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
-    """The tasks that `suite.tasks` names.
-
-    Args:
-        settings: see conf/suite/speculation.yaml.
-        target: its tokenizer measures prompts, its window decides how long they may be.
-        seed: of the run; nothing is drawn here.
-        sampling: how the run decodes.
+    """Tasks of LongBench and AIME 2024, with answers as LongSpec measures them.
 
     Raises:
         ConfigError: a wrong setting, or answers longer than the target's window.
-        DataError: a missing file or field, or no prompt is long enough.
+        DataError: a missing file or field, or no prompt that is long enough.
     """
-    options, _ = settings_of(SpeculationSettings, settings), target.require_tokenizer()
-    names, most = options.tasks, target.info.max_positions - 2
+    options = settings_of(SpeculationSettings, settings)
+    most = target.info.max_positions - 2
     if options.max_new_tokens > most:
         raise wrong("suite.max_new_tokens", options.max_new_tokens, f"2 to {most}, the target's window")
-    notes, departures = list[str](), list[str]()
-    if len(names) <= len(LONG):
-        departures.append(f"{len(names)} of {len(LONG) + 1} tasks")
-    tasks = _long(options, target, notes, departures)
-    if CONTEST in names:
-        tasks.append(_contest(options, target, notes, departures, sampling))
-    notes += not_greedy(sampling)
-
-    def summarise(records: ByTask) -> Summary:
-        cut = sum(record.cut for some in records.values() for record in some)
-        other = [*departures, *([f"prompts cut in the middle: {cut}"] if cut else [])]
-        return acceptance_summary(f"Variant of {TITLE}" if other else TITLE, records, [*other, *notes])
-
-    return Suite("speculation", tuple(tasks), scale=ACCEPTANCE_SCALE, summarise=summarise)
-
-
-def _long(
-    options: SpeculationSettings, target: Target, notes: list[str], departures: list[str]
-) -> list[Task]:
-    """LongBench's tasks; adds to `notes` what they are, and to `departures` what LongSpec does not do."""
-    names = tuple(name for name in options.tasks if name != CONTEST)
-    if not names:
-        return []
-    answer, least, chat = options.max_new_tokens, options.min_prompt_tokens, options.chat
-    most, limit, ignore_eos = options.max_prompt_tokens, options.limit, options.ignore_eos
-    tasks: list[Task] = []
-    short = 0
-    for name, rows in read_tasks(options.data, names).items():
-        if len(rows) != SPECS[name].rows:
-            departures.append(f"{len(rows)} of {SPECS[name].rows} rows of {name}")
-        sized = {row.id: _tokens(target, TEMPLATES[name].format(**row.fields)) for row in rows}
-        kept = tuple(row for row in rows if sized[row.id] > least)
-        short += len(rows) - len(kept)
-        if not kept:
-            raise DataError(
-                f"no prompt of {name} has more than {least} tokens, the longest has {max(sized.values())}; "
-                "pass a smaller suite.min_prompt_tokens, or leave out the task"
-            )
-        window = target.info.max_positions - answer if most is None else most
-        lengths = {row.id: length_bucket(min(sized[row.id], window)) for row in kept[:limit]}
-        tasks.append(
-            LongAnswers(
-                name,
-                kept[:limit],
-                TEMPLATES[name],
-                answer,
-                "acceptance",
-                None,
-                chat=chat and SPECS[name].chat,
-                ignore_eos=ignore_eos,
-                max_prompt_tokens=most,
-                protocol={"min_prompt_tokens": least},
-                lengths=lengths,
-            )
+    named = tuple(name for name in options.tasks if name != CONTEST)
+    rows = read_tasks(options.data, named) if named else {}
+    notes, tasks = [], [_long(name, some, options, target) for name, some in rows.items()]
+    if named:
+        notes.append(
+            f"LongBench's prompts with answers of {options.max_new_tokens} tokens{ended(options.ignore_eos)} "
+            "(LongBench has 512 for summaries and 64 for code)"
         )
-    ends = "the end of text ignored" if ignore_eos else "or fewer where the text ends"
-    notes.append(
-        f"LongBench's prompts with answers of {answer} tokens, {ends} (LongBench has 512 for summaries and "
-        "64 for code)"
+        if short := sum(len(rows[task.name]) - len(task.rows) for task in tasks):
+            least = options.min_prompt_tokens
+            notes.append(f"{short} prompts of at most {least} tokens left out, as LongSpec does")
+    if CONTEST in options.tasks:
+        contest = _contest(options, target, sampling)
+        rows |= {CONTEST: aime24.problems(options.aime24)}
+        tasks.append(contest)
+        notes.append(
+            f"AIME 2024: solutions of at most {contest.max_new_tokens} tokens, over where the text ends"
+        )
+    return Suite(
+        "speculation",
+        tuple(replace(task, rows=task.rows[: options.limit]) for task in tasks),
+        scale=ACCEPTANCE_SCALE,
+        summarise=acceptance_summary,
+        title=PUBLISHED.title,
+        departures=PUBLISHED.departures(rows, vars(options), sampling),
+        notes=[*notes, *not_greedy(sampling)],
+        meet=tell_of_drafts,
     )
-    if short:
-        notes.append(f"{short} prompts of at most {least} tokens left out, as LongSpec does")
-    if answer != NEW_TOKENS:
-        departures.append(f"answers of {answer} tokens instead of {NEW_TOKENS}")
-    if least != LEAST_TOKENS:
-        departures.append(f"prompts of more than {least} tokens instead of {LEAST_TOKENS}")
-    if not ignore_eos:
-        departures.append("answers end where the text does")
-    if not chat:
-        departures.append("without chat template")
-    if limit is not None:
-        departures.append(f"the first {limit} prompts of each task")
-    return tasks
 
 
-def _contest(
-    options: SpeculationSettings,
-    target: Target,
-    notes: list[str],
-    departures: list[str],
-    sampling: Sampling,
-) -> Task:
-    """AIME 2024; adds to `notes` how long solutions are, and to `departures` what is not as published."""
-    asked = options.aime24_max_new_tokens
+def _long(name: str, rows: Sequence[Example], options: SpeculationSettings, target: Target) -> Task:
+    """A task of LongBench: prompts that are long enough, answers that are not scored."""
+    answer, least = options.max_new_tokens, options.min_prompt_tokens
+    sized = {row.id: _tokens(target, TEMPLATES[name].format(**row.fields)) for row in rows}
+    kept = tuple(row for row in rows if sized[row.id] > least)
+    if not kept:
+        raise DataError(
+            f"no prompt of {name} has more than {least} tokens, the longest has {max(sized.values())}; "
+            "pass a smaller suite.min_prompt_tokens, or leave out the task"
+        )
+    most = options.max_prompt_tokens
+    window = target.info.max_positions - answer if most is None else most
+    return Task(
+        name,
+        kept,
+        TEMPLATES[name],
+        answer,
+        "acceptance",
+        None,
+        chat=options.chat and SPECS[name].chat,
+        ignore_eos=options.ignore_eos,
+        max_prompt_tokens=most,
+        protocol={"min_prompt_tokens": least},
+        facets_of=lambda row: {"length": length_bucket(min(sized[row.id], window))},
+    )
+
+
+def _contest(options: SpeculationSettings, target: Target, sampling: Sampling) -> Task:
+    """AIME 2024, its answers not scored: what matters is how they are drafted."""
     settings = {
+        "name": "speculation",
         "data": options.aime24,
         "limit": options.limit,
-        "max_new_tokens": asked,
+        "max_new_tokens": options.aime24_max_new_tokens,
         "chat": options.chat,
         "thinking": False,
     }
-    (task,) = aime24.build({"name": "speculation", **settings}, target, seed=0, sampling=sampling).tasks
+    (task,) = aime24.build(settings, target, seed=0, sampling=sampling).tasks
     assert isinstance(task, Task)
-    if asked != aime24.MAX_NEW_TOKENS:
-        departures.append(f"AIME 2024: solutions of {asked} tokens instead of {aime24.MAX_NEW_TOKENS}")
-    if options.limit is None and aime24.fingerprint(list(task.examples())) != aime24.PUBLISHED:
-        departures.append("AIME 2024: problems or answers are not those published")
-    notes.append(f"AIME 2024: solutions of at most {task.max_new_tokens} tokens, over where the text ends")
-    lengths = {row.id: length_bucket(_tokens(target, task.prompt(row))) for row in task.examples()}
-    return LongAnswers(**{**vars(task), "metric": "acceptance", "judge": None}, lengths=lengths)
+    sized = {row.id: length_bucket(_tokens(target, task.prompt(row))) for row in task.rows}
+    return replace(
+        task,
+        metric="acceptance",
+        judge=None,
+        written=None,
+        expected=lambda row: (),
+        facets_of=lambda row: {"length": sized[row.id]},
+    )
 
 
 def _tokens(target: Target, text: str) -> int:

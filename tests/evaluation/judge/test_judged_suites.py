@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +85,8 @@ def _published(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     texts = {str(row["question_id"]): row["choices"][0]["turns"] for row in references()}
     sha256 = MtBenchRubric(mt_bench_prompts(), texts).settings()["references_sha256"]
-    monkeypatch.setattr(mtbench, "QUESTIONS_SHA256", rows_sha256(rows)[:16])
+    known = replace(mtbench.PUBLISHED, sha256={mtbench.NAME: rows_sha256(rows)[:16]})
+    monkeypatch.setattr(mtbench, "PUBLISHED", known)
     monkeypatch.setattr(mtbench, "REFERENCES_SHA256", sha256)
     english = frozenset(longbench_write.row_hash(Example("", row)) for row in requests(60))
     monkeypatch.setattr(longbench_write, "ENGLISH", english)
@@ -185,10 +187,10 @@ def test_a_conversation_that_is_too_long(
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"limit": 3}, "3 of 80 questions"),
-        ({"temperature": 0}, "temperature 0 in all categories"),
-        ({"max_new_tokens": 64}, "answers of up to 64 tokens, not 1024"),
-        ({"max_new_tokens": 2048}, "answers of up to 2048 tokens, not 1024"),
+        ({"limit": 3}, "3 of 80 rows of mt_bench"),
+        ({"temperature": 0}, "suite.temperature=0.0 instead of null"),
+        ({"max_new_tokens": 64}, "suite.max_new_tokens=64 instead of 1024"),
+        ({"max_new_tokens": 2048}, "suite.max_new_tokens=2048 instead of 1024"),
         ({"chat": False}, "without chat template"),
         ({"sampling": Sampling(top_p=0.5)}, "answers drawn with top_p 0.5, which the benchmark does not set"),
         ({"sampling": Sampling(top_k=7)}, "answers drawn with top_k 7, which the benchmark does not set"),
@@ -220,11 +222,11 @@ def test_the_default_top_k_of_the_official_programs_keeps_the_name(
 @pytest.mark.parametrize(
     ("judge", "said"),
     [
-        ({"temperature": 0.7}, "judge's temperature is 0.7, not {temperature:g}"),
-        ({"temperature": None}, "judge's temperature is the server's own, not {temperature:g}"),
-        ({"max_tokens": 512}, "judge's replies of up to 512 tokens, not of up to {max_tokens} tokens"),
-        ({"max_tokens": None}, "judge's replies of any length, not of up to {max_tokens} tokens"),
-        ({"tries": 3}, "judge asked up to 3 times for a reply with a mark, not "),
+        ({"temperature": 0.7}, "suite.judge.temperature=0.7 instead of {temperature:.1f}"),
+        ({"temperature": None}, "suite.judge.temperature=null instead of {temperature:.1f}"),
+        ({"max_tokens": 512}, "suite.judge.max_tokens=512 instead of {max_tokens}"),
+        ({"max_tokens": None}, "suite.judge.max_tokens=null instead of {max_tokens}"),
+        ({"tries": 3}, "suite.judge.tries=3 instead of {tries}"),
         ({"body": {"top_p": 0.1}}, "judge asked with further fields: top_p"),
     ],
 )
@@ -260,7 +262,7 @@ def test_other_rows_do_not_have_the_name(target: Any, tmp_path: Path) -> None:
     summary = suite.summary({"mt_bench": answered(suite, "x")})
     assert summary.title == "Variant of MT-Bench"
     assert summary.notes[:2] == (
-        "questions that are not the published ones",
+        "rows of mt_bench that are not the published ones",
         "reference answers that are not the published ones",
     )
     other = [{**row, "prompt": f"{row['prompt']}!"} for row in requests()]
@@ -278,7 +280,7 @@ def test_own_prompts_and_short_contexts_are_in_the_name(target: Any, folder: str
     summary = suite.summary({"mt_bench": answered(suite, "x", cut=True)})
     assert summary.title == "Variant of MT-Bench"
     assert summary.notes[0] == "judge prompts that are not the published ones"
-    assert summary.notes[1] == "80 of 80 prompts shortened to the target's context"
+    assert summary.notes[1] == "80 of 80 prompts cut in the middle"
 
 
 def test_without_a_judge_the_result_says_what_to_pass(target: Any, folder: str) -> None:
@@ -430,8 +432,9 @@ def test_texts_as_long_as_the_context_allows(
     assert not any(task.encode(row, tokenizer, max_tokens=room).cut for row in task.examples())
     summary = suite.summary({task.name: answered(suite, "x")})
     assert summary.title == "Variant of LongBench-Write"
-    assert summary.notes[0] == "60 of 120 requests, the English ones"
-    assert summary.notes[1] == f"answers of up to {task.max_new_tokens} tokens, not 32768"
+    assert summary.notes[0] == "60 of 120 rows of longbench_write"
+    assert summary.notes[1] == f"suite.max_new_tokens={task.max_new_tokens} instead of 32768"
+    assert summary.notes[2] == "the requests are the English ones"
     target.info.max_positions = 5
     with pytest.raises(ConfigError, match="the target's context is 5"):
         long_write(target, data, max_new_tokens=None)
@@ -448,7 +451,7 @@ def test_figures_of_longbench_write(target: Any, tmp_path: Path) -> None:
     records = [r.marked(0.625, mark) for r in records[:90]] + [r.marked(None, none) for r in records[90:]]
     summary = suite.summary({"longbench_write": records})
     assert summary.title == "Variant of LongBench-Write"
-    assert "temperature 0, not 0.5" in summary.notes
+    assert "suite.temperature=0.0 instead of 0.5" in summary.notes
     found = summary.extra["longbench_write"]
     assert (found["quality"], found["length"], found["dimensions_mean"], found["marked"]) == (75, 50, 4, 90)
     assert summary.tasks == {"longbench_write": 62.5}

@@ -12,7 +12,7 @@ from longtrain.evaluation.figures.outcomes import output
 from longtrain.evaluation.figures.results import assemble
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.records import Record, Turn
-from longtrain.evaluation.suite import Suite, mean_summary
+from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
 from longtrain.systems import System
 
@@ -60,10 +60,7 @@ def make_suite(rows: int = 10, title: str = "Variant of LongBench") -> Suite:
     tasks.append(_task("needle", grid))
     notes = (f"5 of 16 tasks; {rows} rows of each, fewer than published", "3 prompts cut to 7936 tokens")
 
-    def summarise(records):
-        return mean_summary(title, records, notes=notes)
-
-    return Suite("longbench", tuple(tasks), summarise=summarise)
+    return Suite("longbench", tuple(tasks), title=title, notes=notes, cuts=True)
 
 
 def _task(name: str, fields: list[dict]) -> Task:

@@ -8,7 +8,10 @@ from random import Random
 import pytest
 
 from longtrain.assets import asset_dir
-from longtrain.evaluation.ruler import Framing, Generator, Haystack, read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.generate import Generator
+from longtrain.evaluation.ruler.questions import read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.sources import Haystack
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,13 @@ import sys
 import numpy as np
 import pytest
 
-from longtrain.evaluation.ruler import TASKS
+from longtrain.evaluation.ruler.tasks import TASKS
 
 SCRIPT = """
 import hashlib, json
-from longtrain.evaluation.ruler import TASKS, Framing, Generator
+from longtrain.evaluation.ruler.generate import Generator
+from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.tasks import TASKS
 class Words:
     chat_template = None
     def __call__(self, text, *, add_special_tokens, verbose):

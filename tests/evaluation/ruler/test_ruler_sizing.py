@@ -7,8 +7,9 @@ from random import Random
 import pytest
 
 from longtrain.errors import ConfigError
-from longtrain.evaluation.ruler import TASKS, Framing, Generator
-from longtrain.evaluation.ruler.sizing import largest
+from longtrain.evaluation.ruler.generate import Generator
+from longtrain.evaluation.ruler.sizing import Framing, largest
+from longtrain.evaluation.ruler.tasks import TASKS
 
 STEPS = {
     "essay": (500, 500),

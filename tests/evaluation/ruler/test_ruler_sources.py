@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation.ruler import Haystack, read_hotpotqa, read_squad, vocabulary
-from longtrain.evaluation.ruler.sources import Vocabulary, _wonderwords
+from longtrain.evaluation.ruler.questions import read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.sources import Haystack, Vocabulary, _wonderwords, vocabulary
 
 TEXT = (
     'It rained.  Mr. Bell said: "Go!" She went\nat 3.5 miles an hour, e.g. slowly. "Why?" he asked. '

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from longtrain.evaluation.metrics.ruler import percent
-from longtrain.evaluation.ruler import TASKS, vocabulary
-from longtrain.evaluation.ruler.tasks import NEEDLE, NOISE
+from longtrain.evaluation.ruler.sources import vocabulary
+from longtrain.evaluation.ruler.tasks import NEEDLE, NOISE, TASKS
 from tests.evaluation.ruler.conftest import TRADES
 from tests.evaluation.ruler.readers import ignorant, oracle
 
@@ -115,7 +115,7 @@ def test_answer_counts_and_lengths_are_official(examples) -> None:
         "fwe": 3,
         "qa_1": 2,
     }
-    tokens = {task: examples[task][0].max_new_tokens for task in TASKS}
+    tokens = {task: spec.max_new_tokens for task, spec in TASKS.items()}
     assert tokens == {**dict.fromkeys(TASKS, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
     assert {task for task in TASKS if TASKS[task].metric == "string_match_part"} == {"qa_1", "qa_2"}
 

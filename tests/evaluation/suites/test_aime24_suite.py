@@ -32,7 +32,8 @@ def build(tiny, settings_of, tmp_path):
 @pytest.fixture
 def as_published(build, tiny, monkeypatch):
     """The problems of these tests count as the published ones, and the window holds their solutions."""
-    monkeypatch.setattr(aime24, "PUBLISHED", aime24.fingerprint(build().tasks[0].rows))
+    digest = aime24.fingerprint(build().tasks[0].rows)
+    monkeypatch.setattr(aime24, "PUBLISHED", replace(aime24.PUBLISHED, sha256={aime24.NAME: digest}))
     monkeypatch.setattr(tiny, "info", replace(tiny.info, max_positions=65536))
 
 
@@ -77,8 +78,8 @@ def test_solutions_end_with_the_window(build, tiny, answered) -> None:
     assert summary.title == "Variant of AIME 2024" and "before the 32768 asked for" in summary.notes[1]
     few = build(limit=3, max_new_tokens=10, chat=False)
     assert few.summary(answered(few, lambda task, one: "")).notes == (
-        "3 of 30 problems",
-        "solutions of up to 10 tokens instead of 32768",
+        "3 of 30 rows of aime24",
+        "suite.max_new_tokens=10 instead of 32768",
         "without chat template",
     )
 
@@ -86,8 +87,8 @@ def test_solutions_end_with_the_window(build, tiny, answered) -> None:
 @pytest.mark.parametrize(
     ("changed", "note"),
     [
-        ({"max_new_tokens": 8}, "solutions of up to 8 tokens instead of 32768"),
-        ({"max_new_tokens": 40000}, "solutions of up to 40000 tokens instead of 32768"),
+        ({"max_new_tokens": 8}, "suite.max_new_tokens=8 instead of 32768"),
+        ({"max_new_tokens": 40000}, "suite.max_new_tokens=40000 instead of 32768"),
         ({"sampling": Sampling(0.9, top_k=5)}, "sampled (temperature 0.9, top_k 5), not greedy"),
         ({"chat": False}, "without chat template"),
     ],
@@ -111,7 +112,7 @@ def test_other_problems_do_not_bear_the_name(build, as_published, answered, tmp_
     rows = [json.loads(line) for line in (tmp_path / "aime.jsonl").read_text().splitlines()]
     spaced = [{**row, "problem": row["problem"].replace(" ", "  ")} for row in reversed(rows)]
     assert called(spaced)[0] == "AIME 2024"
-    wrong = ("Variant of AIME 2024", "problems or answers are not those published")
+    wrong = ("Variant of AIME 2024", "rows of aime24 that are not the published ones")
     assert called([*rows[1:], {**rows[0], "answer": "999"}]) == wrong
     assert called([*rows[1:], {**rows[0], "problem": "Find $y$."}]) == wrong
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -50,7 +51,9 @@ def build(tiny, settings_of, folder):
 @pytest.fixture
 def as_published(build, monkeypatch):
     """The rows of these tests count as the published ones."""
-    monkeypatch.setitem(longproc.ROWS_SHA256, "0.5k", rows_sha256(build(groups=["0.5k"]).tasks[0].rows))
+    (task,) = build(groups=["0.5k"]).tasks
+    known = replace(longproc.PUBLISHED, sha256={task.name: rows_sha256(task.rows)})
+    monkeypatch.setattr(longproc, "PUBLISHED", known)
 
 
 def test_all_of_it(build, as_published, answered) -> None:
@@ -72,7 +75,7 @@ def test_other_rows_do_not_bear_the_name(build, answered) -> None:
     suite = build()
     summary = suite.summary(answered(suite, lambda task, one: ""))
     assert summary.title == "Variant of LongProc html_to_tsv"
-    assert summary.notes[0] == "rows of 0.5k that are not the published ones"
+    assert summary.notes[0] == "rows of html_to_tsv_0.5k that are not the published ones"
 
 
 def test_half_the_rows_of_a_table_are_worth_two_thirds(build, answered) -> None:
@@ -83,7 +86,7 @@ def test_half_the_rows_of_a_table_are_worth_two_thirds(build, answered) -> None:
     summary = suite.summary(answered(suite, lambda task, one: answers[one.id]))
     assert summary.tasks == {"html_to_tsv_0.5k": 33.33}  # precision 1, recall 1/2, F1 2/3; and nothing
     assert summary.title == "Variant of LongProc html_to_tsv"
-    assert summary.notes == ("1 of 3 output lengths", "2 of 100 rows of 0.5k")
+    assert summary.notes == ("1 of 3 tasks", "2 of 100 rows of html_to_tsv_0.5k")
 
 
 def test_the_target_reads_it(build, tiny, run_suite, monkeypatch) -> None:
@@ -91,7 +94,7 @@ def test_the_target_reads_it(build, tiny, run_suite, monkeypatch) -> None:
     suite = build(groups=["0.5k"], limit=2, max_prompt_tokens=20)
     records = run_suite(suite, tiny)
     assert all(record.cut and len(record.turns[0].tokens) <= 8 for record in records["html_to_tsv_0.5k"])
-    assert "prompts cut in the middle: 2" in suite.summary(records).notes
+    assert "2 of 2 prompts cut to 20 tokens" in suite.summary(records).notes
 
 
 def test_longprocs_own_files_are_filled(tiny, settings_of, tmp_path) -> None:

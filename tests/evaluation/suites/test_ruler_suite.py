@@ -12,11 +12,12 @@ import pytest
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
-from longtrain.evaluation import ruler as library
 from longtrain.evaluation.harness.protocol import protocol_of
-from longtrain.evaluation.ruler import TASKS, read_hotpotqa, read_squad, vocabulary
-from longtrain.evaluation.ruler.questions import DATASETS
-from longtrain.evaluation.ruler.sources import SHA256
+from longtrain.evaluation.ruler.generate import Generator
+from longtrain.evaluation.ruler.questions import DATASETS, read_hotpotqa, read_squad
+from longtrain.evaluation.ruler.sizing import Framing
+from longtrain.evaluation.ruler.sources import SHA256, vocabulary
+from longtrain.evaluation.ruler.tasks import TASKS
 from longtrain.evaluation.suites import ruler
 from tests.evaluation.ruler.conftest import TRADES, hotpot_rows, squad_rows  # noqa: F401 (fixtures)
 from tests.evaluation.ruler.readers import ignorant, oracle
@@ -55,7 +56,7 @@ def suite(build):
 
 
 def test_an_oracle_reader_gets_everything(suite, answered) -> None:
-    records = answered(suite, lambda task, one: oracle(task.name, task.written(one).input))
+    records = answered(suite, lambda task, one: oracle(task.name, task.written.made(one).input))
     summary = suite.summary(records)
     assert summary.tasks == dict.fromkeys(TASKS, 100.0) and summary.average == 100.0
     assert set(summary.extra["lengths"]) == {"2048", "4096"}
@@ -67,7 +68,7 @@ def test_a_reader_without_the_context_gets_nothing(build, answered) -> None:
     words = list(vocabulary().pool)
 
     def blind(task, one) -> str:
-        found = task.written(one)
+        found = task.written.made(one)
         return ignorant(
             task.name, found.solved + found.input, found.answer_prefix, Random(one.id), words, TRADES
         )
@@ -85,7 +86,7 @@ def test_prompts_are_those_of_the_generator_and_fit_their_length(suite, tiny) ->
     for task in suite.tasks:
         for one in task.examples():
             prompt = task.encode(one, tokenizer, max_tokens=10)
-            found = task.written(one)
+            found = task.written.made(one)
             assert len(prompt.ids) == found.prompt_tokens and not prompt.cut
             length = one.fields["length"]
             assert len(prompt.ids) + task.max_new_tokens == found.length_tokens <= length == task.size(one)
@@ -103,17 +104,17 @@ def test_the_same_settings_give_the_same_bytes_in_any_order(suite, build, tiny) 
     for task, same, different in zip(suite.tasks, again.tasks, other.tasks, strict=True):
         rows = list(task.examples())
         assert [task.written(one) for one in rows] == [same.written(one) for one in reversed(rows)][::-1]
-        assert all(task.written(one).input != different.written(one).input for one in rows)
+        assert all(task.written.made(one).input != different.written.made(one).input for one in rows)
         for length in LENGTHS:
             questions = {"qa_1": "squad", "qa_2": "hotpotqa"}.get(task.name)
-            sources = task.writer.generator(length).writer
-            made = library.Generator(
+            sources = task.written.generator(length).writer
+            made = Generator(
                 task.name,
-                library.Framing(tiny.tokenizer),
+                Framing(tiny.tokenizer),
                 length=length,
                 questions=sources.questions if questions else None,
             ).examples(range(3))
-            assert [task.written(one) for one in rows if one.fields["length"] == length] == list(made)
+            assert [task.written.made(one) for one in rows if one.fields["length"] == length] == list(made)
     hashes = [protocol_of(one, tiny, Sampling()).hash for one in (suite, again, other)]
     assert hashes[0] == hashes[1] != hashes[2]
 
@@ -137,17 +138,23 @@ def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkey
     summary = suite.summary(answered(suite, lambda task, one: ""))
     assert summary.title == "Variant of RULER" and summary.average == 0.0
     said = " ".join(summary.notes)
-    for part in ("each length: 3 instead of 500", "not in Paul Graham's essays", "not from wonderwords"):
+    for part in (
+        "suite.samples=3 instead of 500",
+        "not in Paul Graham's essays",
+        "suite.words=longtrain instead of",
+    ):
         assert part in said
     fewer = build(tasks=["vt", "cwe"], seed=1, chat=False)
     notes = fewer.summary(answered(fewer, lambda task, one: "")).notes
     assert (
-        notes[0] == "2 of 13 tasks" and "seed 1 instead of 42" in notes and "without chat template" in notes
+        notes[0] == "2 of 13 tasks"
+        and "suite.seed=1 instead of 42" in notes
+        and "without chat template" in notes
     )
     assert not any("essays" in note for note in notes)  # none of the two has a haystack of essays
     essays = tmp_path / "essays.json"
     essays.write_text(json.dumps({"text": "One may write. Another may read what was written. " * 300}))
-    monkeypatch.setattr(ruler.ruler, "vocabulary", lambda source: vocabulary())
+    monkeypatch.setattr(ruler, "vocabulary", lambda source: vocabulary())
     monkeypatch.setattr(ruler, "SAMPLES", 1)
     few = {"lengths": [4096], "samples": 1, "haystack": str(essays), "words": "wonderwords"}
 

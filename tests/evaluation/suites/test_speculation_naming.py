@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from byte_target import byte_target
 
 from longtrain.decoding.sampling import Sampling
-from longtrain.evaluation.longbench import SPECS
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suites import aime24, documents, speculation
 
@@ -23,15 +23,18 @@ def build(target, settings_of, tmp_path, monkeypatch):
     """All rows of all tasks; prompts and answers as short as the target's window needs."""
     row = {"input": "q", "answers": ["a"], "length": 3, "language": "en", "all_classes": None}
     for name in speculation.LONG:
-        monkeypatch.setitem(SPECS, name, type(SPECS[name])(**{**vars(SPECS[name]), "rows": 2}))
         rows = [row | {"context": f"{i}" * 500, "dataset": name, "_id": f"{name}{i}"} for i in range(2)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     problems = tmp_path / "aime.jsonl"
     problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": i}) + "\n" for i in range(30)))
-    monkeypatch.setattr(aime24, "PUBLISHED", aime24.fingerprint(aime24.problems(str(problems))))
-    monkeypatch.setattr(aime24, "MAX_NEW_TOKENS", 10)
-    monkeypatch.setattr(speculation, "NEW_TOKENS", 12)
-    monkeypatch.setattr(speculation, "LEAST_TOKENS", 400)
+    short = {"max_new_tokens": 12, "min_prompt_tokens": 400, "aime24_max_new_tokens": 10}
+    known = replace(
+        speculation.PUBLISHED,
+        tasks={**dict.fromkeys(speculation.LONG, 2), "aime24": 30},
+        sha256={"aime24": aime24.fingerprint(aime24.problems(str(problems)))},
+        settings={**speculation.PUBLISHED.settings, **short},
+    )
+    monkeypatch.setattr(speculation, "PUBLISHED", known)
     own = {"data": str(tmp_path), "aime24": str(problems), "max_new_tokens": 12, "aime24_max_new_tokens": 10}
 
     def make(**changed):
@@ -42,35 +45,35 @@ def build(target, settings_of, tmp_path, monkeypatch):
 
 
 def test_all_of_it_bears_the_name(build) -> None:
-    assert build().summary({}).title == speculation.TITLE
+    assert build().summary({}).title == speculation.PUBLISHED.title
 
 
 @pytest.mark.parametrize(
     ("changed", "note"),
     [
         ({"tasks": ["lcc", "aime24"]}, "2 of 6 tasks"),
-        ({"limit": 1}, "the first 1 prompts of each task"),
-        ({"min_prompt_tokens": 0}, "prompts of more than 0 tokens instead of 400"),
-        ({"ignore_eos": False}, "answers end where the text does"),
+        ({"limit": 1}, "suite.limit=1 instead of null"),
+        ({"min_prompt_tokens": 0}, "suite.min_prompt_tokens=0 instead of 400"),
+        ({"ignore_eos": False}, "suite.ignore_eos=false instead of true"),
         ({"chat": False}, "without chat template"),
-        ({"max_new_tokens": 8}, "answers of 8 tokens instead of 12"),
-        ({"aime24_max_new_tokens": 8}, "AIME 2024: solutions of 8 tokens instead of 10"),
+        ({"max_new_tokens": 8}, "suite.max_new_tokens=8 instead of 12"),
+        ({"aime24_max_new_tokens": 8}, "suite.aime24_max_new_tokens=8 instead of 10"),
     ],
 )
 def test_less_of_it_is_a_variant(build, changed, note: str) -> None:
     found = build(**changed).summary({})
-    assert found.title == f"Variant of {speculation.TITLE}" and note in found.notes
+    assert found.title == f"Variant of {speculation.PUBLISHED.title}" and note in found.notes
 
 
 def test_rows_missing_other_problems_and_cut_prompts(build, tmp_path) -> None:
     cut = [Record("full", "lcc", str(i), {"length": 1024}, cut=i < 2) for i in range(3)]
     found = build().summary({"lcc": cut})
-    assert found.title.startswith("Variant of") and found.notes[0] == "prompts cut in the middle: 2"
+    assert found.title.startswith("Variant of") and found.notes[0] == "2 of 3 prompts cut in the middle"
     lines = (tmp_path / "lcc.jsonl").read_text().splitlines()
     (tmp_path / "lcc.jsonl").write_text(lines[0])
     (tmp_path / "other.jsonl").write_text('{"problem": "x", "answer": 1}\n' * 30)
     found = build(aime24=str(tmp_path / "other.jsonl")).summary({})
-    assert found.notes[:2] == ("1 of 2 rows of lcc", "AIME 2024: problems or answers are not those published")
+    assert found.notes[:2] == ("1 of 2 rows of lcc", "rows of aime24 that are not the published ones")
 
 
 def test_documents_are_quantspecs_or_a_variant(target, settings_of, monkeypatch) -> None:
@@ -88,13 +91,13 @@ def test_documents_are_quantspecs_or_a_variant(target, settings_of, monkeypatch)
     assert (found().title, len(found().notes)) == ("Acceptance on PG-19", 1)
     assert found(Sampling(0.5)).notes[-1] == "sampled (temperature 0.5), not greedy"
     for changed, note in (
-        ({"data": "books"}, "documents of a copy or of another text, not read as the corpus pg19_test"),
-        ({"lengths": [1000, 1024]}, "prompts of 1000 tokens (QuantSpec: 1024)"),
-        ({"prompts": 3}, "prompts of each length: 3 instead of 11"),
-        ({"skip_tokens": 0}, "tokens skipped at the beginning: 0 instead of 9"),
-        ({"max_new_tokens": 8}, "new tokens: 8 instead of 90"),
-        ({"ignore_eos": False}, "answers end where the text does"),
-        ({"chat": True}, "in the target's chat template (QuantSpec has none)"),
+        ({"data": "books"}, "suite.data=books instead of pg19_test"),
+        ({"lengths": [1000, 1024]}, "lengths that are not published: 1000"),
+        ({"prompts": 3}, "suite.prompts=3 instead of 11"),
+        ({"skip_tokens": 0}, "suite.skip_tokens=0 instead of 9"),
+        ({"max_new_tokens": 8}, "suite.max_new_tokens=8 instead of 90"),
+        ({"ignore_eos": False}, "suite.ignore_eos=false instead of true"),
+        ({"chat": True}, "suite.chat=true instead of false"),
     ):
         variant = found(**changed)
-        assert (variant.title, variant.notes[-1]) == ("Variant of Acceptance on PG-19", note)
+        assert (variant.title, variant.notes[0]) == ("Variant of Acceptance on PG-19", note)

@@ -1,0 +1,99 @@
+"""What a result may be called: a benchmark as it was published, and every departure of a run from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from longtrain.decoding.sampling import Sampling
+from longtrain.evaluation.task import Example, rows_sha256
+
+PUBLISHED_TOP_K = 50
+"""Hugging Face's default, with which official programs decode that set none."""
+NAMED = 3
+"""Most tasks that a note lists by name."""
+
+
+def not_greedy(sampling: Sampling) -> list[str]:
+    """The note of a run that samples; nothing for greedy decoding, whatever top_p and top_k say then."""
+    if sampling.greedy:
+        return []
+    parts = [f"temperature {sampling.temperature:g}", *_narrowed(sampling)]
+    return [f"sampled ({', '.join(parts)}), not greedy"]
+
+
+def narrowed(sampling: Sampling) -> list[str]:
+    """Notes of a run whose tasks have temperatures of their own: top_p and top_k that the benchmark lacks.
+
+    top_k may be off or 50: where a paper sets none, the official program decodes with the default of 50.
+    """
+    if sampling.top_k == PUBLISHED_TOP_K:
+        sampling = replace(sampling, top_k=0)
+    return [f"answers drawn with {what}, which the benchmark does not set" for what in _narrowed(sampling)]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A benchmark as it was published.
+
+    Args:
+        title: what only a result without departures is called.
+        tasks: task -> its number of rows, None where rows are not counted; empty: tasks are not compared.
+        sha256: task -> the hash of its rows, or how it begins; tasks without one are not compared.
+        fingerprint: rows -> their hash.
+        lengths: prompt lengths; empty: they are not compared.
+        settings: key of the suite's group -> its official value.
+        sampled: how the run decodes -> notes of what the benchmark does not do.
+    """
+
+    title: str
+    tasks: Mapping[str, int | None] = field(default_factory=dict)
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    fingerprint: Callable[[Sequence[Example]], str] = rows_sha256
+    lengths: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sampled: Callable[[Sampling], Sequence[str]] = not_greedy
+
+    def departures(
+        self, rows: Mapping[str, Sequence[Example]], asked: Mapping[str, Any], sampling: Sampling
+    ) -> list[str]:
+        """Every departure that shows before anything runs; `Suite` adds prompts that were cut.
+
+        Args:
+            rows: task -> the rows that are run.
+            asked: the suite's settings as they are run; keys that are missing are not compared.
+            sampling: how the run decodes.
+        """
+        found = [f"{len(rows)} of {len(self.tasks)} tasks"] if len(rows) < len(self.tasks) else []
+        short = {name: self.tasks.get(name) for name in rows}
+        short = {name: n for name, n in short.items() if n not in (None, len(rows[name]))}
+        if short:
+            have, published = sum(len(rows[name]) for name in short), sum(n or 0 for n in short.values())
+            which = ", ".join(short) if len(short) <= NAMED else f"{len(short)} tasks"
+            found.append(f"{have} of {published} rows of {which}")
+        found += [
+            f"rows of {name} that are not the published ones"
+            for name, digest in self.sha256.items()
+            if name in rows and name not in short and not self.fingerprint(rows[name]).startswith(digest)
+        ]
+        if self.lengths and (others := [n for n in asked["lengths"] if n not in self.lengths]):
+            found.append(f"lengths that are not published: {', '.join(map(str, others))}")
+        for key, official in self.settings.items():
+            if key in asked and asked[key] != official:
+                found.append(_changed(key, asked[key], official))
+        return [*found, *self.sampled(sampling)]
+
+
+def _changed(key: str, value: Any, official: Any) -> str:
+    if key == "chat" and official:
+        return "without chat template"
+    shown = [one if isinstance(one, str) else json.dumps(one) for one in (value, official)]
+    return f"suite.{key}={shown[0]} instead of {shown[1]}"
+
+
+def _narrowed(sampling: Sampling) -> list[str]:
+    """`top_p 0.95` and `top_k 20`, those that are not off."""
+    parts = [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    return [*parts, f"top_k {sampling.top_k}"] if sampling.top_k else parts
