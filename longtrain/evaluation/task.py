@@ -84,6 +84,7 @@ class Task(WithExamples):
             filled. Where there is a facet `length`, it says how long such a prompt is.
         facets_of: example -> what figures are split by.
         expected: example -> expected answers, to be read beside the output.
+        temperature_of: example -> temperature of its answers; None: the run's own (`decode.temperature`).
     """
 
     name: str
@@ -105,6 +106,7 @@ class Task(WithExamples):
     written: Callable[[Example], Encoded] | None = None
     facets_of: Callable[[Example], dict[str, Facet]] = lambda example: {}
     expected: Callable[[Example], Sequence[str]] = lambda example: ()
+    temperature_of: Callable[[Example], float | None] = lambda example: None
 
     def prompt(self, example: Example) -> str:
         """The text of an example, before truncation and chat template."""
@@ -141,7 +143,7 @@ class Task(WithExamples):
 
     def temperature(self, example: Example) -> float | None:
         """Temperature of an example's answers; None: the run's own (`decode.temperature`)."""
-        return None
+        return self.temperature_of(example)
 
     def references(self, example: Example) -> list[str]:
         """Expected answers, to be read beside the output."""

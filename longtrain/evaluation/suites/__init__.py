@@ -1,8 +1,16 @@
 """The suites that `longtrain eval` runs through its harness, one module each.
 
-A module has `build(settings, target, *, seed, sampling) -> Suite`: `settings` is the plain mapping of the
-group `suite` of the configuration, `target` the loaded target, `seed` the run's, and `sampling` how the run
-decodes.
+A module has `build(settings, target, *, seed, sampling) -> Suite`, of which its docstring says only what is
+its own:
+
+    settings: the plain mapping of the group `suite` of the configuration, see conf/suite/NAME.yaml.
+    target: the loaded target. Its tokenizer writes the prompts, its window decides how long they may be.
+    seed: the run's; most suites draw nothing.
+    sampling: how the run decodes.
+
+It raises ConfigError for a wrong setting, and DataError where data are missing or wrong. What the benchmark
+is like as it was published stands in a `Published` (`evaluation/published.py`), from which follows what a
+result may be called.
 """
 
 from __future__ import annotations

@@ -73,14 +73,6 @@ class GenerationRequests(Task):
         ids = self.model.tok_encode(example.fields["prompt"])
         return Encoded(tuple(ids[-max_tokens:]), len(ids) > max_tokens)
 
-    def temperature(self, example: Example) -> float | None:
-        """The task's own temperature, whatever the run's is; 0 is greedy."""
-        return float(example.fields["temperature"])
-
-    def references(self, example: Example) -> list[str]:
-        """What lm-eval expects."""
-        return [str(self.library.doc_to_target(self._request(example).doc))]
-
     def answer(self, text: str) -> str:
         """A generated text as lm-eval takes it."""
         return lm_harness.cut_answer(text, self.stop_strings)
@@ -89,10 +81,8 @@ class GenerationRequests(Task):
         """The document's value in the task's first metric; None where the document has several requests."""
         if not example.fields["alone"]:
             return None
-        return lm_harness.score(self.library, [self._request(example)], [self.answer(text)])
-
-    def _request(self, example: Example) -> Any:
-        return self.library.instances[example.fields["request"]]
+        request = self.library.instances[example.fields["request"]]
+        return lm_harness.score(self.library, [request], [self.answer(text)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +279,8 @@ def _task(name: str, task: Any, model: Any, options: LmEvalSettings) -> Task | M
         stop_strings=tuple(text for text in how["until"] if text),
         max_prompt_tokens=room,
         protocol=protocol,
+        expected=lambda row: [str(task.doc_to_target(task.instances[row.fields["request"]].doc))],
+        temperature_of=lambda row: float(row.fields["temperature"]),
         library=task,
         model=model,
     )

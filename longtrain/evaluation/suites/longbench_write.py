@@ -68,21 +68,6 @@ RANGES = (500, 2000, 4000)
 """Bounds between the groups of wanted lengths that the paper's tables have, words."""
 
 
-@dataclass(frozen=True)
-class LongWriteTask(Task):
-    """The requests.
-
-    Args:
-        fixed_temperature: the temperature of all answers.
-    """
-
-    fixed_temperature: float = 0.5
-
-    def temperature(self, example: Example) -> float | None:
-        """One for all."""
-        return self.fixed_temperature
-
-
 def group(words: int) -> str:
     """The group of a wanted length: `0-500`, `500-2000`, `2000-4000` or `4000-`, lower bounds included."""
     low = max((bound for bound in RANGES if bound <= words), default=0)
@@ -111,7 +96,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     """
     own = settings_of(LongWriteSettings, settings)
     judge = judge_settings(own.judge)
-    task = LongWriteTask(
+    task = Task(
         NAME,
         _read(own.data)[: own.limit],
         template="{prompt}",
@@ -121,7 +106,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         chat=own.chat,
         protocol={"length_score": "LongWriter"},
         facets_of=lambda row: {"wanted": group(required(row))},
-        fixed_temperature=own.temperature,
+        temperature_of=lambda row: own.temperature,
     )
     if own.max_new_tokens is None:
         task = replace(task, max_new_tokens=min(MAX_NEW_TOKENS, _room(task, target)))

@@ -41,7 +41,7 @@ TEMPERATURES = {
     "stem": 0.1,
     "humanities": 0.1,
 }
-"""Category -> temperature of its answers."""
+"""Category -> temperature of its answers; 0.7 where the benchmark has none."""
 
 NAME = "mt_bench"
 PUBLISHED = Published(
@@ -65,15 +65,8 @@ REFERENCES_SHA256 = "6bf4df98dfa8a105"
 FIELDS: dict[str, tuple[type, ...]] = {"question_id": (int, str), "category": (str,), "turns": (list,)}
 
 
-@dataclass(frozen=True)
 class MtBenchTask(Task):
-    """The questions; the second turn is asked with the first one's answer before it.
-
-    Args:
-        fixed_temperature: the temperature of all answers; None: by category.
-    """
-
-    fixed_temperature: float | None = None
+    """The questions; the second turn is asked with the first one's answer before it."""
 
     def prompt(self, example: Example) -> str:
         """The first turn."""
@@ -118,12 +111,6 @@ class MtBenchTask(Task):
             f"question {example.id} of MT-Bench does not fit into {most} tokens; allowed: fewer "
             "suite.max_new_tokens, or a target with a longer context"
         )
-
-    def temperature(self, example: Example) -> float | None:
-        """By category, 0.7 where the benchmark has none for it."""
-        if self.fixed_temperature is not None:
-            return self.fixed_temperature
-        return TEMPERATURES.get(example.fields["category"], 0.7)
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[int, ...]:
         if self.chat:
@@ -171,7 +158,9 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         n_turns=2,
         facets_of=lambda row: {"category": str(row.fields["category"])},
         expected=lambda row: references.get(row.id, ()),
-        fixed_temperature=own.temperature,
+        temperature_of=lambda row: (
+            TEMPERATURES.get(row.fields["category"], 0.7) if own.temperature is None else own.temperature
+        ),
     )
     marker = marker_from(judge, lambda: MtBenchRubric(mt_bench_prompts(judge.prompts), references))
     departures = PUBLISHED.departures({NAME: task.rows}, vars(own) | judging(marker), sampling)

@@ -81,7 +81,6 @@ class Windows(Measured):
         window: tokens of a window.
         stride: tokens scored in each but a text's first.
         whole: whether every token of the corpus is scored.
-        against_full: whether the laws of tokens are compared with the full cache's.
     """
 
     name: str
@@ -90,7 +89,6 @@ class Windows(Measured):
     window: int
     stride: int
     whole: bool
-    against_full: bool = False
 
     def size(self, example: Example) -> int:
         """Tokens of the window's context."""
@@ -109,43 +107,26 @@ class Windows(Measured):
             "rows": len(self.rows),
             "rows_sha256": rows_sha256(self.rows),
             "tokens_sha256": digest.hexdigest(),
-            **({"against_full": True} if self.against_full else {}),
         }
 
     def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
         """`nats` of `tokens` and their `bytes`; `context_tokens` before them, `kept_rows` of these."""
-        windows = self._windows(examples).values()
-        contexts, scored = [one for one, _ in windows], [tokens for _, tokens in windows]
-        found = perplexity.measure(target, parts, contexts, scored=scored)
-        return [self._figures(one, example) for one, example in zip(found, examples, strict=True)]
-
-    def measure_against_full(
-        self, target: Target, parts: Parts, examples: Sequence[Example], known: dict[str, Any]
-    ) -> list[dict[str, float]]:
-        """As `measure`, with `agreed` and `divergence` (see `perplexity.Nats`)."""
-        found = perplexity.measure_against_full(target, parts, self._windows(examples), known)
-        return [
-            {**self._figures(one, example), "agreed": one.agreed, "divergence": one.divergence}
-            for one, example in zip(found, examples, strict=True)
-        ]
-
-    def _windows(self, examples: Sequence[Example]) -> dict[str, tuple[list[int], list[int]]]:
-        """Context and scored tokens of each example."""
-        found = {}
+        contexts, scored = [], []
         for example in examples:
             text, begin, first, end = (int(example.fields[key]) for key in ("text", "begin", "first", "end"))
-            ids_T = self.ids[text]
-            found[example.id] = ids_T[begin:first].tolist(), ids_T[first:end].tolist()
-        return found
-
-    def _figures(self, one: perplexity.Nats, example: Example) -> dict[str, float]:
-        return {
-            "nats": one.nats,
-            "tokens": one.tokens,
-            "bytes": int(example.fields["bytes"]),
-            "context_tokens": self.size(example),
-            "kept_rows": one.kept_rows,
-        }
+            contexts.append(self.ids[text][begin:first].tolist())
+            scored.append(self.ids[text][first:end].tolist())
+        found = perplexity.measure(target, parts, contexts, scored=scored)
+        return [
+            {
+                "nats": one.nats,
+                "tokens": one.tokens,
+                "bytes": int(example.fields["bytes"]),
+                "context_tokens": self.size(example),
+                "kept_rows": one.kept_rows,
+            }
+            for one, example in zip(found, examples, strict=True)
+        ]
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
