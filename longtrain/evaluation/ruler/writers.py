@@ -316,7 +316,7 @@ class DocumentWriter(PromptWriter):
             name = str(self.options["dataset"])
             raise ConfigError(
                 f"RULER task {of.task.name} needs the questions of {name}; give its file "
-                f"(questions=DATASETS['{name}'].read(FILE)), to be had from {DATASETS[name].url}"
+                f"(questions=read_{name}(FILE)), to be had from {DATASETS[name].url}"
             )
         self.questions = of.questions
 
