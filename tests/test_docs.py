@@ -16,7 +16,7 @@ from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS
 
 ROOT = Path(__file__).parent.parent
-DOCS = ("README.md", "CONTRIBUTING.md", "recipes/README.md", "data_prep/README.md")
+DOCS = ("README.md", "CONTRIBUTING.md", "recipes/README.md", "data_prep/README.md", "docs/cluster.md")
 
 
 def commands(name: str) -> list[list[str]]:

@@ -106,6 +106,7 @@ class Job:
         trained: weights that are trained.
         row: the packed row.
         step: the module's step of it.
+        offline: whether all features are read, and the target's layers are not loaded.
     """
 
     size: Sizes
@@ -114,21 +115,23 @@ class Job:
     trained: int
     row: PackedRow
     step: StepCost
+    offline: bool = False
 
     @property
     def layer_bytes(self) -> int:
         """A decoder layer's weights."""
-        return self.size.weights // self.size.n_layers * self.itemsize
+        return 0 if self.offline else self.size.weights // self.size.n_layers * self.itemsize
 
     @property
     def target_bytes(self) -> int:
-        """The target's weights."""
-        return target_parameters(self.size, tied=self.tied) * self.itemsize
+        """The target's weights that are loaded: without its layers, embeddings and head are left."""
+        layers = self.size.weights if self.offline else 0
+        return (target_parameters(self.size, tied=self.tied) - layers) * self.itemsize
 
     @property
     def pass_bytes(self) -> int:
         """Activations of the target's pass."""
-        return target_pass_bytes(self.size, self.row, itemsize=self.itemsize)
+        return 0 if self.offline else target_pass_bytes(self.size, self.row, itemsize=self.itemsize)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import DictConfig
 
-from longtrain import files, methods
+from longtrain import files, methods, provenance
 from longtrain.assets import asset_dir
 from longtrain.costs import decoding, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
@@ -181,6 +182,7 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
         of_rows(rows, plan_training.COLUMNS),
     ]
     values = {
+        "command": provenance.typed_command(sys.argv),
         "target": {
             "name": plan.info.name,
             "bytes": plan.weight_bytes,

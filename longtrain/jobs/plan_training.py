@@ -18,6 +18,7 @@ from longtrain.costs.hardware import GIB
 from longtrain.costs.ranks import Job, Memory, Spread
 from longtrain.costs.training import PackedRow, target_flops
 from longtrain.errors import ConfigError
+from longtrain.jobs.features import settings_of
 from longtrain.jobs.setup import plain
 from longtrain.settings import AUTO, Count, Positive, convert, wrong
 
@@ -76,7 +77,8 @@ class TrainingPlan:
         recipe, spec = self.recipe, self.recipe.spec
         assert spec is not None
         step = spec.cost.training(setting.config, recipe.size, row, self.trained, recipe.itemsize)
-        return Job(recipe.size, recipe.tied, recipe.itemsize, self.trained, row, step)
+        offline = settings_of(recipe.cfg).mode == "offline"
+        return Job(recipe.size, recipe.tied, recipe.itemsize, self.trained, row, step, offline)
 
     def memory(self, row: PackedRow, setting: Setting) -> Memory:
         """A rank's memory for a row under a setting."""
@@ -210,9 +212,8 @@ def _rows(cfg: DictConfig, layout: Spread) -> int:
 
 def _stored(cfg: DictConfig, stage: DictConfig) -> float:
     """The share of a stage's rows whose features are read and not computed."""
-    mode = (cfg.get("features") or {}).get("mode", "online")
     epochs = float(stage.get("epochs") or 1)
-    return {"online": 0.0, "offline": 1.0}.get(str(mode), max(0.0, 1 - 1 / epochs))
+    return {"online": 0.0, "offline": 1.0, "fill": max(0.0, 1 - 1 / epochs)}[settings_of(cfg).mode]
 
 
 def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
@@ -249,15 +250,15 @@ def disk_of(plan: TrainingPlan) -> dict[str, int | None]:
         "checkpoints_at_most": disk.GENERATIONS * disk.checkpoint_bytes(plan.trained),
         "data": None if tokens is None else disk.data_bytes(tokens, recipe.size.vocab_size),
     }
-    keys = recipe.cfg.get("features") or {}
-    if str(keys.get("mode", "online")) == "online":
+    keeping = settings_of(recipe.cfg)
+    if keeping.mode == "online":
         return found
     step = plan.job(plan.row(recipe.cfg.data.stages[0]), plan.given).step
     if not step.kv and not step.hidden:
         raise ConfigError(
-            f"features={keys.mode}: method={recipe.cfg.method.name} watches every layer of the target, and "
-            "that is not stored; pass features=online"
+            f"features={keeping.mode}: method={recipe.cfg.method.name} watches every layer of the target, "
+            "which is not stored; pass features=online"
         )
-    form, top_k = str(keys.get("form") or "bf16"), int(keys.get("top_k") or 0)
+    form, top_k = keeping.form or "bf16", keeping.top_k or 0
     each = disk.feature_bytes(step, recipe.size, form=form, top_k=top_k)
     return found | {"features_a_token": each, "features": None if tokens is None else tokens * each}

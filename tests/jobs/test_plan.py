@@ -54,7 +54,6 @@ LONG = "+recipe=longspec_llama8b_long"
 
 def planned(composed, tmp_path, *words):
     """The JSON of a plan at 70B shape."""
-    words = [word.replace("target.shard", "++target.shard") for word in words]
     plan.run(composed("plan", LONG, *SHAPE, f"json={tmp_path / 'plan.json'}", *words))
     return json.loads((tmp_path / "plan.json").read_text())
 
@@ -79,6 +78,19 @@ def test_every_figure_has_its_assumption_in_the_json(composed, tmp_path):
     assert found["stages"][0]["seconds"]["step_s"] > sum(found["stages"][0]["seconds"].values()) / 3
     assert found["disk_bytes"]["checkpoint"] == 12 * found["method"]["trained"]
     assert {"linear_share", "link_share", "context_bytes", "zero_bucket_bytes"} <= found["assumptions"].keys()
+
+
+def test_stored_features_take_room_on_the_disk_and_the_layers_none_on_the_gpu(composed, tmp_path):
+    bf16 = planned(composed, tmp_path, "features=fill", "method.objective=kl")["disk_bytes"]
+    assert bf16["features_a_token"] == 2 * (2 * 8 * 128 + 8192)  # K, V and the LM head's input
+    lean = ("features.form=int8", "features.top_k=64", "method.objective=kl")
+    found = planned(composed, tmp_path, "features=offline", *lean)
+    assert found["disk_bytes"]["features_a_token"] == 2 * 8 * (128 + 2) + 64 * (3 + 2)
+    (row,) = found["stages"]
+    assert row["memory_bytes"]["target"] == 2 * 2 * 128256 * 8192 and row["fits"] == "yes"
+    assert row["seconds"]["target_s"] == 0 < row["seconds"]["module_s"]
+    with pytest.raises(ConfigError, match="method=lookaheadkv watches every layer"):
+        plan.run(composed("plan", "+recipe=lookaheadkv_llama8b", "target.path=null", "features=fill"))
 
 
 @pytest.mark.parametrize(
