@@ -7,9 +7,9 @@ nothing where the process group stands.
 
 from __future__ import annotations
 
+import atexit
 import itertools
-import os
-import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,6 +26,12 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.5
 """How often a rank asks whether the first one is done."""
+
+READ_SECONDS = 20.0
+"""How long the first rank waits at most for the others to read why it failed."""
+
+END_SECONDS = 20.0
+"""How long a process that this one started may go on after its end."""
 
 _turns = itertools.count()
 """Numbers the waits of this process; every rank makes them in the same order."""
@@ -53,6 +59,7 @@ def connect(trainer: Any) -> None:
             trainer.strategy.setup_environment()
         else:
             launcher.launch(trainer.strategy.setup_environment, trainer=trainer)
+            atexit.register(_end, launcher.procs)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -82,6 +89,7 @@ def first(trainer: Any, work: Callable[[], T]) -> T:
             made = work()
         except BaseException as error:
             store.set(key, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+            _let_them_read(store, key, trainer.world_size - 1)
             raise
         store.set(key, "")
         return made
@@ -95,6 +103,7 @@ def _wait(store: Any, key: str, rank: int) -> None:
         while not store.check([key]):
             time.sleep(POLL_SECONDS)
         failed = store.get(key).decode()
+        store.add(f"{key}/read", 1)
     except RuntimeError as error:  # torch's errors of a lost connection
         raise TrainingError(
             f"rank {rank} waited for rank 0, which ended without a word (killed, or out of memory); see its "
@@ -102,6 +111,13 @@ def _wait(store: Any, key: str, rank: int) -> None:
         ) from error
     if failed:
         raise TrainingError(f"rank {rank} leaves, since rank 0 failed: {failed}")
+
+
+def _let_them_read(store: Any, key: str, others: int) -> None:
+    """Keep the store for a while, which goes with the first rank, so that the others learn why it ends."""
+    deadline = time.monotonic() + READ_SECONDS
+    while store.add(f"{key}/read", 0) < others and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 5)
 
 
 def share(trainer: Any, find: Callable[[], T]) -> T:
@@ -138,9 +154,10 @@ def gather(trainer: Any, value: Any) -> list[Any]:
     return found
 
 
-def leave(trainer: Any) -> None:
-    """End the processes that this one started, since it cannot go on; they run the same command."""
-    launcher = trainer.strategy.launcher
-    for process in getattr(launcher, "procs", []):
-        if process.pid != os.getpid():
-            process.send_signal(signal.SIGTERM)
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """At the end of this process: those that it started end too, or, where it failed, would wait for it."""
+    for process in processes:
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -148,6 +148,7 @@ class ZeroShards:
         """The optimizer's state, `PARAMETER.KEY` in fp32, each piece put together when it is read."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        self._link_states()
         found = []
         for name, parameter, state in self._states():
             for key, flat in sorted(state.items()):
@@ -194,7 +195,14 @@ class ZeroShards:
             inner.state[flat] = {
                 key: torch.zeros((), device=on) if key == "step" else torch.zeros_like(flat) for key in keys
             }
-        # Links the fragments of every parameter to these tensors, as DeepSpeed does after its first step.
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """Have every parameter know its part of the flat state.
+
+        DeepSpeed does this when its first group has taken a first step, and then never again, so that the
+        parameters of the other groups would have none.
+        """
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
 

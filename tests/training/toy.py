@@ -4,6 +4,7 @@ python toy.py FOLDER KEY=VALUE ...
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -174,10 +175,34 @@ def train(
     return summary, objective
 
 
+def zero_on_cpu(**settings):
+    """Lightning's DeepSpeed strategy, without its refusal of a CPU, where the engine itself runs."""
+    import deepspeed
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo alone: nothing is compiled
+
+    class OnCpu(DeepSpeedStrategy):
+        root_device = torch.device("cpu", 0)  # DeepSpeed wants an index
+
+        def setup_environment(self):
+            DDPStrategy.setup_environment(self)
+
+        def setup_distributed(self):
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    return OnCpu(process_group_backend="gloo", **settings)
+
+
 def main(words):
-    """The toy as a program: FOLDER KEY=JSON ...; exits 1 on an error."""
+    """The toy as a program: FOLDER KEY=JSON ...; exits 1 on an error. `zero={"stage": 2}`: DeepSpeed."""
     folder, *settings = words
     values = {key: json.loads(value) for key, value in (item.split("=", 1) for item in settings)}
+    if "zero" in values:
+        values["strategy"] = zero_on_cpu(**values.pop("zero"))
     own = {key: values.pop(key) for key in ("sleep", "noise") if key in values}
     try:
         train(folder, objective=Toy(Draft(), Frozen(), **{"noise": True, **own}), **values)
@@ -186,6 +211,12 @@ def main(words):
     except LongtrainError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
+
+
+def rank(number, port, words):
+    """The toy as one of several processes that something else started."""
+    os.environ |= {"LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    main(words)
 
 
 if __name__ == "__main__":
