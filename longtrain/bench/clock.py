@@ -239,10 +239,11 @@ def may_fail(row: dict[str, Any], device: torch.device, *kinds: type[Exception])
         device: the device whose memory is given back when the block ends.
         kinds: the errors that are results too, beside running out of memory.
     """
+    results: tuple[type[Exception], ...] = (torch.OutOfMemoryError, *kinds)
     faults: list[Exception] = []
     try:
         yield faults
-    except (torch.OutOfMemoryError, *kinds) as error:
+    except results as error:
         line = (str(error).splitlines() or [""])[0][:200]
         if isinstance(error, torch.OutOfMemoryError):
             row["failed"] = f"out of memory: {line.partition('.')[0]}"

@@ -271,8 +271,9 @@ def _baselines(call: AttentionCall, settings: KernelsSettings, inputs: RandomInp
     device = inputs.device
     copies = clock.copies_of(replace(call, cache="dense").bytes, device)
     caches, _ = _dense_layers(call, inputs, copies)
+    k_BGSD, v_BGSD = caches[0]
     q_BHTD = inputs.normal(1, call.heads, call.rows, call.head_dim)
-    x = stock.StockInputs(q_BHTD, *caches[0], call.keys, _mask(call, device)[1])
+    x = stock.StockInputs(q_BHTD, k_BGSD, v_BGSD, call.keys, _mask(call, device)[1])
 
     def timed(name: str) -> Row:
         work, exact = stock.attention_of(name, x)
