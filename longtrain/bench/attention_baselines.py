@@ -59,30 +59,22 @@ def attention_of(name: str, x: StockInputs) -> tuple[Attention, bool]:
         KeyError: no such baseline.
     """
     make = {
-        "flash": lambda: _backend(SDPBackend.FLASH_ATTENTION, x),
-        "packed_flash": lambda: _packed(x),
-        "cudnn": lambda: _backend(SDPBackend.CUDNN_ATTENTION, x),
+        "flash": lambda: _fused(SDPBackend.FLASH_ATTENTION, x.q_BHTD, x),
+        "packed_flash": lambda: _fused(SDPBackend.FLASH_ATTENTION, _pack(x), x),
+        "cudnn": lambda: _fused(SDPBackend.CUDNN_ATTENTION, x.q_BHTD, x),
         "packed_flash_and_masked": lambda: _split(x),
         "flex": lambda: _flex(x),
     }[name]
     return make(), x.rows == 1 or name in ("packed_flash_and_masked", "flex")
 
 
-def _backend(backend: SDPBackend, x: StockInputs) -> Attention:
+def _fused(backend: SDPBackend, q: Tensor, x: StockInputs) -> Attention:
+    """Torch's attention without a mask, by one backend."""
+    shared = q.shape[1] != x.k_BGSD.shape[1]  # heads of packed rows are those of keys
+
     def run(k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(x.q_BHTD, k, v, enable_gqa=True)
-
-    return run
-
-
-def _packed(x: StockInputs) -> Attention:
-    """The query heads of a KV head become rows: K and V are read once for all of them."""
-    q_BGRD = _pack(x)
-
-    def run(k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(q_BGRD, k, v).view_as(x.q_BHTD)
+            return scaled_dot_product_attention(q, k, v, enable_gqa=shared).view_as(x.q_BHTD)
 
     return run
 
@@ -117,5 +109,6 @@ def _flex(x: StockInputs) -> Attention:
 
 
 def _pack(x: StockInputs) -> Tensor:
+    """The query heads of a KV head as rows: K and V are read once for all of them."""
     B, _, _, D = x.q_BHTD.shape
     return x.q_BHTD.reshape(B, x.k_BGSD.shape[1], -1, D)
