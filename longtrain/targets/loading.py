@@ -20,6 +20,7 @@ from transformers import (
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, refusal
+from longtrain.log import get_logger
 from longtrain.targets.attention import NAME
 from longtrain.targets.ends import TargetEnds, assign_ends
 from longtrain.targets.info import TargetInfo, check_supported
@@ -35,6 +36,8 @@ from longtrain.targets.weights import (
     random_weights,
     weight_files,
 )
+
+log = get_logger(__name__)
 
 DTYPES = {
     "float64": torch.float64,
@@ -122,6 +125,14 @@ def load_target(
         info = replace(info, max_positions=max_positions)
     if not layers:
         return TargetEnds(model, info, tokenizer, folder=folder)
+    if shards is not None:
+        log.info(
+            "target=%s is split over ranks=%d; gathering all layers=%d takes seconds=%.3f",
+            name,
+            shards.node.size,
+            info.n_layers,
+            shards.seconds_alone(),
+        )
     return Target(model, info, tokenizer, shards=shards)
 
 

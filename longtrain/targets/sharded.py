@@ -70,13 +70,7 @@ class Node:
             torch.empty(0, device=device)
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, socket.gethostname())
-        hosts = [list(ranks) for _, ranks in groupby(range(len(names)), key=names.__getitem__)]
-        sizes = {len(ranks) for ranks in hosts}
-        if len(sizes) > 1 or len(hosts) != len(set(names)):
-            raise ConfigError(
-                f"target.shard=fsdp2 needs the same number of neighbouring ranks on every machine, and ranks "
-                f"0..{len(names) - 1} are on {', '.join(map(str, names))}; start as many on each, in blocks"
-            )
+        hosts = machines(names)
         mesh = init_device_mesh(device.type, (len(hosts), len(hosts[0])), mesh_dim_names=("node", "shard"))
         host, _ = dist.new_subgroups_by_enumeration(hosts, backend="gloo", timeout=PATIENCE)
         return cls(mesh["shard"], host)
@@ -91,6 +85,24 @@ class Node:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.host)
         return found
+
+
+def machines(names: Sequence[str]) -> list[list[int]]:
+    """The ranks of each machine.
+
+    Args:
+        names: of the machine that each rank is on.
+
+    Raises:
+        ConfigError: machines have unlike numbers of ranks, or ranks that are no neighbours.
+    """
+    hosts = [list(ranks) for _, ranks in groupby(range(len(names)), key=names.__getitem__)]
+    if len({len(ranks) for ranks in hosts}) > 1 or len(hosts) != len(set(names)):
+        raise ConfigError(
+            "target.shard=fsdp2 needs the same number of neighbouring ranks on every machine, and ranks "
+            f"0..{len(names) - 1} are on {', '.join(names)}; start as many on each, machine by machine"
+        )
+    return hosts
 
 
 class _Split(nn.Module):
@@ -154,6 +166,13 @@ class Shards:
         """
         while until := self._agree(0):
             self._follow(0, until)
+
+    def seconds_alone(self) -> float:
+        """How long gathering all layers takes while nothing computes; every rank of the node calls this."""
+        self._follow(0, 1)  # the first time connects the ranks
+        self.seconds_waited()
+        self._follow(0, len(self._split))
+        return self.seconds_waited()
 
     def gather(self, layer: int, then: int | None) -> None:
         """Have a layer's weights here, and ask for those of another meanwhile."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import traceback
 from pathlib import Path
 
@@ -58,16 +59,16 @@ def positions(batch):
     return torch.cat([torch.arange(length) for length in lengths]).to(batch.ids_T.device)
 
 
-def nothing_gathered(target):
-    """Every layer's weights are this rank's part again, and the others' memory is free."""
+def nothing_gathered(target, share=0.6):
+    """Every layer's weights are this rank's part again (halves in whole rows), and other memory is free."""
     shards = target.shards
     assert not shards._here and not shards._coming
     held = sum(p.to_local().untyped_storage().nbytes() for p in target.model.model.layers.parameters())
     whole = sum(p.numel() * p.element_size() for p in target.model.model.layers.parameters())
-    assert held <= 0.6 * whole  # halves, rounded up to whole rows
+    assert held <= share * whole
 
 
-def packed_outputs(rank, whole, sharded):
+def packed_outputs(rank, whole, sharded, held=0.6):
     batch = row(whole, rank, [(5, 9), (20 + 8 * rank, 4), (1, 2)])
     want = Want("none", hidden=(0, 2, -1), kv=(1, 2))
     args = (batch.ids_T, positions(batch), batch.bounds, want)
@@ -79,7 +80,7 @@ def packed_outputs(rank, whole, sharded):
         assert all(torch.equal(a, b) for a, b in zip(mine.kv[layer], theirs.kv[layer], strict=True))
     logits = [target.head(mine.hidden[-1]) for target in (whole, sharded)]
     assert torch.equal(*logits)
-    nothing_gathered(sharded)
+    nothing_gathered(sharded, held)
     assert sharded.shards.seconds_waited() > 0 and sharded.shards.seconds_waited() == 0
 
 
@@ -186,6 +187,17 @@ def refused(rank, whole, sharded):
             raise AssertionError("it was allowed")
 
 
+def machines(rank, whole, sharded):
+    """On two machines of one rank each, a rank needs no other for its passes."""
+    name, socket.gethostname = socket.gethostname, lambda: f"machine{rank}"
+    alone = load_target(whole.info.name, device=whole.device, shard="fsdp2")
+    socket.gethostname = name
+    assert alone.shards.node.size == 1 and alone.info == whole.info
+    for _ in range(1 + rank):
+        packed_outputs(0, whole, alone, held=1.0)
+    alone.settle()
+
+
 def another_rank_ends(rank, whole, sharded):
     if rank == 1:
         return
@@ -205,6 +217,7 @@ CHECKS = (
     lookaheadkv,
     answers,
     refused,
+    machines,
     another_rank_ends,
 )
 

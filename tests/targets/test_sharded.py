@@ -13,6 +13,7 @@ from longtrain.errors import ConfigError
 from longtrain.targets import loading
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import shape_config
+from longtrain.targets.sharded import machines
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,13 @@ def test_a_sharded_target_is_the_whole_one(found, check):
 def test_one_process_cannot_share_a_target():
     with pytest.raises(ConfigError, match=r"target\.shard=fsdp2 .* single process; train with trainer=ddp"):
         load_target("tiny", shard="fsdp2")
+
+
+@pytest.mark.parametrize("names", ["a a b", "a b a b", "a b b a"])
+def test_machines_must_have_as_many_ranks_each(names):
+    assert machines(["a", "a", "b", "b", "c", "c"]) == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match=rf"ranks 0\.\.\d are on {', '.join(names.split())}; start as many"):
+        machines(names.split())
 
 
 def test_a_target_that_fills_the_gpu_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
