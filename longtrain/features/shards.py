@@ -95,7 +95,7 @@ class FeatureFiles:
         """Tokens that are stored."""
         return sum(one.tokens for one in self._documents())
 
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes of the shards on disk."""
         names = {one.shard for one in self._found.values()}
         return sum((self.folder / name).stat().st_size for name in names)
@@ -234,7 +234,7 @@ def digest(stored: Stored) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().view(torch.uint8).numpy())
+        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -246,5 +246,5 @@ def key_of(ids_T: Tensor, want: str) -> str:
         want: in words.
     """
     found = hashlib.sha256(want.encode())
-    found.update(ids_T.contiguous().numpy())
+    found.update(ids_T.contiguous().numpy().data)
     return found.hexdigest()[:40]

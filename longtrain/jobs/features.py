@@ -92,7 +92,7 @@ class Stored:
         if self.shards is not None:
             self.shards.close()
             said = "features documents=%d tokens=%d mib=%.1f folder=%s"
-            size = self.shards.bytes() / 2**20
+            size = self.shards.size_bytes() / 2**20
             log.info(said, len(self.shards), self.shards.tokens(), size, self.shards.folder)
 
 
