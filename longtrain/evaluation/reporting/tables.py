@@ -220,11 +220,16 @@ def _figures(results: Json) -> Sheet:
         ("task", lambda one: escaped(one[1]["task"])),
     ]
     columns += [
-        (figure["name"], lambda one, figure=figure: _figure(figure, one[1]["figures"].get(figure["name"])))
+        _figure_column(figure)
         for figure in results["figures"]
         if any(figure["name"] in task["figures"] for _, task in found)
     ]
     return sheet(columns, found if len(columns) > 2 else [])
+
+
+def _figure_column(figure: Json) -> Column:
+    """The column of a figure in a table of (system, task)."""
+    return figure["name"], lambda one: _figure(figure, one[1]["figures"].get(figure["name"]))
 
 
 def _figure(one: Json, found: Json | None) -> str:
