@@ -183,7 +183,7 @@ class Meeting:
 
         def work() -> None:
             try:
-                told = {"seconds": self._reduced(backend, device, mebibytes)}
+                told: dict[str, Any] = {"seconds": self._reduced(backend, device, mebibytes)}
             except Exception as error:
                 told = {"error": " ".join(str(error).split())[:200] or type(error).__name__}
             self.tell("reduced", told)

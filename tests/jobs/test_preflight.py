@@ -95,6 +95,19 @@ def test_one_rank_ends_with_one_line(preflight: Any, home: Path) -> None:
     assert not list(home.rglob(".preflight"))
 
 
+@pytest.mark.gpu
+def test_every_gpu_of_the_machine_adds_up_over_nccl(home: Path) -> None:
+    import torch
+
+    rank = start("trainer=ddp", f"home={home}", "timeout_s=100")
+    out, error = rank.communicate(timeout=200)
+    assert rank.returncode == 0, error
+    assert out.startswith(
+        f"preflight ok: ranks={torch.cuda.device_count()} nodes=1 all_reduce=nccl 256 MiB in "
+    )
+    assert "gpu=" in out and out.count("\n") == 1
+
+
 def test_data_that_are_not_prepared_are_named(preflight: Any, tmp_path: Path) -> None:
     code, out, error = preflight(f"home={tmp_path}")
     assert code == 1 and not out
