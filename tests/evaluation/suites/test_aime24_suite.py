@@ -53,6 +53,12 @@ def test_all_of_it(build, as_published, tiny, answered) -> None:
     summary = suite.summary(answered(suite, lambda task, one: f"It is \\boxed{{{one.fields['answer']}}}."))
     assert summary.title == "AIME 2024" and summary.notes == ("solutions of up to 32768 tokens",)
     assert summary.tasks == {"aime24": 100.0}
+    assert build(Sampling(0.0, top_p=0.5)).summary(answered(suite, nothing)).title == "AIME 2024"
+    drawn = build(Sampling(0.9), max_new_tokens=40000)
+    assert drawn.summary(answered(drawn, nothing)).notes == (
+        "suite.max_new_tokens=40000 instead of 32768",
+        "sampled (temperature 0.9), not greedy",
+    )
     third = suite.summary(answered(suite, lambda task, one: f"{one.fields['answer'] // 10 * 10}"))
     assert third.average == 10.0  # 0, 10 and 20 of 30
 
@@ -82,23 +88,6 @@ def test_solutions_end_with_the_window(build, tiny, answered) -> None:
         "suite.max_new_tokens=10 instead of 32768",
         "without chat template",
     )
-
-
-@pytest.mark.parametrize(
-    ("changed", "note"),
-    [
-        ({"max_new_tokens": 8}, "suite.max_new_tokens=8 instead of 32768"),
-        ({"max_new_tokens": 40000}, "suite.max_new_tokens=40000 instead of 32768"),
-        ({"sampling": Sampling(0.9, top_k=5)}, "sampled (temperature 0.9, top_k 5), not greedy"),
-        ({"chat": False}, "without chat template"),
-    ],
-)
-def test_another_protocol_is_a_variant(build, as_published, answered, changed, note: str) -> None:
-    suite = build(**changed)
-    summary = suite.summary(answered(suite, nothing))
-    assert (summary.title, summary.notes[0]) == ("Variant of AIME 2024", note)
-    greedy = build(sampling=Sampling(0.0, top_p=0.5))
-    assert greedy.summary(answered(greedy, nothing)).title == "AIME 2024"
 
 
 def test_other_problems_do_not_bear_the_name(build, as_published, answered, tmp_path) -> None:

@@ -83,10 +83,6 @@ def test_less_of_it_is_a_variant(build, answered) -> None:
     assert not any(task.chat for task in plain.tasks)
     summary = plain.summary(answered(plain, lambda task, one: ""))
     assert (summary.title, summary.notes) == ("Variant of LongBench", ("without chat template",))
-    sampled = build(Sampling(1.0, top_p=0.9))
-    summary = sampled.summary(answered(sampled, lambda task, one: ""))
-    note = "sampled (temperature 1, top_p 0.9), not greedy"
-    assert (summary.title, summary.notes) == ("Variant of LongBench", (note,))
 
 
 def test_rows_that_are_not_recognised_make_a_variant(build, answered, monkeypatch) -> None:

@@ -161,12 +161,6 @@ def test_a_folder_without_a_group_says_which_there_are(build, folder) -> None:
         build()
 
 
-def test_sampling_makes_a_variant(build, as_published) -> None:
-    summary = build(Sampling(0.5)).summary({})
-    assert summary.title == "Variant of LongProc html_to_tsv"
-    assert summary.notes[0] == "sampled (temperature 0.5), not greedy"
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
