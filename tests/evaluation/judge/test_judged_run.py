@@ -167,8 +167,8 @@ def test_longbench_write(tmp_path: Path) -> None:
     assert found["quality"] == pytest.approx(sum((v - 1) * 25 for v in found["dimensions"].values()) / 6)
     assert full["tasks"][0]["official"] == pytest.approx((found["quality"] + found["length"]) / 2, abs=0.005)
     assert full["tasks"][0]["score"]["value"] == pytest.approx(full["tasks"][0]["official"], abs=0.005)
-    assert "3 of 120 requests, the English ones" not in results["notes"]
-    assert "3 of 120 requests" in results["notes"]
+    assert "the requests are the English ones" not in results["notes"]
+    assert "3 of 120 rows of longbench_write" in results["notes"]
     table = (folder_of(tmp_path, "longbench_write") / "table.md").read_text()
     assert "| S (official) | S_q | S_l | raw mean | Relevance | " in table
     figures = [found[key] for key in ("score", "quality", "length", "dimensions_mean")]
