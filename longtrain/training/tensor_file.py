@@ -156,4 +156,4 @@ def _parts(pieces: Sequence[Piece], reading: Iterator[Piece]) -> Iterator[bytes 
         tensor = piece.read().detach().to("cpu", piece.dtype).contiguous()
         assert tuple(tensor.shape) == piece.shape, piece.name
         if tensor.numel():
-            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
