@@ -181,7 +181,7 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
         f"disk      {plan_advice.disk_in_words(left)}",
         of_rows(rows, plan_training.COLUMNS),
     ]
-    values = {
+    values: dict[str, Any] = {
         "command": provenance.typed_command(sys.argv),
         "target": {
             "name": plan.info.name,

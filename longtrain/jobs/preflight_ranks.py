@@ -24,7 +24,7 @@ from longtrain.errors import LongtrainError
 
 POLL_SECONDS = 0.1
 MIB = 2**20
-GO, STOP = b"go", b"stop"
+GO, STOP = "go", "stop"
 LATER_SECONDS = 4.0
 """How much longer the other ranks wait: rank 0 speaks first, since a launcher ends all when one fails."""
 
@@ -162,7 +162,7 @@ class Meeting:
                 if time.monotonic() > self.end + LATER_SECONDS:
                     sys.exit(1)
                 time.sleep(POLL_SECONDS)
-            if self.store.get(key) != GO:
+            if self.store.get(key).decode() != GO:
                 sys.exit(1)
         except RuntimeError:  # the connection is lost
             sys.exit(1)

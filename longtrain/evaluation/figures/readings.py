@@ -103,7 +103,8 @@ def figures_of(figures: Sequence[Figure], some: Sequence[Numbers | Pair], draw: 
 
 def change_of(figure: Figure, pairs: Sequence[Pair], draw: Bootstrap) -> Interval:
     """A figure of the first records minus that of the second."""
-    gap = paired_difference(*_ratios(figure, pairs, sides=2), draw)
+    first, second = _ratios(figure, pairs, sides=2)
+    gap = paired_difference(first, second, draw)
     return gap.through(lambda nats: 100 * math.expm1(nats)) if figure.growth else gap
 
 

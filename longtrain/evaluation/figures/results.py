@@ -178,9 +178,9 @@ class _Figures:
         plain = [figure for figure in self.suite.figures if figure.kind in PLAIN_KINDS]
         for task, some in self.found[first].items():
             pairs = self._numbers_of_pairs(some, second)
-            ratios = (self.reading.ratio(pair[side] for pair in pairs) for side in (0, 1))
-            entry = {"first": first, "second": second, "task": task}
-            entry["score"] = verdict(paired_difference(*ratios, self.draw))
+            mine, other = (self.reading.ratio(pair[side] for pair in pairs) for side in (0, 1))
+            entry: Json = {"first": first, "second": second, "task": task}
+            entry["score"] = verdict(paired_difference(mine, other, self.draw))
             entry["figures"] = {one.name: change_of(one, pairs, self.draw).to_json() for one in plain}
             entries.append(entry)
         return entries
@@ -253,7 +253,7 @@ class _Figures:
             return None
         pairs = self._pairs(some, system.lossless_of)
         partings = [found for a, b in pairs if (found := parting(a, b)) is not None]
-        known = {
+        known: Json = {
             "compared": len(pairs),
             "different": len(partings),
             "strict": self.strict,

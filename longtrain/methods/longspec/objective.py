@@ -66,6 +66,8 @@ class LongSpecObjective(Objective):
         but no stored logits).
     """
 
+    module: LongSpecDraft
+    target: Target
     reads_top_law = True
 
     def __init__(self, module: LongSpecDraft, target: Target, config: Config) -> None:

@@ -48,6 +48,9 @@ class LookaheadObjective(Objective):
 
     per_document = True
 
+    module: LookaheadKV
+    target: Target
+
     def __init__(self, module: LookaheadKV, target: Target, config: Config) -> None:
         super().__init__()
         self.module, self.target, self.config = module, target, config

@@ -60,6 +60,8 @@ class PretrainObjective(Objective):
         config: the weights of the labels.
     """
 
+    module: Pretrained
+
     def __init__(self, module: Pretrained, config: Config) -> None:
         super().__init__()
         self.module = module
