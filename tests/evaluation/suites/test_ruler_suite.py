@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -155,7 +156,8 @@ def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkey
     essays = tmp_path / "essays.json"
     essays.write_text(json.dumps({"text": "One may write. Another may read what was written. " * 300}))
     monkeypatch.setattr(ruler, "vocabulary", lambda source: vocabulary())
-    monkeypatch.setattr(ruler, "SAMPLES", 1)
+    official = {**ruler.PUBLISHED.settings, "samples": 1}
+    monkeypatch.setattr(ruler, "PUBLISHED", replace(ruler.PUBLISHED, settings=official))
     few = {"lengths": [4096], "samples": 1, "haystack": str(essays), "words": "wonderwords"}
 
     def called(sampling=Sampling(), **changed) -> tuple[str, tuple[str, ...]]:  # noqa: B008 (frozen)
