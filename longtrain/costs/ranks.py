@@ -178,14 +178,13 @@ PASS, AGAIN, MODULE, BACKWARD = "the target's pass", "the guard's pass", "the mo
 
 def memory(job: Job, layout: Spread) -> Memory:
     """A rank's memory at the peak of a step, and the host's."""
-    weights, step, n = 4 * job.trained, job.step, layout.ranks
+    weights, step = 4 * job.trained, job.step
     layers = job.layer_bytes * job.size.n_layers
     target = job.target_bytes - (layers - layers // layout.devices if layout.shard else 0)
     gathered = min(GATHERED, job.size.n_layers) * job.layer_bytes if layout.shard else 0
-    state = 2 * weights + (weights if layout.zero else 0)  # Adam's, and ZeRO's own fp32 weights
-    on_gpu = 0 if layout.offload else state // (n if layout.zero else 1)
+    on_gpu, on_host = optimizer_bytes(job.trained, layout)
     copies = weights // 2 if layout.mixed else 0
-    buckets = weights if n > 1 and not layout.zero else 0
+    buckets = weights if layout.ranks > 1 and not layout.zero else 0
     kept = 0 if layout.zero else weights
     sums = weights if step.chunked else 0
     fixed = target + weights + on_gpu + WORKSPACE + buckets
@@ -201,7 +200,6 @@ def memory(job: Job, layout: Spread) -> Memory:
     regathered = gathered if step.beside_pass else 0
     phases[BACKWARD] = fixed + regathered + sums + reduced + left
     phase = max(phases, key=phases.__getitem__)
-    offloaded = (state + 2 * weights) // (n if layout.zero else 1) if layout.offload else 0
     return Memory(
         target=target,
         gathered=gathered,
@@ -212,8 +210,19 @@ def memory(job: Job, layout: Spread) -> Memory:
         module=step.module,
         peak=phases[phase],
         phase=phase,
-        host=layout.devices * (PROCESS + offloaded),
+        host=layout.devices * (PROCESS + on_host),
     )
+
+
+def optimizer_bytes(trained: int, layout: Spread) -> tuple[int, int]:
+    """What the optimizer keeps of the trained weights on a rank's GPU, and in host memory.
+
+    That is Adam's two moments, ZeRO's own fp32 weights, and with offload gradients and their copy.
+    """
+    state, share = 4 * trained * (3 if layout.zero else 2), layout.ranks if layout.zero else 1
+    if layout.offload:
+        return 0, (state + 8 * trained) // share
+    return state // share, 0
 
 
 def fits(found: Memory, gpu: Gpu) -> bool:

@@ -21,9 +21,6 @@ KL_BYTES, KL_MOVED = 28, 88
 CE_BYTES, CE_MOVED = 8, 16
 """The same of the cross-entropy, whose kernel works in place."""
 
-STATE_BYTES = 4 + 4 + 8 + 4 + 2
-"""A trained weight on one GPU: itself, gradient, two Adam moments, chunks' gradient sum and its bf16 copy."""
-
 
 @dataclass(frozen=True)
 class PackedRow:

@@ -34,19 +34,30 @@ def settings_of(cfg: DictConfig) -> FeatureSettings:
     return settings
 
 
+def check_filled(settings: FeatureSettings) -> None:
+    """Refuse to read features from a folder that holds none.
+
+    Raises:
+        ConfigError: it holds none, and features=offline.
+        DataError: what says whose they are is damaged.
+    """
+    from longtrain.features import identity
+
+    if settings.mode == "offline" and identity.read(Path(str(settings.folder))) is None:
+        raise ConfigError(f"features.folder={settings.folder} holds none; fill it first: features=fill")
+
+
 def load_for_training(cfg: DictConfig, settings: FeatureSettings, *, device: str) -> Target:
     """The target, without its layers where all features are stored.
 
     Raises:
         ConfigError: no target is chosen, or there are no features to read.
     """
-    from longtrain.features import identity
     from longtrain.targets.loading import load_target
 
     if settings.mode != "offline" or not (cfg.target and cfg.target.path):
         return load_target_from(cfg, device=device, fuse=False)
-    if identity.read(Path(str(settings.folder))) is None:
-        raise ConfigError(f"features.folder={settings.folder} holds none; fill it first: features=fill")
+    check_filled(settings)
     if cfg.target.get("weights") == "random":
         raise ConfigError(
             "features=offline keeps a target's stored weights, and target.weights=random has none"

@@ -120,6 +120,27 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
         ConfigError: ranks that cannot be, a strategy that does not train, or features that cannot be stored.
     """
     cfg, words = recipe.cfg, recipe.cfg.trainer
+    layout = layout_of(
+        cfg,
+        devices=_devices(words.get("devices")),
+        nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"),
+    )
+    if layout.shard and layout.devices == 1:
+        raise ConfigError(
+            "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
+            "trainer=ddp trainer.devices=2 or more"
+        )
+    network = convert(cfg.network_gbits, Positive, "network_gbits") * 1e9 / 8
+    return TrainingPlan(recipe, Setting((), replace(layout, network_bytes_per_s=network), recipe.config))
+
+
+def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
+    """How `trainer` and `target.shard` spread a run over `devices` ranks on each of `nodes` machines.
+
+    Raises:
+        ConfigError: a strategy that does not train, or a wrong `target.shard`.
+    """
+    words = cfg.trainer
     strategy = plain(words.get("strategy"))
     keys = strategy if isinstance(strategy, Mapping) else {}
     zero = int(keys.get("stage") or 0)
@@ -129,22 +150,16 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
             "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
         )
         raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
-    mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed") and not recipe.on_cpu
-    layout = Spread(
-        devices=_devices(words.get("devices")),
-        nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"),
+    shard = convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") if cfg.target else None
+    mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed")
+    return Spread(
+        devices=devices,
+        nodes=nodes,
         zero=zero,
         offload=bool(keys.get("offload_optimizer")),
-        shard=convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") is not None,
-        mixed=mixed,
-        network_bytes_per_s=convert(cfg.network_gbits, Positive, "network_gbits") * 1e9 / 8,
+        shard=shard is not None,
+        mixed=mixed and str(words.get("accelerator")) != "cpu",
     )
-    if layout.shard and layout.devices == 1:
-        raise ConfigError(
-            "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
-            "trainer=ddp trainer.devices=2 or more"
-        )
-    return TrainingPlan(recipe, Setting((), layout, recipe.config))
 
 
 def _devices(value: Any) -> int:

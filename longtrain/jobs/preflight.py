@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +98,10 @@ def _lead(cfg: DictConfig, meeting: Meeting) -> str:
 
 def _ranks(cfg: DictConfig) -> tuple[Rank, list[Any]]:
     """This process among the ranks, and the processes started here because nobody else started them."""
-    rank, wanted = Rank.here(), _per_node(cfg) * int(cfg.trainer.num_nodes)
+    rank, nodes = Rank.here(), convert(cfg.trainer.num_nodes, Count, "trainer.num_nodes")
+    wanted = _per_node(cfg) * nodes
     launched = "WORLD_SIZE" in os.environ or "SLURM_PROCID" in os.environ
-    starts = not launched and wanted > 1 and int(cfg.trainer.num_nodes) == 1
+    starts = not launched and wanted > 1 and nodes == 1
     _check_settings(cfg, wanted if starts else rank.world)
     if not starts:
         return rank, []
@@ -118,17 +118,20 @@ def _per_node(cfg: DictConfig) -> int:
         return len(devices)
     if devices in ("auto", -1, "-1"):
         return max(1, torch.cuda.device_count()) if _backend(cfg) == "nccl" else 1
-    return convert(devices, int, "trainer.devices")
+    return convert(devices, Count, "trainer.devices")
 
 
 def _check_settings(cfg: DictConfig, world: int) -> None:
     """Method, target, the number of ranks, and what must divide by it.
 
     Raises:
-        ConfigError: one is not chosen, another number of ranks was started than the settings say, or rows of
-            a step do not divide.
+        ConfigError: one is not chosen, another number of ranks was started than the settings say, rows of a
+            step do not divide, or the strategy cannot train or is not installed.
     """
-    if cfg.method is None or (not cfg.target.path and methods.get(str(cfg.method.name)).export is None):
+    from longtrain.training import zero
+
+    has_target = bool(cfg.target and cfg.target.path)
+    if cfg.method is None or (not has_target and methods.get(str(cfg.method.name)).export is None):
         raise ConfigError("preflight needs a method and a target; pass the words of train: +recipe=NAME")
     per_node, nodes = _per_node(cfg), int(cfg.trainer.num_nodes)
     if per_node * nodes != world:
@@ -141,11 +144,7 @@ def _check_settings(cfg: DictConfig, world: int) -> None:
     if rows is not None and rows % world:
         allowed = f"a multiple of {world}, the number of ranks (devices x num_nodes)"
         raise wrong("trainer.rows_per_step", rows, allowed)
-    if "deepspeed" in str(plain(cfg.trainer.strategy)).lower() and find_spec("deepspeed") is None:
-        raise ConfigError(
-            "trainer.strategy needs DeepSpeed, which is not installed; run: pip install "
-            "'longtrain[deepspeed]', or choose trainer=ddp"
-        )
+    zero.check_available(plain(cfg.trainer.strategy))
 
 
 def _backend(cfg: DictConfig) -> str:
@@ -183,12 +182,14 @@ def _files_here(cfg: DictConfig) -> str:
     """Target and prepared data are on this machine; what the data are, in a few words.
 
     Raises:
-        ConfigError: no target is chosen, it is not here, or it has no tokenizer.
+        ConfigError: no target is chosen, it is not here or has no tokenizer, or features are to be read and
+            there are none.
         ArtifactError: a file of the target is missing.
         DataError: the data are not prepared, or damaged.
     """
     from longtrain.data.rows.prepare import tokenizer_hash
     from longtrain.data.rows.prepared import Prepared
+    from longtrain.jobs.features import check_filled, settings_of
     from longtrain.jobs.prepare import data_config
     from longtrain.targets.at_hand import folder_at_hand
     from longtrain.targets.tokenizer import read_tokenizer
@@ -197,6 +198,7 @@ def _files_here(cfg: DictConfig) -> str:
     if spec.export is None:
         stored = str(cfg.target.get("weights") or "stored") == "stored"
         folder_at_hand(str(cfg.target.path), weights=stored)
+        check_filled(settings_of(cfg))
     if spec.data is not None:
         return "its own"
     config = data_config(cfg)

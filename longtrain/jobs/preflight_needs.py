@@ -18,9 +18,12 @@ from longtrain import methods
 from longtrain.costs.disk import GENERATIONS, checkpoint_bytes
 from longtrain.costs.hardware import GIB
 from longtrain.costs.model import Sizes
-from longtrain.costs.training import STATE_BYTES, target_parameters
+from longtrain.costs.ranks import optimizer_bytes
+from longtrain.costs.training import target_parameters
 from longtrain.errors import ConfigError, LongtrainError
+from longtrain.jobs.features import settings_of
 from longtrain.jobs.plan import ITEMSIZE, target_shape
+from longtrain.jobs.plan_training import layout_of
 from longtrain.jobs.preflight_ranks import Rank
 from longtrain.jobs.setup import plain
 from longtrain.settings import read as typed
@@ -34,7 +37,8 @@ class Room:
         gpu: of its GPU.
         gpu_name: what CUDA calls it.
         host: memory of its machine, within the job's limit; only the first rank of a machine tells it.
-        disk: below `run_dir`; only the first rank of a machine tells it.
+        disk: below `run_dir`, with what the run's checkpoints take already, which new ones replace; only the
+            first rank of a machine tells it.
         home: below `home`; only the first rank of a machine tells it.
     """
 
@@ -101,33 +105,36 @@ def needs_of(cfg: DictConfig, rank: Rank) -> Needs:
     """The least that training takes, from shapes alone.
 
     Raises:
-        ConfigError: no method is chosen, or the target's shape is not at hand.
+        ConfigError: no method is chosen, the target's shape is not at hand, or a strategy that cannot be.
     """
     import torch
 
     spec = methods.get(str(cfg.method.name))
     config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
-    info, weights = None, 0
+    layout = layout_of(cfg, devices=rank.per_node, nodes=rank.world // rank.per_node)
+    info, layers, ends = None, 0, 0
     if spec.export is None:
         info, tied = target_shape(cfg)
         itemsize = ITEMSIZE.get(str(cfg.target.dtype), 2)
         if str(cfg.target.dtype) == "auto" and str(cfg.trainer.accelerator) == "cpu":
             itemsize = ITEMSIZE["float32"]
-        weights = target_parameters(Sizes.of(info), tied=tied) * itemsize
+        size = Sizes.of(info)
+        layers = 0 if settings_of(cfg).mode == "offline" else size.weights * itemsize
+        ends = (target_parameters(size, tied=tied) - size.weights) * itemsize
     with torch.device("meta"):
         module = spec.build(config, info)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    sharded = bool(cfg.target and cfg.target.get("shard"))
-    rank_bytes = weights // (rank.per_node if sharded else 1) + trained * STATE_BYTES
+    kept, offloaded = optimizer_bytes(trained, layout)
+    rank_bytes = ends + layers // (rank.per_node if layout.shard else 1) + 4 * trained + kept
     on_gpu = str(cfg.trainer.accelerator) != "cpu" and torch.cuda.is_available()
     advice = (
         "use more GPUs of a machine, or a smaller target"
-        if sharded
+        if layout.shard
         else "split the target over the GPUs of a machine: target.shard=fsdp2"
     )
     return Needs(
         gpu=rank_bytes if on_gpu else 0,
-        host=0 if on_gpu else rank_bytes * rank.per_node,
+        host=(offloaded if on_gpu else rank_bytes + offloaded) * rank.per_node,
         disk=GENERATIONS * checkpoint_bytes(trained),
         advice=f"{advice}; nvidia-smi shows who else uses it",
     )
@@ -158,6 +165,8 @@ def room_here(cfg: DictConfig, device: Any, *, first: bool) -> Room:
         return Room(gpu, name)
     places = {"disk": Path(cfg.run_dir), "home": Path(cfg.home)}
     free = {key: shutil.disk_usage(_existing(place)).free for key, place in places.items()}
+    checkpoints = Path(cfg.run_dir) / "train" / "checkpoints"
+    free["disk"] += sum(file.stat().st_size for file in checkpoints.glob("*.ckpt/*"))
     return Room(gpu, name, host=_host_bytes(), **free)
 
 
@@ -175,7 +184,8 @@ def _host_bytes() -> int | None:
         limits += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     except OSError:
         pass
-    if megabytes := os.environ.get("SLURM_MEM_PER_NODE"):
+    megabytes = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if megabytes.isdecimal() and int(megabytes):  # 0: all that the node has
         limits.append(int(megabytes) * 2**20)
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

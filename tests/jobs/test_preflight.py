@@ -14,7 +14,7 @@ import pytest
 
 from longtrain.errors import LongtrainError
 from longtrain.jobs.preflight import _check_alike
-from longtrain.jobs.preflight_needs import Needs, Room
+from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
 from longtrain.jobs.preflight_ranks import Meeting, Rank
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,13 +58,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def preflight(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """`preflight(*words)`: exit code, stdout and stderr of one rank in this process."""
 
-    def run(*words: str) -> tuple[int, str, str]:
+    def run(*words: str, recipe: str = "quickstart") -> tuple[int, str, str]:
         from longtrain.cli import main
 
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        monkeypatch.setattr(
-            "sys.argv", ["longtrain", "preflight", "+recipe=quickstart", "quiet=true", *words]
-        )
+        monkeypatch.setattr("sys.argv", ["longtrain", "preflight", f"+recipe={recipe}", "quiet=true", *words])
         capsys.readouterr()
         try:
             main()
@@ -106,6 +104,11 @@ def test_every_gpu_of_the_machine_adds_up_over_nccl(home: Path) -> None:
         f"preflight ok: ranks={torch.cuda.device_count()} nodes=1 all_reduce=nccl 256 MiB in "
     )
     assert "gpu=" in out and out.count("\n") == 1
+
+
+def test_a_method_without_a_target_needs_none(preflight: Any, tmp_path: Path) -> None:
+    code, _, error = preflight("trainer=cpu", f"home={tmp_path}", recipe="target_tiny")
+    assert code == 0, error
 
 
 def test_data_that_are_not_prepared_are_named(preflight: Any, tmp_path: Path) -> None:
@@ -155,6 +158,34 @@ def test_what_is_too_small_is_told_with_bytes_and_advice() -> None:
         needs.check([("a", Room(host=GIB, disk=9 * GIB))])
 
 
+def test_the_need_is_that_of_the_strategy_and_of_stored_features() -> None:
+    from hydra import compose, initialize_config_dir
+
+    from longtrain.assets import asset_dir
+
+    def host(*words: str) -> int:
+        command = ["+recipe=quickstart", "trainer.accelerator=cpu", *words]
+        with initialize_config_dir(str(asset_dir("conf")), version_base=None):
+            return needs_of(compose("preflight", command), Rank(world=2, per_node=2)).host
+
+    whole = host()
+    assert host("features=offline") < host("target.shard=fsdp2") < whole
+    assert host("trainer=deepspeed_zero2", "trainer.accelerator=cpu") < whole
+
+
+def test_checkpoints_that_new_ones_replace_count_as_room(tmp_path: Path) -> None:
+    import torch
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.create({"run_dir": str(tmp_path), "home": str(tmp_path)})
+    last = tmp_path / "train" / "checkpoints" / "last.ckpt"
+    last.mkdir(parents=True)
+    (last / "weights.safetensors").write_bytes(bytes(2**22))
+    room = room_here(cfg, torch.device("cpu"), first=True)
+    assert room.disk is not None and room.home is not None
+    assert room.disk > room.home + 2**21
+
+
 def test_other_versions_are_told_with_their_node() -> None:
     reports: list[dict[str, Any]] = [
         {"node": name, "versions": {"torch": version}} for name, version in (("a", "2.11"), ("b", "2.10"))
@@ -170,6 +201,9 @@ def test_other_versions_are_told_with_their_node() -> None:
         (["trainer.num_nodes=2"], "make 2 ranks, and 1 were started"),
         (["trainer.rows_per_step=3", "trainer.num_nodes=2"], "make 2 ranks"),
         (["timeout_s=0"], "timeout_s=0; allowed"),
+        (["trainer=deepspeed_zero3", "trainer.devices=1"], "stage 3 cannot train here; allowed"),
+        (["trainer.num_nodes=two"], "trainer.num_nodes=two; allowed: a whole number"),
+        (["features=offline"], "holds none; fill it first: features=fill"),
     ],
 )
 def test_wrong_settings_are_one_line(preflight: Any, words: list[str], message: str, tmp_path: Path) -> None:
