@@ -17,9 +17,14 @@ CHUNK, DEVICES = 2048, (2, 4, 8)
 
 
 def advice(plan: TrainingPlan) -> Setting | None:
-    """The first of some settings, from the least change to the largest, under which every stage fits."""
+    """The first of some settings, from the least change to the largest, under which every stage fits.
+
+    Its ranks can share `trainer.rows_per_step` evenly.
+    """
     rows = [plan.row(stage) for stage in plan.recipe.cfg.data.stages]
-    return next((one for one in _others(plan.given) if all(plan.fits(row, one) for row in rows)), None)
+    together = plan.recipe.cfg.trainer.get("rows_per_step") or 0
+    shared = (one for one in _others(plan.given) if together % one.layout.ranks == 0)
+    return next((one for one in shared if all(plan.fits(row, one) for row in rows)), None)
 
 
 def _others(given: Setting) -> Iterator[Setting]:
@@ -119,5 +124,9 @@ def verdict(plan: TrainingPlan, rows: list[dict[str, Any]]) -> tuple[list[str], 
     if least := min(row["largest_row_tokens"] for row in tight):
         lines.append(f"As it is set, rows of up to {least} tokens fit: lower row_tokens in data.stages.")
     if found is None and not least:
-        lines.append(f"Nothing fits on up to {DEVICES[-1]} GPUs of a machine; choose a smaller target.")
+        together = plan.recipe.cfg.trainer.get("rows_per_step")
+        which = f" that can share trainer.rows_per_step={together} evenly" if together else ""
+        lines.append(
+            f"Nothing fits on up to {DEVICES[-1]} GPUs of a machine{which}; choose a smaller target."
+        )
     return lines, found

@@ -143,9 +143,9 @@ def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
     words = cfg.trainer
     strategy = plain(words.get("strategy"))
     keys = strategy if isinstance(strategy, Mapping) else {}
-    zero = int(keys.get("stage") or 0)
-    if zero == 3 or (not keys and "deepspeed" in str(strategy)):
-        asked = "DeepSpeed's stage 3" if keys else strategy
+    stage = keys.get("stage")
+    if "deepspeed" in str(strategy).lower() and stage not in (1, 2) and "config" not in keys:
+        asked = f"DeepSpeed's stage {stage}" if keys else strategy
         allowed = (
             "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
         )
@@ -155,7 +155,7 @@ def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
     return Spread(
         devices=devices,
         nodes=nodes,
-        zero=zero,
+        zero=int(stage or 0),
         offload=bool(keys.get("offload_optimizer")),
         shard=shard is not None,
         mixed=mixed and str(words.get("accelerator")) != "cpu",
@@ -216,13 +216,14 @@ def _stage(plan: TrainingPlan, stage: DictConfig) -> dict[str, Any]:
 
 def _rows(cfg: DictConfig, layout: Spread) -> int:
     """Packed rows of all ranks in an optimizer step."""
-    together = cfg.trainer.get("rows_per_step")
-    if not together:
-        return int(cfg.trainer.accumulate_grad_batches) * layout.ranks
-    if int(together) % layout.ranks:
+    words = cfg.trainer
+    together = convert(words.get("rows_per_step"), Count | None, "trainer.rows_per_step")
+    if together is None:
+        return convert(words.accumulate_grad_batches, Count, "trainer.accumulate_grad_batches") * layout.ranks
+    if together % layout.ranks:
         allowed = f"a multiple of {layout.ranks}, the number of ranks (devices x num_nodes)"
         raise wrong("trainer.rows_per_step", together, allowed)
-    return int(together)
+    return together
 
 
 def _stored(cfg: DictConfig, stage: DictConfig) -> float:

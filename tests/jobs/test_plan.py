@@ -70,6 +70,11 @@ def test_what_does_not_fit_is_told_with_what_does(composed, tmp_path, capsys):
     assert 32768 < row["largest_row_tokens"] <= 2**22 and again["layout"]["shard"]
 
 
+def test_a_setting_whose_ranks_cannot_share_the_rows_is_not_proposed(composed, tmp_path, capsys):
+    assert planned(composed, tmp_path, "trainer.rows_per_step=3")["advice"] is None
+    assert "that can share trainer.rows_per_step=3 evenly" in capsys.readouterr().out
+
+
 def test_every_figure_has_its_assumption_in_the_json(composed, tmp_path):
     words = ("trainer=deepspeed_zero2", "trainer.devices=8", "trainer.num_nodes=2")
     found = planned(composed, tmp_path, *words, "trainer.strategy.offload_optimizer=true")
@@ -97,7 +102,10 @@ def test_stored_features_take_room_on_the_disk_and_the_layers_none_on_the_gpu(co
     ("words", "message"),
     [
         (["trainer.devices=3", "trainer.rows_per_step=256"], "a multiple of 3, the number of ranks"),
+        (["trainer.rows_per_step=abc"], "trainer.rows_per_step=abc; allowed: a whole number"),
+        (["trainer.rows_per_step=null", "trainer.accumulate_grad_batches=0"], "accumulate_grad_batches=0"),
         (["trainer=deepspeed_zero3"], "stage 3; allowed: trainer=ddp"),
+        (["trainer=deepspeed_zero2", "trainer.strategy.stage=two"], "stage two; allowed: trainer=ddp"),
         (["trainer.devices=0"], "trainer.devices=0"),
         (["target.shard=fsdp2", "trainer.devices=1"], "trainer.devices is 1"),
         (["data.stages=[]"], "data.stages is empty"),
