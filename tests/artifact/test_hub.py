@@ -182,6 +182,7 @@ def test_push_that_cannot_be(hub, folder, tmp_path, repo, environment, message):
     assert not hub.files
 
 
+@pytest.mark.slow
 def test_name_on_no_hub(hub, tmp_path):
     code = "try:\n    Artifact.load('org/none')\nexcept LongtrainError as error:\n    print(error)"
     out = client(code, hub, tmp_path)

@@ -192,6 +192,7 @@ def test_differences_are_taken_pair_by_pair() -> None:
     assert found["overhead_percent"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_job_writes_json_markdown_and_picture(measured: Any, tmp_path: Path) -> None:
     words = {"lengths": "[64]", "budget_tokens": 48, "methods": "[lookaheadkv,snapkv]", "repeats": 2}
     words |= {"min_repeats": 2, "train_prompts": "[48]", "train_response": 8, "kernels": "[[2,32]]"}

@@ -168,6 +168,7 @@ def test_sigterm_finishes_the_unit_and_says_how_to_go_on(run, whole, monkeypatch
     assert result(run("stopped")) == whole
 
 
+@pytest.mark.slow
 def test_two_processes_here_make_the_same_result(run, whole):
     assert result(run("parts", "shards=2")) == whole
 

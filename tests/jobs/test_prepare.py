@@ -52,6 +52,8 @@ def cfg(tmp_path, target):
             "run_dir": f"{home}/runs/r",
             "seed": 0,
             "show": 0,
+            "shards": 1,
+            "shard": None,
         }
     )
 

@@ -228,7 +228,7 @@ def test_the_length_may_come_from_the_data(compose, tmp_path):
     assert json.loads((tmp_path / "runs/toy/train/summary.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("debug", ["smoke", "overfit", "profile"])
+@pytest.mark.parametrize("debug", ["smoke", "overfit", pytest.param("profile", marks=pytest.mark.slow)])
 def test_debug_groups_run(compose, tmp_path, debug):
     extra = {"overfit": ["trainer.max_steps=40", "optim.lr=0.02"], "profile": ["trainer.max_steps=5"]}
     train.run(compose(f"+debug={debug}", *extra.get(debug, [])))
@@ -240,6 +240,7 @@ def test_debug_groups_run(compose, tmp_path, debug):
         assert list((tmp_path / "runs" / "toy" / "train" / "profile").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_loggers_by_config(compose, tmp_path):
     train.run(compose("logger=tensorboard"))
     assert list((tmp_path / "runs/toy/train/tensorboard").glob("events.out.*"))

@@ -107,7 +107,7 @@ def test_a_filling_run_cut_short_goes_on_bit_for_bit(run, tmp_path, monkeypatch)
         (
             ["features=fill", "features.form=int4"],
             ConfigError,
-            "features.form=int4; allowed: bf16, int8 or null",
+            "features.form=int4; allowed: bf16, int8, or null",
         ),
         (["features=offline"], ConfigError, "features.folder=.* holds none; fill it first: features=fill"),
         (["features=fill", "features.folder=null"], ConfigError, "features=fill needs a folder"),

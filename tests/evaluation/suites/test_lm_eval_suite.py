@@ -121,6 +121,7 @@ def test_figures_are_those_of_lm_evals_own_model(outcome, direct) -> None:
     assert by_task["lt_rolling"]["score"]["value"] is None
 
 
+@pytest.mark.slow
 def test_systems_beside_the_full_cache(outcome) -> None:
     cache = {"method": {"name": "quantspec", "draft": False}}
     draft = {"method": {"name": "quantspec"}}
