@@ -78,6 +78,13 @@ class Stored:
     target: Any
     shards: FeatureFiles | None = None
 
+    @property
+    def lean(self) -> str | None:
+        """The form, where it keeps less than bf16 does, so that another one trains on another law; or None."""
+        from longtrain.features.forms import Form
+
+        return None if self.shards is None or self.target.form == Form() else str(self.target.form)
+
     def follow(self, objective: Objective) -> None:
         """Let the stand-in see the batches of an objective, if that can do with what is stored.
 

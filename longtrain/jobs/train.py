@@ -79,6 +79,7 @@ def run(cfg: DictConfig) -> None:
     if objective.per_document and isinstance(data, DataModule):
         data.refuse_cuts()
     facts = {**_facts(cfg, target.info if target is not None else None, data), **start_from}
+    facts["features"] = kept.lean
     if trainer.is_global_zero and resume == "never":
         training.clean(folder)
 

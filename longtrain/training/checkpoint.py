@@ -123,7 +123,7 @@ def find(folder: Path, resume: str) -> Path | None:
         resume: `auto` (the last one if there is one), `never`, or a path.
 
     Raises:
-        ConfigError: the path does not exist.
+        ConfigError: the path does not exist, or is the folder of a run's checkpoints.
         ArtifactError: the checkpoint is damaged.
     """
     if resume == "never":
@@ -147,11 +147,14 @@ def verify(path: Path) -> None:
 
     Raises:
         ArtifactError: it is damaged, or of another form; the message names the good one beside it.
+        ConfigError: it is the folder of a run's checkpoints.
     """
     if path.is_file():
         raise _stranger(path, "it is a file, perhaps of an earlier longtrain, and a checkpoint is a folder")
     if (reason := _damage(path)) is None:
         return
+    if (path / LAST).is_dir():
+        raise ConfigError(f"resume={path} is a folder of checkpoints; pass resume={path / LAST}")
     other = path.with_name(PREVIOUS if path.name != PREVIOUS else LAST)
     if other.exists() and _damage(other) is None:
         advice = f"the last good one is {other}: pass resume={other}, or resume=never to start anew"

@@ -93,6 +93,8 @@ def test_a_filling_run_cut_short_goes_on_bit_for_bit(run, tmp_path, monkeypatch)
         with pytest.raises(SystemExit):
             run("cut", *lean)
     assert 0 < len(FeatureFiles(tmp_path / "features")) < len(FeatureFiles(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"changed \(features: features.form=int8 .*top_k=16 -> None\)"):
+        run("cut", "trainer.val_every=0")
     assert run("cut", *lean) == whole
 
 
