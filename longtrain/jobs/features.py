@@ -80,7 +80,7 @@ class Stored:
 
     @property
     def lean(self) -> str | None:
-        """The form, where it keeps less than bf16 does, so that another one trains on another law; or None."""
+        """The form, where it keeps less than bf16 does and so changes what is trained on; else None."""
         from longtrain.features.forms import Form
 
         return None if self.shards is None or self.target.form == Form() else str(self.target.form)

@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_named_with_the_last_good_one(tmp_path, file, ho
     damage(last / file, how)
     with pytest.raises(ArtifactError, match=reason) as error:
         checkpoint.find(last.parent, "auto")
-    with pytest.raises(ConfigError, match="is a folder of checkpoints; pass resume=.*last.ckpt"):
+    with pytest.raises(ConfigError, match=r"is a folder of checkpoints; pass resume=.*last\.ckpt"):
         checkpoint.find(last.parent, str(last.parent))
     assert f"checkpoint {last} is damaged" in str(error.value)
     assert f"resume={last.with_name('previous.ckpt')}" in str(error.value)
