@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain import methods, provenance
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, LongtrainError
 from longtrain.jobs import features
 from longtrain.jobs.setup import load_tensors, plain
 from longtrain.log import get_logger
@@ -170,9 +170,16 @@ def _data(
     def make() -> Any:
         if spec.data is not None:
             return spec.data(config, plain(cfg.data) if cfg.data else {}, about)
-        made = _documents(cfg, about, target)
+        made: Any = None
+        failed: LongtrainError | None = None
+        try:
+            made = _documents(cfg, about, target)
+        except LongtrainError as error:
+            failed = error
         if target is not None and about.rank == 0:
-            target.settle()
+            target.settle()  # after a failure too: so the others come to where they are told of it
+        if failed is not None:
+            raise failed
         return made
 
     if target is not None and about.rank > 0:

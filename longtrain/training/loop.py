@@ -28,7 +28,7 @@ from longtrain.training.callbacks import Checkpoints, ProgressBar
 from longtrain.training.metrics import Metrics, peak_memory
 from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
-from longtrain.training.ranks import connect, gather, share
+from longtrain.training.ranks import connect, gather, share, told_when_lost
 
 log = get_logger(__name__)
 
@@ -217,7 +217,7 @@ def fit(
     Raises:
         ConfigError: the checkpoint belongs to other settings.
         ArtifactError: the checkpoint is damaged.
-        TrainingError: the loss is not finite, or the disk is full.
+        TrainingError: the loss is not finite, the disk is full, or another rank is gone.
         Stopped: a signal asked to leave; the run is saved.
     """
     loop = loop.spread(trainer.world_size)
@@ -257,7 +257,7 @@ def fit(
     )
     trainer.callbacks.extend([metrics, saving, bar])  # type: ignore[attr-defined]
     began = time.perf_counter()
-    with _numerics(loop):
+    with _numerics(loop), told_when_lost(checkpoints):
         trainer.fit(module, datamodule=data)
     summary = _summary(
         module,

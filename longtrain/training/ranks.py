@@ -11,7 +11,9 @@ import atexit
 import itertools
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from longtrain.errors import ConfigError, LongtrainError, TrainingError
 from longtrain.log import get_logger
+from longtrain.training import checkpoint
 
 log = get_logger(__name__)
 
@@ -152,6 +155,29 @@ def gather(trainer: Any, value: Any) -> list[Any]:
     found: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+@contextmanager
+def told_when_lost(folder: Path) -> Iterator[None]:
+    """Say in words that another rank is gone, which collectives report as an error of the connection.
+
+    Args:
+        folder: of the checkpoints that the run goes on from.
+
+    Raises:
+        TrainingError: instead of torch's error; gloo's have no type of their own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        if not isinstance(error, torch.distributed.DistError) and "/gloo/" not in reason:
+            raise
+        short = reason.rpartition("] ")[2].partition(". ")[0][:120]
+        raise TrainingError(
+            f"another rank ended, or cannot be reached ({short}); its own output says why; "
+            f"{checkpoint.describe(folder)}; run the same command again to go on"
+        ) from error
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -15,6 +15,7 @@ import torch
 from longtrain.errors import ConfigError, LongtrainError, TrainingError
 from longtrain.training import ranks
 from longtrain.training.loop import LoopConfig, build_trainer
+from tests.training import toy
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "lightning.pytorch", "rich.progress"])
@@ -89,3 +90,20 @@ def test_slurm_with_another_number_of_tasks_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as error:
         ranks.connect(build_trainer(loop, tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_a_rank_that_is_gone_is_told_with_the_checkpoint_to_go_on_from(tmp_path):
+    class Lost(toy.Toy):
+        def forward(self, batch):
+            if self.calls == 12 and self.training:
+                raise RuntimeError(
+                    "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:25817: Reset by peer. "
+                )
+            self.calls += self.training
+            return super().forward(batch)
+
+    with pytest.raises(
+        TrainingError, match=r"another rank ended.*Reset by peer.*last\.ckpt \(step 2\)"
+    ) as error:
+        toy.train(tmp_path, objective=Lost(toy.Draft()), checkpoint_every_steps=2, val_every=0)
+    assert "pair.cc" not in str(error.value) and "\n" not in str(error.value)
