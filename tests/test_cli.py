@@ -118,7 +118,7 @@ def test_version_and_recipes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
-        (["evil"], ["unknown word 'evil'", "did you mean eval?", "prepare, train, export"], 2),
+        (["evil"], ["unknown word 'evil'", "did you mean eval?", "prepare, preflight, train, export"], 2),
         (["quickstart"], ["write +recipe=quickstart"], 2),
         (["+recipe=quickstart", "eval"], ["the job comes first: longtrain eval"], 2),
         (["--bogus"], ["unrecognized arguments"], 2),
@@ -135,7 +135,7 @@ def test_version_and_recipes(tmp_path: Path) -> None:
             ["key 'prompt' needs the job's word; write longtrain generate +recipe=quantspec_llama8b prompt="],
             1,
         ),
-        (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, train"], 1),
+        (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, preflight, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
         (["train", "quiet=true"], ["no method is chosen", "pass +recipe=NAME"], 1),
         (["+recipe=quickstart", "target.path=./no", "quiet=true"], ["target.path=./no is not a folder"], 1),

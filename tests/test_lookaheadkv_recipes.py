@@ -14,7 +14,7 @@ from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.data.config import DataConfig
 from longtrain.errors import ConfigError
-from longtrain.jobs import train
+from longtrain.jobs import features, train
 from longtrain.jobs.setup import plain
 
 TARGETS = ("llama1b", "llama3b", "llama8b", "qwen3_1b7", "qwen3_4b", "qwen3_8b")
@@ -120,7 +120,7 @@ def test_data_and_method_agree_on_the_question(
     def load(*args: object, **keys: object) -> None:
         raise ReachedError
 
-    monkeypatch.setattr(train, "load_target_from", load)
+    monkeypatch.setattr(features, "load_target_from", load)
     chosen = (f"data.question={question}", f"method.response={response}")
     cfg = recipe("tiny", f"home={tmp_path}", "name=one", "trainer=cpu", *chosen)
     with pytest.raises(ConfigError if message else ReachedError, match=message):

@@ -131,7 +131,7 @@ def test_equal_to_the_official_definition() -> None:
 
 def test_equal_on_odd_and_long_texts(text_pairs) -> None:
     found = set()
-    for number, (prediction, reference) in enumerate(text_pairs(600, longest=200)):
+    for number, (prediction, reference) in enumerate(text_pairs(1400, longest=200)):
         joint = "name\n" if number % 4 else ""  # with a header nearly every text is a table
         table, answer = joint + reference, joint + prediction
         scores = html_to_tsv(answer, table)
