@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,11 @@ _SECRET_KEY = re.compile(
 _SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,})\b")
 _FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/,:='\"\[\](){}]+/)+(?=[^\s/])")
 _URL_LOGIN = re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+@")
+
+
+def machine_name() -> str:
+    """What this machine is called: by Slurm, where it started the process, else by its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def write(folder: str | Path, config: Mapping[str, Any], **extra: Any) -> None:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from longtrain.errors import LongtrainError
+from longtrain.provenance import machine_name
 
 POLL_SECONDS = 0.1
 MIB = 2**20
@@ -46,7 +47,7 @@ class Rank:
     world: int = 1
     local: int = 0
     per_node: int = 1
-    node: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+    node: str = field(default_factory=machine_name)
     nodes: tuple[str, ...] = ()
 
     @classmethod

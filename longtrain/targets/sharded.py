@@ -11,7 +11,6 @@ pass, on how many layers to gather, and a rank that has no more to ask helps the
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from longtrain.errors import ConfigError, ConflictError, TrainingError
+from longtrain.provenance import machine_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +69,7 @@ class Node:
             torch.cuda.set_device(device)
             torch.empty(0, device=device)
         names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, socket.gethostname())
+        dist.all_gather_object(names, machine_name())
         hosts = machines(names)
         mesh = init_device_mesh(device.type, (len(hosts), len(hosts[0])), mesh_dim_names=("node", "shard"))
         host, _ = dist.new_subgroups_by_enumeration(hosts, backend="gloo", timeout=PATIENCE)

@@ -132,17 +132,22 @@ def share(trainer: Any, find: Callable[[], T]) -> T:
 
     Raises:
         LongtrainError: the error of `find`.
+        TrainingError: on the other ranks, where `find` failed with an error that is not longtrain's own.
     """
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return find()
     found: Any = None
-    failed: LongtrainError | None = None
+    failed: Exception | None = None
+    told: LongtrainError | None = None
     if trainer.global_rank == 0:
         try:
             found = find()
         except LongtrainError as error:
+            failed = told = error
+        except Exception as error:
             failed = error
-    found, kind, text = trainer.strategy.broadcast((found, type(failed), str(failed)))
+            told = TrainingError(f"rank 0 failed: {type(error).__name__}: {error}")
+    found, kind, text = trainer.strategy.broadcast((found, type(told), str(told)))
     if kind is not type(None):
         raise failed or kind(text)
     return found

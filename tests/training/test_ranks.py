@@ -25,7 +25,13 @@ def work(rank, port, how, folder):
     """What a rank does: prepare once, then read; what came of it is written to a file."""
     here = {"init_method": f"tcp://127.0.0.1:{port}", "timeout": timedelta(seconds=60)}
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2, **here)
-    trainer = SimpleNamespace(world_size=2, global_rank=rank)
+
+    def broadcast(value):
+        box = [value]
+        torch.distributed.broadcast_object_list(box)
+        return box[0]
+
+    trainer = SimpleNamespace(world_size=2, global_rank=rank, strategy=SimpleNamespace(broadcast=broadcast))
 
     def prepare():
         made = folder / "made"
@@ -40,6 +46,8 @@ def work(rank, port, how, folder):
         return made.read_text()
 
     try:
+        if how == "breaks":
+            ranks.share(trainer, lambda: 1 / 0)
         (folder / f"rank{rank}").write_text(ranks.first(trainer, prepare))
         torch.distributed.barrier()  # as in training, where the first rank stays
     except LongtrainError as error:
@@ -47,7 +55,7 @@ def work(rank, port, how, folder):
         sys.exit(1)
 
 
-@pytest.mark.parametrize("how", ["works", "fails", "killed"])
+@pytest.mark.parametrize("how", ["works", "fails", "breaks", "killed"])
 def test_ranks_wait_for_the_first_one(tmp_path, how):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,6 +73,8 @@ def test_ranks_wait_for_the_first_one(tmp_path, how):
         assert (
             second == "TrainingError: rank 1 leaves, since rank 0 failed: ConfigError: data.text is not there"
         )
+    elif how == "breaks":
+        assert second == "TrainingError: rank 0 failed: ZeroDivisionError: division by zero"
     else:
         assert processes[0].exitcode == -signal.SIGKILL
         assert second.startswith("TrainingError: rank 1 waited for rank 0, which ended without a word")
