@@ -22,7 +22,7 @@ from longtrain.errors import ConfigError, LongtrainError
 from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
 from longtrain.jobs.preflight_ranks import GO, STOP, Meeting, Rank, start_others
 from longtrain.jobs.setup import plain, target_overrides
-from longtrain.settings import Count, Positive, convert, wrong
+from longtrain.settings import Count, Positive, convert
 from longtrain.tables import say
 
 MARK = ".preflight"
@@ -129,6 +129,7 @@ def _check_settings(cfg: DictConfig, world: int) -> None:
             step do not divide, or the strategy cannot train or is not installed.
     """
     from longtrain.training import zero
+    from longtrain.training.loop import LoopConfig
 
     has_target = bool(cfg.target and cfg.target.path)
     if cfg.method is None or (not has_target and methods.get(str(cfg.method.name)).export is None):
@@ -141,9 +142,7 @@ def _check_settings(cfg: DictConfig, world: int) -> None:
             "node) and trainer.num_nodes=(nodes), or start as many"
         )
     rows = convert(plain(cfg.trainer.rows_per_step), Count | None, "trainer.rows_per_step")
-    if rows is not None and rows % world:
-        allowed = f"a multiple of {world}, the number of ranks (devices x num_nodes)"
-        raise wrong("trainer.rows_per_step", rows, allowed)
+    LoopConfig(rows_per_step=rows).spread(world)
     zero.check_available(plain(cfg.trainer.strategy))
 
 

@@ -266,7 +266,7 @@ def start_others(world: int) -> tuple[list[subprocess.Popen[bytes]], Rank]:
         subprocess.Popen(words, env={**shared, "RANK": str(number), "LOCAL_RANK": str(number)})
         for number in range(1, world)
     ]
-    return others, Rank(world=world, per_node=world, nodes=(socket.gethostname(),))
+    return others, Rank(world=world, per_node=world, nodes=(machine_name(),))
 
 
 def _slurm_nodes() -> tuple[str, ...]:

@@ -1,16 +1,63 @@
-"""Whether a target's files are on this machine, told without loading or fetching anything."""
+"""Where a target's files are: bundled, in a folder, or on the Hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.targets.weights import weight_files
+
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin"]
+"""What is fetched of a target on the Hub."""
+
+
+def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
+    """The local folder of a target.
+
+    Args:
+        where: `tiny`, a folder or a Hub id.
+        fetch: whether a Hub id may be fetched; False: it must have been fetched before.
+
+    Raises:
+        ConfigError: there is no such folder or Hub id.
+    """
+    if str(where) == "tiny":
+        folder = asset_dir("bundled") / "tiny"
+        if not folder.is_dir():
+            raise ConfigError(
+                f"the bundled target is missing ({folder}); train it with: longtrain +recipe=target_tiny"
+            )
+        return folder
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        return folder
+    text = str(where)
+    if folder.exists() or text.count("/") != 1 or text[0] in "./~":
+        raise refusal(
+            ConfigError,
+            f"target.path={text} is not a folder",
+            "a target folder, a Hub id (org/name), or tiny",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(text, allow_patterns=HUB_FILES, local_files_only=not fetch))
+    except Exception as error:
+        if not fetch:
+            raise ConfigError(
+                f"target.path={text} is not on this machine; pass a folder that every node sees, or fetch it "
+                f"first with: hf download {text}"
+            ) from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"target.path={text}: no such folder here ({folder.absolute()}), and the model hub gave no such "
+            f"model ({reason}); pass a local folder, or fetch it first with: hf download {text}"
+        ) from error
 
 
 def folder_at_hand(where: str, *, weights: bool = True) -> Path:
-    """The folder of a target that is on this machine: bundled, local, or fetched from the Hub before.
+    """The folder of a target that is on this machine, its files checked without loading or fetching anything.
 
     Args:
         where: `tiny`, a folder or a Hub id.
@@ -20,18 +67,7 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
         ConfigError: nothing of that name is on this machine.
         ArtifactError: a file of the folder is missing.
     """
-    folder = asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(where, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError, OSError):
-            raise ConfigError(
-                f"target.path={where} is not on this machine; pass a folder that every node sees, or fetch "
-                f"it first with: hf download {where}"
-            ) from None
+    folder = folder_of(where, fetch=False)
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{folder} has no config.json; get the folder again")
     if weights:

@@ -18,15 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from longtrain.assets import asset_dir
+from longtrain.costs.ranks import GATHERED
 from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.log import get_logger
+from longtrain.targets.at_hand import folder_of
 from longtrain.targets.attention import NAME
 from longtrain.targets.ends import TargetEnds, assign_ends
 from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
-from longtrain.targets.sharded import GATHERED, Node, Shards
+from longtrain.targets.sharded import Node, Shards
 from longtrain.targets.tokenizer import legacy_hint, set_chat_template
 from longtrain.targets.weights import (
     assign_weights,
@@ -45,7 +46,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin"]
 ROOM = 0.9
 """Share of a device that weights may fill."""
 _PROBE = "The quick brown fox, 1234567 jumps:\n\tif x != y { return größe; } 龙 🙂"
@@ -93,7 +93,7 @@ def load_target(
     """
     device = _device(device)
     dtype = _dtype(dtype, device)
-    folder = _folder(where)
+    folder = folder_of(where)
     config = _config(folder)
     check_supported(config, str(where))
     if weights == "stored":
@@ -108,9 +108,9 @@ def load_target(
     if layers:
         check_room(model, str(where), device, ranks=None if node is None else node.size)
     shards = None if node is None else Shards(model.model.layers, node, device)
-    samples = None if layers else assign_ends(model, folder, dtype=dtype, device=device)
+    samples = None
     if not layers:
-        pass  # all that is kept is there
+        samples = assign_ends(model, folder, dtype=dtype, device=device)
     elif weights == "stored":
         assign_weights(model, folder, dtype=dtype, device=device)
     else:
@@ -274,37 +274,6 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over the vocabulary and how a probe text is split: tokenizers of one hash give equal ids."""
     what = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(_PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
-
-
-def _folder(where: str | Path) -> Path:
-    """The local folder of a target; Hub ids are fetched."""
-    if str(where) == "tiny":
-        folder = asset_dir("bundled") / "tiny"
-        if not folder.is_dir():
-            raise ConfigError(
-                f"the bundled target is missing ({folder}); train it with: longtrain +recipe=target_tiny"
-            )
-        return folder
-    folder = Path(where).expanduser()
-    if folder.is_dir():
-        return folder
-    text = str(where)
-    if folder.exists() or text.count("/") != 1 or text[0] in "./~":
-        raise refusal(
-            ConfigError,
-            f"target.path={text} is not a folder",
-            "a target folder, a Hub id (org/name), or tiny",
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(text, allow_patterns=_HUB_FILES))
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"target.path={text}: no such folder here ({folder.absolute()}), and the model hub gave no such "
-            f"model ({reason}); pass a local folder, or fetch it first with: hf download {text}"
-        ) from error
 
 
 def _config(folder: Path) -> Any:

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(days=7)
 """How long ranks wait for one that prepares data or writes answers; one that ends is noticed at once."""
 
-GATHERED = 3
-"""Layers' worth of memory that gathering takes at most: the one in use, the next one's parts as they arrive,
-and room for putting them in order."""
-
 
 @dataclass(frozen=True)
 class Node:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.jobs import train
-from longtrain.training import table
+from longtrain.training import checkpoint, table
 from longtrain.training.callbacks import Checkpoints
 
 SETTINGS = (
@@ -91,3 +97,48 @@ def test_a_split_target_trains_and_resumes_as_a_whole_one_does(tmp_path):
     whole, split = (tmp_path / name / "runs" / name / "train" for name in ("whole", "split"))
     assert (whole / "metrics.csv").read_bytes() == (split / "metrics.csv").read_bytes()
     assert all(0 < float(row["gather_wait_share"]) < 1 for row in table.read(split / "speed.csv"))
+
+
+STEPS = 16
+
+
+def command(home, name, *more):
+    """The words that train the smallest recipe against a split target, on two CPU ranks."""
+    return [
+        *(sys.executable, "-m", "longtrain", "train", "+recipe=longspec_tiny", "trainer=cpu", f"home={home}"),
+        *(f"name={name}", "trainer.strategy=ddp", "trainer.devices=2", "target.shard=fsdp2"),
+        *("data.stages=[{fraction: 1.0, row_tokens: 256, doc_tokens: 256}]", f"trainer.max_steps={STEPS}"),
+        *("trainer.rows_per_step=2", "trainer.accumulate_grad_batches=1", "trainer.val_every=0"),
+        *("trainer.log_every=1", "trainer.checkpoint_every_steps=3", "quiet=true", *more),
+    ]
+
+
+def losses(folder):
+    return [float(row["train/loss"]) for row in table.read(folder / "metrics.csv")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_five_moments_it_goes_on_bit_for_bit_and_then_on_one_rank(tmp_path):
+    whole, cut, alone = (tmp_path / "runs" / name / "train" for name in ("whole", "cut", "alone"))
+    subprocess.run(command(tmp_path, "whole"), check=True)
+    for moment in sorted(random.Random(0).sample(range(1, STEPS - 1), 5)):
+        process = subprocess.Popen(command(tmp_path, "cut"), start_new_session=True)
+        while not (cut / "metrics.csv").exists() or len(losses(cut)) < moment:
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(command(tmp_path, "cut"), check=True)
+    assert (whole / "metrics.csv").read_bytes() == (cut / "metrics.csv").read_bytes()
+    left, right = (checkpoint.trained_tensors(run / "checkpoints/last.ckpt") for run in (whole, cut))
+    assert all(torch.equal(left[name], right[name]) for name in left) and set(left) == set(right)
+
+    kept = whole / "checkpoints/previous.ckpt"
+    assert checkpoint.read(kept).about["ranks"] == 2 and checkpoint.read(kept).step < STEPS
+    (alone / "checkpoints").mkdir(parents=True)
+    shutil.copytree(kept, alone / "checkpoints/last.ckpt")
+    shutil.copy(whole / "metrics.csv", alone)
+    one = "trainer.strategy=auto", "trainer.devices=1", "target.shard=null"
+    subprocess.run(command(tmp_path, "alone", *one), check=True)
+    assert losses(alone) == pytest.approx(losses(whole), rel=1e-4)

@@ -15,10 +15,13 @@ from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import machines
 
+TWO_GPUS = pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return sharded_worker.run(tmp_path_factory.mktemp("sharded"), "cpu")
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+def found(request, tmp_path_factory):
+    """What each rank found: over gloo in fp32, and over NCCL in bf16."""
+    return sharded_worker.run(tmp_path_factory.mktemp("sharded"), request.param)
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in sharded_worker.CHECKS])

@@ -109,7 +109,7 @@ def test_int8_rows_expand_to_their_bf16_products(folder):
 
 
 def test_tiny_is_the_bundled_folder(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("longtrain.targets.loading.asset_dir", lambda name: tmp_path / name)
+    monkeypatch.setattr("longtrain.targets.at_hand.asset_dir", lambda name: tmp_path / name)
     with pytest.raises(ConfigError, match="target_tiny"):
         load_target("tiny")
     shutil.copytree(saved, tmp_path / "bundled" / "tiny")
