@@ -58,6 +58,7 @@ class GroupedQuery(nn.Module):
         qk_norm: RMSNorm on each head of q and k before RoPE (Qwen3).
         eps: of those norms.
         own_keys: False leaves out k and v (cross-attention to keys and values made elsewhere).
+        outputs: size of what comes out; None: E too.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class GroupedQuery(nn.Module):
         qk_norm: bool = False,
         eps: float = 1e-6,
         own_keys: bool = True,
+        outputs: int | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
@@ -78,7 +80,7 @@ class GroupedQuery(nn.Module):
         if own_keys:
             self.k_proj = nn.Linear(hidden, n_kv * head_dim, bias=bias)
             self.v_proj = nn.Linear(hidden, n_kv * head_dim, bias=bias)
-        self.o_proj = nn.Linear(n_heads * head_dim, hidden, bias=False)
+        self.o_proj = nn.Linear(n_heads * head_dim, outputs or hidden, bias=False)
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm and own_keys else None
 
