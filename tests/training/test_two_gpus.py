@@ -98,14 +98,20 @@ def test_offload_trains_alike(runs):
 SAVING = "trainer.checkpoint_every_steps=5", "trainer.deterministic=warn"
 
 
-def test_killed_at_random_steps_it_goes_on_bit_for_bit_and_is_exported(runs):
-    """Every process at once with SIGKILL, three times, under ZeRO-2."""
-    whole = runs.train("longspec", "deepspeed_zero2", 2, *SAVING, name="whole")
-    folder, words = runs.folder("cut"), runs.words("longspec", "deepspeed_zero2", 2, "cut", *SAVING)
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [("deepspeed_zero2", ()), ("ddp", ("target.shard=fsdp2",))],
+    ids=["zero2", "split_target"],
+)
+def test_killed_at_random_steps_it_goes_on_bit_for_bit_and_is_exported(runs, trainer, more):
+    """Every process at once with SIGKILL, at five moments."""
+    whole = runs.train("longspec", trainer, 2, *SAVING, *more, name=f"whole-{trainer}-killed")
+    name = f"cut-{trainer}"
+    folder, words = runs.folder(name), runs.words("longspec", trainer, 2, name, *SAVING, *more)
     chance = random.Random(0)
-    for kill in range(3):
+    for kill in range(5):
         process = subprocess.Popen(words, start_new_session=True, stderr=subprocess.DEVNULL)
-        moment = chance.randint(7 * kill + 2, 7 * kill + 8)
+        moment = chance.randint(5 * kill + 1, 5 * kill + 5)
         while process.poll() is None and len(table.read(folder / "metrics.csv")) < moment:
             time.sleep(0.02)
         assert process.poll() is None, f"ended with {process.poll()} before step {moment}"
@@ -113,17 +119,17 @@ def test_killed_at_random_steps_it_goes_on_bit_for_bit_and_is_exported(runs):
         process.wait()
         if (found := checkpoint.find(folder / "checkpoints", "auto")) is not None:
             assert checkpoint.read(found).step % 5 == 0
-    runs.train("longspec", "deepspeed_zero2", 2, *SAVING, name="cut")
+    runs.train("longspec", trainer, 2, *SAVING, *more, name=name)
     assert (whole / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
     left, right = (checkpoint.trained_tensors(run / "checkpoints/last.ckpt") for run in (whole, folder))
     assert set(left) == set(right) and all(torch.equal(left[name], right[name]) for name in left)
     done = subprocess.run(
-        [sys.executable, "-m", "longtrain", "export", f"home={runs.home}", "name=cut"],
+        [sys.executable, "-m", "longtrain", "export", f"home={runs.home}", f"name={name}"],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    made = Artifact.load("cut", home=str(runs.home))
+    made = Artifact.load(name, home=str(runs.home))
     assert made.provenance["step"] == STEPS and set(made.tensors) == set(left)
 
 
