@@ -51,7 +51,7 @@ class Sizes:
         return cls(
             n_layers=int(keys["num_hidden_layers"]),
             n_heads=heads,
-            n_kv_heads=int(keys["num_key_value_heads"]),
+            n_kv_heads=int(keys.get("num_key_value_heads") or heads),
             head_dim=int(keys.get("head_dim") or keys["hidden_size"] // heads),
             hidden_size=int(keys["hidden_size"]),
             intermediate_size=int(keys["intermediate_size"]),

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
+from longtrain.costs.held import CONTEXT, GATHERED, SPARE, Held, Spread, held
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import (
     PackedRow,
     StepCost,
     target_attention_flops,
     target_flops,
-    target_parameters,
     target_pass_bytes,
 )
 
@@ -39,15 +39,6 @@ WORKSPACE = 64 * 2**20
 BUCKETS = 2 * 200_000_000 * 4
 """DeepSpeed's two buckets of fp32 gradients (Lightning's `reduce_bucket_size`), there while backward runs."""
 
-GATHERED = 3
-"""Layers' worth of memory that gathering takes: the one in use, the next one, and room to order its parts."""
-
-CONTEXT = 2 * GIB
-"""CUDA's context, NCCL's buffers and kernels on each GPU: outside of the peak that PyTorch counts."""
-
-SPARE = 0.05
-"""Share of the peak that a setting which fits leaves free, for fragments and longer documents."""
-
 PROCESS = 4 * GIB
 """Host memory of a rank's process: Python, PyTorch and CUDA; an assumption."""
 
@@ -56,43 +47,6 @@ CPU_ADAM_S = 4e-9
 
 PCIE = 20e9
 """Bytes a second between host and GPU; an assumption."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a run is spread.
-
-    Args:
-        devices: ranks of a machine.
-        nodes: machines.
-        zero: DeepSpeed's stage; 0: DDP, or one rank.
-        offload: whether the optimizer's state is in host memory.
-        shard: whether each machine holds one copy of the target's layers.
-        mixed: whether trained weights are copied to 16 bits for the step.
-        network_bytes_per_s: between machines, a GPU.
-    """
-
-    devices: int = 1
-    nodes: int = 1
-    zero: int = 0
-    offload: bool = False
-    shard: bool = False
-    mixed: bool = True
-    network_bytes_per_s: float = 50e9
-
-    @property
-    def ranks(self) -> int:
-        """All ranks."""
-        return self.devices * self.nodes
-
-    def in_words(self) -> str:
-        """For people."""
-        where = f"{self.devices} on each of {self.nodes} machines" if self.nodes > 1 else "on one machine"
-        how = (
-            f"DeepSpeed ZeRO-{self.zero}" if self.zero else "DDP" if self.ranks > 1 else "no strategy needed"
-        )
-        how += ", optimizer state in host memory" if self.offload else ""
-        return f"{where}, {how}, target {'split over each machine' if self.shard else 'whole on each'}"
 
 
 @dataclass(frozen=True)
@@ -122,11 +76,16 @@ class Job:
         """A decoder layer's weights."""
         return 0 if self.offline else self.size.weights // self.size.n_layers * self.itemsize
 
-    @property
-    def target_bytes(self) -> int:
-        """The target's weights that are loaded: without its layers, embeddings and head are left."""
-        layers = self.size.weights if self.offline else 0
-        return (target_parameters(self.size, tied=self.tied) - layers) * self.itemsize
+    def held(self, layout: Spread) -> Held:
+        """What a rank holds of the target and of what is trained."""
+        return held(
+            self.size,
+            layout,
+            tied=self.tied,
+            itemsize=self.itemsize,
+            trained=self.trained,
+            layers=not self.offline,
+        )
 
     @property
     def pass_bytes(self) -> int:
@@ -179,15 +138,12 @@ PASS, AGAIN, MODULE, BACKWARD = "the target's pass", "the guard's pass", "the mo
 def memory(job: Job, layout: Spread) -> Memory:
     """A rank's memory at the peak of a step, and the host's."""
     weights, step = 4 * job.trained, job.step
-    layers = job.layer_bytes * job.size.n_layers
-    target = job.target_bytes - (layers - layers // layout.devices if layout.shard else 0)
-    gathered = min(GATHERED, job.size.n_layers) * job.layer_bytes if layout.shard else 0
-    on_gpu, on_host = optimizer_bytes(job.trained, layout)
+    kept_by = job.held(layout)
+    gathered, kept = kept_by.gathered, kept_by.gradients
     copies = weights // 2 if layout.mixed else 0
     buckets = weights if layout.ranks > 1 and not layout.zero else 0
-    kept = 0 if layout.zero else weights
     sums = weights if step.chunked else 0
-    fixed = target + weights + on_gpu + WORKSPACE + buckets
+    fixed = kept_by.target + weights + kept_by.optimizer + WORKSPACE + buckets
     beside = step.inputs + step.module + copies if step.beside_pass else 0
     phases = {PASS: fixed + gathered + kept + job.pass_bytes + beside}
     if step.again:
@@ -201,33 +157,17 @@ def memory(job: Job, layout: Spread) -> Memory:
     phases[BACKWARD] = fixed + regathered + sums + reduced + left
     phase = max(phases, key=phases.__getitem__)
     return Memory(
-        target=target,
+        target=kept_by.target,
         gathered=gathered,
-        trained=weights + on_gpu + copies,
+        trained=weights + kept_by.optimizer + copies,
         gradients=kept + buckets + sums,
         inputs=step.inputs,
         pass_=job.pass_bytes,
         module=step.module,
         peak=phases[phase],
         phase=phase,
-        host=layout.devices * (PROCESS + on_host),
+        host=layout.devices * (PROCESS + kept_by.offloaded),
     )
-
-
-def optimizer_bytes(trained: int, layout: Spread) -> tuple[int, int]:
-    """What the optimizer keeps of the trained weights on a rank's GPU, and in host memory.
-
-    That is Adam's two moments, ZeRO's own fp32 weights, and with offload gradients and their copy.
-    """
-    state, share = 4 * trained * (3 if layout.zero else 2), layout.ranks if layout.zero else 1
-    if layout.offload:
-        return 0, (state + 8 * trained) // share
-    return state // share, 0
-
-
-def fits(found: Memory, gpu: Gpu) -> bool:
-    """Whether a rank has room for its peak, fragments and CUDA's own memory."""
-    return found.peak * (1 + SPARE) + CONTEXT <= gpu.memory_bytes
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Annotated, Any
 from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
-from longtrain.assets import asset_dir
 from longtrain.costs import decoding, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB, Gpu
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
-from longtrain.jobs import plan_advice, plan_training
+from longtrain.jobs import outline, plan_advice, plan_training
 from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain
 from longtrain.methods.spec import MethodSpec
@@ -26,7 +24,6 @@ from longtrain.settings import read as typed
 from longtrain.tables import of_rows, say
 from longtrain.targets.info import TargetInfo
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 CHAIN = (1, 1, 1, 1)
 """Drafted tokens of a cycle where `decode.shape` names no chain."""
 CONTEXTS = Annotated[tuple[Tokens, ...], Words("token counts such as [8k, 128k]")]
@@ -58,7 +55,7 @@ class RecipePlan:
     @property
     def itemsize(self) -> int:
         """Bytes of one of the target's numbers."""
-        return ITEMSIZE.get(str(self.cfg.target.dtype), 2)
+        return outline.itemsize_of(self.cfg)
 
     @property
     def weight_bytes(self) -> int:
@@ -99,7 +96,7 @@ def run(cfg: DictConfig) -> None:
             "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
             "target=NAME, with a method that needs no training where one is wanted"
         )
-    info, tied = target_shape(cfg)
+    info, tied = outline.target_shape(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
     plan = RecipePlan(cfg, info, tied, spec, config)
     if spec is None or spec.objective is None or not cfg.data:
@@ -220,37 +217,3 @@ def _longest_step(plan: RecipePlan) -> str:
         f"{found['attention_share']:.0%} of it attention ({found['aggregate_intensity']:.3g} FLOP a byte, "
         f"{found['aggregate_bound']} bound)"
     )
-
-
-def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
-    """The target's shape, and whether its head is its embedding: from config.json, else from `target.shape`.
-
-    Raises:
-        ConfigError: neither is there.
-    """
-    where = str(cfg.target.path or "")
-    folder = asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
-    if where and (folder / "config.json").is_file():
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        heads = raw["num_attention_heads"]
-        shape = {
-            "n_layers": raw["num_hidden_layers"],
-            "n_heads": heads,
-            "n_kv_heads": raw.get("num_key_value_heads") or heads,
-            "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-            "hidden_size": raw["hidden_size"],
-            "intermediate_size": raw["intermediate_size"],
-            "vocab_size": raw["vocab_size"],
-            "max_positions": cfg.target.get("max_positions") or raw["max_position_embeddings"],
-            "tied": raw.get("tie_word_embeddings", False),
-        }
-    elif cfg.target.shape:
-        shape = plain(cfg.target.shape)
-    else:
-        raise ConfigError(
-            f"plan cannot know the shape of target.path={where or 'null'}: no config.json there and no "
-            "target.shape; pass +recipe=NAME, target=NAME or target.path=FOLDER"
-        )
-    tied = bool(shape.pop("tied", False))
-    shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
-    return TargetInfo(name=where, **shape), tied

@@ -7,9 +7,8 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-from longtrain.costs import ranks
 from longtrain.costs.hardware import GIB
-from longtrain.costs.ranks import Spread
+from longtrain.costs.held import CONTEXT, SPARE, Spread
 from longtrain.jobs.plan_training import Setting, TrainingPlan
 
 CHUNK, DEVICES = 2048, (2, 4, 8)
@@ -107,14 +106,17 @@ def verdict(plan: TrainingPlan, rows: list[dict[str, Any]]) -> tuple[list[str], 
         Lines for people; the setting as values, None where the given one fits or none was found.
     """
     gpu = plan.recipe.gpu
-    room = f"an {gpu.name} has {gpu.memory_bytes / GIB:.4g} GiB, {ranks.CONTEXT / GIB:.2g} for CUDA and NCCL"
+    room = f"an {gpu.name} has {gpu.memory_bytes / GIB:.4g} GiB, {CONTEXT / GIB:.2g} for CUDA and NCCL"
     tight = [row for row in rows if row["fits"] == "no"]
     if not tight:
-        return [f"Every stage fits: {room}, and {ranks.SPARE:.0%} of the peak is left free."], None
+        return [f"Every stage fits: {room}, and {SPARE:.0%} of the peak is left free."], None
     worst = max(tight, key=lambda row: row["peak"])
+    held = plan.job(plan.row(plan.recipe.cfg.data.stages[0]), plan.given).held(plan.given.layout)
+    hopeless = held.lacks(gpu.memory_bytes, f"the run does not fit: an {gpu.name}")
     lines = [
+        *([] if hopeless is None else [hopeless]),
         f"Rows of {worst['row_tokens']} tokens do not fit: a rank's peak is {worst['peak']:.4g} GiB, most of "
-        f"it {worst['mostly']}; {room}, and {ranks.SPARE:.0%} of the peak stays free."
+        f"it {worst['mostly']}; {room}, and {SPARE:.0%} of the peak stays free.",
     ]
     found, other = None, advice(plan)
     if other is not None:

@@ -8,17 +8,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig
 
 from longtrain.costs import disk, ranks
 from longtrain.costs.hardware import GIB
-from longtrain.costs.ranks import Job, Memory, Spread
+from longtrain.costs.held import Spread, fits
+from longtrain.costs.ranks import Job, Memory
 from longtrain.costs.training import PackedRow, target_flops
 from longtrain.errors import ConfigError
 from longtrain.jobs.features import settings_of
+from longtrain.jobs.outline import layout_of, trained_weights
 from longtrain.jobs.setup import plain
 from longtrain.settings import AUTO, Count, Positive, convert, wrong
 
@@ -68,9 +70,7 @@ class TrainingPlan:
     def trained(self) -> int:
         """Weights that are trained."""
         assert self.recipe.spec is not None
-        with torch.device("meta"):
-            module = self.recipe.spec.build(self.recipe.config, self.recipe.info)
-        return sum(p.numel() for p in module.parameters() if p.requires_grad)
+        return trained_weights(self.recipe.spec, self.recipe.config, self.recipe.info)
 
     def job(self, row: PackedRow, setting: Setting) -> Job:
         """A micro-batch under a setting."""
@@ -86,7 +86,7 @@ class TrainingPlan:
 
     def fits(self, row: PackedRow, setting: Setting) -> bool:
         """Whether the GPU of `gpu=` has room for it."""
-        return ranks.fits(self.memory(row, setting), self.recipe.gpu)
+        return fits(self.memory(row, setting).peak, self.recipe.gpu.memory_bytes)
 
     def row(self, stage: Mapping[str, Any]) -> PackedRow:
         """The packed row of a stage."""
@@ -134,34 +134,6 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
     return TrainingPlan(recipe, Setting((), replace(layout, network_bytes_per_s=network), recipe.config))
 
 
-def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
-    """How `trainer` and `target.shard` spread a run over `devices` ranks on each of `nodes` machines.
-
-    Raises:
-        ConfigError: a strategy that does not train, or a wrong `target.shard`.
-    """
-    words = cfg.trainer
-    strategy = plain(words.get("strategy"))
-    keys = strategy if isinstance(strategy, Mapping) else {}
-    stage = keys.get("stage")
-    if "deepspeed" in str(strategy).lower() and stage not in (1, 2) and "config" not in keys:
-        asked = f"DeepSpeed's stage {stage}" if keys else strategy
-        allowed = (
-            "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
-        )
-        raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
-    shard = convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") if cfg.target else None
-    mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed")
-    return Spread(
-        devices=devices,
-        nodes=nodes,
-        zero=int(stage or 0),
-        offload=bool(keys.get("offload_optimizer")),
-        shard=shard is not None,
-        mixed=mixed and str(words.get("accelerator")) != "cpu",
-    )
-
-
 def _devices(value: Any) -> int:
     """How many GPUs of a machine `trainer.devices` means; `auto` those that are here, at least one."""
     value = plain(value)
@@ -205,7 +177,7 @@ def _stage(plan: TrainingPlan, stage: DictConfig) -> dict[str, Any]:
         return found
     times = ranks.seconds(job, layout, recipe.gpu, rows=all_rows // layout.ranks, stored=stored)
     return found | {
-        "fits": "yes" if ranks.fits(memory, recipe.gpu) else "no",
+        "fits": "yes" if fits(memory.peak, recipe.gpu.memory_bytes) else "no",
         "largest_row_tokens": plan.largest(row, given),
         "seconds": times.to_json(),
         "step_s": times.step,

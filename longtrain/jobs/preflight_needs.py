@@ -14,19 +14,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from longtrain import methods
 from longtrain.costs.disk import GENERATIONS, checkpoint_bytes
 from longtrain.costs.hardware import GIB
-from longtrain.costs.model import Sizes
-from longtrain.costs.ranks import optimizer_bytes
-from longtrain.costs.training import target_parameters
+from longtrain.costs.held import Held, needed, refuse_lack
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.jobs.features import settings_of
-from longtrain.jobs.plan import ITEMSIZE, target_shape
-from longtrain.jobs.plan_training import layout_of
+from longtrain.jobs.outline import held_of
 from longtrain.jobs.preflight_ranks import Rank
-from longtrain.jobs.setup import plain
-from longtrain.settings import read as typed
 
 
 @dataclass(frozen=True)
@@ -51,19 +44,17 @@ class Room:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the run takes at the least, bytes.
+    """What the run takes at the least.
 
     Args:
-        gpu: on each GPU; 0 where none is used.
-        host: on each machine.
-        disk: below `run_dir`.
-        advice: what to do where a GPU is too small.
+        gpu: what a rank holds on its GPU; None where no GPU is used.
+        host: bytes on each machine.
+        disk: bytes below `run_dir`.
     """
 
-    gpu: int
+    gpu: Held | None
     host: int
     disk: int
-    advice: str
 
     def check(self, rooms: list[tuple[str, Room]]) -> None:
         """Compare with what the ranks found.
@@ -75,26 +66,25 @@ class Needs:
             LongtrainError: the first place where something is too small.
         """
         for node, room in rooms:
-            told = {
-                f"disk below run_dir on node {node}": (
-                    room.disk,
-                    self.disk,
-                    "free space, or pass home=FOLDER",
-                ),
-                f"GPU memory on node {node}": (room.gpu, self.gpu, self.advice),
-                f"host memory on node {node}": (room.host, self.host, "ask for more (sbatch --mem=SIZE)"),
-            }
-            for what, (free, need, advice) in told.items():
+            told = (
+                ("disk below run_dir", room.disk, self.disk, "free space, or pass home=FOLDER"),
+                ("host memory", room.host, self.host, "ask for more (sbatch --mem=SIZE)"),
+            )
+            for what, free, need, advice in told:
                 if free is not None and free < need:
                     raise LongtrainError(
-                        f"{what}: {free / GIB:.3g} GiB are free, the run needs {need / GIB:.3g} GiB or more; "
-                        f"{advice}"
+                        f"{what} on node {node}: {free / GIB:.3g} GiB are free, the run needs "
+                        f"{need / GIB:.3g} GiB or more; {advice}"
                     )
+            if self.gpu is not None and room.gpu is not None:
+                where = f"the free part of a GPU on node {node} (nvidia-smi shows who uses the rest)"
+                refuse_lack(self.gpu, room.gpu, f"the run does not fit: {where}")
 
     def words(self, rooms: list[Room]) -> list[str]:
         """Least free bytes of all ranks beside the need, for the last line."""
+        gpu = 0.0 if self.gpu is None else needed(self.gpu.bytes)
         found = []
-        for name, need in (("gpu", self.gpu), ("host", self.host), ("disk", self.disk)):
+        for name, need in (("gpu", gpu), ("host", self.host), ("disk", self.disk)):
             free = [value for room in rooms if (value := getattr(room, name)) is not None]
             if free:
                 found.append(f"{name}={min(free) / GIB:.3g} GiB free ({need / GIB:.3g} needed)")
@@ -109,35 +99,11 @@ def needs_of(cfg: DictConfig, rank: Rank) -> Needs:
     """
     import torch
 
-    spec = methods.get(str(cfg.method.name))
-    config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
-    layout = layout_of(cfg, devices=rank.per_node, nodes=rank.world // rank.per_node)
-    info, layers, ends = None, 0, 0
-    if spec.export is None:
-        info, tied = target_shape(cfg)
-        itemsize = ITEMSIZE.get(str(cfg.target.dtype), 2)
-        if str(cfg.target.dtype) == "auto" and str(cfg.trainer.accelerator) == "cpu":
-            itemsize = ITEMSIZE["float32"]
-        size = Sizes.of(info)
-        layers = 0 if settings_of(cfg).mode == "offline" else size.weights * itemsize
-        ends = (target_parameters(size, tied=tied) - size.weights) * itemsize
-    with torch.device("meta"):
-        module = spec.build(config, info)
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    kept, offloaded = optimizer_bytes(trained, layout)
-    rank_bytes = ends + layers // (rank.per_node if layout.shard else 1) + 4 * trained + kept
+    what, trained = held_of(cfg, devices=rank.per_node, nodes=rank.world // rank.per_node)
     on_gpu = str(cfg.trainer.accelerator) != "cpu" and torch.cuda.is_available()
-    advice = (
-        "use more GPUs of a machine, or a smaller target"
-        if layout.shard
-        else "split the target over the GPUs of a machine: target.shard=fsdp2"
-    )
-    return Needs(
-        gpu=rank_bytes if on_gpu else 0,
-        host=(offloaded if on_gpu else rank_bytes + offloaded) * rank.per_node,
-        disk=GENERATIONS * checkpoint_bytes(trained),
-        advice=f"{advice}; nvidia-smi shows who else uses it",
-    )
+    host = what.offloaded + (0 if on_gpu else what.bytes)
+    disk = GENERATIONS * checkpoint_bytes(trained)
+    return Needs(what if on_gpu else None, host * rank.per_node, disk)
 
 
 def room_here(cfg: DictConfig, device: Any, *, first: bool) -> Room:

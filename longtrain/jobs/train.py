@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from longtrain import methods, provenance
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.jobs import features
+from longtrain.jobs import features, outline
 from longtrain.jobs.setup import load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.settings import convert
@@ -66,6 +66,9 @@ def run(cfg: DictConfig) -> None:
     settings = settings.spread(trainer.world_size)
     training.connect(trainer)
     device = str(trainer.strategy.root_device)
+    outline.check_room(
+        cfg, device=trainer.strategy.root_device, devices=trainer.num_devices, nodes=trainer.num_nodes
+    )
     target = None if spec.export is not None else features.load_for_training(cfg, keeping, device=device)
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
     module = spec.build(config, target.info if target is not None else None)

@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from longtrain.costs.ranks import GATHERED
+from longtrain.costs.held import Spread, held, refuse_lack
+from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of
@@ -46,8 +47,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ROOM = 0.9
-"""Share of a device that weights may fill."""
 _PROBE = "The quick brown fox, 1234567 jumps:\n\tif x != y { return größe; } 龙 🙂"
 
 
@@ -106,7 +105,8 @@ def load_target(
         model.lm_head.weight = model.model.embed_tokens.weight
     node = None if shard is None or not layers else Node.join(device)
     if layers:
-        check_room(model, str(where), device, ranks=None if node is None else node.size)
+        ranks = None if node is None else node.size
+        check_room(config, str(where), device, itemsize=dtype.itemsize, ranks=ranks)
     shards = None if node is None else Shards(model.model.layers, node, device)
     samples = None
     if not layers:
@@ -136,38 +136,25 @@ def load_target(
     return Target(model, info, tokenizer, shards=shards)
 
 
-def check_room(model: PreTrainedModel, name: str, device: torch.device, *, ranks: int | None) -> None:
-    """Refuse a target whose weights leave a GPU no room for training or decoding, before they are loaded.
+def check_room(config: Any, name: str, device: torch.device, *, itemsize: int, ranks: int | None) -> None:
+    """Refuse a target whose weights leave a GPU no room, before they are loaded.
 
     Args:
-        model: on the meta device.
+        config: the model's.
         name: the target's.
         device: the device that its weights go to; a CPU is not asked.
+        itemsize: bytes of a weight.
         ranks: ranks that share its layers; None: it is not sharded.
 
     Raises:
-        ConfigError: weights would fill more than nine tenths of the device.
+        ConfigError: `costs.held` says that they do not fit.
     """
-    has = device_bytes(device)
-    if has is None:
+    if (has := device_bytes(device)) is None:
         return
-    body: Any = model.model
-    sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in body.layers]
-    layers, rest = sum(sizes), sum(weight.nbytes for weight in model.parameters()) - sum(sizes)
-    needs = rest + (layers if ranks is None else layers / ranks + min(GATHERED, len(sizes)) * max(sizes))
-    if needs <= ROOM * has:
-        return
-    what = f"{(rest + layers) / 1e9:.1f} GB of weights in {str(model.dtype).removeprefix('torch.')}"
-    room = f"{device} has {has / 1e9:.1f} GB, {ROOM:.0%} of them for weights"
-    if ranks is None:
-        raise ConfigError(
-            f"target {name} has {what}, and {room}; split it over the GPUs of a machine: "
-            "trainer=ddp target.shard=fsdp2"
-        )
-    raise ConfigError(
-        f"target {name} has {what}, over {ranks} ranks {needs / 1e9:.1f} GB each (gathered layers included), "
-        f"and {room}; use machines with more GPUs, or a smaller target"
-    )
+    spread = Spread(devices=ranks or 1, shard=ranks is not None)
+    size, tied = Sizes.of_keys(config.to_dict()), bool(config.tie_word_embeddings)
+    what = held(size, spread, tied=tied, itemsize=itemsize)
+    refuse_lack(what, has, f"target {name} does not fit: {device}")
 
 
 def device_bytes(device: torch.device) -> int | None:

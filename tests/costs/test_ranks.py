@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from torch.utils._pytree import tree_map
 
 from longtrain.costs import ranks
 from longtrain.costs.hardware import GPUS
+from longtrain.costs.held import CONTEXT, SPARE, Spread, fits
 from longtrain.costs.model import Sizes
-from longtrain.costs.ranks import Job, Spread
+from longtrain.costs.ranks import Job
 from longtrain.costs.training import PackedRow, target_pass_bytes
 from longtrain.methods import get
 from longtrain.targets.loading import random_target
@@ -134,7 +134,7 @@ def test_times_of_ranks() -> None:
 
 def test_a_row_fits_as_long_as_there_is_room() -> None:
     big = job("longspec", 32768, 989_880_320, shape="llama31_8b")
-    found = ranks.memory(big, Spread())
-    assert ranks.fits(found, H200)
-    full = replace(found, peak=int((H200.memory_bytes - ranks.CONTEXT) / (1 + ranks.SPARE)) + 1)
-    assert not ranks.fits(full, H200) and ranks.fits(replace(full, peak=full.peak - 2), H200)
+    peak = ranks.memory(big, Spread()).peak
+    full = int((H200.memory_bytes - CONTEXT) / (1 + SPARE)) + 1
+    assert fits(peak, H200.memory_bytes) and fits(full - 2, H200.memory_bytes)
+    assert not fits(full, H200.memory_bytes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from longtrain.costs.held import Held
 from longtrain.errors import LongtrainError
 from longtrain.jobs.preflight import _check_alike
 from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
@@ -145,10 +146,10 @@ def test_an_all_reduce_that_hangs_or_fails_names_who(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_too_small_is_told_with_bytes_and_advice() -> None:
-    needs = Needs(gpu=20 * GIB, host=2 * GIB, disk=3 * GIB, advice="target.shard=fsdp2")
+    needs = Needs(gpu=Held(target=17 * GIB), host=2 * GIB, disk=3 * GIB)
     rich = Room(gpu=80 * GIB, host=9 * GIB, disk=9 * GIB)
     needs.check([("a", rich), ("b", Room(gpu=20 * GIB))])
-    with pytest.raises(LongtrainError, match=r"GPU memory on node b: 10 GiB are free.* 20 GiB .*shard=fsdp2"):
+    with pytest.raises(LongtrainError, match=r"GPU on node b .* has 10 GiB, and 19\.85 GiB .*shard=fsdp2"):
         needs.check([("a", rich), ("b", Room(gpu=10 * GIB))])
     with pytest.raises(
         LongtrainError, match=r"disk below run_dir on node a: 1 GiB are free, the run needs 3 GiB"
@@ -158,19 +159,46 @@ def test_what_is_too_small_is_told_with_bytes_and_advice() -> None:
         needs.check([("a", Room(host=GIB, disk=9 * GIB))])
 
 
-def test_the_need_is_that_of_the_strategy_and_of_stored_features() -> None:
-    from hydra import compose, initialize_config_dir
-
-    from longtrain.assets import asset_dir
-
+def test_the_need_is_that_of_the_strategy_and_of_stored_features(composed: Any) -> None:
     def host(*words: str) -> int:
-        command = ["+recipe=quickstart", "trainer.accelerator=cpu", *words]
-        with initialize_config_dir(str(asset_dir("conf")), version_base=None):
-            return needs_of(compose("preflight", command), Rank(world=2, per_node=2)).host
+        command = ["+recipe=longspec_llama8b_long", "target.path=null", "trainer.accelerator=cpu", *words]
+        return needs_of(composed("preflight", *command), Rank(world=2, per_node=2)).host
 
     whole = host()
     assert host("features=offline") < host("target.shard=fsdp2") < whole
     assert host("trainer=deepspeed_zero2", "trainer.accelerator=cpu") < whole
+
+
+def test_plan_preflight_and_train_say_one_sentence(
+    composed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A pretended device of 16 GB, and a target of 8B shape with LongSpec's draft."""
+    import torch
+
+    from longtrain.costs import hardware
+    from longtrain.jobs import outline, plan, train
+    from longtrain.targets import loading
+    from longtrain.targets.shapes import shape_config
+
+    has = 16_000_000_000
+    shape_config("llama31_8b").save_pretrained(tmp_path)  # no weights and no tokenizer: they would be told
+    words = ["+recipe=longspec_llama8b_long", f"target.path={tmp_path}", "target.dtype=bfloat16"]
+    words += ["trainer=cpu", f"home={tmp_path}"]
+    monkeypatch.setattr(loading, "device_bytes", lambda device: has)
+    with pytest.raises(LongtrainError, match=r"cpu has 14\.9 GiB") as told:
+        train.run(composed("train", *words))
+    _, _, sentence = str(told.value).partition(" has ")
+    small = hardware.Gpu("H200", 1e15, 1e12, has, 1e11)
+    monkeypatch.setitem(hardware.GPUS, "H200", small)
+    plan.run(composed("plan", *words, "trainer.accelerator=cuda"))
+    assert sentence in capsys.readouterr().out
+    held, _ = outline.held_of(composed("preflight", *words), devices=1, nodes=1)
+    with pytest.raises(LongtrainError) as again:
+        Needs(held, 0, 0).check([("a", Room(gpu=has))])
+    assert str(again.value).endswith(sentence)
+    outline.check_room(
+        composed("train", *words, "target.shard=fsdp2"), device=torch.device("cpu"), devices=4, nodes=1
+    )
 
 
 def test_checkpoints_that_new_ones_replace_count_as_room(tmp_path: Path) -> None:

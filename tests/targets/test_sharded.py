@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import sharded_worker
 import torch
-from transformers import AutoModelForCausalLM
 
 from longtrain.errors import ConfigError
 from longtrain.targets import loading
@@ -43,18 +42,17 @@ def test_machines_must_have_as_many_ranks_each(names):
 
 
 def test_a_target_that_fills_the_gpu_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
-    shape_config("llama33_70b").save_pretrained(tmp_path)
+    shape = shape_config("llama33_70b")
+    shape.save_pretrained(tmp_path)
     sharded_worker.tokenizer_files(tmp_path)
-    monkeypatch.setattr(loading, "device_bytes", lambda device: 150_750_000_000)  # an H200
-    message = r"141\.1 GB of weights in bfloat16, and cpu has 150\.8 GB, 90% .* target\.shard=fsdp2"
+    monkeypatch.setattr(loading, "device_bytes", lambda device: 141_000_000_000)  # an H200 by its data sheet
+    message = r"cpu has 131\.3 GiB, .* 131\.4 GiB for the target's weights, .* target\.shard=fsdp2"
     with pytest.raises(ConfigError, match=message):
         load_target(tmp_path, weights="random", dtype="bfloat16")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape_config("llama33_70b"), dtype=torch.bfloat16)
-    loading.check_room(model, "x", torch.device("cpu"), ranks=2)
+    loading.check_room(shape, "x", torch.device("cpu"), itemsize=2, ranks=2)
     monkeypatch.setattr(loading, "device_bytes", lambda device: 24_000_000_000)
-    with pytest.raises(ConfigError, match=r"over 4 ranks 43\.6 GB each .* use machines with more GPUs"):
-        loading.check_room(model, "x", torch.device("cpu"), ranks=4)
+    with pytest.raises(ConfigError, match=r"GiB for layers being gathered, .* use machines with more GPUs"):
+        loading.check_room(shape, "x", torch.device("cpu"), itemsize=2, ranks=4)
 
 
 def test_random_weights_need_a_config_and_a_tokenizer_alone(tmp_path):

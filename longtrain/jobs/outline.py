@@ -1,0 +1,153 @@
+"""A run in numbers before anything is loaded: its target's shape, its ranks, and what each of them holds.
+
+Whatever must fit is judged by `costs.held`; `plan`, `preflight` and `train` ask here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from omegaconf import DictConfig
+
+from longtrain import methods
+from longtrain.costs.held import Held, Spread, held, refuse_lack
+from longtrain.costs.model import Sizes
+from longtrain.errors import ConfigError
+from longtrain.jobs.features import settings_of
+from longtrain.jobs.setup import plain
+from longtrain.settings import convert, wrong
+from longtrain.settings import read as typed
+from longtrain.targets.at_hand import folder_of
+from longtrain.targets.info import TargetInfo
+
+if TYPE_CHECKING:
+    from longtrain.methods.spec import MethodSpec
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def itemsize_of(cfg: DictConfig) -> int:
+    """Bytes of one of the target's numbers; `auto` is fp32 on a CPU, else bf16."""
+    usual = 4 if str(cfg.trainer.get("accelerator")) == "cpu" else 2
+    return ITEMSIZE.get(str(cfg.target.dtype), usual)
+
+
+def trained_weights(spec: MethodSpec, config: Any, info: TargetInfo | None) -> int:
+    """How many weights a method trains, counted on its module without memory."""
+    with torch.device("meta"):
+        module = spec.build(config, info)
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def held_of(cfg: DictConfig, *, devices: int, nodes: int) -> tuple[Held, int]:
+    """What a rank of a training run holds whatever its rows are like, and how many weights are trained.
+
+    Args:
+        cfg: the resolved configuration, with a method.
+        devices: ranks of a machine.
+        nodes: machines.
+
+    Raises:
+        ConfigError: the target's shape is not at hand, or a strategy that cannot be.
+    """
+    spec = methods.get(str(cfg.method.name))
+    config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    layout = layout_of(cfg, devices=devices, nodes=nodes)
+    if spec.export is not None:  # it trains a target
+        trained = trained_weights(spec, config, None)
+        return held(None, layout, trained=trained), trained
+    info, tied = target_shape(cfg)
+    trained = trained_weights(spec, config, info)
+    layers, itemsize = settings_of(cfg).mode != "offline", itemsize_of(cfg)
+    size = Sizes.of(info)
+    return held(size, layout, tied=tied, itemsize=itemsize, trained=trained, layers=layers), trained
+
+
+def check_room(cfg: DictConfig, *, device: torch.device, devices: int, nodes: int) -> None:
+    """Refuse a training run that leaves a GPU no room for a row, before anything is loaded.
+
+    Args:
+        cfg: the resolved configuration.
+        device: this rank's; a CPU is not asked.
+        devices: ranks of a machine.
+        nodes: machines.
+
+    Raises:
+        ConfigError: what a rank holds does not fit.
+    """
+    from longtrain.targets import loading
+
+    if (has := loading.device_bytes(device)) is None:
+        return
+    if cfg.target and cfg.target.path:
+        folder_of(str(cfg.target.path))  # a Hub id is fetched now
+    what, _ = held_of(cfg, devices=devices, nodes=nodes)
+    refuse_lack(what, has, f"the run does not fit: {device}")
+
+
+def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
+    """How `trainer` and `target.shard` spread a run over `devices` ranks on each of `nodes` machines.
+
+    Raises:
+        ConfigError: a strategy that does not train, or a wrong `target.shard`.
+    """
+    words = cfg.trainer
+    strategy = plain(words.get("strategy"))
+    keys = strategy if isinstance(strategy, Mapping) else {}
+    stage = keys.get("stage")
+    if "deepspeed" in str(strategy).lower() and stage not in (1, 2) and "config" not in keys:
+        asked = f"DeepSpeed's stage {stage}" if keys else strategy
+        allowed = (
+            "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
+        )
+        raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
+    shard = convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") if cfg.target else None
+    mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed")
+    return Spread(
+        devices=devices,
+        nodes=nodes,
+        zero=int(stage or 0),
+        offload=bool(keys.get("offload_optimizer")),
+        shard=shard is not None,
+        mixed=mixed and str(words.get("accelerator")) != "cpu",
+    )
+
+
+def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
+    """The target's shape, and whether its head is its embedding: from config.json, else from `target.shape`.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    where = str(cfg.target.path or "")
+    if (file := _config_file(where)) is not None:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        shape = {
+            **asdict(Sizes.of_keys(raw)),
+            "max_positions": cfg.target.get("max_positions") or raw["max_position_embeddings"],
+            "tied": raw.get("tie_word_embeddings", False),
+        }
+    elif cfg.target.shape:
+        shape = plain(cfg.target.shape)
+    else:
+        raise ConfigError(
+            f"the shape of target.path={where or 'null'} is not known: no config.json there and no "
+            "target.shape; pass +recipe=NAME, target=NAME or target.path=FOLDER"
+        )
+    tied = bool(shape.pop("tied", False))
+    shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
+    return TargetInfo(name=where, **shape), tied
+
+
+def _config_file(where: str) -> Path | None:
+    """`config.json` of a target that is on this machine; None where it is not."""
+    try:
+        file = folder_of(where, fetch=False) / "config.json" if where else None
+    except ConfigError:
+        return None
+    return file if file is not None and file.is_file() else None
