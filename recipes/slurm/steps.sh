@@ -62,8 +62,12 @@ leave() { # the time is nearly up: the step saves at the end of its optimizer st
   fi
 }
 
-saved() { # a sum of the checkpoints, answers and finished examples that resumable's paths hold now
-  { find "${watched[@]}" \( -name last.ckpt -o -name '*.jsonl' \) -printf '%p %s %T@\n' 2>/dev/null || true; } | sort | cksum
+saved() { # a sum of the checkpoints, answers and finished examples that resumable's paths hold now; of an array's task its part's alone
+  local names=(-name last.ckpt -o -name '*.jsonl')
+  if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then # examples of part 3 are in NAME.3.jsonl, its answers in NAME.3-of-8.jsonl
+    names=(-name "*.$SLURM_ARRAY_TASK_ID.jsonl" -o -name "*.$SLURM_ARRAY_TASK_ID-of-*.jsonl")
+  fi
+  { find "${watched[@]}" \( "${names[@]}" \) -printf '%p %s %T@\n' 2>/dev/null || true; } | sort | cksum
 }
 
 resumable() { # resumable PATH... -- NAME COMMAND...: a step that saves below these folders

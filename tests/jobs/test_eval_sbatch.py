@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from longtrain.assets import asset_dir
+from longtrain.data.chat.prompts import Answers
+from longtrain.evaluation.harness.ledger import Ledger
 
 RECIPE = ["quickstart", "suite=longbench"]
 
@@ -35,6 +38,55 @@ def started(tmp_path):
         return (tmp_path / "started").read_text().splitlines()
 
     return run
+
+
+@pytest.fixture
+def requeued(tmp_path):
+    """`requeued(*files, **environment)`: whether a step that writes these files and fails is tried again."""
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    programs = {
+        "srun": 'for file in $WRITES; do echo line >>"$file"; done; exit 3',
+        "scontrol": 'case $1 in show) echo "node1 JobState=RUNNING" ;; requeue) echo yes >requeued ;; esac',
+        "sleep": "exit 0",  # a real requeue ends the script here
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    steps = asset_dir("recipes") / "slurm" / "steps.sh"
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "test", "SLURM_JOB_NODELIST": "node1"}
+
+    def run(*names: str, **environment: str) -> bool:
+        writes = " ".join(str(watched / name) for name in names)
+        env = {
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            **job,
+            "WRITES": writes,
+            **environment,
+        }
+        script = f"source {steps}; resumable {watched} -- test true"
+        subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=env, cwd=tmp_path, capture_output=True)
+        told = tmp_path / "requeued"
+        there = told.exists()
+        told.unlink(missing_ok=True)
+        return there
+
+    return run
+
+
+def test_only_what_a_task_of_an_array_saved_itself_counts_as_its_progress(requeued, tmp_path):
+    """Tasks of an array write beside each other: one that gains nothing must not be tried again for ever."""
+    text = Path("text.answers.jsonl")
+    answers = {part: Answers(tmp_path / text, {}, part=(part, 16)).path.name for part in (2, 3, 12)}
+    for part in answers:
+        Ledger(tmp_path / "eval", f"system {part}", {}, shard=part).close()
+    finished = {part: next((tmp_path / "eval").glob(f"system-{part}-*")).name for part in answers}
+    others = answers[3], answers[12], finished[3], finished[12]
+    assert not requeued() and not requeued(*others, SLURM_ARRAY_TASK_ID="2")
+    assert requeued(*others, finished[2], SLURM_ARRAY_TASK_ID="2")
+    assert requeued(answers[2], SLURM_ARRAY_TASK_ID="2")
+    assert requeued(*others)  # a job that is no array's task writes them all
 
 
 def test_alone_it_exports_and_evaluates(started):
