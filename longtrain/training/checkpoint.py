@@ -1,7 +1,8 @@
 """Checkpoints on disk: one form for every strategy, written whole or not at all, checked before use.
 
 A run's folder holds `last.ckpt` and `previous.ckpt`; a new one is written as `incoming.ckpt` and then
-renamed, so a kill at any moment leaves at least one that is whole. Each is a folder:
+renamed, so a kill at any moment leaves at least one that is whole. A last one that was damaged since is never
+kept in place of the one before. Each is a folder:
 
     longtrain.json           step, facts, what was seen, the number of ranks, size and SHA-256 of every file
     weights.safetensors      the trained tensors by the name they have in the trained module
@@ -27,8 +28,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
+from longtrain.log import get_logger
 from longtrain.training import tensor_file
 from longtrain.training.tensor_file import Piece, Tensors
+
+log = get_logger(__name__)
 
 LAST, PREVIOUS, INCOMING = "last.ckpt", "previous.ckpt", "incoming.ckpt"
 ABOUT = "longtrain.json"
@@ -244,11 +248,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def _rotate(folder: Path) -> None:
-    """Incoming -> last -> previous."""
+    """Incoming -> last -> previous; a damaged last one goes instead of the one before it, which may be whole."""
     incoming, last, previous = (folder / name for name in (INCOMING, LAST, PREVIOUS))
     if last.exists():
-        remove(previous)
-        last.replace(previous)
+        if (reason := _damage(last)) is None:
+            remove(previous)
+            last.replace(previous)
+        else:
+            log.warning("damaged=%s reason=%r: it is replaced, and %s is kept", last, reason, previous.name)
+            remove(last)
     incoming.replace(last)
     sync_folder(folder)
 

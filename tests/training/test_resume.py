@@ -192,8 +192,10 @@ def test_a_damaged_checkpoint_is_named_with_the_last_good_one(tmp_path, file, ho
     assert f"checkpoint {last} is damaged" in str(error.value)
     assert f"resume={last.with_name('previous.ckpt')}" in str(error.value)
     if file == checkpoint.WEIGHTS:
-        toy.train(tmp_path, steps=6, resume=str(last.with_name("previous.ckpt")))
+        previous = last.with_name("previous.ckpt")
+        toy.train(tmp_path, steps=6, resume=str(previous))
         assert checkpoint.read(last).step == 6
+        assert checkpoint.read(checkpoint.find(last.parent, str(previous))).step == 3  # the damaged one went
         damage(last / file, how)
     shutil.rmtree(last.with_name("previous.ckpt"))
     with pytest.raises(ArtifactError, match="no other one beside it; pass resume=never"):
