@@ -248,7 +248,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _rotate(folder: Path) -> None:
-    """Incoming -> last -> previous; a damaged last one goes instead of the one before it, which may be whole."""
+    """Incoming -> last -> previous; a damaged last one goes, and the one before it stays."""
     incoming, last, previous = (folder / name for name in (INCOMING, LAST, PREVIOUS))
     if last.exists():
         if (reason := _damage(last)) is None:
