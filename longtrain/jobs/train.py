@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain import methods, provenance
-from longtrain.errors import ConfigError, LongtrainError
+from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
 from longtrain.jobs.setup import load_tensors, plain
 from longtrain.log import get_logger
@@ -173,17 +173,11 @@ def _data(
     def make() -> Any:
         if spec.data is not None:
             return spec.data(config, plain(cfg.data) if cfg.data else {}, about)
-        made: Any = None
-        failed: LongtrainError | None = None
         try:
-            made = _documents(cfg, about, target)
-        except LongtrainError as error:
-            failed = error
-        if target is not None and about.rank == 0:
-            target.settle()  # after a failure too: so the others come to where they are told of it
-        if failed is not None:
-            raise failed
-        return made
+            return _documents(cfg, about, target)
+        finally:
+            if target is not None and about.rank == 0:
+                target.settle()  # after a failure too: so the others come to where they are told of it
 
     if target is not None and about.rank > 0:
         target.settle()  # the first rank may have it write answers

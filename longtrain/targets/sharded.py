@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -129,6 +129,8 @@ class Shards:
         self._here: set[int] = set()
         self._until: int | None = None
         """Layers that the ranks gather in the pass under way; None: there is none."""
+        self._reached = 0
+        """The layers before this one have been gathered in it."""
         self._waits: list[tuple[Any, Any]] = []
         for index, layer in enumerate(layers):
             split = _Split(layer.requires_grad_(False))
@@ -145,11 +147,16 @@ class Shards:
             TrainingError: another rank of the node ended.
         """
         self._free_all()
-        self._until = self._agree(layers)
+        self._until, self._reached = self._agree(layers), 0
         try:
             yield
             self._free_all()
             self._follow(layers, self._until)
+        except Exception:  # the others wait for this rank's part of the layers that it did not come to
+            with suppress(Exception):
+                self._free_all()
+                self._follow(self._reached, self._until)
+            raise
         finally:
             self._until = None
             self._free_all()
@@ -178,6 +185,7 @@ class Shards:
             coming.wait()
             self._waits.append((began, self._now()))
             self._here.add(layer)
+            self._reached = layer + 1
         if then is not None and then not in self._here and then not in self._coming:
             self._coming[then] = self._split[then].unshard(async_op=True)
 

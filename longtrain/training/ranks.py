@@ -91,13 +91,18 @@ def first(trainer: Any, work: Callable[[], T]) -> T:
         try:
             made = work()
         except BaseException as error:
-            store.set(key, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+            store.set(key, _in_a_line(error))
             _let_them_read(store, key, trainer.world_size - 1)
             raise
         store.set(key, "")
         return made
     _wait(store, key, trainer.global_rank)
     return work()
+
+
+def _in_a_line(error: BaseException) -> str:
+    """An error with its kind, as other ranks are told of it."""
+    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
 
 
 def _wait(store: Any, key: str, rank: int) -> None:
@@ -146,7 +151,7 @@ def share(trainer: Any, find: Callable[[], T]) -> T:
             failed = told = error
         except Exception as error:
             failed = error
-            told = TrainingError(f"rank 0 failed: {type(error).__name__}: {error}")
+            told = TrainingError(f"rank 0 failed: {_in_a_line(error)}")
     found, kind, text = trainer.strategy.broadcast((found, type(told), str(told)))
     if kind is not type(None):
         raise failed or kind(text)

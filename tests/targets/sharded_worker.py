@@ -177,6 +177,26 @@ def answers(rank, whole, sharded):
     nothing_gathered(sharded)
 
 
+def a_pass_that_breaks(rank, whole, sharded):
+    """An error in the middle of rank 0's pass, of whatever kind, leaves no rank waiting."""
+    batch, want = row(whole, 0, [(12, 5)]), Want("none", kv=(2,))
+
+    def watch(layer, *_):
+        if layer == 1:
+            raise RuntimeError("out of memory")
+
+    if rank == 0:
+        try:
+            with torch.no_grad():
+                sharded.packed(batch.ids_T, positions(batch), batch.bounds, want, watch=watch)
+        except RuntimeError as error:
+            assert str(error) == "out of memory"
+        else:
+            raise AssertionError("it went unnoticed")
+    sharded.settle()
+    packed_outputs(rank, whole, sharded)
+
+
 def refused(rank, whole, sharded):
     for call in (sharded.fuse, lambda: sharded.model.model.layers[0](sharded.head_weight[None])):
         try:
@@ -216,6 +236,7 @@ CHECKS = (
     longspec,
     lookaheadkv,
     answers,
+    a_pass_that_breaks,
     refused,
     machines,
     another_rank_ends,
