@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from longtrain.chunked import chunked_sum
+from longtrain.chunked import SharedRows, chunked_sum
 
 
 def pieces(dtype=torch.float64):
@@ -111,3 +111,56 @@ def test_autocast_reaches_the_chunks(device):
         (net(x[:5]).float().pow(2).sum() + net(x[5:10]).float().pow(2).sum()).backward()
     for p, g in zip(net.parameters(), grads, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=2e-2, atol=1e-2)
+
+
+def attend(net, x, i, k, v):
+    """Rows of chunk i read shared rows of all chunks before them, as a layer's keys and values are read."""
+    q = net(x[3 * i : 3 * i + 3])
+    seen = torch.arange(11)[None] <= torch.arange(3 * i, min(3 * i + 3, 11))[:, None]
+    weight = (q @ k.T).masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weight @ v).pow(3).sum()
+
+
+def test_rows_shared_by_the_chunks_pass_their_gradient_on_fp64():
+    net, x = pieces()
+    keys, values = (nn.Linear(5, 3, dtype=torch.float64) for _ in range(2))
+    everything = [*net.parameters(), *keys.parameters(), *values.parameters()]
+
+    def block(b):
+        return keys(x[4 * b : 4 * b + 4]), torch.tanh(values(x[4 * b : 4 * b + 4]))
+
+    k, v = keys(x), torch.tanh(values(x))
+    total = sum(attend(net, x, i, k, v) for i in range(4))
+    want = torch.autograd.grad(0.3 * total, everything)
+    loss = chunked_sum(lambda i, k, v: attend(net, x, i, k, v), 4, everything, shared=SharedRows(block, 3))
+    torch.testing.assert_close(loss.detach(), total.detach(), rtol=1e-13, atol=0)
+    for got, expected in zip(torch.autograd.grad(0.3 * loss, everything), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    with torch.no_grad():
+        again = chunked_sum(
+            lambda i, k, v: attend(net, x, i, k, v), 4, everything, shared=SharedRows(block, 3)
+        )
+    torch.testing.assert_close(again, loss.detach(), rtol=1e-13, atol=0)
+
+
+def test_shared_rows_that_nothing_reads_cost_no_second_pass():
+    net, x = pieces()
+    made = []
+
+    def block(b):
+        made.append(b)
+        return (net(x[6 * b : 6 * b + 6]),)
+
+    loss = chunked_sum(lambda i, rows: net(x).sum(), 2, net.parameters(), shared=SharedRows(block, 2))
+    assert made == [0, 1]
+    loss.backward()
+    for p, q in zip(net.parameters(), torch.autograd.grad(2 * net(x).sum(), net.parameters()), strict=True):
+        torch.testing.assert_close(p.grad, q)
+
+
+def test_what_flows_back_to_shared_rows_is_summed_in_fp32():
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    steps = [256.0] + [1.0] * 8
+    shared = SharedRows(lambda b: (weight * 1.0,), 1)
+    chunked_sum(lambda i, rows: (rows * steps[i]).sum(), len(steps), [weight], shared=shared).backward()
+    assert weight.grad.item() == 264.0
