@@ -1,9 +1,9 @@
 """Sums whose gradient is found chunk by chunk, so that activations of one chunk only exist at a time.
 
-Exact where the chunks share nothing that needs a gradient but the parameters, and rows that are functions of
-the parameters alone (`SharedRows`): then the gradient of the sum is the sum of the gradients. To the outside it
-is one ordinary differentiable scalar: automatic optimization, gradient accumulation, DDP and ZeRO-1/2 need to
-know nothing.
+Exact where the chunks share nothing that needs a gradient but the parameters, and rows that are functions
+of the parameters alone (`SharedRows`): then the gradient of the sum is the sum of the gradients. To the
+outside it is one ordinary differentiable scalar: automatic optimization, gradient accumulation, DDP and
+ZeRO-1/2 need to know nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Tensors that every chunk may read, made block by block from the parameters: a draft layer's keys and values.
+    """Tensors that every chunk may read, made block by block from the parameters: a layer's keys and values.
 
     They exist whole, without the activations that they came from, and so does the gradient that the chunks
-    leave on them: the chunks read them as leaves, and each block is made once more at the end, with a gradient.
+    leave on them: the chunks read them as leaves, and each block is made again at the end, with a gradient.
 
     Args:
         make: block number -> the block's tensors; those of all blocks are put one after another along their
@@ -33,7 +33,7 @@ class SharedRows:
     blocks: int
 
     def joined(self) -> list[Tensor]:
-        """The tensors of all blocks one after another; whether they have a gradient is the caller's context."""
+        """The tensors of all blocks one after another, with a gradient where the caller's context has one."""
         parts = [tuple(self.make(block)) for block in range(self.blocks)]
         return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
@@ -51,8 +51,8 @@ def chunked_sum(
     fp64); backward hands the sums on, times the incoming gradient. Autocast is what it is around the call.
 
     With `shared` there are three phases: its rows are made without a gradient; the chunks read them, and what
-    flows back to them is summed in fp32 too; each of their blocks is made again and takes its part of that sum
-    back to the parameters.
+    flows back to them is summed in fp32 too; each of their blocks is made again and takes its part of that
+    sum back to the parameters.
 
     Args:
         step: chunk number -> scalar loss of that chunk, built from `parameters`; with `shared` its joined
