@@ -3,8 +3,8 @@
 With the lse of the whole softmax, P = exp(s - lse) is the weight of a key wherever it stands, and
 delta = rowsum(dO * O) of the merged output is what every score's gradient P (dP - delta) subtracts. So
 flash's backward kernel, given the merged output and lse, gives the exact dQ, dK and dV of the segments' part,
-and the own keys' part is elementwise. Keys of a long segment are gone over in blocks: flash's backward writes dK and
-dV of every query head, which for a long prefix would be larger than everything else in a step.
+and the own keys' part is elementwise. Keys of a long segment are gone over in blocks: flash's backward writes
+dK and dV of every query head, which for a long prefix would be larger than everything else in a step.
 Shapes: T queries, S keys, H query heads, G KV heads, D head dim, g = H / G.
 """
 
