@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -33,6 +38,25 @@ def _few_threads() -> None:
 def root() -> Path:
     """The checkout."""
     return Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+    """`run(*words)`: what `longtrain` with these words says, and its exit code, in this process."""
+    from longtrain import cli
+
+    def call(*words: str) -> CompletedProcess[str]:
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(tmp_path)
+            patch.setattr(sys, "argv", ["longtrain", *words])
+            try:
+                cli.main()
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+        return CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+    return call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,37 +7,36 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.errors import HydraException
 
 from longtrain import cli
 from longtrain.assets import asset_dir
 from longtrain.bench.suites import SUITES
+from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS
 from longtrain.suite_help import keys_of, suites_help, suites_of
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
-def run(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m longtrain ARGS` in a folder of its own."""
-    root = Path(__file__).parent.parent
-    return subprocess.run(
-        [sys.executable, "-m", "longtrain", *args],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(root), **env},
-    )
+
+def start(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m longtrain ARGS` in a process and a folder of its own."""
+    words = [sys.executable, "-m", "longtrain", *args]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=120, env=env)
 
 
 def test_top_help_is_quick_and_one_screen(tmp_path: Path) -> None:
     times = []
     for _ in range(5):
-        start = time.perf_counter()
-        done = run("--help", cwd=tmp_path)
-        times.append(time.perf_counter() - start)
+        began = time.perf_counter()
+        done = start("--help", cwd=tmp_path)
+        times.append(time.perf_counter() - began)
     assert done.returncode == 0
     assert all(f"\n  {job} " in done.stdout for job in JOBS)
     assert len(done.stdout.splitlines()) <= 24
@@ -53,13 +52,13 @@ def test_top_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_no_arguments_is_help(tmp_path: Path) -> None:
-    assert run(cwd=tmp_path).stdout == run("--help", cwd=tmp_path).stdout
+def test_no_arguments_is_help(run: Run) -> None:
+    assert run().stdout == run("--help").stdout
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path) -> None:
-    done = run(job, "--help", cwd=tmp_path)
+def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path, run: Run) -> None:
+    done = run(job, "--help")
     assert done.returncode == 0, done.stderr
     assert JOBS[job][1] in done.stdout
     assert "target: " in done.stdout and "tiny" in done.stdout
@@ -69,9 +68,9 @@ def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_keys_of_one_job_are_in_its_help_alone(tmp_path: Path) -> None:
-    assert "prompt: null" in run("generate", "--help", cwd=tmp_path).stdout
-    assert "prompt: null" not in run("eval", "--help", cwd=tmp_path).stdout
+def test_keys_of_one_job_are_in_its_help_alone(run: Run) -> None:
+    assert "prompt: null" in run("generate", "--help").stdout
+    assert "prompt: null" not in run("eval", "--help").stdout
 
 
 def test_help_says_which_suites_are_of_a_job() -> None:
@@ -83,8 +82,8 @@ def test_help_says_which_suites_are_of_a_job() -> None:
     assert suites_help("train") == ""
 
 
-def test_help_of_a_suite_lists_its_keys(tmp_path: Path) -> None:
-    done = run("eval", "suite=needle", "--help", cwd=tmp_path)
+def test_help_of_a_suite_lists_its_keys(run: Run) -> None:
+    done = run("eval", "suite=needle", "--help")
     assert done.returncode == 0, done.stderr
     assert "== Keys of suite=needle ==" in done.stdout and "lengths: ${lengths}" in done.stdout
     assert "\n    budgets: [128] " in done.stdout  # of what it builds on
@@ -109,9 +108,9 @@ def test_every_suite_is_in_the_help_of_its_job_with_all_its_keys() -> None:
         assert keys(name) <= set(said), name
 
 
-def test_version_and_recipes(tmp_path: Path) -> None:
-    assert run("--version", cwd=tmp_path).stdout.startswith("longtrain ")
-    listed = run("recipes", cwd=tmp_path).stdout
+def test_version_and_recipes(run: Run) -> None:
+    assert run("--version").stdout.startswith("longtrain ")
+    listed = run("recipes").stdout
     assert all(name in listed for name in cli.recipes())
 
 
@@ -146,8 +145,8 @@ def test_version_and_recipes(tmp_path: Path) -> None:
         (["+recipe=longspec_small", "trainer=cpu", "quiet=true"], ["no target model is chosen"], 1),
     ],
 )
-def test_mistakes_get_one_line(args: list[str], says: list[str], code: int, tmp_path: Path) -> None:
-    done = run(*args, cwd=tmp_path)
+def test_mistakes_get_one_line(args: list[str], says: list[str], code: int, tmp_path: Path, run: Run) -> None:
+    done = run(*args)
     assert done.returncode == code
     assert all(text in done.stderr for text in says), done.stderr
     assert "Traceback" not in done.stderr
@@ -156,16 +155,25 @@ def test_mistakes_get_one_line(args: list[str], says: list[str], code: int, tmp_
     assert not list(tmp_path.iterdir()), "a mistake must leave nothing behind"
 
 
-def test_traceback_on_request(tmp_path: Path) -> None:
-    args = ("bench", "suite=acceptance", "quiet=true")
-    assert "Traceback" in run(*args, cwd=tmp_path, HYDRA_FULL_ERROR="1").stderr
-    assert "Traceback" in run("+recipe=nope", cwd=tmp_path, HYDRA_FULL_ERROR="1").stderr
+@pytest.mark.parametrize(("word", "code"), [("evil", 2), ("+recipe=nope", 1), ("job=[train,fly]", 1)])
+def test_a_process_says_and_exits_the_same(word: str, code: int, tmp_path: Path, run: Run) -> None:
+    here, there = run(word), start(word, cwd=tmp_path)
+    assert there.returncode == here.returncode == code
+    assert there.stderr == here.stderr and there.stdout == here.stdout == ""
+    assert not list(tmp_path.iterdir())
 
 
-def test_resolved_config_is_printed_unless_quiet(tmp_path: Path) -> None:
-    loud = run("bench", "suite=acceptance", "name=abc", cwd=tmp_path)
+@pytest.mark.parametrize("args", [["+recipe=nope"], ["bench", "suite=acceptance", "quiet=true"]])
+def test_traceback_on_request(args: list[str], monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises((ConfigError, HydraException)):
+        run(*args)
+
+
+def test_resolved_config_is_printed_unless_quiet(run: Run) -> None:
+    loud = run("bench", "suite=acceptance", "name=abc")
     assert "run_dir: ./runs/abc" in loud.stderr and not loud.stdout
-    assert "run_dir" not in run("bench", "suite=acceptance", "quiet=true", cwd=tmp_path).stderr
+    assert "run_dir" not in run("bench", "suite=acceptance", "quiet=true").stderr
 
 
 class TestDispatch:

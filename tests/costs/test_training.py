@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -16,6 +15,8 @@ from longtrain.methods import get
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
+
+Run = Callable[..., CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("shape", ["llama_micro", "qwen3_micro"])
@@ -56,8 +57,8 @@ def test_a_suffix_costs_what_it_reads_and_little_else() -> None:
     assert step(4096).module == 4 * alone.module
 
 
-def test_plan_of_an_eviction_module(tmp_path: Path) -> None:
-    out = plan("+recipe=lookaheadkv_llama8b", cwd=tmp_path).stdout
+def test_plan_of_an_eviction_module(run: Run) -> None:
+    out = run("plan", "+recipe=lookaheadkv_llama8b", "quiet=true").stdout
     (line,) = [line for line in out.splitlines() if line.startswith("| 16896")]
     row = [cell.strip() for cell in line.split("|")]
     assert "bench suite=eviction" in out
@@ -66,14 +67,8 @@ def test_plan_of_an_eviction_module(tmp_path: Path) -> None:
     )  # measured, and gradients that training keeps
 
 
-def plan(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "longtrain", "plan", *args, "quiet=true"]
-    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120, env=env)
-
-
-def test_plan_needs_no_weights_and_no_network(tmp_path: Path) -> None:
-    done = plan("+recipe=longspec_llama8b_long", cwd=tmp_path)
+def test_plan_needs_no_weights_and_no_network(run: Run) -> None:
+    done = run("plan", "+recipe=longspec_llama8b_long", "quiet=true")
     assert done.returncode == 0, done.stderr
     weights = re.search(r"([\d.]+) B weights", done.stdout)
     trained = re.search(r"([\d.]+) M weights", done.stdout)
@@ -82,8 +77,8 @@ def test_plan_needs_no_weights_and_no_network(tmp_path: Path) -> None:
     assert "| 32768 | 32768 |" in done.stdout
 
 
-def test_plan_without_a_recipe_says_what_to_do(tmp_path: Path) -> None:
-    done = plan(cwd=tmp_path)
+def test_plan_without_a_recipe_says_what_to_do(run: Run) -> None:
+    done = run("plan", "quiet=true")
     assert done.returncode == 1 and "pass +recipe=NAME" in done.stderr
-    done = plan("+recipe=longspec_small", cwd=tmp_path)
+    done = run("plan", "+recipe=longspec_small", "quiet=true")
     assert done.returncode == 1 and "cannot know the shape of target.path=null" in done.stderr

@@ -56,23 +56,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def preflight(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def preflight(monkeypatch: pytest.MonkeyPatch, run: Any) -> Any:
     """`preflight(*words)`: exit code, stdout and stderr of one rank in this process."""
 
-    def run(*words: str, recipe: str = "quickstart") -> tuple[int, str, str]:
-        from longtrain.cli import main
-
+    def call(*words: str, recipe: str = "quickstart") -> tuple[int, str, str]:
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        monkeypatch.setattr("sys.argv", ["longtrain", "preflight", f"+recipe={recipe}", "quiet=true", *words])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as left:
-            code = int(left.code or 0)
-        return code, *capsys.readouterr()
+        done = run("preflight", f"+recipe={recipe}", "quiet=true", *words)
+        return done.returncode, done.stdout, done.stderr
 
-    return run
+    return call
 
 
 @pytest.mark.slow
