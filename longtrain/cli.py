@@ -101,7 +101,7 @@ def _store(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
     from longtrain import methods
 
     store = ConfigStore.instance()
-    # Hydra copies all sources for each group that it lists, 120 times for a help; what it loads it copies too.
+    # Hydra copies all sources for each group that it lists, 120 times for a help, and again what it loads.
     vars(store)["__deepcopy__"] = lambda memo: store
     for file in sorted(recipe_folder.glob("*.yaml")):
         named = {"name": file.stem, "artifact": "${home}/checkpoints/${name}"}
