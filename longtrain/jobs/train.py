@@ -38,7 +38,7 @@ def run(cfg: DictConfig) -> None:
     """
     from longtrain.data.rows.module import DataModule
     from longtrain.jobs.prepare import data_config
-    from longtrain.training import checkpoint
+    from longtrain.training import checkpoint, ranks
     from longtrain.training import loop as training
     from longtrain.training.callbacks import Stopped
     from longtrain.training.optim import Optim
@@ -113,6 +113,7 @@ def run(cfg: DictConfig) -> None:
         raise SystemExit(0) from None
     finally:
         kept.close()
+    ranks.leave(trainer)
     log.info(
         "trained steps=%d tokens=%d loss=%s tokens_per_s=%s folder=%s",
         summary["steps"],

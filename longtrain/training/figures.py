@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -119,10 +119,15 @@ def _on_host(step: _Step) -> dict[str, Any]:
 
 
 def _read(numbers: list[Number]) -> Iterator[float]:
-    """Device scalars as Python floats, in one transfer."""
-    tensors = [number.reshape(()).double() for number in numbers if isinstance(number, Tensor)]
+    """Device scalars as Python floats, in one transfer; with offload some of them lie on the host already."""
+    tensors = [number.reshape(()).double() for number in numbers if _far(number)]
     values = iter(torch.stack(tensors).tolist() if tensors else [])
-    return iter([next(values) if isinstance(number, Tensor) else float(number) for number in numbers])
+    return iter([next(values) if _far(number) else float(number) for number in numbers])
+
+
+def _far(number: Number) -> TypeGuard[Tensor]:
+    """Whether reading it means to wait for a device."""
+    return isinstance(number, Tensor) and number.device.type != "cpu"
 
 
 def _pooled(parts: tuple[dict[str, Any], ...]) -> StepRecord:

@@ -190,8 +190,20 @@ def told_when_lost(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def leave(trainer: Any) -> None:
+    """Take the process group down, once all ranks are done with it.
+
+    A rank that only ends may wait in NCCL for ranks that are gone.
+    """
+    if trainer.world_size > 1 and torch.distributed.is_initialized():
+        trainer.strategy.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _end(started: list[subprocess.Popen[bytes]]) -> None:
     """At the end of this process: those that it started end too, or, where it failed, would wait for it."""
+    processes = list(started)
+    started.clear()  # Lightning watches this list, and would kill this process for the exit code of another
     for process in processes:
         try:
             process.wait(END_SECONDS)

@@ -95,7 +95,7 @@ def test_offload_trains_alike(runs):
     assert max(apart(two, one)) <= 0.005
 
 
-SAVING = "trainer.checkpoint_every_steps=5", "trainer.deterministic=warn"
+SAVING = "trainer.checkpoint_every_steps=5", "trainer.deterministic=true"
 
 
 @pytest.mark.parametrize(
