@@ -1,49 +1,27 @@
-"""Losses on top of a language-model head, without ever holding the logits of a whole row; KL of importance.
+"""Losses of a student that shares the teacher's head, or learns the data's tokens.
 
-Shapes: T rows (tokens), E hidden dim, V vocabulary, R rows of one block, H heads, P prompts of a packed row.
+Shapes: T rows (tokens), E hidden dim, V vocabulary, K tokens of a law, R rows of one block.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from longtrain.errors import ConfigError
-
-IGNORE = -100
-"""Label of a row that is not supervised."""
-
-_LEAST = 1e-12
-"""Predicted importance counts as at least this share of its prompt."""
-
-_BLOCK_BYTES = {"cuda": 2**29, "cpu": 2**25}
-
-
-class HeadLoss(NamedTuple):
-    """A loss summed over rows, and where student and teacher agree.
-
-    Args:
-        total: scalar with a gradient, nats, fp32 (fp64 stays fp64).
-        hit_T: bool, no gradient; the student's argmax is the teacher's. False on rows that do not count.
-    """
-
-    total: Tensor
-    hit_T: Tensor
-
-
-class TopLaw(NamedTuple):
-    """A teacher's law of each row's next token, kept as its likeliest tokens; the rest is one lump.
-
-    Args:
-        ids_TK: tokens, likeliest first, int64.
-        logp_TK: their log probabilities, nats, fp32.
-    """
-
-    ids_TK: Tensor
-    logp_TK: Tensor
+from longtrain.losses.blocks import (
+    IGNORE,
+    HeadLoss,
+    TopLaw,
+    block_rows_of,
+    check_rows,
+    operands,
+    plain,
+    scaled,
+)
 
 
 def fused_linear_ce(
@@ -66,17 +44,17 @@ def fused_linear_ce(
     Returns: scalar sum over rows, nats, fp32 (fp64 stays fp64).
     Raises: ConfigError on shapes that do not fit.
     """
-    _check(hidden_TE, head_weight_VE, labels_T)
+    check_rows(hidden_TE, head_weight_VE, labels_T)
     if hidden_TE.is_cuda and weights_T is None and not block_rows:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # needs triton: CUDA only
 
-        hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE)
+        hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE)
         loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
         return loss(head_weight_VE, hidden_TE, labels_T)
     if weights_T is None:
         weights_T = torch.ones_like(labels_T, dtype=torch.float32)
-    rows = block_rows or _block_rows(head_weight_VE)
-    return _LinearCE.apply(*_operands(hidden_TE, head_weight_VE), labels_T, weights_T, rows)
+    rows = block_rows or block_rows_of(head_weight_VE)
+    return _LinearCE.apply(*operands(hidden_TE, head_weight_VE), labels_T, weights_T, rows)
 
 
 def fused_linear_kl(
@@ -106,13 +84,13 @@ def fused_linear_kl(
     if mask_T is None:
         mask_T = torch.ones(hidden_TE.shape[0], dtype=torch.bool, device=hidden_TE.device)
     weights_T = mask_T.float() if weights_T is None else weights_T * mask_T
-    _check(hidden_TE, head_weight_VE, weights_T)
+    check_rows(hidden_TE, head_weight_VE, weights_T)
     if teacher_hidden_TE.shape != hidden_TE.shape:
         raise ConfigError(
             f"teacher hidden {tuple(teacher_hidden_TE.shape)} differs from student's {tuple(hidden_TE.shape)}"
         )
-    rows = block_rows or _block_rows(head_weight_VE)
-    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE.detach())
+    rows = block_rows or block_rows_of(head_weight_VE)
+    hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE.detach())
     teacher_TE = teacher_hidden_TE.detach().to(hidden_TE.dtype)
     return HeadLoss(*_LinearKL.apply(hidden_TE, teacher_TE, head_weight_VE, weights_T, rows))
 
@@ -141,20 +119,20 @@ def fused_linear_top_kl(
     """
     if weights_T is None:
         weights_T = torch.ones(hidden_TE.shape[0], device=hidden_TE.device)
-    _check(hidden_TE, head_weight_VE, weights_T)
-    _check(hidden_TE, head_weight_VE, teacher.ids_TK[:, 0])
-    rows = block_rows or _block_rows(head_weight_VE)
-    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE.detach())
+    check_rows(hidden_TE, head_weight_VE, weights_T)
+    check_rows(hidden_TE, head_weight_VE, teacher.ids_TK[:, 0])
+    rows = block_rows or block_rows_of(head_weight_VE)
+    hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE.detach())
     return HeadLoss(*_LinearTopKL.apply(hidden_TE, *teacher, head_weight_VE, weights_T, rows))
 
 
 @torch.no_grad()
 def top_law(hidden_TE: Tensor, head_weight_VE: Tensor, k: int) -> TopLaw:
     """The `k` likeliest tokens after each row, by the law `softmax(hidden @ head.T)` in fp32."""
-    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE)
+    hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE)
     found = []
-    with _plain(hidden_TE):
-        for h_RE in hidden_TE.split(_block_rows(head_weight_VE)):
+    with plain(hidden_TE):
+        for h_RE in hidden_TE.split(block_rows_of(head_weight_VE)):
             logp_RV = log_softmax(h_RE @ head_weight_VE.t(), dim=-1, dtype=torch.float32)
             found.append(logp_RV.topk(k, dim=-1))
     return TopLaw(torch.cat([one.indices for one in found]), torch.cat([one.values for one in found]))
@@ -165,70 +143,12 @@ def greedy_hits(
     hidden_TE: Tensor, head_weight_VE: Tensor, labels_T: Tensor, *, block_rows: int = 0
 ) -> Tensor:
     """Where the argmax of `hidden @ head.T` is the label, bool_T; ignored rows are False."""
-    _check(hidden_TE, head_weight_VE, labels_T)
-    hidden_TE, head_weight_VE = _operands(hidden_TE, head_weight_VE)
-    rows = block_rows or _block_rows(head_weight_VE)
-    with _plain(hidden_TE):
+    check_rows(hidden_TE, head_weight_VE, labels_T)
+    hidden_TE, head_weight_VE = operands(hidden_TE, head_weight_VE)
+    rows = block_rows or block_rows_of(head_weight_VE)
+    with plain(hidden_TE):
         blocks = [(h_RE @ head_weight_VE.t()).argmax(-1) for h_RE in hidden_TE.split(rows)]
     return torch.cat(blocks) == labels_T if blocks else labels_T.bool()
-
-
-def importance_kl(pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
-    """KL from the true importance of a prompt's tokens to the predicted one, averaged over heads.
-
-    Both sides are normalised over each prompt. Terms of true importance 0 are dropped, and the prediction
-    counts as at least 1e-12 (without a gradient there). All in fp32 (fp64 stays fp64); the gradient is found
-    in the forward.
-
-    Args:
-        pred_HT: predicted importance of each token, 0 or more, of any scale.
-        true_HT: the true one, as above; no gradient flows into it.
-        prompt_T: int64, the prompt that each token belongs to; `prompts` for tokens of none.
-        prompts: P.
-
-    Returns: scalar sum over prompts, nats.
-    Raises: ConfigError on shapes that do not fit.
-    Source: LookaheadKV §3.2, Eq. 4 (ListNet with the identity in place of exp).
-    """
-    if pred_HT.shape != true_HT.shape or pred_HT.shape[1:] != prompt_T.shape:
-        raise ConfigError(
-            f"importance_kl: predicted {tuple(pred_HT.shape)}, true {tuple(true_HT.shape)} and prompts "
-            f"{tuple(prompt_T.shape)} do not fit; need [H, T], [H, T] and [T]"
-        )
-    return _ImportanceKL.apply(pred_HT, true_HT.detach(), prompt_T, prompts)
-
-
-class _ImportanceKL(torch.autograd.Function):
-    """With q = s / Z and the truth t = r / Z_t: dKL/ds_j = (sum of t where q counts) / Z - t_j / s_j."""
-
-    @staticmethod
-    def forward(ctx: Any, pred_HT: Tensor, true_HT: Tensor, prompt_T: Tensor, prompts: int) -> Tensor:
-        wide = torch.promote_types(pred_HT.dtype, torch.float32)
-        inside_T = prompt_T < prompts
-        pred_HT, true_HT = (x_HT.to(wide).where(inside_T, 0.0) for x_HT in (pred_HT, true_HT))
-
-        def spread(x_HT: Tensor) -> Tensor:
-            """Each prompt's sum, at each of its tokens."""
-            if prompts == 1:
-                return x_HT.sum(-1, keepdim=True)
-            sum_HP = x_HT.new_zeros(x_HT.shape[0], prompts + 1).index_add_(1, prompt_T, x_HT)
-            return sum_HP[:, prompt_T]
-
-        total_HT = spread(pred_HT)
-        true_HT = (true_HT / spread(true_HT)).nan_to_num_(0.0, 0.0, 0.0)
-        share_HT = pred_HT / total_HT
-        counts_HT = (true_HT > 0) & (share_HT > _LEAST)
-        log_ratio_HT = true_HT.log() - share_HT.nan_to_num(0.0, 0.0, 0.0).clamp_min(_LEAST).log()
-        kl = torch.where(true_HT > 0, true_HT * log_ratio_HT, 0.0).sum() / len(pred_HT)
-        if ctx.needs_input_grad[0]:
-            used_HT = true_HT * counts_HT
-            grad_HT = spread(used_HT) / total_HT - used_HT / pred_HT.where(counts_HT, pred_HT.new_ones(()))
-            ctx.save_for_backward(torch.where(inside_T & (total_HT > 0), grad_HT, 0.0) / len(pred_HT))
-        return kl
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors[0], grads[0]), None, None, None
 
 
 class _LinearCE(torch.autograd.Function):
@@ -243,7 +163,7 @@ class _LinearCE(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
         grad_TE = torch.zeros_like(hidden_TE) if need_hidden else None
         grad_VE = torch.zeros_like(head_VE, dtype=wide) if need_head else None
-        with _plain(hidden_TE):
+        with plain(hidden_TE):
             for a in range(0, hidden_TE.shape[0], rows):
                 part = slice(a, a + rows)
                 h_RE, y_R = hidden_TE[part], labels_T[part].clamp(min=0)[:, None]
@@ -264,7 +184,7 @@ class _LinearCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_TE, grad_VE = ctx.saved_tensors
-        return _scaled(grad_TE, grads[0]), _scaled(grad_VE, grads[0]), None, None, None
+        return scaled(grad_TE, grads[0]), scaled(grad_VE, grads[0]), None, None, None
 
 
 class _LinearKL(torch.autograd.Function):
@@ -278,7 +198,7 @@ class _LinearKL(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
         hit_T = torch.zeros_like(weights_T, dtype=torch.bool)
         grad_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
-        with _plain(hidden_TE):
+        with plain(hidden_TE):
             for a in range(0, hidden_TE.shape[0], rows):
                 part = slice(a, a + rows)
                 w_R = weights_T[part].to(wide)
@@ -298,7 +218,7 @@ class _LinearKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None
+        return scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None
 
 
 class _LinearTopKL(torch.autograd.Function):
@@ -318,7 +238,7 @@ class _LinearTopKL(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
         hit_T = torch.zeros_like(weights_T, dtype=torch.bool)
         grad_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
-        with _plain(hidden_TE):
+        with plain(hidden_TE):
             for a in range(0, hidden_TE.shape[0], rows):
                 part = slice(a, a + rows)
                 w_R, ids_RK = weights_T[part].to(wide), ids_TK[part]
@@ -344,34 +264,4 @@ class _LinearTopKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None, None
-
-
-def _scaled(grad: Tensor | None, by: Tensor) -> Tensor | None:
-    return None if grad is None else grad * by.to(grad.dtype)
-
-
-def _plain(like: Tensor) -> torch.autocast:
-    """Autocast off: operands are already in the type they are meant to be multiplied in."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
-def _operands(hidden_TE: Tensor, head_VE: Tensor) -> tuple[Tensor, Tensor]:
-    """Both operands of the head's product in one type: autocast's where it is on, else the head's."""
-    kind = hidden_TE.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head_VE.dtype
-    return hidden_TE.to(dtype), head_VE.to(dtype)
-
-
-def _block_rows(head_VE: Tensor) -> int:
-    """Rows whose two fp32 logits (student and teacher) fit the device's budget."""
-    budget = _BLOCK_BYTES.get(head_VE.device.type, _BLOCK_BYTES["cpu"])
-    return max(16, budget // (8 * head_VE.shape[0]))
-
-
-def _check(hidden_TE: Tensor, head_VE: Tensor, rows_T: Tensor) -> None:
-    if hidden_TE.shape[-1] != head_VE.shape[-1] or hidden_TE.shape[:1] != rows_T.shape:
-        raise ConfigError(
-            f"head loss: hidden {tuple(hidden_TE.shape)}, head {tuple(head_VE.shape)} and rows "
-            f"{tuple(rows_T.shape)} do not fit; need [T, E], [V, E] and [T]"
-        )
+        return scaled(ctx.saved_tensors[0], grads[0]), None, None, None, None, None
