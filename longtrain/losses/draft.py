@@ -84,8 +84,8 @@ def fused_draft_loss(
         raise ConfigError(
             f"draft loss: {J} passes of {[tuple(one.shape) for one in passes][:2]}, head "
             f"{tuple(head_KE.shape)}, {W} teacher rows, {len(teacher.draft_ids_K)} draft tokens, rows "
-            f"{tuple(row_JW.shape)} and weights {tuple(weight_JW.shape)} do not fit; need J of [R, E], [K, E], W, "
-            "K, [J, W] and [J, W]"
+            f"{tuple(row_JW.shape)} and weights {tuple(weight_JW.shape)} do not fit; need J of [R, E], "
+            "[K, E], W, K, [J, W] and [J, W]"
         )
     law = DraftTeacher(*(part.detach() for part in operands(*teacher[:2])), teacher.draft_ids_K)
     rows = block_rows or block_rows_of(law.head_VE)

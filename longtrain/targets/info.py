@@ -12,7 +12,8 @@ from longtrain.errors import TargetMismatchError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """`model_type`s whose attention is full, causal and routed through transformers' attention interface."""
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary types whose angles do not change with the length."""
 _SUPPORTED = f"supported: {', '.join(FAMILIES)} without sliding window"
 
 
@@ -114,8 +115,8 @@ def _reason(config: Any) -> str:
         return "is of a family that is not supported"
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    if kind not in _ROPE_TYPES:
-        return f"has rotary embeddings of type '{kind}' (allowed: {', '.join(_ROPE_TYPES)})"
+    if kind not in ROPE_TYPES:
+        return f"has rotary embeddings of type '{kind}' (allowed: {', '.join(ROPE_TYPES)})"
     return ""
 
 

@@ -78,7 +78,7 @@ class Eagle3Draft(nn.Module):
         self.post_attention_layernorm = RMSNorm(E, eps)
         self.mlp = SwiGLU(E, config.intermediate_size or info.intermediate_size, act=info.hidden_act)
         self.norm = RMSNorm(E, eps)
-        self.lm_head = nn.Linear(E, size, bias=False)
+        self.lm_head = nn.Linear(E, size, bias=False).requires_grad_(config.head == "trained")
         self.register_buffer("draft_ids_K", torch.arange(size))
         """Token of the target's vocabulary that each token of the draft's stands for, ascending, int64."""
         for tensor in self.parameters():

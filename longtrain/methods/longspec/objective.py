@@ -23,6 +23,7 @@ from longtrain.losses import (
     fused_linear_top_kl,
     greedy_hits,
 )
+from longtrain.methods import packed_rows
 from longtrain.methods.longspec import indices
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
@@ -121,20 +122,20 @@ class LongSpecObjective(Objective):
         offsets = None
         if c.anchor_offset:
             usable = c.offset_max_tokens or self.target.info.max_positions
-            offsets = indices.draw_offsets(
+            offsets = packed_rows.draw_offsets(
                 lengths, usable=usable, max_doc_tokens=c.offset_max_doc_tokens, seed=batch.seed
             )
         weights = list(c.shift_weights) or [1.0] * c.max_depth
         shifts = indices.draw_shifts(
             len(lengths), weights=weights if c.flash_noisy else [1.0], seed=batch.seed
         )
-        pos_T = indices.positions(batch.bounds, offsets=offsets, anchors=c.anchors).to(
+        pos_T = packed_rows.positions(batch.bounds, offsets=offsets, anchors=c.anchors).to(
             device, non_blocking=True
         )
         mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
         rows_W = mask_T.nonzero()[:, 0] - 1
         depth_T = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths)) - 1
-        ranges = indices.cut(rows_W, c.chunk_tokens)
+        ranges = packed_rows.cut(rows_W, c.chunk_tokens)
         return _DraftRow(batch, pos_T, shifts, depth_T, rows_W, ranges, self._target(batch, pos_T))
 
     @torch.no_grad()
@@ -180,7 +181,7 @@ class LongSpecObjective(Objective):
         labels_T = torch.full_like(batch.ids_T, IGNORE)
         rows = row.rows_W.to(device)
         labels_T[rows] = batch.ids_T[rows + 1]
-        vanilla_T = indices.positions(batch.bounds).to(device)
+        vanilla_T = packed_rows.positions(batch.bounds).to(device)
         sums = []
         for pos_T in (row.pos_T, vanilla_T):
             hidden_TE = self.target.packed(batch.ids_T, pos_T, batch.bounds).hidden[-1]

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from longtrain.errors import ConfigError
-from longtrain.methods import get
+from longtrain.methods import get, packed_rows
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.objective import LongSpecObjective
@@ -174,15 +174,15 @@ def test_guard_is_the_targets_own_loss_under_offsets(llama, make_draft, make_bat
     objective = LongSpecObjective(make_draft(llama, config), llama, config)
     batch = make_batch(llama, [20, 30], seed=6)
     gap, count = objective(batch).figures["guard/target_ce_delta"]
-    offsets = indices.draw_offsets([20, 30], usable=500, seed=6)
+    offsets = packed_rows.draw_offsets([20, 30], usable=500, seed=6)
 
     def own_loss(pos):
         hidden = llama.packed(batch.ids_T, pos, batch.bounds).hidden[-1]
         rows = batch.loss_mask_T.nonzero()[:, 0] - 1
         return functional.cross_entropy(llama.head(hidden[rows]), batch.ids_T[rows + 1], reduction="sum")
 
-    shifted = indices.positions(batch.bounds, offsets=offsets, anchors=4)
-    want = own_loss(shifted) - own_loss(indices.positions(batch.bounds))
+    shifted = packed_rows.positions(batch.bounds, offsets=offsets, anchors=4)
+    want = own_loss(shifted) - own_loss(packed_rows.positions(batch.bounds))
     assert abs(float(want)) > 1e-6
     torch.testing.assert_close(gap, want, rtol=1e-9, atol=1e-12)
     assert int(count) == 48

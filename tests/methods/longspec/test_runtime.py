@@ -14,6 +14,7 @@ from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.kernels.fused_layer import write_rows
 from longtrain.kernels.int4_linear import Int4Linear
+from longtrain.methods import packed_rows
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.ring import DraftRing
@@ -32,7 +33,7 @@ WARM = Sampling(temperature=1.0)
 def trained_law(draft, target, tokens, depth, window=WINDOW):
     """What training makes of the last of these tokens, seen as a node at this depth: probabilities."""
     ids, n = torch.tensor(tokens), len(tokens)
-    pos = indices.positions((0, n))
+    pos = packed_rows.positions((0, n))
     last = target.info.n_layers - 1
     kv = target.packed(ids, pos, (0, n), Want("none", kv=(last,))).kv[last]
     chunk = indices.make_chunk((0, n), [depth + 1], n - 1, n, window=window)
@@ -127,9 +128,9 @@ def test_anchor_offset_moves_nothing_but_positions(llama, make_draft):
         chunk = indices.make_chunk((0, 30), [2], 0, 30, window=WINDOW)
         return draft(llama.embed(ids), (cos[0], sin[0]), kv, chunk)
 
-    vanilla = hidden(indices.positions((0, 30)))
-    moved = hidden(indices.positions((0, 30), offsets=[50], anchors=0))
-    anchored = hidden(indices.positions((0, 30), offsets=[50], anchors=4))
+    vanilla = hidden(packed_rows.positions((0, 30)))
+    moved = hidden(packed_rows.positions((0, 30), offsets=[50], anchors=0))
+    anchored = hidden(packed_rows.positions((0, 30), offsets=[50], anchors=4))
     torch.testing.assert_close(moved, vanilla, rtol=1e-4, atol=1e-5)  # rotary angles are computed in fp32
     assert (anchored - vanilla)[10:].abs().max() > 1e-3
 

@@ -1,0 +1,267 @@
+"""What EAGLE-3 minimises: the draft against the target over the training-time test, a chunk at a time.
+
+Shapes: T tokens of a packed row, S rows from the first document that is trained to the last row that is,
+R rows of a chunk, J depths, W labels that a chunk predicts, E hidden dim, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longtrain.chunked import SharedRows, chunked_sum
+from longtrain.errors import ConfigError
+from longtrain.kernels.attention.own_keys import OwnKey, own_keys_attention
+from longtrain.losses.draft import DraftTeacher, fused_draft_loss
+from longtrain.methods import packed_rows
+from longtrain.methods.eagle3.rope import rope_of
+from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
+from longtrain.methods.packed_rows import OwnSegments
+from longtrain.methods.spec import Loss, Objective
+from longtrain.targets.step import Want
+
+if TYPE_CHECKING:
+    from longtrain.data.rows.batch import Batch
+    from longtrain.methods.eagle3.config import Config
+    from longtrain.methods.eagle3.modules import Eagle3Draft
+    from longtrain.targets.model import Target
+
+
+@dataclass(frozen=True)
+class _DraftRow:
+    """A batch with its positions, and what the target said about it.
+
+    `ids` and `pos` go on with zeros past the row's end, for depths of rows that predict nothing. `low` and
+    `high` are the rows whose keys and values are shared by all chunks.
+    """
+
+    batch: Batch
+    ids: Tensor
+    pos: Tensor
+    labels: Labels
+    hidden: Mapping[int, Tensor]
+    low: int
+    high: int
+
+
+class Eagle3Objective(Objective):
+    """The draft's law against the target's at every depth of the training-time test.
+
+    Row i of a document holds the feature of token i and the embedding of token i + 1, and predicts token
+    i + 2. At depth k its feature is what the depth before gave in the same row, its token i + 1 + k is the
+    data's, its position is that of token i + k, and it predicts token i + 2 + k where that is a label of its
+    document. Of the first depth's keys it sees those of rows up to i, and of later depths' keys those of its
+    own row. A window counts from where the query stands, as engines count it: at depth k it begins with row
+    i + k - window.
+
+    A label counts once, however many depths predict it: its loss is the sum over the depths of
+    `depth_decay ** k` times the loss there, the scale of the authors' code. The sum over a batch is divided
+    by its labels; the second token of a document is a label that no row predicts and counts all the same.
+
+    Args:
+        module: the draft.
+        target: frozen.
+        config: hyperparameters.
+
+    Raises:
+        ConfigError: offsets beyond the target's context.
+
+    Source: EAGLE-3 §3.2 and the authors' code for the indices.
+    Note: the authors mask by the token that is read and average over all rows; here what counts is whether
+        the predicted token is a label.
+    """
+
+    module: Eagle3Draft
+    target: Target
+
+    def __init__(self, module: Eagle3Draft, target: Target, config: Config) -> None:
+        super().__init__()
+        self.module, self.target, self.config = module, target, config
+        self.rope = rope_of(config, target)
+        context = target.info.max_positions
+        if config.anchor_offset and config.offset_max_tokens > context:
+            raise ConfigError(
+                f"method.offset_max_tokens={config.offset_max_tokens} is beyond the {context} positions of "
+                f"{target.info.name}; pass at most {context}, 0 (all of them), or target.max_positions if "
+                f"its RoPE scaling reaches further"
+            )
+
+    def forward(self, batch: Batch) -> Loss:
+        """The sum over labels; figures `loss`, `accuracy` over all depths, `acc/depth_k` and `tau`.
+
+        `acc/depth_k` is the share of right guesses at depth k among rows whose depths before were right;
+        `tau` the tokens that a greedy chain from a row would gain, the target's own token included.
+        """
+        row = self._read(batch)
+        device, depths, chunk = batch.ids_T.device, self.config.depths, self.config.chunk_tokens
+        counts = torch.zeros(2, depths, dtype=torch.int64, device=device)
+        rights = torch.zeros(2, dtype=torch.int64, device=device)
+
+        def step(i: int, k_SGD: Tensor, v_SGD: Tensor) -> Tensor:
+            return self._chunk(row, *row.labels.ranges[i], (k_SGD, v_SGD), counts, rights)
+
+        blocks = [*range(row.low, row.high, chunk or max(row.high, 1)), row.high]
+        shared = SharedRows(lambda b: self._keys_values(row, *blocks[b : b + 2]), len(blocks) - 1)
+        if chunk or not row.labels.ranges:
+            total = chunked_sum(step, len(row.labels.ranges), self.module.parameters(), shared=shared)
+        else:
+            total = step(0, *shared.joined())
+        tokens = len(row.labels.token_Y)
+        labels, (right, asked) = torch.full((), tokens, device=device), rights
+        figures = {"loss": (total.detach(), labels), "accuracy": (right, asked)}
+        figures |= {f"acc/depth_{k}": (counts[0, k], counts[1, k]) for k in range(depths)}
+        figures["tau"] = (counts[0].sum() + counts[1, 0], counts[1, 0])
+        return Loss(total, tokens, figures)
+
+    @torch.no_grad()
+    def _read(self, batch: Batch) -> _DraftRow:
+        """Draw offsets, find the labels and run the target over the row."""
+        c, device = self.config, batch.ids_T.device
+        offsets = None
+        if c.anchor_offset:
+            offsets = packed_rows.draw_offsets(
+                [b - a for a, b in pairwise(batch.bounds)],
+                usable=c.offset_max_tokens or self.target.info.max_positions,
+                max_doc_tokens=c.offset_max_doc_tokens,
+                seed=batch.seed,
+            )
+        pos_T = packed_rows.positions(batch.bounds, offsets=offsets, anchors=c.anchors)
+        pos_T = pos_T.to(device, non_blocking=True)
+        mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+        labels = labels_of(mask_T, batch.bounds, depths=c.depths, chunk_tokens=c.chunk_tokens)
+        low = high = 0
+        if labels.ranges:
+            low = max(a for a in batch.bounds if a <= labels.ranges[0][0])
+            high = labels.ranges[-1][1]
+        want = Want("none", hidden=(*self.module.layers, -1))
+        step = self.target.packed(batch.ids_T, pos_T, batch.bounds, want)
+        after = (0, c.depths + 1)
+        return _DraftRow(batch, pad(batch.ids_T, after), pad(pos_T, after), labels, step.hidden, low, high)
+
+    def _chunk(
+        self,
+        row: _DraftRow,
+        start: int,
+        stop: int,
+        shared: tuple[Tensor, Tensor],
+        counts: Tensor,
+        rights: Tensor,
+    ) -> Tensor:
+        """Summed loss of rows start..stop; what they guess right is added to `counts` and `rights`."""
+        device, depths = row.ids.device, self.config.depths
+        token_W, row_JW = row.labels.predicted(start, stop)
+        weight_JW = (self.config.depth_decay ** torch.arange(depths, dtype=torch.float64)[:, None]).expand(
+            row_JW.shape
+        )
+        token_W, row_JW, weight_JW = (
+            part.to(device, non_blocking=True) for part in (token_W, row_JW, weight_JW)
+        )
+        if row.batch.weights_T is not None:
+            weight_JW = weight_JW * row.batch.weights_T[token_W]
+        teacher = DraftTeacher(row.hidden[-1][token_W - 1], self.target.head_weight, self.module.draft_ids_K)
+        loss, hit_JW = fused_draft_loss(
+            self._passes(row, start, stop, *shared),
+            self.module.lm_head.weight,
+            teacher,
+            row_JW,
+            weight_JW,
+            objective=self.config.objective,
+            kl_decay=self.config.kl_decay,
+        )
+        asked_JW = row_JW >= 0
+        by_row = torch.zeros(2, depths, stop - start + 1, dtype=torch.bool, device=device)
+        by_row.scatter_(
+            2, row_JW.where(asked_JW, stop - start).expand(2, -1, -1), torch.stack((hit_JW, asked_JW))
+        )
+        counts += torch.stack(survivors(*by_row[..., :-1]))
+        rights += torch.stack((hit_JW.sum(), asked_JW.sum()))
+        return loss
+
+    def _passes(self, row: _DraftRow, start: int, stop: int, k_SGD: Tensor, v_SGD: Tensor) -> list[Tensor]:
+        """The LM head's input of rows start..stop at each depth."""
+        module, attention, window = self.module, self.module.self_attn, self.config.window
+        own = packed_rows.own_segments(row.batch.bounds, start, stop, window=window or None)
+        keys = slice(own.halo - row.low, stop - row.low)
+        k_CGD, v_CGD = k_SGD[keys], v_SGD[keys]
+        sinks = _Sinks(row, start, own, self.config, (k_SGD, v_SGD))
+        feature = module.feature([self._mine(row.hidden[layer][start:stop]) for layer in module.layers])
+        chain: list[OwnKey] = []
+        found = []
+        for depth in range(self.config.depths):
+            rope = self.rope(row.pos[start + depth : stop + depth])
+            entry, residual = module.enter(self._embed(row, start + depth, stop + depth), feature)
+            if depth:
+                chain.append(OwnKey(*attention.keys_values(entry, rope)))
+            mixed = own_keys_attention(
+                attention.query(entry, rope),
+                k_CGD,
+                v_CGD,
+                own.queries,
+                own.keys,
+                [*sinks.keys(depth), *chain],
+                scale=module.scale,
+                window=window - depth if window else None,
+            )
+            out, feature = module.after_attention(residual, mixed)
+            found.append(out)
+        return found
+
+    def _keys_values(self, row: _DraftRow, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The first depth's keys and values of rows start..stop, each [stop - start, G, D]."""
+        feature = self.module.feature(
+            [self._mine(row.hidden[layer][start:stop]) for layer in self.module.layers]
+        )
+        entry, _ = self.module.enter(self._embed(row, start, stop), feature)
+        return self.module.self_attn.keys_values(entry, self.rope(row.pos[start:stop]))
+
+    def _embed(self, row: _DraftRow, start: int, stop: int) -> Tensor:
+        """Embeddings of the token after each of the rows start..stop."""
+        ids = row.ids[start + 1 : stop + 1]
+        if self.module.embed_tokens is not None:
+            return self.module.embed_tokens(ids)
+        with torch.no_grad():
+            return self._mine(self.target.embed(ids))
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """What the target gave in the module's dtype, where autocast does not see to it."""
+        return x if torch.is_autocast_enabled(x.device.type) else x.to(self.module.fc.weight.dtype)
+
+
+class _Sinks:
+    """First rows of each document as keys of the rows that have them behind their window."""
+
+    def __init__(
+        self,
+        row: _DraftRow,
+        start: int,
+        own: OwnSegments,
+        config: Config,
+        shared: tuple[Tensor, Tensor],
+    ) -> None:
+        self.window = config.window
+        self.made: list[list[Tensor]] = []
+        spans = [(start + a, start + b) for a, b in pairwise(own.queries)]
+        firsts = [max(edge for edge in row.batch.bounds if edge <= a) for a, _ in spans]
+        far = max(b - 1 - first for (_, b), first in zip(spans, firsts, strict=True))
+        if not config.sinks or far + config.depths - 1 <= config.window:
+            return
+        within = [torch.arange(a - first, b - first) for (a, b), first in zip(spans, firsts, strict=True)]
+        device = row.ids.device
+        self.within_R = torch.cat(within).to(device, non_blocking=True)
+        last = spans[-1][1] - 1
+        places = torch.tensor([[min(first + s, last) for s in range(config.sinks)] for first in firsts])
+        places = (places - row.low).to(device, non_blocking=True)
+        picked = [x_SGD[places] for x_SGD in shared]
+        for s in range(config.sinks):
+            parts = [[x[d, s].expand(b - a, -1, -1) for d, (a, b) in enumerate(spans)] for x in picked]
+            self.made.append([torch.cat(some) for some in parts])
+
+    def keys(self, depth: int) -> list[OwnKey]:
+        """The sinks as keys of each row at a depth."""
+        return [OwnKey(k, v, self.within_R + depth - self.window > s) for s, (k, v) in enumerate(self.made)]

@@ -1,0 +1,49 @@
+"""A rotary embedding from its parameters alone, where no model is at hand to be asked.
+
+Shapes: T positions, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from longtrain.errors import TargetMismatchError, refusal
+from longtrain.targets.info import ROPE_TYPES
+
+
+class Rotary:
+    """Cos and sin of positions, as every supported family computes them.
+
+    Args:
+        parameters: `rope_parameters` of transformers, such as `{"rope_type": "default", "rope_theta": 1e4}`.
+        head_dim: D.
+        max_positions: the context, which some types scale by.
+
+    Raises:
+        TargetMismatchError: a type whose angles change with the length, or one that is not known.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], *, head_dim: int, max_positions: int) -> None:
+        kind = parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise refusal(TargetMismatchError, f"rotary embedding of type '{kind}'", ", ".join(ROPE_TYPES))
+        config = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters=dict(parameters),
+        )
+        self._module = LlamaRotaryEmbedding(config)
+
+    def __call__(self, pos_T: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Cos and sin, each [T, D] in `dtype` (computed in fp32, as targets do), of positions [T]."""
+        like = torch.empty(0, dtype=dtype, device=pos_T.device)
+        cos_BTD, sin_BTD = self._module.to(pos_T.device)(like, position_ids=pos_T[None])
+        return cos_BTD[0], sin_BTD[0]
