@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longtrain.chunked import SharedRows, chunked_sum
+from longtrain.data.rows import packed_rows
+from longtrain.data.rows.packed_rows import OwnSegments
 from longtrain.errors import ConfigError
 from longtrain.kernels.attention.own_keys import OwnKey, own_keys_attention
 from longtrain.losses.draft import DraftTeacher, fused_draft_loss
-from longtrain.methods import packed_rows
 from longtrain.methods.eagle3.rope import rope_of
 from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
-from longtrain.methods.packed_rows import OwnSegments
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
 
@@ -74,7 +74,8 @@ class Eagle3Objective(Objective):
 
     Source: EAGLE-3 §3.2 and the authors' code for the indices.
     Note: the authors mask by the token that is read and average over all rows; here what counts is whether
-        the predicted token is a label.
+        the predicted token is a label. The package speculators makes one mask by rows for all depths, so a
+        window that it trains with does not move along; engines move it.
     """
 
     module: Eagle3Draft

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longtrain.methods.packed_rows import cut
+from longtrain.data.rows.packed_rows import cut
 
 NONE = -1
 """In place of a row: there is none."""

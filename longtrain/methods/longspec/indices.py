@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from longtrain.methods.packed_rows import own_segments, stream
+from longtrain.data.rows.packed_rows import own_segments, stream
 
 Spans = tuple[tuple[int, int], ...]
 

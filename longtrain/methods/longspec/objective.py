@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longtrain.chunked import chunked_sum
+from longtrain.data.rows import packed_rows
 from longtrain.errors import ConfigError
 from longtrain.losses import (
     IGNORE,
@@ -23,7 +24,6 @@ from longtrain.losses import (
     fused_linear_top_kl,
     greedy_hits,
 )
-from longtrain.methods import packed_rows
 from longtrain.methods.longspec import indices
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want

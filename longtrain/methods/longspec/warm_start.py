@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from longtrain.data.rows.packed_rows import positions
 from longtrain.methods.longspec.indices import make_chunk
-from longtrain.methods.packed_rows import positions
 from longtrain.targets.step import Want
 
 if TYPE_CHECKING:

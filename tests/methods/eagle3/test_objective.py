@@ -9,8 +9,8 @@ import pytest
 import torch
 from plain_test import training_time_test
 
+from longtrain.data.rows import packed_rows
 from longtrain.errors import ConfigError
-from longtrain.methods import packed_rows
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.rope import rope_of

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longtrain.methods import packed_rows
+from longtrain.data.rows import packed_rows
 from longtrain.methods.longspec import indices
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from longtrain.data.rows import packed_rows
 from longtrain.errors import ConfigError
-from longtrain.methods import get, packed_rows
+from longtrain.methods import get
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.objective import LongSpecObjective

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from longtrain.cache.base import Tree
+from longtrain.data.rows import packed_rows
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.kernels.fused_layer import write_rows
 from longtrain.kernels.int4_linear import Int4Linear
-from longtrain.methods import packed_rows
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.ring import DraftRing
