@@ -17,7 +17,7 @@ class Config:
     layers: list[int] | None = None  # target layers whose outputs are read, lowest first (0-based); null: as
     # the authors choose them, three evenly spread ones where the target has fewer than 8 layers
     draft_vocab_size: CountOrZero = 32000  # most frequent tokens of the training answers that are drafted;
-    # 0: the target's whole vocabulary
+    # 0, or as many as the target has or more: the target's whole vocabulary
     depths: Count = 7  # steps of the training-time test (§3.2; the authors' code)
     depth_decay: Positive = 0.8  # weight of depth k is depth_decay ** k (the authors' code)
     objective: Annotated[str, OneOf(*OBJECTIVES)] = "lk_hybrid"  # kl: the paper's; lk: -log of the accepted

@@ -34,7 +34,7 @@ class Eagle3Draft(nn.Module):
         info: the target's shapes.
 
     Raises:
-        TargetMismatchError: a layer that the target does not have, or a vocabulary larger than the target's.
+        TargetMismatchError: a layer that the target does not have.
 
     Source: EAGLE-3 §3.1; the authors' code for the order of norms; EAGLE-3.1 for `fc_norm` and `norm_output`.
     """
@@ -48,13 +48,8 @@ class Eagle3Draft(nn.Module):
             raise TargetMismatchError(
                 f"method.layers={list(self.layers)}; target {info.name} allows 0..{info.n_layers - 1}"
             )
-        if config.draft_vocab_size > info.vocab_size:
-            raise TargetMismatchError(
-                f"method.draft_vocab_size={config.draft_vocab_size}; target {info.name} allows 0 (all) to "
-                f"{info.vocab_size}"
-            )
         E, n, eps = info.hidden_size, len(self.layers), config.rms_norm_eps or info.rms_norm_eps
-        size = config.draft_vocab_size or info.vocab_size
+        size = min(config.draft_vocab_size or info.vocab_size, info.vocab_size)
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         heads = (config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads)
         dim = config.head_dim or info.head_dim

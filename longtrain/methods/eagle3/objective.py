@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _DraftRow:
+class _TestedRow:
     """A batch with its positions, and what the target said about it.
 
     `ids` and `pos` go on with zeros past the row's end, for depths of rows that predict nothing. `low` and
@@ -121,7 +121,7 @@ class Eagle3Objective(Objective):
         return Loss(total, tokens, figures)
 
     @torch.no_grad()
-    def _read(self, batch: Batch) -> _DraftRow:
+    def _read(self, batch: Batch) -> _TestedRow:
         """Draw offsets, find the labels and run the target over the row."""
         c, device = self.config, batch.ids_T.device
         offsets = None
@@ -143,11 +143,11 @@ class Eagle3Objective(Objective):
         want = Want("none", hidden=(*self.module.layers, -1))
         step = self.target.packed(batch.ids_T, pos_T, batch.bounds, want)
         after = (0, c.depths + 1)
-        return _DraftRow(batch, pad(batch.ids_T, after), pad(pos_T, after), labels, step.hidden, low, high)
+        return _TestedRow(batch, pad(batch.ids_T, after), pad(pos_T, after), labels, step.hidden, low, high)
 
     def _chunk(
         self,
-        row: _DraftRow,
+        row: _TestedRow,
         start: int,
         stop: int,
         shared: tuple[Tensor, Tensor],
@@ -184,7 +184,7 @@ class Eagle3Objective(Objective):
         rights += torch.stack((hit_JW.sum(), asked_JW.sum()))
         return loss
 
-    def _passes(self, row: _DraftRow, start: int, stop: int, k_SGD: Tensor, v_SGD: Tensor) -> list[Tensor]:
+    def _passes(self, row: _TestedRow, start: int, stop: int, k_SGD: Tensor, v_SGD: Tensor) -> list[Tensor]:
         """The LM head's input of rows start..stop at each depth."""
         module, attention, window = self.module, self.module.self_attn, self.config.window
         own = packed_rows.own_segments(row.batch.bounds, start, stop, window=window or None)
@@ -213,7 +213,7 @@ class Eagle3Objective(Objective):
             found.append(out)
         return found
 
-    def _keys_values(self, row: _DraftRow, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, row: _TestedRow, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The first depth's keys and values of rows start..stop, each [stop - start, G, D]."""
         feature = self.module.feature(
             [self._mine(row.hidden[layer][start:stop]) for layer in self.module.layers]
@@ -221,7 +221,7 @@ class Eagle3Objective(Objective):
         entry, _ = self.module.enter(self._embed(row, start, stop), feature)
         return self.module.self_attn.keys_values(entry, self.rope(row.pos[start:stop]))
 
-    def _embed(self, row: _DraftRow, start: int, stop: int) -> Tensor:
+    def _embed(self, row: _TestedRow, start: int, stop: int) -> Tensor:
         """Embeddings of the token after each of the rows start..stop."""
         ids = row.ids[start + 1 : stop + 1]
         if self.module.embed_tokens is not None:
@@ -239,7 +239,7 @@ class _Sinks:
 
     def __init__(
         self,
-        row: _DraftRow,
+        row: _TestedRow,
         start: int,
         own: OwnSegments,
         config: Config,
