@@ -34,6 +34,7 @@ class Spread:
         shard: whether each machine holds one copy of the target's layers.
         mixed: whether trained weights are copied to 16 bits for the step.
         network_bytes_per_s: between machines, a GPU.
+        bucket: numbers in each of DeepSpeed's two buckets of gradients; as Lightning sets it.
     """
 
     devices: int = 1
@@ -43,6 +44,7 @@ class Spread:
     shard: bool = False
     mixed: bool = True
     network_bytes_per_s: float = 50e9
+    bucket: int = 200_000_000
 
     @property
     def ranks(self) -> int:

@@ -36,9 +36,6 @@ where the GPU is faster still. Fits to the two runs of a 28M model in recipes/re
 WORKSPACE = 64 * 2**20
 """cuBLAS and cuBLASLt on Hopper."""
 
-BUCKETS = 2 * 200_000_000 * 4
-"""DeepSpeed's two buckets of fp32 gradients (Lightning's `reduce_bucket_size`), there while backward runs."""
-
 PROCESS = 4 * GIB
 """Host memory of a rank's process: Python, PyTorch and CUDA; an assumption."""
 
@@ -152,7 +149,7 @@ def memory(job: Job, layout: Spread) -> Memory:
         back = max(step.backward, sums)
         phases[MODULE] = fixed + kept + copies + sums + step.inputs + max(step.module, back)
     left = 0 if step.chunked else step.inputs + step.backward + copies
-    reduced = weights if not layout.zero else weights + BUCKETS
+    reduced = weights if not layout.zero else weights + 2 * 4 * layout.bucket  # fp32, while backward runs
     regathered = gathered if step.beside_pass else 0
     phases[BACKWARD] = fixed + regathered + sums + reduced + left
     phase = max(phases, key=phases.__getitem__)
@@ -252,7 +249,7 @@ def assumptions(gpu: Gpu, layout: Spread) -> dict[str, float]:
         "host_step_s": STEP_S,
         "host_layer_s": LAYER_S,
         "workspace_bytes": WORKSPACE,
-        "zero_bucket_bytes": BUCKETS,
+        "zero_bucket_bytes": 2 * 4 * layout.bucket,
         "gathered_layers": GATHERED,
         "context_bytes": CONTEXT,
         "spare_share": SPARE,

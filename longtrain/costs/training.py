@@ -28,18 +28,25 @@ class PackedRow:
 
     Args:
         tokens: length of the packed row.
-        doc_tokens: length of its documents.
+        doc_tokens: longest piece of a document in it.
         response_tokens: tokens of each document's response, where it has one.
+        usual_tokens: length of its documents on average; None: each is as long as it may be.
     """
 
     tokens: int
     doc_tokens: int
     response_tokens: int = 0
+    usual_tokens: float | None = None
 
     @property
     def documents(self) -> int:
-        """Documents in the row, each as long as they may be."""
-        return max(1, self.tokens // self.doc_tokens)
+        """Documents in the row."""
+        return max(1, int(self.tokens / (self.usual_tokens or self.doc_tokens) + 1e-6))
+
+    @property
+    def attended(self) -> int:
+        """Tokens of the documents that attention reads, on average."""
+        return min(self.doc_tokens, self.tokens // self.documents)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def target_flops(size: Sizes, row: PackedRow) -> int:
 
 def target_attention_flops(size: Sizes, row: PackedRow) -> int:
     """The part of `target_flops` that is attention."""
-    return 2 * size.width * row.tokens * min(row.doc_tokens, row.tokens)
+    return 2 * size.width * row.tokens * row.attended
 
 
 def head_bytes(size: Sizes, rows: int, *, kl: bool) -> int:
@@ -156,7 +163,8 @@ def draft_step(
     )
     hidden = size.hidden_size if kl else 0
     inputs = row.tokens * ((2 * kv + hidden) * itemsize + 8)
-    attention = 7 * heads * row.tokens * (document + 2 * min(window or document, document))
+    seen = row.attended
+    attention = 7 * heads * row.tokens * (seen + 2 * min(window or seen, seen))
     chunks = -(-row.tokens // chunk)
     return StepCost(
         inputs=inputs,

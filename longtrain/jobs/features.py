@@ -15,6 +15,7 @@ from longtrain.settings import read
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from longtrain.features.forms import Form
     from longtrain.features.shards import FeatureFiles
     from longtrain.methods.spec import Objective
     from longtrain.targets.model import Target
@@ -32,6 +33,20 @@ def settings_of(cfg: DictConfig) -> FeatureSettings:
     if settings.mode != "online" and settings.folder is None:
         raise ConfigError(f"features={settings.mode} needs a folder; pass features.folder=FOLDER")
     return settings
+
+
+def form_of(settings: FeatureSettings) -> Form:
+    """How features are stored: as the settings say, and where they do not, as the folder has them.
+
+    Raises:
+        DataError: what says how they are stored is damaged.
+    """
+    from longtrain.features import identity
+    from longtrain.features.forms import Form
+
+    there = identity.read(Path(str(settings.folder)))
+    usual = Form() if there is None else there.form
+    return Form(settings.form or usual.form, usual.top_k if settings.top_k is None else settings.top_k)
 
 
 def check_filled(settings: FeatureSettings) -> None:
@@ -133,14 +148,11 @@ def stored(
     if settings.mode == "online" or target is None:
         return Stored(target)
     from longtrain.features import identity
-    from longtrain.features.forms import Form
     from longtrain.features.shards import MIB, FeatureFiles
     from longtrain.features.target import StoredTarget
 
     folder, fill = Path(str(settings.folder)), settings.mode == "fill"
-    there = identity.read(folder)
-    usual = Form() if there is None else there.form
-    form = Form(settings.form or usual.form, usual.top_k if settings.top_k is None else settings.top_k)
+    there, form = identity.read(folder), form_of(settings)
     name, rows = data
     mine = identity.Identity(
         target.info.name, target.info.weights_hash, str(name), identity.hash_of(rows), form

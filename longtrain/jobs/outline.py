@@ -97,24 +97,64 @@ def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
         ConfigError: a strategy that does not train, or a wrong `target.shard`.
     """
     words = cfg.trainer
-    strategy = plain(words.get("strategy"))
-    keys = strategy if isinstance(strategy, Mapping) else {}
-    stage = keys.get("stage")
-    if "deepspeed" in str(strategy).lower() and stage not in (1, 2) and "config" not in keys:
-        asked = f"DeepSpeed's stage {stage}" if keys else strategy
-        allowed = (
-            "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
-        )
-        raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
+    zero = _zero(plain(words.get("strategy")))
     shard = convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") if cfg.target else None
     mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed")
     return Spread(
         devices=devices,
         nodes=nodes,
-        zero=int(stage or 0),
-        offload=bool(keys.get("offload_optimizer")),
         shard=shard is not None,
         mixed=mixed and str(words.get("accelerator")) != "cpu",
+        **zero,
+    )
+
+
+def _zero(strategy: Any) -> dict[str, Any]:
+    """What DeepSpeed does, as fields of `Spread`; none where another strategy trains.
+
+    Its keys are Lightning's, or those of DeepSpeed's own `config`, a mapping or a JSON file.
+
+    Raises:
+        ConfigError: another stage than 1 and 2, or a file that cannot be read.
+    """
+    if "deepspeed" not in str(strategy).lower():
+        return {}
+    keys = strategy if isinstance(strategy, Mapping) else {}
+    stage, offload, bucket = (
+        keys.get("stage"),
+        bool(keys.get("offload_optimizer")),
+        keys.get("reduce_bucket_size"),
+    )
+    config = keys.get("config")
+    if config is not None:
+        zero = _own_config(config).get("zero_optimization") or {}
+        stage, bucket = zero.get("stage"), zero.get("reduce_bucket_size", 500_000_000)  # DeepSpeed's default
+        offload = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    if stage not in (1, 2):
+        asked = f"DeepSpeed's stage {stage}" if keys else strategy
+        allowed = (
+            "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
+        )
+        raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
+    found = {"zero": int(stage), "offload": offload}
+    return found if bucket is None else {**found, "bucket": int(bucket)}
+
+
+def _own_config(config: Any) -> Mapping[str, Any]:
+    """DeepSpeed's own configuration.
+
+    Raises:
+        ConfigError: it is neither a mapping nor a JSON file with one.
+    """
+    try:
+        found = config if isinstance(config, Mapping) else json.loads(Path(str(config)).read_bytes())
+        if isinstance(found, Mapping):
+            return found
+        reason = "no mapping"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise ConfigError(
+        f"trainer.strategy.config={config} cannot be read ({reason}); allowed: a mapping or a JSON file"
     )
 
 
@@ -136,7 +176,7 @@ def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
         shape = plain(cfg.target.shape)
     else:
         raise ConfigError(
-            f"the shape of target.path={where or 'null'} is not known: no config.json there and no "
+            f"cannot know the shape of target.path={where or 'null'}: no config.json there and no "
             "target.shape; pass +recipe=NAME, target=NAME or target.path=FOLDER"
         )
     tied = bool(shape.pop("tied", False))

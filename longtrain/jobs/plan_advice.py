@@ -20,10 +20,9 @@ def advice(plan: TrainingPlan) -> Setting | None:
 
     Its ranks can share `trainer.rows_per_step` evenly.
     """
-    rows = [plan.row(stage) for stage in plan.recipe.cfg.data.stages]
     together = plan.recipe.cfg.trainer.get("rows_per_step") or 0
     shared = (one for one in _others(plan.given) if together % one.layout.ranks == 0)
-    return next((one for one in shared if all(plan.fits(row, one) for row in rows)), None)
+    return next((one for one in shared if all(plan.fits(row, one) for row in plan.rows)), None)
 
 
 def _others(given: Setting) -> Iterator[Setting]:
@@ -111,7 +110,7 @@ def verdict(plan: TrainingPlan, rows: list[dict[str, Any]]) -> tuple[list[str], 
     if not tight:
         return [f"Every stage fits: {room}, and {SPARE:.0%} of the peak is left free."], None
     worst = max(tight, key=lambda row: row["peak"])
-    held = plan.job(plan.row(plan.recipe.cfg.data.stages[0]), plan.given).held(plan.given.layout)
+    held = plan.job(plan.rows[0], plan.given).held(plan.given.layout)
     hopeless = held.lacks(gpu.memory_bytes, f"the run does not fit: an {gpu.name}")
     lines = [
         *([] if hopeless is None else [hopeless]),
@@ -120,7 +119,7 @@ def verdict(plan: TrainingPlan, rows: list[dict[str, Any]]) -> tuple[list[str], 
     ]
     found, other = None, advice(plan)
     if other is not None:
-        peak = max(plan.memory(plan.row(stage), other).peak for stage in plan.recipe.cfg.data.stages)
+        peak = max(plan.memory(row, other).peak for row in plan.rows)
         lines.append(f"This fits: {' '.join(other.words)} ({peak / GIB:.4g} GiB a rank): {other.why}.")
         found = {"words": list(other.words), "peak_bytes": peak, "why": other.why}
     if least := min(row["largest_row_tokens"] for row in tight):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import glob
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +15,9 @@ from longtrain.costs.held import Spread, fits
 from longtrain.costs.ranks import Job, Memory
 from longtrain.costs.training import PackedRow, target_flops
 from longtrain.errors import ConfigError
-from longtrain.jobs.features import settings_of
+from longtrain.jobs.features import form_of, settings_of
 from longtrain.jobs.outline import layout_of, trained_weights
+from longtrain.jobs.plan_data import Lengths, document_lengths, prepared_counts
 from longtrain.jobs.setup import plain
 from longtrain.settings import AUTO, Count, Positive, convert, wrong
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from longtrain.jobs.plan import RecipePlan
 
 COLUMNS = {
-    "row tokens": "row_tokens", "document": "doc_tokens", "chunk": "chunk",
+    "row tokens": "row_tokens", "document": "doc_tokens", "documents": "documents", "chunk": "chunk",
     "inputs GiB": "inputs", "target pass GiB": "target_pass", "module GiB": "module", "peak GiB": "peak",
     "fits": "fits", "largest row": "largest_row_tokens", "PFLOP a row": "pflop", "tokens/s": "tokens_per_s",
     "s a step": "step_s", "steps": "steps", "hours": "hours",
@@ -88,10 +85,28 @@ class TrainingPlan:
         """Whether the GPU of `gpu=` has room for it."""
         return fits(self.memory(row, setting).peak, self.recipe.gpu.memory_bytes)
 
-    def row(self, stage: Mapping[str, Any]) -> PackedRow:
-        """The packed row of a stage."""
-        answer = int(self.recipe.cfg.data.get("answer_tokens") or 0)
-        return PackedRow(int(stage["row_tokens"]), int(stage["doc_tokens"]), answer)
+    @cached_property
+    def rows(self) -> list[PackedRow]:
+        """The packed row of each stage that takes the most memory: the one with the most documents."""
+        cfg = self.recipe.cfg
+        answer = int(cfg.data.get("answer_tokens") or 0)
+        found = [PackedRow(int(one["row_tokens"]), int(one["doc_tokens"]), answer) for one in cfg.data.stages]
+        least = [None if one is None else one[1] for one in self._lengths]
+        return [replace(row, usual_tokens=usual) for row, usual in zip(found, least, strict=True)]
+
+    @cached_property
+    def usual_rows(self) -> list[PackedRow]:
+        """The packed row of each stage with as many documents as its rows have on average."""
+        usual = [None if one is None else one[0] for one in self._lengths]
+        return [replace(row, usual_tokens=mean) for row, mean in zip(self.rows, usual, strict=True)]
+
+    @cached_property
+    def _lengths(self) -> list[Lengths | None]:
+        cfg, spec = self.recipe.cfg, self.recipe.spec
+        assert spec is not None
+        if spec.data is not None:  # its rows are its own
+            return [None for _ in cfg.data.stages]
+        return document_lengths(cfg, _rows(cfg, self.given.layout))
 
     def largest(self, row: PackedRow, setting: Setting) -> int:
         """The most tokens of a row that fits, a multiple of 1024; 0: none does.
@@ -120,11 +135,8 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
         ConfigError: ranks that cannot be, a strategy that does not train, or features that cannot be stored.
     """
     cfg, words = recipe.cfg, recipe.cfg.trainer
-    layout = layout_of(
-        cfg,
-        devices=_devices(words.get("devices")),
-        nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"),
-    )
+    layout = layout_of(cfg, devices=1, nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"))
+    layout = replace(layout, devices=_devices(words))
     if layout.shard and layout.devices == 1:
         raise ConfigError(
             "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
@@ -134,14 +146,25 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
     return TrainingPlan(recipe, Setting((), replace(layout, network_bytes_per_s=network), recipe.config))
 
 
-def _devices(value: Any) -> int:
-    """How many GPUs of a machine `trainer.devices` means; `auto` those that are here, at least one."""
-    value = plain(value)
+def _devices(words: DictConfig) -> int:
+    """How many GPUs of a machine `trainer.devices` means; `auto`: those that are here.
+
+    Raises:
+        ConfigError: `auto`, and there are none here.
+    """
+    value = plain(words.get("devices"))
     if isinstance(value, list):
         return max(1, len(value))
-    if value in (AUTO, -1, "-1", None):
-        return max(1, torch.cuda.device_count())
-    return convert(value, Count, "trainer.devices")
+    if value not in (AUTO, -1, "-1", None):
+        return convert(value, Count, "trainer.devices")
+    if str(words.get("accelerator")) == "cpu":
+        return 1
+    if not (here := torch.cuda.device_count()):
+        raise ConfigError(
+            f"trainer.devices={value} means the GPUs of this machine, and it has none; say how many the run "
+            "will have, e.g. trainer.devices=8"
+        )
+    return here
 
 
 def stages_of(plan: TrainingPlan) -> list[dict[str, Any]]:
@@ -150,18 +173,20 @@ def stages_of(plan: TrainingPlan) -> list[dict[str, Any]]:
     Raises:
         ConfigError: rows that the ranks cannot share evenly.
     """
-    return [_stage(plan, stage) for stage in plan.recipe.cfg.data.stages]
+    stages = plan.recipe.cfg.data.stages
+    return [_stage(plan, *one) for one in zip(stages, plan.rows, plan.usual_rows, strict=True)]
 
 
-def _stage(plan: TrainingPlan, stage: DictConfig) -> dict[str, Any]:
-    recipe, given, row = plan.recipe, plan.given, plan.row(stage)
-    job, layout = plan.job(row, given), given.layout
-    memory = ranks.memory(job, layout)
+def _stage(plan: TrainingPlan, stage: DictConfig, row: PackedRow, usual: PackedRow) -> dict[str, Any]:
+    recipe, given = plan.recipe, plan.given
+    job, layout = plan.job(usual, given), given.layout
+    memory = plan.memory(row, given)
     all_rows = _rows(recipe.cfg, layout)
     steps, stored = _steps(recipe.cfg, stage, all_rows), _stored(recipe.cfg, stage)
     found: dict[str, Any] = {
         "row_tokens": row.tokens,
         "doc_tokens": row.doc_tokens,
+        "documents": row.documents,
         "chunk": job.step.chunk,
         "rows_per_step": all_rows,
         "inputs": memory.inputs / GIB,
@@ -170,7 +195,7 @@ def _stage(plan: TrainingPlan, stage: DictConfig) -> dict[str, Any]:
         "peak": memory.peak / GIB,
         "memory_bytes": asdict(memory),
         "mostly": memory.largest(),
-        "pflop": (target_flops(recipe.size, row) + job.step.flops) / 1e15,
+        "pflop": (target_flops(recipe.size, usual) + job.step.flops) / 1e15,
         "steps": steps,
     }
     if recipe.on_cpu:
@@ -217,14 +242,6 @@ def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
     return int(stage.epochs * (counts["tokens"] - counts["val_tokens"]) / (stage.row_tokens * rows))
 
 
-def prepared_counts(cfg: DictConfig) -> dict[str, int] | None:
-    """What `prepare` counted in the newest data of this name; None where there is none yet."""
-    folders = f"{glob.escape(str(cfg.data.name))}-{'[0-9a-f]' * 8}"  # one for each tokenizer
-    manifests = (Path(cfg.home) / "data").glob(f"{folders}/manifest.json")
-    newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
-    return None if newest is None else json.loads(newest.read_text(encoding="utf-8"))["counts"]
-
-
 def disk_of(plan: TrainingPlan) -> dict[str, int | None]:
     """Bytes on the disk; None where they depend on data that is not prepared yet.
 
@@ -241,12 +258,12 @@ def disk_of(plan: TrainingPlan) -> dict[str, int | None]:
     keeping = settings_of(recipe.cfg)
     if keeping.mode == "online":
         return found
-    step = plan.job(plan.row(recipe.cfg.data.stages[0]), plan.given).step
+    step = plan.job(plan.rows[0], plan.given).step
     if not step.kv and not step.hidden:
         raise ConfigError(
             f"features={keeping.mode}: method={recipe.cfg.method.name} watches every layer of the target, "
             "which is not stored; pass features=online"
         )
-    form, top_k = keeping.form or "bf16", keeping.top_k or 0
-    each = disk.feature_bytes(step, recipe.size, form=form, top_k=top_k)
+    form = form_of(keeping)
+    each = disk.feature_bytes(step, recipe.size, form=form.form, top_k=form.top_k)
     return found | {"features_a_token": each, "features": None if tokens is None else tokens * each}

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 
+from longtrain.data.rows.pack import plan_run
+from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
+from longtrain.features.forms import Form
+from longtrain.features.identity import Identity
 from longtrain.jobs import plan, prepare
+from longtrain.jobs.prepare import data_config
 
 STAGE = "data.stages=[{epochs: 2, row_tokens: 64, doc_tokens: 32}]"
 
@@ -14,7 +21,7 @@ STAGE = "data.stages=[{epochs: 2, row_tokens: 64, doc_tokens: 32}]"
 def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, monkeypatch, rows):
     for number in range(12):
         (text / f"more{number}.txt").write_text(f"Chapter {number}. " * 40)
-    data = ("data=text", f"data.text={text}", "data.val_fraction=0.5", STAGE)
+    data = ("data=text", f"data.text={text}", "data.val_fraction=0.5", "data.min_doc_tokens=8", STAGE)
     prepare.run(composed("prepare", *data))
     (manifest,) = (tmp_path / "data").glob("*/manifest.json")
     counts = json.loads(manifest.read_text())["counts"]
@@ -23,6 +30,28 @@ def test_prepared_data_gives_the_steps_of_an_epoch(composed, text, tmp_path, mon
     plan.run(composed("plan", "method=longspec", *data, "trainer.devices=2", rows))
     steps = 2 * (counts["tokens"] - counts["val_tokens"]) // (64 * 2)
     assert steps > 2 and [row["steps"] for row in tables[0]] == [steps]
+
+
+def test_rows_hold_as_many_documents_as_they_will(composed, tmp_path):
+    """Of prepared data the fullest row counts; before, prompts of the usual length."""
+    words = ["+recipe=lookaheadkv_tiny", "target.path=tiny", "data.answers=source", "data.questions=12"]
+    words += ["data.stages=[{steps: 2, row_tokens: 8192, doc_tokens: 4096}]"]
+
+    def row():
+        plan.run(composed("plan", *words, f"json={tmp_path / 'plan.json'}"))
+        return json.loads((tmp_path / "plan.json").read_text())["stages"][0]
+
+    before = row()
+    assert before["documents"] == int(8192 / (768 / math.log(4) + 48))
+    cfg = composed("prepare", *words)
+    prepare.run(cfg)
+    after = row()
+    (folder,) = (tmp_path / "data").glob("lookaheadkv_tiny-????????")
+    data, stages = Prepared.open(folder), data_config(cfg).stages
+    rows = plan_run(data, stages, rows_per_step=before["rows_per_step"], seed=0, min_doc_tokens=64)
+    assert after["documents"] == np.diff(rows.row_ptr).max() > 8192 / 4096
+    module = [one["memory_bytes"]["module"] for one in (before, after)]
+    assert module[1] / module[0] == pytest.approx(after["documents"] / before["documents"])
 
 
 def test_without_data_the_steps_are_not_known(composed, text, monkeypatch):
@@ -94,8 +123,34 @@ def test_stored_features_take_room_on_the_disk_and_the_layers_none_on_the_gpu(co
     (row,) = found["stages"]
     assert row["memory_bytes"]["target"] == 2 * 2 * 128256 * 8192 and row["fits"] == "yes"
     assert row["seconds"]["target_s"] == 0 < row["seconds"]["module_s"]
+    (tmp_path / "kept").mkdir()
+    Identity("x", "", "excerpt", "", Form("int8", 64)).write(tmp_path / "kept")
+    folder = f"features.folder={tmp_path / 'kept'}"
+    as_there = planned(composed, tmp_path, "features=offline", folder, "method.objective=kl")["disk_bytes"]
+    assert as_there["features_a_token"] == found["disk_bytes"]["features_a_token"]
     with pytest.raises(ConfigError, match="method=lookaheadkv watches every layer"):
         plan.run(composed("plan", "+recipe=lookaheadkv_llama8b", "target.path=null", "features=fill"))
+
+
+def test_deepspeeds_own_configuration_is_read(composed, tmp_path):
+    own = tmp_path / "zero.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}))
+    words = ("trainer=deepspeed_zero1", "trainer.devices=2", f"+trainer.strategy.config={own}")
+    layout = planned(composed, tmp_path, *words)["layout"]
+    assert (layout["zero"], layout["offload"], layout["bucket"]) == (2, True, 500_000_000)
+    own.write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(ConfigError, match="stage 3; allowed: trainer=ddp"):
+        planned(composed, tmp_path, *words)
+    own.unlink()
+    with pytest.raises(ConfigError, match=r"config=.* cannot be read .*; allowed: a mapping or a JSON file"):
+        planned(composed, tmp_path, *words)
+
+
+def test_gpus_that_are_not_here_must_be_counted(composed, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"devices=auto means the GPUs of this machine, .*devices=8"):
+        planned(composed, tmp_path, "trainer=ddp")
+    assert planned(composed, tmp_path, "trainer=ddp", "trainer.devices=8")["layout"]["devices"] == 8
 
 
 @pytest.mark.parametrize(

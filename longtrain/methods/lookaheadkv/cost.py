@@ -36,7 +36,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
     width = 4 * size.hidden_size + 4 * size.intermediate_size + 2 * heads + 2 * kv
     compared = min(size.n_layers * size.n_heads * row.tokens, max(COMPARED, size.n_heads * row.tokens))
     spare = 3 * size.intermediate_size * row.tokens * itemsize
-    attention = 2 * size.n_layers * heads * row.doc_tokens * (8 * rows + 2 * row.response_tokens)
+    attention = 2 * size.n_layers * heads * row.attended * (8 * rows + 2 * row.response_tokens)
     inputs = int(row.tokens * (kv_bytes_per_token(size, itemsize=itemsize) + scores) * passed)
     module = row.documents * rows * size.n_layers * width * itemsize
     return StepCost(
