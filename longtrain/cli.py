@@ -51,6 +51,9 @@ VALUE_FLAGS: tuple[str, ...] = (
 VALUE_FLAGS += ("--config-name", "-cn", "--info", "-i", "--shell-completion", "-sc", "--experimental-rerun")
 """Hydra's flags that take the next word as their value."""
 
+KEY_FLAGS = ("--verify",)
+"""Flags that may be typed for a key: `--verify FOLDER` is `verify=FOLDER`."""
+
 
 def main() -> None:
     """Entry of `longtrain` and `python -m longtrain`; exits 0, 1 (the job failed) or 2 (no such words)."""
@@ -211,7 +214,12 @@ def _ordered(words: list[str]) -> list[str]:
     """Flags with their values before overrides, as argparse needs them; exit 2 at any other word."""
     flags, overrides = [], []
     for before, word in zip(["", *words], words, strict=False):
-        if word[:1] == "-" or before in VALUE_FLAGS:
+        if before in KEY_FLAGS:
+            overrides.append(f"{before.lstrip('-')}={word}")
+        elif word in KEY_FLAGS:
+            if word == words[-1]:
+                _unknown_word(word)
+        elif word[:1] == "-" or before in VALUE_FLAGS:
             flags.append(word)
         elif word[:1] in ("+", "~") or "=" in word:
             overrides.append(_quoted(word))

@@ -26,15 +26,16 @@ from torch import Tensor, nn
 
 import longtrain
 from longtrain import methods
+from longtrain.artifact.found import find, imported
 from longtrain.artifact.golden import Golden
 from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_scores import ScoreGolden
-from longtrain.artifact.hub import download, is_path, model_card, upload
+from longtrain.artifact.hub import is_path, model_card, upload
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import as_json, replaced_folder, write_files
 from longtrain.provenance import without_folders
 from longtrain.settings import read
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.info import TargetInfo, TargetSketch
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
@@ -103,17 +104,22 @@ class Artifact:
         return dataclasses.replace(made, golden=golden)
 
     @classmethod
-    def load(cls, where: str | Path, *, home: str | Path = ".") -> Artifact:
+    def load(cls, where: str | Path, *, home: str | Path = ".", trained_by: str | None = None) -> Artifact:
         """Read and check an artifact: schema, method, checksums, names and shapes of every tensor.
 
         Args:
-            where: a folder, a name under `home/checkpoints`, or a Hub id (ORG/NAME).
+            where: a folder, a name under `home/checkpoints`, or a Hub id (ORG/NAME, or hub:ORG/NAME);
+                or another tool's folder that a method reads.
             home: the folder that holds `checkpoints`.
+            trained_by: who trained another tool's folder, where that changes what it means.
 
         Raises:
             ArtifactError: nothing is there, or what is there is damaged or of another format.
         """
-        folder = _find(where, Path(home))
+        folder = find(where, Path(home), patterns=FILES[:-1])
+        if not (folder / MANIFEST).is_file():
+            name, found = imported(folder, trained_by)
+            return cls(name, found.config, found.target, found.tensors, None, found.about, folder)
         manifest = _read_manifest(folder / MANIFEST)
         method = manifest["method"]
         if method not in methods.names():
@@ -137,7 +143,7 @@ class Artifact:
             )
         _check_copies(folder, manifest["files"])
         artifact = cls(method, manifest["config"], info, tensors, golden, manifest["provenance"], folder)
-        _compare_names(artifact._empty_module(), tensors, folder / MODEL)
+        _compare_names(artifact._empty_module(info), tensors, folder / MODEL)
         return artifact
 
     def typed_config(self) -> Any:
@@ -166,6 +172,9 @@ class Artifact:
             ArtifactError: the golden outputs are not reproduced.
         """
         self.target.check(target.info)
+        formats = methods.get(self.method).formats
+        if isinstance(self.target, TargetSketch) and formats is not None:
+            formats.check(self.tensors, target.info)
         if verify and self.golden is not None:
             self.golden.verify(self._parts, target)
         return self._module(target)
@@ -259,6 +268,14 @@ class Artifact:
         """Numbers in all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
+    def checksum(self) -> str:
+        """sha256 of the file that the weights were read from (the first one of several)."""
+        assert self.folder is not None
+        files = [self.folder / MODEL, *sorted(self.folder.glob("model-*")), *self.folder.glob("*.bin")]
+        first = next(file for file in files if file.is_file())
+        with first.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
     def _golden_facts(self) -> dict[str, str] | None:
         if self.golden is None:
             return None
@@ -274,7 +291,8 @@ class Artifact:
 
     def _module(self, view: Any) -> nn.Module:
         """The module in the dtype and on the device of a target or a view of one."""
-        module = self._empty_module().to_empty(device=view.device)
+        info = view.info if isinstance(self.target, TargetSketch) else self.target
+        module = self._empty_module(info).to_empty(device=view.device)
         module.load_state_dict(self.tensors)
         return module.to(dtype=view.dtype).eval().requires_grad_(False)
 
@@ -282,11 +300,11 @@ class Artifact:
         spec = methods.get(self.method)
         return _attach(spec, self._module(view), view, self.typed_config(), dict(spec.golden_keys))
 
-    def _empty_module(self) -> nn.Module:
+    def _empty_module(self, info: TargetInfo) -> nn.Module:
         config = self.typed_config()
         try:
             with torch.device("meta"):
-                return methods.get(self.method).build(config, self.target)
+                return methods.get(self.method).build(config, info)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise ArtifactError(
                 f"artifact describes no {self.method} module: {error}; export it again"
@@ -297,23 +315,6 @@ def _attach(spec: MethodSpec, module: nn.Module, target: Target, config: Any, ke
     if spec.attach is None:
         raise ArtifactError(f"method {spec.name} brings nothing to an engine; it cannot be attached")
     return spec.attach(module, target, config, keys)
-
-
-def _find(where: str | Path, home: Path) -> Path:
-    candidates = [Path(where), home / "checkpoints" / str(where)]
-    for folder in candidates:
-        if (folder / MANIFEST).is_file():
-            return folder
-    for folder in candidates:
-        if folder.exists():
-            raise ArtifactError(f"{folder} holds no {MANIFEST}; run: longtrain export")
-    names = sorted(p.parent.name for p in (home / "checkpoints").glob(f"*/{MANIFEST}"))
-    if str(where).count("/") == 1 and not str(where).startswith((".", "/", "~")):
-        return download(str(where), patterns=FILES[:-1], known=names)
-    raise ArtifactError(
-        f"no artifact '{where}': neither a folder nor a name under {home / 'checkpoints'} "
-        f"(there: {', '.join(names) or 'none'}); run: longtrain export name={Path(where).name}"
-    )
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

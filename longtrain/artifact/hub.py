@@ -124,14 +124,14 @@ def upload(folder: Path, repo: str, *, patterns: Sequence[str], private: bool | 
 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(f"push={repo} is no repository name; allowed: ORG/NAME")
-    endpoint = _endpoint()
+    address = endpoint()
     if hub.is_offline_mode():
         raise ConfigError(f"cannot push to {repo}: HF_HUB_OFFLINE is set; run: unset HF_HUB_OFFLINE")
     if hub.get_token() is None:
         raise ConfigError(
-            f"cannot push to {repo}: not logged in to {endpoint}; run: hf auth login, or set HF_TOKEN"
+            f"cannot push to {repo}: not logged in to {address}; run: hf auth login, or set HF_TOKEN"
         )
-    api = hub.HfApi(endpoint=endpoint, library_name="longtrain")
+    api = hub.HfApi(endpoint=address, library_name="longtrain")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         commit = api.upload_folder(
@@ -141,7 +141,7 @@ def upload(folder: Path, repo: str, *, patterns: Sequence[str], private: bool | 
             commit_message="Upload with longtrain",
         )
     except (httpx.HTTPError, OSError, ValueError) as error:
-        raise ArtifactError(f"{endpoint} did not take {repo}: {_first_line(error)}") from None
+        raise ArtifactError(f"{address} did not take {repo}: {_first_line(error)}") from None
     return str(commit.commit_url)
 
 
@@ -159,20 +159,19 @@ def download(repo: str, *, patterns: Sequence[str], known: Sequence[str] = ()) -
     import httpx
     import huggingface_hub as hub
 
-    endpoint = _endpoint()
+    address = endpoint()
     try:
-        folder = Path(hub.snapshot_download(repo, allow_patterns=list(patterns), endpoint=endpoint))
+        folder = Path(hub.snapshot_download(repo, allow_patterns=list(patterns), endpoint=address))
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise ArtifactError(
             f"no artifact '{repo}': not a folder, not under checkpoints/ (there: "
-            f"{', '.join(known) or 'none'}), and {endpoint} did not give it: {_first_line(error)}"
+            f"{', '.join(known) or 'none'}), and {address} did not give it: {_first_line(error)}"
         ) from None
-    if not (folder / "longtrain.json").is_file():
-        raise ArtifactError(f"{repo} on {endpoint} is no longtrain artifact: it has no longtrain.json")
     return folder
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """The address of the Hub (`HF_ENDPOINT` decides)."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 

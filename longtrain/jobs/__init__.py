@@ -11,7 +11,7 @@ JOBS: dict[str, tuple[str, str]] = {
     "train": ("longtrain.jobs.train", "train a module against a frozen target (also without any job word)"),
     "export": (
         "longtrain.jobs.export",
-        "write the trained module as an artifact folder; push=org/name uploads it",
+        "write the trained module as an artifact folder, or with format= as one that engines serve",
     ),
     "eval": (
         "longtrain.jobs.eval",

@@ -32,16 +32,25 @@ COMPARED_TOKENS = 16
 
 
 def run(cfg: DictConfig) -> None:
-    """Export the last checkpoint of the run `cfg.name`.
+    """Export the last checkpoint of the run `cfg.name`, or write `cfg.artifact` in a `format`.
 
     Raises:
-        ConfigError: nothing was trained under this name, or with another method.
+        ConfigError: nothing was trained under this name, or with another method, or the format is unknown or
+            cannot say what the module does.
         ArtifactError: the checkpoint is damaged, of another module, other settings or another target, the
             disk is full, or what was written does not do what the module in memory does.
     """
     from longtrain.artifact import Artifact
+    from longtrain.jobs import export_formats
     from longtrain.training import checkpoint
 
+    if cfg.verify is not None:
+        export_formats.verify(cfg)
+        return
+    form = export_formats.asked(cfg)
+    if form is not None and (where := export_formats.source(cfg)) is not None:
+        export_formats.write(cfg, form, where)
+        return
     trained = Path(cfg.run_dir) / "train"
     path = checkpoint.find(trained / "checkpoints", "auto")
     if path is None:
@@ -55,6 +64,8 @@ def run(cfg: DictConfig) -> None:
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:
+        if form is not None:
+            raise ConfigError(f"format={form}: method {spec.name} makes no artifact; leave format out")
         if cfg.push:
             raise ConfigError(f"push={cfg.push}: method {spec.name} makes no artifact; leave push out")
         _same_settings(saved, settings["method"], trained)
@@ -75,7 +86,9 @@ def run(cfg: DictConfig) -> None:
     _compare(spec, config, module, target=target, artifact=artifact)
     size = sum(file.stat().st_size for file in folder.iterdir())
     log.info("exported=%s parameters=%d bytes=%d step=%d", folder, artifact.parameters(), size, facts["step"])
-    if cfg.push:
+    if form is not None:
+        export_formats.write(cfg, form, str(folder), target=target)
+    elif cfg.push:
         log.info("pushed=%s", artifact.push(str(cfg.push)))
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.jobs.setup import artifact_names, drafting_from, load_target_from, plain, sampling_from
+from longtrain.jobs.setup import (
+    artifact_names,
+    drafting_from,
+    load_artifact,
+    load_target_from,
+    plain,
+    sampling_from,
+)
 from longtrain.settings import Text, Words, convert
 
 if TYPE_CHECKING:
@@ -32,13 +39,12 @@ def run(cfg: DictConfig) -> None:
         ConflictError: two artifacts, or an artifact and `evict`, play one role.
         DataError: the prompt file cannot be read.
     """
-    from longtrain.artifact import Artifact
     from longtrain.decoding.engine import Engine
 
     prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
     count = convert(cfg.decode.max_new_tokens, int, "decode.max_new_tokens")
     entry = _entry(cfg)
-    artifacts = [Artifact.load(name, home=cfg.home) for name in entry.artifacts]
+    artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
     ids = _encode(target, prompt, chat=bool(cfg.chat))
     parts = _parts(cfg, target, entry, artifacts)

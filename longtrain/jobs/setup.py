@@ -160,7 +160,6 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
         ArtifactError: an artifact that is not there, or damaged.
     """
     from longtrain import methods
-    from longtrain.artifact import Artifact
     from longtrain.systems.system import parse_all
 
     suite = plain(cfg.suite)
@@ -171,7 +170,18 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     parse_all(listed or [])
     values += [value for value in listed or [] if value not in values]
     wanted = dict.fromkeys(name for entry in parse_all(values) for name in entry.artifacts)
-    return values, {name: Artifact.load(name, home=cfg.home) for name in wanted}
+    return values, {name: load_artifact(name, cfg) for name in wanted}
+
+
+def load_artifact(name: str, cfg: DictConfig) -> Artifact:
+    """An artifact, or another tool's folder in its place, as `cfg.home` and `cfg.trained_by` say.
+
+    Raises:
+        ArtifactError: there is none, or it is damaged.
+    """
+    from longtrain.artifact import Artifact
+
+    return Artifact.load(name, home=str(cfg.home), trained_by=cfg.get("trained_by"))
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, Tensor], where: str, advice: str) -> None:

@@ -18,7 +18,7 @@ from longtrain.data.rows.batch import Batch
 if TYPE_CHECKING:
     from longtrain.data.config import DataConfig
     from longtrain.decoding.roles import Parts
-    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
 
 
@@ -92,6 +92,50 @@ class DataRun:
     pin_memory: bool = False
 
 
+@dataclass(frozen=True)
+class Imported:
+    """A module that was read from another tool's folder.
+
+    Args:
+        config: the method's configuration as plain values.
+        tensors: the module's state, by name.
+        target: what the folder says of the target; nothing else of it is compared.
+        about: the format and who trained it, for provenance.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    target: TargetSketch
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Folders of a method's modules that other tools read or write.
+
+    Args:
+        names: what `export format=` takes.
+        patterns: names of the files that such a folder can have, for downloads.
+        reads: folder -> whether it holds a module of this method.
+        read: (folder, who trained it or None) -> the module; raises ArtifactError where it is damaged or does
+            not say what was trained.
+        check: (tensors, the target's facts) -> None; raises TargetMismatchError where a module that was read
+            cannot serve the target.
+        write: (format, tensors, config, target, provenance, the folder's name) -> its files, by their path
+            in it; raises ConfigError for what an engine would drop silently.
+        verify: (folder, target or None, who trained it or None) -> a line on each thing that was compared;
+            raises ArtifactError with all that is wrong.
+    """
+
+    names: tuple[str, ...]
+    patterns: tuple[str, ...]
+    reads: Callable[[Path], bool]
+    read: Callable[[Path, str | None], Imported]
+    check: Callable[[Mapping[str, Tensor], TargetInfo], None]
+    write: Callable[[str, Mapping[str, Tensor], Any, Target, dict[str, Any], str], dict[str, bytes]]
+    verify: Callable[[Path, Target | None, str | None], list[str]]
+
+
 def _past_window(config: Any) -> int:
     """Two windows of a draft that has one (a field `window`), else a short prompt."""
     return 2 * int(getattr(config, "window", 64))
@@ -127,6 +171,7 @@ class MethodSpec:
         check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
+        formats: folders of other tools that it reads and writes; None: there are none.
         cost: what training and decoding with it cost, for `plan` and `bench`.
     """
 
@@ -144,4 +189,5 @@ class MethodSpec:
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     check_data: Callable[[Any, DataConfig], None] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
+    formats: Formats | None = None
     cost: MethodCost = field(default_factory=MethodCost)

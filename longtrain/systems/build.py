@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,6 @@ import torch
 
 from longtrain import methods
 from longtrain.artifact import Artifact
-from longtrain.artifact.folder import MODEL
 from longtrain.cache.named import cache_maker, options_of
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, Evictor
@@ -329,13 +327,11 @@ def artifact_facts(where: str, artifact: Artifact) -> Json:
         where: what it was loaded by; its last part is its name.
         artifact: read from a folder.
     """
-    assert artifact.folder is not None
-    weights = hashlib.sha256((artifact.folder / MODEL).read_bytes()).hexdigest()
     return {
         "artifact": Path(where).name,
         "method": artifact.method,
         "config": dict(artifact.config),
-        "weights": weights,
+        "weights": artifact.checksum(),
     }
 
 

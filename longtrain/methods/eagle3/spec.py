@@ -6,6 +6,7 @@ from torch import nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.methods.eagle3.config import Config
+from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.spec import MethodSpec
@@ -34,4 +35,5 @@ SPEC = MethodSpec(
     "arXiv 2503.01840",
     build=_build,
     objective=_objective,
+    formats=FORMATS,
 )

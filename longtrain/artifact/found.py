@@ -1,0 +1,89 @@
+"""Where an artifact is, and folders of other tools that a method reads in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from longtrain import methods
+from longtrain.artifact.hub import download, endpoint
+from longtrain.errors import ArtifactError
+from longtrain.methods.spec import Imported, MethodSpec
+
+MANIFEST = "longtrain.json"
+HUB = "hub:"
+
+
+def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
+    """The folder of an artifact, or of a module in another tool's format.
+
+    Args:
+        where: a folder, a name under `home/checkpoints`, or a Hub id (ORG/NAME, or hub:ORG/NAME).
+        home: the folder that holds `checkpoints`.
+        patterns: names of an artifact's files, for a download.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    text = str(where)
+    candidates = [] if text.startswith(HUB) else [Path(where), home / "checkpoints" / text]
+    for folder in candidates:
+        if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
+            return folder
+    for folder in candidates:
+        if folder.exists():
+            raise ArtifactError(
+                f"{folder} holds no {MANIFEST}, and nothing else that a method reads ({_known()}); run: "
+                "longtrain "
+                "export"
+            )
+    names = sorted(p.parent.name for p in (home / "checkpoints").glob(f"*/{MANIFEST}"))
+    text = text.removeprefix(HUB)
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
+        folder = download(text, patterns=[*patterns, *_patterns()], known=names)
+        if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
+            return folder
+        raise ArtifactError(
+            f"{text} on {endpoint()} is no longtrain artifact: it has no {MANIFEST}, and nothing else "
+            "that a method "
+            f"reads ({_known()})"
+        )
+    raise ArtifactError(
+        f"no artifact '{where}': neither a folder nor a name under {home / 'checkpoints'} "
+        f"(there: {', '.join(names) or 'none'}); run: longtrain export name={Path(where).name}"
+    )
+
+
+def reader_of(folder: Path) -> MethodSpec | None:
+    """The method that reads a folder of another tool."""
+    if not folder.is_dir() or (folder / MANIFEST).is_file():
+        return None
+    return next((spec for spec in _readers() if spec.formats and spec.formats.reads(folder)), None)
+
+
+def imported(folder: Path, trained_by: str | None) -> tuple[str, Imported]:
+    """The method that reads a folder, and the module in it.
+
+    Raises:
+        ArtifactError: no method does, or the folder is damaged or does not say what was trained.
+    """
+    spec = reader_of(folder)
+    if spec is None or spec.formats is None:
+        raise ArtifactError(f"{folder} holds nothing that a method reads ({_known()})")
+    return spec.name, spec.formats.read(folder, trained_by)
+
+
+def _readers() -> list[MethodSpec]:
+    """Methods that read folders of other tools."""
+    return [spec for spec in map(methods.get, methods.names()) if spec.formats is not None]
+
+
+def _patterns() -> list[str]:
+    """Names of the files that such folders have."""
+    return [pattern for spec in _readers() if spec.formats for pattern in spec.formats.patterns]
+
+
+def _known() -> str:
+    """The formats, by method."""
+    listed = [f"{spec.name}: {', '.join(spec.formats.names)}" for spec in _readers() if spec.formats]
+    return "; ".join(listed)

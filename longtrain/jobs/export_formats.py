@@ -1,0 +1,129 @@
+"""Folders in formats of serving engines: writing one from a run or an artifact, and checking anybody's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from longtrain import methods
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.files import replaced_folder, write_files
+from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
+from longtrain.log import get_logger
+from longtrain.settings import wrong
+
+if TYPE_CHECKING:
+    from longtrain.methods.spec import Formats
+    from longtrain.targets.model import Target
+
+log = get_logger(__name__)
+
+OURS = "longtrain"
+"""The folder in such a folder that says that longtrain wrote it."""
+
+
+def asked(cfg: DictConfig) -> str | None:
+    """The format that `cfg.format` names; None: none is wanted.
+
+    Raises:
+        ConfigError: no method has such a format.
+    """
+    if cfg.format is None:
+        return None
+    if cfg.format not in _names():
+        raise wrong("format", cfg.format, ", ".join(_names()))
+    return str(cfg.format)
+
+
+def source(cfg: DictConfig) -> str | None:
+    """The artifact to write in a format; None: the run `cfg.name` is exported first.
+
+    Raises:
+        ConfigError: several artifacts are named.
+    """
+    from longtrain.training import checkpoint
+
+    names = artifact_names(cfg)
+    if len(names) > 1:
+        raise ConfigError(f"artifact={names}; export writes one of them at a time in a format")
+    own = Path(cfg.home) / "checkpoints" / str(cfg.name)
+    if names and Path(names[0]).absolute() != own.absolute() and names[0] != cfg.name:
+        return names[0]
+    trained = checkpoint.find(Path(cfg.run_dir) / "train" / "checkpoints", "auto") is not None
+    return None if trained or not own.is_dir() else str(own)
+
+
+def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = None) -> None:
+    """Write an artifact as the folder `checkpoints/NAME-FORMAT`, whole or not at all, and check it.
+
+    Args:
+        cfg: the resolved configuration.
+        form: the format.
+        where: the artifact: a folder, a name or a Hub id; or another tool's folder.
+        target: the frozen target; None: as `cfg.target` or the artifact says.
+
+    Raises:
+        ConfigError: the method has no such format, or an engine that reads it would drop something silently.
+        ArtifactError: another folder is in the way, or what was written is not what was meant.
+        TargetMismatchError: another target.
+    """
+    from longtrain.artifact.hub import upload
+
+    artifact = load_artifact(where, cfg)
+    formats = _formats(artifact.method, form)
+    target = target or load_target_from(cfg, path=artifact.target.name, fuse=False)
+    artifact.build(target)
+    folder = Path(cfg.home) / "checkpoints" / f"{Path(where).name}-{form}"
+    if folder.exists() and not (folder / OURS).is_dir() and any(folder.iterdir()):
+        raise ArtifactError(
+            f"{folder} exists and was not written by longtrain; move it, or pass another name"
+        )
+    config, facts = artifact.typed_config(), artifact.provenance
+    files = formats.write(form, artifact.tensors, config, target, facts, folder.name)
+    with replaced_folder(folder) as fresh:
+        write_files(fresh, files)
+        formats.verify(fresh, None, None)
+    log.info("exported=%s format=%s bytes=%d", folder, form, sum(map(len, files.values())))
+    if cfg.push:
+        log.info("pushed=%s", upload(folder, str(cfg.push), patterns=[*formats.patterns, "README.md"]))
+
+
+def verify(cfg: DictConfig) -> None:
+    """Check the folder `cfg.verify`: by its own record, by what engines need and, with a target, on a text.
+
+    Raises:
+        ArtifactError: something is wrong with it; the line says what.
+        ConfigError: no method reads it.
+    """
+    from longtrain.artifact.found import reader_of
+
+    folder = Path(str(cfg.verify))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"verify={folder} is no folder; pass one that longtrain export format=... wrote, or another's"
+        )
+    spec = reader_of(folder)
+    if spec is None or spec.formats is None:
+        raise ArtifactError(
+            f"{folder} is in no format that is known ({', '.join(_names())}); an artifact is checked at "
+            "every load"
+        )
+    target = load_target_from(cfg, fuse=False) if cfg.target and cfg.target.path else None
+    lines = spec.formats.verify(folder, target, cfg.get("trained_by"))
+    log.info("verified=%s method=%s %s", folder, spec.name, "; ".join(lines))
+
+
+def _formats(method: str, form: str) -> Formats:
+    """The formats of a method that must have this one."""
+    formats = methods.get(method).formats
+    if formats is None or form not in formats.names:
+        raise ConfigError(f"format={form}: method {method} has no such format; leave format out")
+    return formats
+
+
+def _names() -> list[str]:
+    """The formats of all methods."""
+    found = [spec.formats.names for spec in map(methods.get, methods.names()) if spec.formats is not None]
+    return sorted({name for names in found for name in names})

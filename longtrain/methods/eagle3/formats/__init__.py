@@ -1,0 +1,120 @@
+"""EAGLE-3 drafts in the two formats that engines load: `speculators` (vLLM) and `flat` (SGLang and vLLM)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from longtrain.files import as_json
+from longtrain.log import get_logger
+from longtrain.methods.eagle3.config import Config
+from longtrain.methods.eagle3.formats.card import serving_card
+from longtrain.methods.eagle3.formats.golden import GOLDEN, RECORD, Proposals
+from longtrain.methods.eagle3.formats.names import (
+    CONFIG,
+    INDEX,
+    MODEL,
+    NAMES,
+    PICKLED,
+    SPECULATORS,
+    format_of,
+)
+from longtrain.methods.eagle3.formats.read import read_folder
+from longtrain.methods.eagle3.formats.verify import check_target, fresh_norms, verify_folder
+from longtrain.methods.eagle3.formats.write import folder_config, folder_tensors, refuse
+from longtrain.methods.spec import Formats
+
+if TYPE_CHECKING:
+    from longtrain.targets.model import Target
+
+log = get_logger(__name__)
+
+DRAFTED = 4
+"""Tokens of a chain that a server drafts unless it is told otherwise."""
+
+
+def format_files(
+    form: str,
+    tensors: Mapping[str, Tensor],
+    config: Config,
+    target: Target,
+    facts: dict[str, Any],
+    name: str,
+) -> dict[str, bytes]:
+    """The files of a folder, by their path in it.
+
+    Args:
+        form: one of `NAMES`.
+        tensors: the module's state, by name.
+        config: hyperparameters.
+        target: the frozen target: its embeddings, and its facts.
+        facts: provenance of the training run.
+        name: the folder's name.
+
+    Raises:
+        ConfigError: an engine that reads this format would drop something silently.
+        TargetMismatchError: the vocabulary map is not of this target.
+    """
+    refuse(form, config)
+    check_target(tensors, target.info)
+    own = tensors.get("embed_tokens.weight")
+    embed_VE = target.model.model.embed_tokens.weight.detach() if own is None else own
+    inner = folder_tensors(
+        tensors,
+        config,
+        form=form,
+        vocab_size=target.info.vocab_size,
+        embed_VE=embed_VE.cpu() if form == SPECULATORS else None,
+    )
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    at_hand = Path(target.info.name)
+    known = replace(target.info, name=str(at_hand.absolute())) if at_hand.is_dir() else target.info
+    outer = folder_config(
+        config, known, form=form, dtype=dtype, trained_tokens=longest_document(facts), drafted=DRAFTED
+    )
+    stored_VE = embed_VE.to(tensors["fc.weight"].dtype)
+    golden = Proposals.record(tensors, config, target.info, stored_VE)
+    fresh = fresh_norms(tensors)
+    if fresh and facts.get("step"):
+        log.warning(
+            "norms=%s are all ones after steps=%s: not trained, or not yet", ",".join(fresh), facts["step"]
+        )
+    files = {
+        CONFIG: as_json(outer),
+        MODEL: save(inner, metadata={"format": "pt"}),
+        GOLDEN: save({key: part.contiguous() for key, part in vars(golden).items()}),
+    }
+    record = {
+        "format": form,
+        "method": vars(config),
+        "config": outer,
+        "fresh": fresh,
+        "steps": facts.get("step"),
+        "files": {file: hashlib.sha256(content).hexdigest() for file, content in files.items()},
+    }
+    shown = replace(target.info, name=at_hand.name) if at_hand.is_dir() else target.info
+    card = serving_card(form, name, config, shown, facts=facts, drafted=DRAFTED)
+    return {**files, RECORD: as_json(record), "README.md": card.encode()}
+
+
+def longest_document(facts: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest document of training, by its provenance; None: it does not say."""
+    stages = (facts.get("data") or {}).get("stages") or []
+    return max((int(stage["doc_tokens"]) for stage in stages if "doc_tokens" in stage), default=None)
+
+
+FORMATS = Formats(
+    names=NAMES,
+    patterns=(CONFIG, MODEL, INDEX, "model-*.safetensors", PICKLED, "longtrain/*"),
+    reads=lambda folder: format_of(folder) is not None,
+    read=read_folder,
+    check=check_target,
+    write=format_files,
+    verify=verify_folder,
+)

@@ -1,0 +1,173 @@
+"""Names of tensors and files in the two formats that engines load.
+
+Shapes: E hidden dim, K tokens of the draft's vocabulary, V of the target's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import ArtifactError
+
+SPECULATORS, FLAT = "speculators", "flat"
+NAMES = (SPECULATORS, FLAT)
+CONFIG, MODEL, INDEX, PICKLED = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+)
+PREFIX = {SPECULATORS: "layers.0.", FLAT: "midlayer."}
+"""What stands before the layer's tensors."""
+LAYER = ("input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp")
+"""Modules of the draft that a folder counts to its layer."""
+IDS = "draft_ids_K"
+OFFSETS, MASK = "d2t", "t2d"
+OLD_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+"""Names of the norms before `fc` that SGLang still reads."""
+FLAT_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "LlamaEagle3ForCausalLM",
+)
+SPECULATORS_CLASS = "Eagle3DraftModel"
+
+
+def outside(name: str, form: str) -> str:
+    """A module's tensor as a folder names it."""
+    return PREFIX[form] + name if name.partition(".")[0] in LAYER else name
+
+
+def inside(name: str) -> str:
+    """A folder's tensor as the module names it; ModelOpt's flat folders have the prefix `layers.0.` too."""
+    name = name.removeprefix("model.")
+    for old, new in OLD_NORMS.items():
+        name = name.replace(old, new)
+    for prefix in PREFIX.values():
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def format_of(folder: Path) -> str | None:
+    """The format of a folder, by its `config.json`; None: it holds no EAGLE-3 draft."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    config = read_config(folder)
+    if "speculators_model_type" in config:
+        return SPECULATORS if config["speculators_model_type"] == "eagle3" else None
+    known = any(name in FLAT_ARCHITECTURES for name in config.get("architectures") or [])
+    return FLAT if known or "draft_vocab_size" in config else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`.
+
+    Raises:
+        ArtifactError: it cannot be read, or is no mapping.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; copy or export it again") from None
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{path} is no mapping of keys; copy or export it again")
+    return config
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that hold a folder's tensors: safetensors (an index names its parts), or the old pickle.
+
+    Raises:
+        ArtifactError: there are none.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            parts = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ArtifactError(f"{index} cannot be read: {error}; copy the folder again") from None
+        return [folder / str(part) for part in parts]
+    for name in (MODEL, PICKLED):
+        if (folder / name).is_file():
+            return [folder / name]
+    raise ArtifactError(f"{folder} holds neither {MODEL} nor {PICKLED}; copy or export it again")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder under its own names; a pickle is read without running what it may hold.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, or holds something else.
+    """
+    from pickle import UnpicklingError
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for path in weight_paths(folder):
+        try:
+            if path.suffix == ".safetensors":
+                found |= load_file(path)
+            else:
+                found |= torch.load(path, map_location="cpu", weights_only=True)
+        except (SafetensorError, UnpicklingError, OSError, ValueError, RuntimeError, EOFError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ArtifactError(f"{path} is missing or damaged: {first}; copy or export it again") from None
+        except TypeError:
+            raise ArtifactError(f"{path} holds no mapping of tensors; copy it again") from None
+    if wrong := [name for name, value in found.items() if not isinstance(value, Tensor)]:
+        raise ArtifactError(f"{folder} holds {wrong[0]}, which is no tensor; copy it again")
+    return found
+
+
+def vocabulary(tensors: Mapping[str, Tensor], *, size: int, whole: int, where: Path) -> Tensor:
+    """The target's token of each of the draft's tokens, [K] int64, from a folder's map.
+
+    Args:
+        tensors: of the folder, under its own names.
+        size: the draft's vocabulary, K.
+        whole: the target's, V.
+        where: the folder, for messages.
+
+    Raises:
+        ArtifactError: the map is missing, or is none.
+    """
+    offsets_K = tensors.get(OFFSETS)
+    if offsets_K is None:
+        if size == whole:
+            return torch.arange(size)
+        raise ArtifactError(
+            f"{where} has no {OFFSETS}, and its draft knows {size} of {whole} tokens: engines would draft "
+            "the wrong ones; copy or export it again"
+        )
+    if offsets_K.shape != (size,) or offsets_K.is_floating_point():
+        raise ArtifactError(
+            f"{where}: {OFFSETS} is {offsets_K.dtype} {tuple(offsets_K.shape)}; allowed: int64 ({size},)"
+        )
+    ids_K = offsets_K.long() + torch.arange(size)
+    ascending = bool((ids_K[1:] > ids_K[:-1]).all())
+    if not ascending or int(ids_K[0]) < 0 or int(ids_K[-1]) >= whole:
+        raise ArtifactError(
+            f"{where}: {OFFSETS} is no map of offsets: it gives tokens {int(ids_K.min())} to "
+            f"{int(ids_K.max())}, {'ascending' if ascending else 'not in ascending order'}; allowed: "
+            "different "
+            f"ones from 0 to {whole - 1}, ascending (each entry is the token minus its place)"
+        )
+    mask_V = tensors.get(MASK)
+    if mask_V is not None:
+        known_V = torch.zeros(whole, dtype=torch.bool)
+        known_V[ids_K] = True
+        if mask_V.shape != (whole,) or not torch.equal(mask_V.bool(), known_V):
+            raise ArtifactError(f"{where}: {MASK} does not mark the tokens that {OFFSETS} names")
+    return ids_K

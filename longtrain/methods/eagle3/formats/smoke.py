@@ -1,0 +1,137 @@
+"""A draft tried on a text with its target: does it agree, and would another reading of its folder do better?
+
+The target runs once over a few hundred tokens; the draft's recursion does the rest, so no engine is needed.
+
+Shapes: T rows, R chains, E hidden dim, V the target's vocabulary, K the draft's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.assets import asset_dir
+from longtrain.methods.eagle3.config import Config, layers_of
+from longtrain.methods.eagle3.formats.golden import draft_of, rotary_of
+from longtrain.methods.eagle3.recursion import recursion, rows_back
+from longtrain.targets.step import Want
+
+if TYPE_CHECKING:
+    from longtrain.methods.spec import Imported
+    from longtrain.targets.model import Target
+
+TOKENS, CHAINS, DEPTHS = 400, 256, 2
+CLEARLY, SIGMAS = 0.02, 4.0
+"""Another reading is better where its mean share is higher by this, and by so many standard errors."""
+
+
+@torch.no_grad()
+def smoke(found: Imported, target: Target) -> tuple[list[str], list[str]]:
+    """How well the draft foretells its target on a text, as its folder says and read otherwise.
+
+    Args:
+        found: the draft, as it was read.
+        target: the frozen target.
+
+    Returns:
+        A line on what was measured, and a line on each thing that is wrong.
+    """
+    config = Config(**found.config)
+    layers = layers_of(config, target.info.n_layers)
+    config = dataclasses.replace(config, layers=list(layers), rope=config.rope or target.info.rope)
+    ids_T = _text(target)
+    near = {layer + shift for layer in layers for shift in (-1, 0, 1)}
+    wanted = tuple(sorted(layer for layer in near if 0 <= layer < target.info.n_layers))
+    pos_T = torch.arange(len(ids_T), device=target.device)
+    step = target.packed(ids_T, pos_T, (0, len(ids_T)), Want("none", hidden=(*wanted, -1)))
+    states = {layer: part.cpu().float() for layer, part in step.hidden.items() if layer != -1}
+    law_TV = target.head(step.hidden[-1]).float().softmax(-1).cpu()
+    embed_TE = target.embed(ids_T).cpu().float()
+    shares = {
+        what: _shares(found, target, reading, states, embed_TE, law_TV)
+        for what, reading in _readings(config, target.info.n_layers).items()
+    }
+    asis_KR, hits_KR, common = shares.pop("as it is")
+    agree = [float(part) for part in hits_KR.double().mean(-1)]
+    lines = [
+        "on a text: foretells the target's likeliest token in "
+        + ", ".join(f"{share:.1%} at step {depth + 1}" for depth, share in enumerate(agree))
+        + f"; accepted share {float(asis_KR.mean()):.3f}"
+    ]
+    wrong = []
+    if agree[0] <= common:
+        wrong.append(
+            f"the draft foretells {agree[0]:.1%} of the target's tokens; always drafting the commonest "
+            "one gives "
+            f"{common:.1%}"
+        )
+    for what, (other_KR, _, _) in shares.items():
+        gain = (other_KR - asis_KR).double().mean(0)
+        if float(gain.mean()) > max(CLEARLY, SIGMAS * float(gain.std()) / len(gain) ** 0.5):
+            wrong.append(
+                f"read with {what} the draft is accepted more often ({float(other_KR.mean()):.3f} instead of "
+                f"{float(asis_KR.mean()):.3f}): the folder does not say what was trained"
+            )
+    return lines, wrong
+
+
+def _readings(config: Config, n_layers: int) -> dict[str, Config]:
+    """The configuration as it is, and with what folders often say wrongly."""
+    found = {"as it is": config}
+    layers = config.layers or []
+    for shift, what in ((-1, "layer ids one lower"), (1, "layer ids one higher")):
+        moved = [layer + shift for layer in layers]
+        if min(moved) >= 0 and max(moved) < n_layers:
+            found[what] = dataclasses.replace(config, layers=moved)
+    for key in ("norm_output", "norm_before_residual"):
+        other = not getattr(config, key)
+        found[f"{key}={str(other).lower()}"] = dataclasses.replace(config, **{key: other})
+    return found
+
+
+def _shares(
+    found: Imported,
+    target: Target,
+    config: Config,
+    states: dict[int, Tensor],
+    embed_TE: Tensor,
+    law_TV: Tensor,
+) -> tuple[Tensor, Tensor, float]:
+    """Accepted share and hits of every step [DEPTHS, R], and the share of the target's commonest token."""
+    module = draft_of(found.tensors, config, target.info)
+    n_rows = len(embed_TE) - DEPTHS - 1
+    feature_TE = module.feature([states[layer][:n_rows] for layer in module.layers])
+    start = n_rows - CHAINS
+    later_KRE = torch.stack([embed_TE[start + 1 + depth : n_rows + 1 + depth] for depth in range(1, DEPTHS)])
+    made = recursion(
+        module,
+        feature_TE,
+        (embed_TE[1 : n_rows + 1], later_KRE),
+        rope=rotary_of(config, target.info),
+        pos_T=torch.arange(n_rows),
+        back_K=rows_back(config, DEPTHS),
+        sinks=config.sinks,
+    )
+    shares, hits = [], []
+    for depth in range(DEPTHS):
+        law_RV = law_TV[start + 1 + depth : n_rows + 1 + depth]
+        q_RK = made.logits_KRV[depth].softmax(-1)
+        shares.append(torch.minimum(q_RK, law_RV[:, module.draft_ids_K]).sum(-1))
+        hits.append(module.draft_ids_K[q_RK.argmax(-1)] == law_RV.argmax(-1))
+    best_R = law_TV[start + 1 : n_rows + 1].argmax(-1)
+    common = float(best_R.bincount().max()) / len(best_R)
+    return torch.stack(shares), torch.stack(hits), common
+
+
+def _text(target: Target) -> Tensor:
+    """Tokens of a held-out text that comes with the package; random ones where there is no tokenizer."""
+    if target.tokenizer is None:
+        gen = torch.Generator().manual_seed(0)
+        return torch.randint(target.info.vocab_size, (TOKENS,), generator=gen).to(target.device)
+    file = sorted((asset_dir("bundled") / "text" / "heldout").glob("*.txt"))[0]
+    text = file.read_text(encoding="utf-8")[4000 : 4000 + 12 * TOKENS]
+    ids = target.tokenizer(text, add_special_tokens=False).input_ids[:TOKENS]
+    return torch.tensor(ids, device=target.device)

@@ -1,0 +1,208 @@
+"""Checks a folder of either format against its own record, and anybody's against what engines need.
+
+Engines check little: a missing tensor, another rotary base or a wrong map costs acceptance and no message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
+from longtrain.methods.eagle3.formats.golden import FOLDER, GOLDEN, RECORD, Proposals
+from longtrain.methods.eagle3.formats.names import CONFIG, FLAT, IDS, format_of, read_config, read_tensors
+from longtrain.methods.eagle3.formats.read import read_folder
+from longtrain.methods.eagle3.formats.sglang import sglang_problems
+from longtrain.methods.eagle3.formats.smoke import smoke
+
+if TYPE_CHECKING:
+    from longtrain.methods.spec import Imported
+    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.model import Target
+
+Json = dict[str, Any]
+
+FREE = ("speculators_config", "dtype", "torch_dtype", "transformers_version")
+"""Keys of `config.json` that may be edited after the export."""
+LARGEST = 1e4
+"""No trained weight of a draft is larger."""
+
+
+def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -> list[str]:
+    """Compare a folder with its record, where it has one, and with what engines need.
+
+    Args:
+        folder: of either format.
+        target: the frozen target, to check shapes and to try the draft on text; None: leave that out.
+        trained_by: see `read_folder`.
+
+    Returns:
+        A line on each thing that was compared.
+
+    Raises:
+        ArtifactError: something is wrong; the one line says all of it.
+    """
+    if format_of(folder) is None:
+        raise ArtifactError(f"{folder} holds no EAGLE-3 draft: no {CONFIG} that says so; allowed: its folder")
+    wrong, said = [], []
+    record = _record(folder)
+    if record is not None:
+        wrong += _changed_files(folder, record) + _changed_keys(record["config"], read_config(folder))
+        said.append(f"files={len(record['files'])} config.json={'changed' if wrong else 'as exported'}")
+    try:
+        found = read_folder(folder, trained_by)
+    except LongtrainError as error:
+        raise ArtifactError("; ".join([str(error), *wrong])) from None
+    wrong += unhealthy(found.tensors)
+    fresh = fresh_norms(found.tensors)
+    said.append(f"tensors={len(found.tensors)} format={found.about['format']}")
+    if record is not None:
+        wrong += [
+            f"{name} is as fresh (all ones) and was trained" for name in fresh if name not in record["fresh"]
+        ]
+        wrong += _replay(folder, found)
+        said.append("golden proposals replayed")
+    elif fresh:
+        said.append(f"norms that are all ones: {', '.join(fresh)} (perhaps not trained)")
+    if found.about["format"] == FLAT:
+        wrong += sglang_problems(read_config(folder), _weight_names(folder))
+        said.append("SGLang's rules of loading hold")
+    if target is not None:
+        try:
+            wrong += _with_target(folder, found, target, said)
+        except TargetMismatchError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ArtifactError(f"{folder}: {'; '.join(wrong)}")
+    return said
+
+
+def fresh_norms(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Norms that are exactly as a new module has them."""
+    return [
+        name for name, part in tensors.items() if part.ndim == 1 and name != IDS and bool((part == 1).all())
+    ]
+
+
+def unhealthy(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that no training leaves behind."""
+    wrong = []
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        wide = tensor.float()
+        if not bool(torch.isfinite(wide).all()):
+            wrong.append(f"{name} holds numbers that are not finite")
+        elif float(wide.abs().max()) > LARGEST:
+            wrong.append(f"{name} reaches {float(wide.abs().max()):.3g} (allowed {LARGEST:g})")
+        elif wide.ndim == 2 and float(wide.std()) == 0:
+            wrong.append(f"{name} holds one number everywhere")
+    return wrong
+
+
+def check_target(tensors: Mapping[str, Tensor], info: TargetInfo) -> None:
+    """Refuse a draft that can never draft the end of a text.
+
+    Raises:
+        TargetMismatchError: its vocabulary holds none of the target's end tokens.
+    """
+    known = {*tensors[IDS].tolist()}
+    if info.eos_ids and not known & {*info.eos_ids}:
+        raise TargetMismatchError(
+            f"the draft's vocabulary of {len(known)} tokens holds none of {info.name}'s special tokens "
+            "that end a "
+            f"text ({', '.join(map(str, info.eos_ids))}); its map (d2t) is another tokenizer's, or was "
+            "made without "
+            "them"
+        )
+
+
+def _record(folder: Path) -> Json | None:
+    path = folder / RECORD
+    if not path.is_file():
+        if (folder / FOLDER).is_dir() or read_config(folder).get("trained_by") == "longtrain":
+            raise ArtifactError(f"{path} is missing; copy the whole folder, or export it again")
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        kinds = {"config": dict, "files": dict, "fresh": list}
+        if not all(isinstance(record[key], kind) for key, kind in kinds.items()):
+            raise ValueError("a key is of another kind")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; export the folder again") from None
+    return record
+
+
+def _changed_files(folder: Path, record: Json) -> list[str]:
+    wrong = []
+    for name, checksum in record["files"].items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+            continue
+        with path.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != checksum:
+                wrong.append(f"{name} is not what was exported (sha256 differs)")
+    return wrong
+
+
+def _changed_keys(then: Json, now: Json, before: str = "") -> list[str]:
+    """Keys of `config.json` that are missing, new or have another value."""
+    wrong = []
+    for key in dict.fromkeys([*then, *now]):
+        path = before + key
+        if path in FREE or (key not in then and then.get(key) == now.get(key)):
+            continue
+        if key not in now:
+            wrong.append(f"{CONFIG} lacks {path} (exported: {json.dumps(then[key])})")
+        elif isinstance(then.get(key), dict) and isinstance(now[key], dict):
+            wrong += _changed_keys(then[key], now[key], f"{path}.")
+        elif key not in then or then[key] != now[key]:
+            wrong.append(
+                f"{CONFIG} has {path}={json.dumps(now[key])} (exported: {json.dumps(then.get(key))})"
+            )
+    return wrong
+
+
+def _replay(folder: Path, found: Imported) -> list[str]:
+    from longtrain.methods.eagle3.config import Config
+
+    try:
+        from safetensors.torch import load_file
+
+        golden = Proposals.from_tensors(load_file(folder / GOLDEN))
+    except (OSError, ValueError, RuntimeError) as error:
+        return [f"{GOLDEN} cannot be read: {error}"]
+    wrong = golden.replay(found.tensors, Config(**found.config), found.target)
+    embed_VE = read_tensors(folder).get("embed_tokens.weight") if found.about["format"] != FLAT else None
+    if embed_VE is not None and not torch.equal(embed_VE[golden.ids_T].float(), golden.first_TE):
+        wrong.append("embed_tokens.weight has other rows than were exported")
+    return wrong
+
+
+def _weight_names(folder: Path) -> list[str]:
+    return [name for name in read_tensors(folder) if name != "embed_tokens.weight"]
+
+
+def _with_target(folder: Path, found: Imported, target: Target, said: list[str]) -> list[str]:
+    """Shapes, vocabulary and embeddings against a target, and the draft's agreement with it on text."""
+    found.target.check(target.info)
+    check_target(found.tensors, target.info)
+    wrong = []
+    embed_VE = read_tensors(folder).get("embed_tokens.weight")
+    mine_VE = target.model.model.embed_tokens.weight
+    if embed_VE is not None and not found.config["own_embeddings"]:
+        mine_VE = mine_VE.detach().cpu().float()
+        if not torch.allclose(embed_VE.float(), mine_VE, rtol=1e-2, atol=1e-3):
+            wrong.append(
+                "embed_tokens.weight is no copy of the target's, and the folder says that it was not trained"
+            )
+    lines, problems = smoke(found, target)
+    said += lines
+    return wrong + problems

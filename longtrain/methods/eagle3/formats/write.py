@@ -1,0 +1,196 @@
+"""A draft as a folder of either format: tensors and `config.json`, and what an engine would drop silently.
+
+Source: the loaders of speculators 0.9.0, vLLM 0.32 and 0.33 and SGLang 0.5.23, read and (but for SGLang) run.
+
+Shapes: E hidden dim, K tokens of the draft's vocabulary, V of the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import longtrain
+from longtrain.errors import ConfigError
+from longtrain.methods.eagle3.config import Config, layers_of
+from longtrain.methods.eagle3.formats.names import (
+    FLAT,
+    IDS,
+    MASK,
+    OFFSETS,
+    SPECULATORS,
+    SPECULATORS_CLASS,
+    outside,
+)
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
+
+Json = dict[str, Any]
+
+SPECULATORS_VERSION = "0.9.0"
+TRAINER = "longtrain"
+
+
+def refuse(form: str, config: Config) -> None:
+    """Refuse what the engines that read a format would leave out without a word.
+
+    Raises:
+        ConfigError: the format cannot say what the draft does.
+    """
+    if config.sinks:
+        raise ConfigError(
+            f"format={form}: no engine keeps the first tokens beside an EAGLE-3 draft's window (method.sinks="
+            f"{config.sinks}; vLLM 0.33 has no key for them, SGLang 0.5.23 ignores --speculative-draft-sink-"
+            "size here); train with method.sinks=0, or serve it with longtrain"
+        )
+    if form != FLAT:
+        return
+    for key, why in (
+        ("attention_bias", "builds q, k and v without biases"),
+        ("norm_before_residual", "begins the residual with the feature as it is"),
+        ("qk_norm", "has no norms on heads"),
+        ("own_embeddings", "takes the target's embeddings"),
+    ):
+        if getattr(config, key):
+            raise ConfigError(
+                f"format=flat: SGLang {why} and would drop method.{key}=true silently; use "
+                "format=speculators "
+                f"and vLLM, or train with method.{key}=false"
+            )
+
+
+def folder_tensors(
+    tensors: Mapping[str, Tensor], config: Config, *, form: str, vocab_size: int, embed_VE: Tensor | None
+) -> dict[str, Tensor]:
+    """A module's tensors under a format's names.
+
+    Args:
+        tensors: the module's state, by name.
+        config: hyperparameters.
+        form: the format.
+        vocab_size: V.
+        embed_VE: the embeddings that a speculators folder holds; its class has no other way to them.
+    """
+    found = {outside(name, form): tensor for name, tensor in tensors.items() if name != IDS}
+    ids_K = tensors[IDS].long()
+    if len(ids_K) != vocab_size:
+        mask_V = torch.zeros(vocab_size, dtype=torch.bool)
+        mask_V[ids_K] = True
+        found |= {OFFSETS: ids_K - torch.arange(len(ids_K)), MASK: mask_V}
+    if form == SPECULATORS and embed_VE is not None:
+        found["embed_tokens.weight"] = embed_VE.to(tensors["fc.weight"].dtype)
+    if form == SPECULATORS and config.attention_bias:  # these loaders give o_proj a bias too
+        name = outside("self_attn.o_proj.weight", form)
+        found[name.replace("weight", "bias")] = torch.zeros_like(found[name][:, 0])
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+
+
+def folder_config(
+    config: Config, info: TargetInfo, *, form: str, dtype: str, trained_tokens: int | None, drafted: int = 4
+) -> Json:
+    """A format's `config.json`.
+
+    Args:
+        config: hyperparameters.
+        info: the target.
+        form: the format.
+        dtype: of the tensors, e.g. `bfloat16`.
+        trained_tokens: the longest document of training; None: not known.
+        drafted: tokens of a chain that a server drafts unless it is told otherwise.
+    """
+    inputs = [layer + 1 for layer in layers_of(config, info.n_layers)]
+    norms = {key: getattr(config, key) for key in ("norm_before_fc", "fc_norm", "norm_output")}
+    own = {"trained_by": TRAINER, "longtrain": longtrain.__version__}
+    own |= {} if trained_tokens is None else {"trained_max_tokens": trained_tokens}
+    layer = _layer_config(config, info, positions=max(trained_tokens or 0, info.max_positions), inputs=inputs)
+    if form == FLAT:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer,
+            "draft_vocab_size": config.draft_vocab_size or info.vocab_size,
+            "norm_before_residual": config.norm_before_residual,
+            **norms,
+            "eagle_aux_hidden_state_layer_ids": inputs,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            **own,
+        }
+    return {
+        "architectures": [SPECULATORS_CLASS],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "transformer_layer_config": {**layer, "model_type": "qwen3" if config.qk_norm else "llama"},
+        "draft_vocab_size": config.draft_vocab_size or info.vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        **norms,
+        "embed_requires_grad": config.own_embeddings,
+        "eagle_aux_hidden_state_layer_ids": inputs,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": drafted,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": info.name or None, "architectures": [_architecture(info.family)]},
+        },
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+        **own,
+    }
+
+
+def _layer_config(config: Config, info: TargetInfo, *, positions: int, inputs: list[int]) -> Json:
+    """The keys of transformers that describe the layer; both spellings of RoPE and of the layers' ids."""
+    rope = dict(config.rope or info.rope)
+    kind = rope.get("rope_type", "default")
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    made: Json = {
+        "model_type": "llama",
+        "hidden_size": info.hidden_size,
+        "intermediate_size": config.intermediate_size or info.intermediate_size,
+        "num_attention_heads": config.n_heads or info.n_heads,
+        "num_key_value_heads": config.n_kv_heads or info.n_kv_heads,
+        "head_dim": config.head_dim or info.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": info.hidden_act,
+        "rms_norm_eps": config.rms_norm_eps or info.rms_norm_eps,
+        "vocab_size": info.vocab_size,
+        "max_position_embeddings": positions,
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "pretraining_tp": 1,
+        "eos_token_id": list(info.eos_ids) if len(info.eos_ids) != 1 else info.eos_ids[0],
+        "rope_parameters": {"rope_type": "default", **rope},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if kind == "default" else {"type": kind, **scaling},
+        "num_aux_hidden_states": len(inputs),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in inputs],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": config.norm_before_fc,
+        },
+    }
+    if config.window:
+        made |= {"sliding_window": config.window + 1, "use_sliding_window": True}
+        made["layer_types"] = ["sliding_attention"]
+    return made
+
+
+def _architecture(family: str) -> str:
+    """The class of a supported family's language model."""
+    return {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[
+        family
+    ] + "ForCausalLM"

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from longtrain import cli, methods, provenance
+from longtrain.artifact import Artifact
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.jobs import export
+from longtrain.methods.eagle3.config import Config
+from longtrain.targets.loading import load_target
+from longtrain.training import checkpoint
+from longtrain.training.tensor_file import pieces_of
+
+
+@pytest.fixture
+def eagle(tmp_path, target_folder):
+    """What a training run of a draft leaves behind."""
+    target = load_target(target_folder)
+    config = Config(layers=[0, 1], draft_vocab_size=0, window=20)
+    module = methods.get("eagle3").build(config, target.info)
+    folder = tmp_path / "runs" / "one" / "train"
+    (folder / "checkpoints").mkdir(parents=True)
+    method = {f"method.{key}": value for key, value in {"name": "eagle3", **vars(config)}.items()}
+    who = {"target.weights": target.info.weights_hash, "target.tokenizer": target.info.tokenizer_hash}
+    about = {"step": 7, "facts": checkpoint.flat({"method": {"name": "eagle3", **vars(config)}}) or method}
+    about["facts"] |= {**who, "target.name": str(target_folder)}
+    weights = {checkpoint.WEIGHTS: pieces_of(module.state_dict())}
+    assert checkpoint.write(folder / "checkpoints", about, weights, writer=True) is None
+    settings = {"method": {"name": "eagle3", **vars(config)}, "target": {"path": str(target_folder)}}
+    stages = [{"doc_tokens": 64}, {"doc_tokens": 4096}]
+    provenance.write(folder, OmegaConf.to_container(OmegaConf.create(settings)), data={"stages": stages})
+    return module
+
+
+@pytest.mark.parametrize("form", ["speculators", "flat"])
+def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, target_folder, form):
+    export.run(composed("export", f"format={form}"))
+    folder = tmp_path / "checkpoints" / f"one-{form}"
+    assert Artifact.load(tmp_path / "checkpoints" / "one").method == "eagle3"
+    config = json.loads((folder / "config.json").read_text())
+    layer = config.get("transformer_layer_config", config)
+    assert config["trained_max_tokens"] == 4096 and layer["max_position_embeddings"] == 4096
+    assert layer["sliding_window"] == 21 and not list(folder.glob(".*"))
+    card = (folder / "README.md").read_text()
+    assert "--speculative-config" in card and str(target_folder.parent) not in card
+    assert ("--speculative-draft-window-size 21" in card) == (form == "flat")
+    with pytest.raises(ArtifactError, match=r"foretells \d.* always drafting the commonest one gives"):
+        export.run(composed("export", f"verify={folder}"))  # with the target: it was not trained
+    export.run(composed("export", f"verify={folder}", "target.path=null"))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="damaged"):
+        export.run(composed("export", f"verify={folder}"))
+
+
+def test_one_format_becomes_the_other(composed, eagle, tmp_path):
+    export.run(composed("export", "format=flat"))
+    flat = tmp_path / "checkpoints" / "one-flat"
+    export.run(composed("export", f"artifact={flat}", "format=speculators"))
+    both = [Artifact.load(path) for path in (flat, tmp_path / "checkpoints" / "one-flat-speculators")]
+    assert both[0].config == both[1].config
+    assert all(bool((both[1].tensors[name] == tensor).all()) for name, tensor in both[0].tensors.items())
+
+
+def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):
+    export.run(composed("export"))
+    artifact = Artifact.load("one", home=tmp_path)
+    path = tmp_path / "checkpoints" / "one" / "longtrain.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"]["norm_before_residual"] = True
+    path.write_text(json.dumps(manifest | {"golden": None}))
+    (tmp_path / "checkpoints" / "one").rename(tmp_path / "two")
+    with pytest.raises(ConfigError, match="SGLang begins the residual"):
+        export.run(composed("export", f"artifact={tmp_path / 'two'}", "format=flat"))
+    assert not list((tmp_path / "checkpoints").iterdir()) and artifact.tensors
+
+
+def test_another_folder_is_not_overwritten(composed, eagle, tmp_path):
+    theirs = tmp_path / "checkpoints" / "one-flat"
+    theirs.mkdir(parents=True)
+    (theirs / "notes.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match="was not written by longtrain"):
+        export.run(composed("export", "format=flat"))
+    assert (theirs / "notes.txt").read_text() == "mine"
+
+
+def test_what_has_no_such_format(composed, trained, tmp_path):
+    with pytest.raises(ConfigError, match="format=onnx; allowed: flat, speculators"):
+        export.run(composed("export", "format=onnx"))
+    with pytest.raises(ConfigError, match="format=flat: method longspec has no such format"):
+        export.run(composed("export", "format=flat"))
+    with pytest.raises(ArtifactError, match=r"is in no format that is known \(flat, speculators\)"):
+        export.run(composed("export", f"verify={tmp_path}"))
+    with pytest.raises(
+        ArtifactError, match=r"nothing else that a method reads \(eagle3: speculators, flat\)"
+    ):
+        Artifact.load(tmp_path)
+
+
+def test_verify_may_be_typed_as_a_flag(monkeypatch):
+    assert cli._ordered(["--config-name=export", "--verify", "DIR", "name=x"]) == [
+        "--config-name=export",
+        "verify=DIR",
+        "name=x",
+    ]
+    monkeypatch.setattr(sys, "argv", ["longtrain"])
+    with pytest.raises(SystemExit):
+        cli._ordered(["--verify"])

@@ -1,0 +1,213 @@
+"""Folders that other trainers wrote, read with their own conventions, and folders that do not say enough."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from longtrain.artifact import Artifact
+from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.methods.eagle3.formats import FORMATS
+from longtrain.methods.eagle3.formats.names import outside
+from longtrain.methods.eagle3.formats.sglang import sglang_problems
+from longtrain.targets.loading import random_target
+
+FORMS = ("speculators", "flat")
+
+
+def foreign(tmp_path, tensors, config, *, prefix="midlayer.", pickled=False):
+    """A flat folder as others write it, from our module's tensors."""
+    named = {outside(name, "flat").replace("midlayer.", prefix): tensor for name, tensor in tensors.items()}
+    ids = named.pop("draft_ids_K")
+    mask = torch.zeros(97, dtype=torch.bool)
+    mask[ids] = True
+    named |= {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
+    path = tmp_path / "foreign"
+    path.mkdir()
+    if pickled:
+        torch.save(
+            {**named, "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8)}, path / "pytorch_model.bin"
+        )
+    else:
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+def old(export):
+    """A module, and the keys that EAGLE's own folders have."""
+    _, module, _ = export("flat")
+    keys = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48}
+    keys |= {"intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    keys |= {"num_hidden_layers": 1, "rms_norm_eps": 1e-6, "vocab_size": 97, "draft_vocab_size": 40}
+    keys |= {"rope_theta": 10000.0, "max_position_embeddings": 128}
+    return module.state_dict(), keys
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"norm_output": True, "fc_norm": True, "window": 5, "depths": 4},
+        {
+            "norm_before_fc": True,
+            "layers": [0, 3],
+            "rope": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+        },
+        {"draft_vocab_size": 0, "n_heads": 6, "n_kv_heads": 3, "head_dim": 8, "intermediate_size": 64},
+    ],
+    ids=["3.1", "gpt-oss", "shapes"],
+)
+def test_what_was_written_is_read(export, target, form, fields):
+    folder, module, config = export(form, **fields)
+    artifact = Artifact.load(folder.path)
+    assert artifact.method == "eagle3" and artifact.folder == folder.path
+    artifact.build(target)
+    back, mine = artifact.typed_config(), vars(config)
+    same = ("layers", "draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "window")
+    assert {key: getattr(back, key) for key in same} == {key: mine[key] for key in same}
+    assert back.rope == {"rope_type": "default", **(config.rope or target.info.rope)}
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(artifact.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attention_bias": True}, {"qk_norm": True}, {"norm_before_residual": True}]
+)
+def test_what_only_vllm_serves(export, fields):
+    folder, module, _ = export("speculators", **fields)
+    back = Artifact.load(folder.path)
+    assert all(getattr(back.typed_config(), key) for key in fields)
+    assert all(torch.equal(back.tensors[name], tensor) for name, tensor in module.state_dict().items())
+    key = next(iter(fields))
+    with pytest.raises(
+        ConfigError, match=f"drop method.{key}=true silently; use format=speculators and vLLM"
+    ):
+        export("flat", **fields)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_engine_keeps_sinks(export, form):
+    with pytest.raises(ConfigError, match=r"method.sinks=4.*serve it with longtrain"):
+        export(form, window=16, sinks=4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_that_engines_need(export, form):
+    config = export(form, window=9)[0].config
+    layer = config["transformer_layer_config"] if form == "speculators" else config
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5]
+    assert layer["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert layer["num_aux_hidden_states"] == 3 and layer["sliding_window"] == 10
+    assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] and "rope_scaling" in layer
+    assert config["norm_before_residual"] is False and "target_hidden_size" not in config
+    assert config["trained_max_tokens"] == 128 and layer["max_position_embeddings"] == 512
+    assert config["trained_by"] == "longtrain" and layer["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("change", "prefix", "pickled"),
+    [({}, "midlayer.", True), ({"model_type": "llama"}, "layers.0.", False), ({}, "model.midlayer.", False)],
+    ids=["EAGLE's pickle", "ModelOpt's prefix", "within a model"],
+)
+def test_others_folders(old, target, tmp_path, change, prefix, pickled):
+    tensors, keys = old
+    path = foreign(tmp_path, tensors, keys | change, prefix=prefix, pickled=pickled)
+    artifact = Artifact.load(path)
+    assert all(torch.equal(artifact.tensors[name], tensor) for name, tensor in tensors.items())
+    assert artifact.typed_config().layers is None and not artifact.typed_config().norm_before_residual
+    with pytest.raises(TargetMismatchError, match="for a target of 8 layers or more"):
+        artifact.build(target)
+    assert any("all ones" in line or "tensors=" in line for line in FORMATS.verify(path, None, None))
+
+
+def test_a_pickle_that_would_run_code_is_refused(old, tmp_path):
+    import os
+
+    tensors, keys = old
+    path = foreign(tmp_path, tensors, keys, pickled=True)
+
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "owned"),))
+
+    torch.save({"fc.weight": Attack()}, path / "pytorch_model.bin")
+    with pytest.raises(ArtifactError, match=r"pytorch_model.bin is missing or damaged"):
+        Artifact.load(path)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_layer_ids_that_engines_read_differently(old, tmp_path):
+    tensors, keys = old
+    keys |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
+    path = foreign(tmp_path, tensors, keys)
+    with pytest.raises(
+        ArtifactError, match=r"SGLang reads them as outputs of layers, vLLM as inputs; .*trained_by="
+    ):
+        Artifact.load(path)
+    assert Artifact.load(path, trained_by="modelopt").typed_config().layers == [1, 2, 4]
+    with pytest.raises(
+        ConfigError, match=r"trained_by=unsloth is no trainer that is known; allowed: longtrain, "
+    ):
+        Artifact.load(path, trained_by="unsloth")
+
+
+def test_specforge_never_fed_the_normed_state_back(old, tmp_path):
+    tensors, keys = old
+    path = foreign(
+        tmp_path, tensors, keys | {"norm_output": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
+    )
+    assert Artifact.load(path).typed_config().norm_output
+    assert not Artifact.load(path, trained_by="specforge").typed_config().norm_output
+    (path / "config.json").write_text(json.dumps(keys | {"norm_output": False}))
+    with pytest.raises(ArtifactError, match="trains without a norm before the head"):
+        Artifact.load(path, trained_by="specforge")
+
+
+def test_another_target(export, target):
+    folder, _, _ = export("flat")
+    with pytest.raises(TargetMismatchError, match=r"a target with hidden size 48, .* has 64"):
+        Artifact.load(folder.path).build(random_target({**shape_of(target), "hidden_size": 64}))
+    with pytest.raises(TargetMismatchError, match=r"a vocabulary of 97, .* has 101"):
+        Artifact.load(folder.path).build(random_target({**shape_of(target), "vocab_size": 101}))
+    few = {**shape_of(target), "num_hidden_layers": 3}
+    with pytest.raises(TargetMismatchError, match=r"of 5 layers or more, .* has 3"):
+        Artifact.load(folder.path).build(random_target(few))
+
+
+def test_a_vocabulary_without_the_end_of_texts(export, target):
+    folder, _, _ = export("flat")
+    other = random_target({**shape_of(target), "eos_token_id": 0})
+    known = {*Artifact.load(folder.path).tensors["draft_ids_K"].tolist()}
+    assert 0 not in known
+    with pytest.raises(TargetMismatchError, match=r"holds none of .*special tokens that end a text \(0\)"):
+        Artifact.load(folder.path).build(other)
+
+
+def shape_of(target):
+    from longtrain.targets.shapes import SHAPES
+
+    return {
+        **SHAPES["llama_micro"],
+        "num_hidden_layers": target.info.n_layers,
+        "max_position_embeddings": 512,
+    }
+
+
+def test_sglang_s_rules(export):
+    folder, _, _ = export("flat", fc_norm=True, norm_output=True)
+    config, names = folder.config, list(folder.tensors)
+    assert sglang_problems(config, names) == []
+    assert sglang_problems(config, [*names, "midlayer.self_attn.q_proj.bias"]) == [
+        "SGLang drops midlayer.self_attn.q_proj.bias silently"
+    ]
+    fewer = [name for name in names if name != "midlayer.mlp.up_proj.weight"]
+    assert sglang_problems(config, fewer) == ["SGLang leaves up_proj unset: no tensor has it"]
+    assert sglang_problems({**config, "norm_before_residual": True}, names) == [
+        "SGLang ignores norm_before_residual=true"
+    ]
+    assert "null" in sglang_problems({**config, "target_hidden_size": None}, names)[0]
