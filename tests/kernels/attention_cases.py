@@ -18,23 +18,25 @@ def forest(B, N):
     return visible_BNN
 
 
-def mask_named(name, B, T, device="cpu"):
-    """What `tree_attention` takes, and the same as visible_BTT."""
+def mask_named(name, B, T, device="cpu", nodes=None):
+    """What `tree_attention` takes, and the same as visible_BTT; of a tree's last T nodes where it has more."""
     if name == "none":
         return None, torch.zeros(B, T, T, dtype=torch.bool)
     if name == "causal":
         return CAUSAL, torch.ones(B, T, T, dtype=torch.bool).tril()
-    visible_BTT = forest(B, T)
+    visible_BTT = forest(B, nodes or T)[:, -T:]
     return tree_bits(visible_BTT).to(device), visible_BTT
 
 
-def dense_case(*, B=1, H=4, G=2, T=3, D=16, S=40, lens=(20,), base=0, dtype=torch.float32, device="cpu"):
+def dense_case(
+    *, B=1, H=4, G=2, T=3, D=16, S=40, lens=(20,), base=0, dtype=torch.float32, device="cpu", nodes=None
+):
     """q, and K and V as views of a larger tensor with slots before heads; NaN where nothing may be read."""
     q_BHTD = torch.randn(B, H, T, D).to(dtype)
     k_BGSD, v_BGSD = torch.randn(2, B, S, G, D).to(dtype).transpose(2, 3).unbind(0)
     for b, n in enumerate(lens):
         for x in (k_BGSD, v_BGSD):
-            x[b, :, base + n + T :] = float("nan")
+            x[b, :, base + n + (nodes or T) :] = float("nan")
     return (x.to(device) for x in (q_BHTD, k_BGSD, v_BGSD, torch.tensor(lens)))
 
 

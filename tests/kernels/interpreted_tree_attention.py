@@ -18,6 +18,8 @@ CASES = {
     "evicted rows in front": ("tree", 2, {"B": 2, "lens": (3, 40), "S": 90, "base": 33, "G": 1}),
     "head dim 24": ("causal", 1, {"D": 24, "G": 1}),
     "head dim 128": ("tree", None, {"D": 128, "lens": (70,), "S": 80, "G": 1}),
+    "a level of a tree": ("tree", 2, {"B": 2, "T": 5, "lens": (3, 40), "S": 90, "nodes": 11}),
+    "a level of a large tree": ("tree", 2, {"T": 9, "lens": (20,), "S": 100, "H": 1, "G": 1, "nodes": 70}),
     "two words of bits": ("tree", 2, {"T": 70, "lens": (20,), "S": 100, "H": 1, "G": 1}),
 }
 """Name -> mask, splits, inputs."""
@@ -34,8 +36,8 @@ def _quiet():
 def test_the_kernel_follows_the_reference(mask, splits, case):
     """fp32 keeps 24 bits; sums of 100 products of numbers around 1."""
     q, k, v, lens = dense_case(**case)
-    how = {"scale": 0.4, "base": case.get("base", 0)}
-    bits, _ = mask_named(mask, len(lens), q.shape[2])
+    how = {"scale": 0.4, "base": case.get("base", 0), "nodes": case.get("nodes")}
+    bits, _ = mask_named(mask, len(lens), q.shape[2], nodes=case.get("nodes"))
     assert kernel_serves(q, k, v)
     want, want_lse = reference.tree_attention(q.double(), k.double(), v.double(), lens, bits, **how)
     got, lse = tree_attention(q, k, v, lens, bits, splits=splits, **how)

@@ -60,6 +60,7 @@ EIGHT_B = {
             "NORM": True,
             "WRITE": True,
             "WRAP": 384,
+            "FIXED": 4,
             "COUNT": True,
         },
         {"eps": "fp32", "slot_ptr": "*i64", "count_ptr": "*i64"},
@@ -67,7 +68,7 @@ EIGHT_B = {
     ),
     "_swiglu_kernel": ({"size": 14336, "COLUMNS": 1024}, {}, 4),
     "_write_kernel": (
-        {"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128, "WRAP": 0, "COUNT": True},
+        {"G": 8, "D": 128, "HEADS": 8, "WIDTH": 128, "WRAP": 0, "FIXED": 0, "COUNT": True},
         {"slot_ptr": "*i64", "count_ptr": "*i64"},
         4,
     ),
@@ -166,8 +167,11 @@ def test_swiglu(device, dtype, width, monkeypatch):
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(1, 2, 16), (5, 3, 24)])
-@pytest.mark.parametrize(("at", "wrap", "counts"), [(0, None, None), (2, 7, None), (0, 8, (3, 0))])
-def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, monkeypatch):
+@pytest.mark.parametrize(
+    ("at", "wrap", "counts", "fixed"),
+    [(0, None, None, 0), (2, 7, None, 0), (0, 8, (3, 0), 0), (1, 6, None, 3)],
+)
+def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, fixed, monkeypatch):
     """Exactly those slots of that layer change, in either."""
     new = made(device, dtype, 2, rows, 2 * kv_heads, dim).transpose(1, 2)
     k, v = new[:, :kv_heads], new[:, kv_heads:]
@@ -176,13 +180,15 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, monkey
     for way in (kernel, twin):
         held = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
         count = None if counts is None else torch.tensor([counts, (9, 9)], device=device).T[:, 0]
-        way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap, count))
+        way(monkeypatch, "write_rows", k, v, Slots(held[0, 1], held[1, 1], slots, at, wrap, count, fixed))
         buffers.append(held)
     assert torch.equal(*buffers)
     expected = made(device, dtype, 2, 3, 2, kv_heads, 9, dim, seed=4)
     for b, first in enumerate((3, 0)):
         for t in range(rows if counts is None else min(rows, counts[b])):
-            slot = first + at + t if wrap is None else (first + at + t) % wrap
+            slot = first + at + t
+            if wrap is not None and slot >= fixed:
+                slot = fixed + (slot - fixed) % wrap
             expected[0, 1, b, :, slot] = k[b, :, t]
             expected[1, 1, b, :, slot] = v[b, :, t]
     assert torch.equal(buffers[0], expected)
@@ -190,8 +196,8 @@ def test_write_rows(device, dtype, rows, kv_heads, dim, at, wrap, counts, monkey
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("wrap", [None, 7])
-def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, monkeypatch):
+@pytest.mark.parametrize(("wrap", "fixed"), [(None, 0), (7, 0), (5, 3)])
+def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, fixed, monkeypatch):
     """Two sequences of three rows: what lies in the slots is what comes back, and nothing else changes."""
     H, G, D, T = 6, 3, 24, 3
     qkv = made(device, dtype, 2 * T, (H + 2 * G) * D)
@@ -204,7 +210,7 @@ def test_heads_are_rotated_and_stored_at_once(device, dtype, normed, wrap, monke
     found = []
     for way in (kernel, twin):
         held = made(device, dtype, 2, 2, G, 9, D, seed=4)
-        into = Slots(held[0], held[1], slot_B, 1, wrap, count_B)
+        into = Slots(held[0], held[1], slot_B, 1, wrap, count_B, fixed)
         got = way(monkeypatch, "rotate_heads", qkv.clone(), rope, (H, G), norms=norms, into=into)
         for b in range(2):
             for t in range(counts[b]):

@@ -7,18 +7,18 @@ from longtrain.errors import DataError
 from longtrain.kernels.tree_attention import CAUSAL, reference, tree_attention, tree_bits
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "tree"])
-def test_the_reference_follows_the_definition(mask):
+@pytest.mark.parametrize(("mask", "nodes"), [("none", 5), ("causal", 5), ("tree", 5), ("tree", 8)])
+def test_the_reference_follows_the_definition(mask, nodes):
     """Row by row: softmax over the slots it sees, in fp64."""
     B, T, base, lens = 2, 5, 3, (0, 9)
-    q, k, v, len_B = dense_case(B=B, T=T, lens=lens, base=base, dtype=torch.float64)
-    bits, visible_BTT = mask_named(mask, B, T)
-    out, lse = tree_attention(q, k, v, len_B, bits, scale=0.3, base=base)
+    q, k, v, len_B = dense_case(B=B, T=T, lens=lens, base=base, dtype=torch.float64, nodes=nodes)
+    bits, visible_BTT = mask_named(mask, B, T, nodes=nodes)
+    out, lse = tree_attention(q, k, v, len_B, bits, scale=0.3, base=base, nodes=nodes)
     for b in range(B):
         for h in range(4):
             for t in range(T):
                 slots = [*range(base + lens[b])] + [
-                    base + lens[b] + j for j in range(T) if visible_BTT[b, t, j]
+                    base + lens[b] + j for j in range(nodes) if visible_BTT[b, t, j]
                 ]
                 logit = 0.3 * k[b, h // 2, slots] @ q[b, h, t]
                 torch.testing.assert_close(lse[b, h, t], torch.logsumexp(logit, 0))
@@ -63,6 +63,8 @@ def test_bad_shapes_are_refused():
         tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, base=38)
     with pytest.raises(DataError, match="tree mask"):
         tree_attention(q, k, v, len_B, tree_bits(forest(1, 4)), scale=1.0)
+    with pytest.raises(DataError, match="3 rows of 5 nodes without a tree mask"):
+        tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, nodes=5)
     with pytest.raises(DataError, match="splits=0"):
         tree_attention(q, k, v, len_B, CAUSAL, scale=1.0, splits=0)
 

@@ -51,10 +51,14 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
-def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr):
+def _slot(slot_ptr, b, t, at, WRAP: tl.constexpr, FIXED: tl.constexpr):
     """Slot of row t of sequence b."""
     slot = tl.load(slot_ptr + b).to(tl.int64) + at + t
-    return slot % WRAP if WRAP else slot
+    if FIXED:
+        slot = tl.where(slot < FIXED, slot, FIXED + (slot - FIXED) % WRAP)
+    elif WRAP:
+        slot = slot % WRAP
+    return slot
 
 
 @triton.jit(do_not_specialize=["T", "at"])
@@ -62,7 +66,8 @@ def _rotate_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr,
     qkv_n, rope_n, eps, ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
+    NORM: tl.constexpr, WRITE: tl.constexpr, WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one row: queries and keys in place; WRITE: keys and values to their slots too."""
     if CHAINED:
@@ -100,7 +105,7 @@ def _rotate_kernel(
     tl.store(place + half, turned_high, mask=turns)
     if WRITE:
         batch = row // T
-        slot = _slot(slot_ptr, batch, row % T, at, WRAP)
+        slot = _slot(slot_ptr, batch, row % T, at, WRAP, FIXED)
         key = (head - H).to(tl.int64)[:, None]
         k_at = k_out_ptr + batch * ko_b + key * ko_g + slot * ko_s + dim[None, :]
         is_key, is_value = turns & (key >= 0), keep & (key >= G)
@@ -134,7 +139,7 @@ def _write_kernel(
     k_ptr, v_ptr, k_out_ptr, v_out_ptr, slot_ptr, count_ptr, k_b, k_g, k_t, v_b, v_g, v_t,
     ko_b, ko_g, ko_s, vo_b, vo_g, vo_s, T, at,
     G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    WRAP: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
+    WRAP: tl.constexpr, FIXED: tl.constexpr, COUNT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All KV heads of one new row."""
     if CHAINED:
@@ -142,7 +147,7 @@ def _write_kernel(
         gdc_wait()
     b = (tl.program_id(0) // T).to(tl.int64)
     t = (tl.program_id(0) % T).to(tl.int64)
-    slot = _slot(slot_ptr, b, t, at, WRAP)
+    slot = _slot(slot_ptr, b, t, at, WRAP, FIXED)
     head, dim = tl.arange(0, HEADS).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
     keep = (head < G) & (dim < D)
     if COUNT:
@@ -237,7 +242,7 @@ def rotate_heads(
             qkv_NHD, cos, sin, q_weight, k_weight, to.k_BGSD, to.v_BGSD, slot_B, count_B,
             qkv_NHD.stride(0), cos.stride(0), eps, *to.k_BGSD.stride()[:3], *to.v_BGSD.stride()[:3],
             N // batch, to.at, H=H, G=G, D=D, HALF=triton.next_power_of_2(D // 2), HEADS=_HEADS,
-            NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0,
+            NORM=norms is not None, WRITE=into is not None, WRAP=to.wrap or 0, FIXED=to.fixed,
             COUNT=to.count_B is not None,
             num_warps=1, **chained,
         )  # fmt: skip
@@ -266,7 +271,7 @@ def write_rows(k_BGTD: Tensor, v_BGTD: Tensor, into: Slots) -> None:
             k_BGTD, v_BGTD, into.k_BGSD, into.v_BGSD, slot_B, count_B, *k_BGTD.stride()[:3],
             *v_BGTD.stride()[:3], *into.k_BGSD.stride()[:3], *into.v_BGSD.stride()[:3], T, into.at,
             G=G, D=D, HEADS=triton.next_power_of_2(G), WIDTH=triton.next_power_of_2(D),
-            WRAP=into.wrap or 0, COUNT=into.count_B is not None, **chained,
+            WRAP=into.wrap or 0, FIXED=into.fixed, COUNT=into.count_B is not None, **chained,
         )  # fmt: skip
 
 

@@ -26,8 +26,8 @@ _ROWS = 64
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, since_ptr, len_ptr, sees_ptr, out_ptr, lse_ptr, scale2, T, N, splits, ahead,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, sees_b, sees_t, sees_n,
-    WINDOW: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over one tile of slots, in fp32."""
     if CHAINED:
@@ -40,7 +40,7 @@ def _attend_kernel(
     node, exists = m // GROUP, m < T * GROUP
     dim, slot = tl.arange(0, WIDTH), split * KEYS + tl.arange(0, KEYS)
     wide = (dim < D)[None, :]
-    held = (slot < WINDOW + N)[:, None] & wide
+    held = (slot < SINKS + WINDOW + N)[:, None] & wide
     k_at = b * k_b + kv * k_g + slot.to(tl.int64)[:, None] * k_s + dim[None, :]
     v_at = b * v_b + kv * v_g + slot.to(tl.int64)[:, None] * v_s + dim[None, :]
     k = tl.load(k_ptr + k_at, mask=held, other=0.0)
@@ -50,9 +50,14 @@ def _attend_kernel(
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & wide, other=0.0)
 
     length, since = tl.load(len_ptr + b), tl.load(since_ptr + b)
-    pos = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
-    ring = (slot < WINDOW) & (pos >= since) & (pos >= length + ahead - WINDOW)
-    other = slot - WINDOW
+    turn = slot - SINKS
+    pos = length - 1 - (tl.maximum(length - SINKS, 0) - 1 - turn + WINDOW) % WINDOW
+    ring = (
+        (turn >= 0) & (turn < WINDOW) & (pos >= tl.maximum(since, SINKS)) & (pos >= length + ahead - WINDOW)
+    )
+    if SINKS:
+        ring = ring | ((slot < SINKS) & (slot < length))
+    other = turn - WINDOW
     sees_at = b * sees_b + node.to(tl.int64)[:, None] * sees_t + other[None, :] * sees_n
     is_node = exists[:, None] & ((other >= 0) & (other < N))[None, :]
     seen = ring[None, :] | (tl.load(sees_ptr + sees_at, mask=is_node, other=0) != 0)
@@ -79,12 +84,13 @@ def ring_attention(
     window: int,
     ahead: int,
     scale: float,
+    sinks: int,
 ) -> Tensor:
     """See `kernels.ring_attention.ring_attention`."""
     B, H, T, D = q_BHTD.shape
     G, N = k_BGSD.shape[1], sees_BTN.shape[-1]
     rows = min(_ROWS, max(16, triton.next_power_of_2(T * (H // G))))
-    programs, splits = B * G * -(-T * (H // G) // rows), -(-(window + N) // _KEYS)
+    programs, splits = B * G * -(-T * (H // G) // rows), -(-(sinks + window + N) // _KEYS)
     width = width_of(D)
     part_lse, part_out = partial_results(q_BHTD, programs * splits * rows, width)
     sees = sees_BTN.view(torch.uint8)
@@ -93,7 +99,7 @@ def ring_attention(
         _attend_kernel[(programs, splits)](
             q_BHTD, k_BGSD, v_BGSD, *bounds, sees, part_out, part_lse, scale * LOG2E, T, N, splits, ahead,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *sees.stride(),
-            WINDOW=window, G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, KEYS=_KEYS,
+            WINDOW=window, SINKS=sinks, G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, KEYS=_KEYS,
             num_warps=4, **chained,
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=rows, splits=splits)[0]

@@ -8,7 +8,7 @@ length. Triton on a GPU of compute capability 8.0 or more for head dims up to 12
 (interpreted under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply);
 `tree_attention_reference` everywhere else.
 Products run in the dtype of the keys with fp32 sums, exponentials in fp32.
-Shapes: B batch, T new rows, N tree nodes (N = T), S slots, H query heads, G KV heads (H a multiple of G),
+Shapes: B batch, T new rows, N tree nodes (N = T, or the rows are some of them), S slots, H query heads, G KV heads (H a multiple of G),
 D head dim, W 64-bit words of a row's mask.
 """
 
@@ -33,22 +33,24 @@ _MAX_DIM = 128
 _WORD = 64
 
 
-def tree_bits(visible_BNN: Tensor) -> Tensor:
+def tree_bits(visible_BTN: Tensor) -> Tensor:
     """A tree's mask as bits: bit j of row i is set if node i sees node j.
 
     Args:
-        visible_BNN: bool.
+        visible_BTN: bool; the rows of all nodes, or of the last T of them.
 
-    Returns: bits_BNW, int64, W = ceil(N / 64); bit j of a row lies in word j // 64 at position j % 64.
+    Returns: bits_BTW, int64, W = ceil(N / 64); bit j of a row lies in word j // 64 at position j % 64.
 
     Raises:
-        DataError: more than `MAX_NODES` nodes, or no square.
+        DataError: more than `MAX_NODES` nodes, or more rows than nodes.
     """
-    B, N, columns = visible_BNN.shape
-    if columns != N or N > MAX_NODES:
-        raise refusal(DataError, f"a tree mask of {N} x {columns}", f"square, 1 to {MAX_NODES} nodes")
+    B, T, N = visible_BTN.shape
+    if not 1 <= T <= N <= MAX_NODES:
+        raise refusal(
+            DataError, f"a tree mask of {T} x {N}", f"1 to {MAX_NODES} nodes, no more rows than nodes"
+        )
     words = -(-N // _WORD)
-    padded = torch.nn.functional.pad(visible_BNN, (0, words * _WORD - N)).view(B, N, words, _WORD)
+    padded = torch.nn.functional.pad(visible_BTN, (0, words * _WORD - N)).view(B, T, words, _WORD)
     return (padded.long() << torch.arange(_WORD, device=padded.device)).sum(-1)
 
 
@@ -62,6 +64,7 @@ def tree_attention(
     scale: float,
     base: int = 0,
     splits: int | None = None,
+    nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T rows over slots [0, base + len_B[b]) and the T slots behind them.
 
@@ -75,6 +78,7 @@ def tree_attention(
             None: rows see the prefix alone.
         scale: softmax scale, above 0.
         base: slots in front that `len_B` does not count (rows that an evicted cache keeps).
+        nodes: N, where the rows are some of a tree's nodes and the keys of all N lie behind the prefix; None: T.
         splits: parts that the keys are cut into, each a program; None: what fills the GPU.
 
     Returns:
@@ -86,14 +90,17 @@ def tree_attention(
 
     Source: LongSpec §3.3 (hybrid tree attention), as one split-KV kernel and a merge.
     """
-    _check(q_BHTD, k_BGSD, v_BGSD, len_B, mask, base)
+    nodes = q_BHTD.shape[2] if nodes is None else nodes
+    _check(q_BHTD, k_BGSD, v_BGSD, len_B, mask, base, nodes)
     if splits is not None and splits < 1:
         raise refusal(DataError, f"splits={splits}", "1 or more")
     if not kernel_serves(q_BHTD, k_BGSD, v_BGSD):
-        return reference.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale=scale, base=base)
+        return reference.tree_attention(
+            q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale=scale, base=base, nodes=nodes
+        )
     from longtrain.kernels.tree_attention import launch
 
-    return launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits)
+    return launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits, nodes=nodes)
 
 
 def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
@@ -102,7 +109,13 @@ def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:
 
 
 def _check(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, len_B: Tensor, mask: Tensor | Causal | None, base: int
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    len_B: Tensor,
+    mask: Tensor | Causal | None,
+    base: int,
+    nodes: int,
 ) -> None:
     B, H, T, D = q_BHTD.shape
     batch, G, S, width = k_BGSD.shape
@@ -121,23 +134,32 @@ def _check(
         )
     if len_B.shape != (B,) or len_B.dtype not in (torch.int32, torch.int64):
         raise refusal(DataError, f"len_B {tuple(len_B.shape)} of {len_B.dtype}", f"{(B,)}, int32 or int64")
-    tail = 0 if mask is None else T
+    tail = 0 if mask is None else nodes
     if base < 0 or base + tail > S:
         raise refusal(DataError, f"base={base} and {tail} new rows in {S} slots", f"0 <= base <= {S - tail}")
-    check_mask(mask, B, T)
+    if nodes != T and not isinstance(mask, Tensor):
+        raise refusal(DataError, f"{T} rows of {nodes} nodes without a tree mask", "the bits of `tree_bits`")
+    check_mask(mask, B, T, nodes)
 
 
-def check_mask(mask: Tensor | Causal | None, B: int, T: int) -> None:
-    """Refuse a tree mask that is none of B trees of T nodes.
+def check_mask(mask: Tensor | Causal | None, B: int, T: int, nodes: int | None = None) -> None:
+    """Refuse a tree mask that is none of T rows of B trees.
+
+    Args:
+        mask: see `tree_attention`.
+        B: trees.
+        T: rows.
+        nodes: nodes of a tree; None: T.
 
     Raises:
         DataError: its size or dtype, or too many nodes.
     """
     if not isinstance(mask, Tensor):
         return
-    if T > MAX_NODES:
-        raise refusal(DataError, f"a tree of {T} nodes", f"1 to {MAX_NODES} (a chain: mask=CAUSAL)")
-    want = (B, T, -(-T // _WORD))
+    nodes = T if nodes is None else nodes
+    if nodes > MAX_NODES:
+        raise refusal(DataError, f"a tree of {nodes} nodes", f"1 to {MAX_NODES} (a chain: mask=CAUSAL)")
+    want = (B, T, -(-nodes // _WORD))
     if mask.shape != want or mask.dtype != torch.int64:
         raise refusal(
             DataError, f"tree mask {tuple(mask.shape)} of {mask.dtype}", f"{want}, int64, see tree_bits"

@@ -49,7 +49,7 @@ def _step(q, k, v, scale2, top, total, acc, visible, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _visible(slot, n, query, low_bits, high_bits, T, MASK: tl.constexpr, WORDS: tl.constexpr):
+def _visible(slot, n, query, low_bits, high_bits, N, MASK: tl.constexpr, WORDS: tl.constexpr):
     """Slots of a tile that each row sees. MASK 0: the prefix; 1: and rows up to its own; 2: and its bits."""
     own = (slot - n)[None, :]
     seen = own < 0
@@ -60,13 +60,13 @@ def _visible(slot, n, query, low_bits, high_bits, T, MASK: tl.constexpr, WORDS: 
         word = low_bits[:, None] >> (at & 63)
         if WORDS == 2:
             word = tl.where(at < 64, word, high_bits[:, None] >> (at & 63))
-        seen = seen | ((own < T) & ((word & 1) != 0))
+        seen = seen | ((own < N) & ((word & 1) != 0))
     return seen
 
 
-@triton.jit(do_not_specialize=["splits", "T", "base"])
+@triton.jit(do_not_specialize=["splits", "T", "N", "base"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, base,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N, base,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
@@ -85,7 +85,7 @@ def attend_kernel(
     kv, b = pid // tiles % G, pid // (tiles * G)
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     n = tl.load(len_ptr + b).to(tl.int32) + base
-    end = n + T if MASK else n
+    end = n + N if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     share = tl.cdiv(count, splits)
     first = split * share
@@ -147,7 +147,7 @@ def attend_kernel(
             far = slot.to(tl.int64)[:, None]
             k = tl.load(k_ptr + far * k_s + dim[None, :], mask=keep, other=0.0)
             v = tl.load(v_ptr + far * v_s + dim[None, :], mask=keep, other=0.0)
-            seen = _visible(slot, n, query, low_bits, high_bits, T, MASK, WORDS) & (slot < end)[None, :]
+            seen = _visible(slot, n, query, low_bits, high_bits, N, MASK, WORDS) & (slot < end)[None, :]
             top, total, acc = _step(q, k, v, scale2, top, total, acc, seen, True)
 
     if CHAINED and not EARLY:

@@ -88,6 +88,8 @@ def tree_attention(
     base: int,
     splits: int | None,
     tile: TreeTile | None = None,
+    *,
+    nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
     B, H, T, D = q_BHTD.shape
@@ -98,7 +100,8 @@ def tree_attention(
     splits = splits or splits_for(B * G * tiles, tile.resident, q_BHTD.device)
     width = width_of(D)
     q_BHTD = dense_rows(q_BHTD)
-    bits, bits_strides, of_mask = mask_arguments(mask, T, len_B)
+    nodes = T if nodes is None else nodes
+    bits, bits_strides, of_mask = mask_arguments(mask, nodes, len_B)
     programs = B * G * tiles
     part_lse, part_out = partial_results(q_BHTD, programs * splits * tile.rows, width)
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
@@ -109,7 +112,7 @@ def tree_attention(
     with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
             q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
-            scale * LOG2E, splits, T, base,
+            scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk,
@@ -143,17 +146,17 @@ def merge(
 
 
 def mask_arguments(
-    mask: Tensor | Causal | None, rows: int, otherwise: Tensor
+    mask: Tensor | Causal | None, nodes: int, otherwise: Tensor
 ) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
     """How a kernel is told which new rows see which: bits, their strides, and the constants MASK and WORDS.
 
     Args:
         mask: see `kernels.tree_attention.tree_attention`.
-        rows: new rows.
+        nodes: nodes of a tree.
         otherwise: a tensor to pass where there are no bits.
     """
     if isinstance(mask, Tensor):
-        return mask, mask.stride()[:2], {"MASK": 2, "WORDS": -(-rows // 64)}
+        return mask, mask.stride()[:2], {"MASK": 2, "WORDS": -(-nodes // 64)}
     return otherwise, (0, 0), {"MASK": 0 if mask is None else 1, "WORDS": 0}
 
 

@@ -28,6 +28,7 @@ def tree_attention(
     *,
     scale: float,
     base: int = 0,
+    nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`. Slots that no row may see may hold anything, NaN too.
 
@@ -36,28 +37,36 @@ def tree_attention(
     """
     T, S = q_BHTD.shape[2], k_BGSD.shape[2]
     if k_BGSD.device.type == "cpu":
-        S = min(S, base + int(len_B.max()) + T)
-    visible_BTS = visible_slots(len_B, mask, rows=T, slots=S, base=base)
+        S = min(S, base + int(len_B.max()) + (nodes or T))
+    visible_BTS = visible_slots(len_B, mask, rows=T, slots=S, base=base, nodes=nodes)
     used_BS = visible_BTS.any(1)
     v_BGSD = v_BGSD[:, :, :S].masked_fill(~used_BS[:, None, :, None], 0)
     return masked_attention(q_BHTD, k_BGSD[:, :, :S], v_BGSD, visible_BTS, scale=scale)
 
 
-def visible_slots(len_B: Tensor, mask: Tensor | Causal | None, *, rows: int, slots: int, base: int) -> Tensor:
+def visible_slots(
+    len_B: Tensor,
+    mask: Tensor | Causal | None,
+    *,
+    rows: int,
+    slots: int,
+    base: int,
+    nodes: int | None = None,
+) -> Tensor:
     """visible_BTS: which of the first `slots` slots each row sees."""
-    device = len_B.device
+    device, nodes = len_B.device, rows if nodes is None else nodes
     own_BS = torch.arange(slots, device=device) - base - len_B[:, None]
     prefix_B1S = (own_BS < 0)[:, None]
     if mask is None:
         return prefix_B1S.expand(-1, rows, -1)
-    seen_BTT = visible_rows(mask, rows=rows, batch=len(len_B), device=device)
-    index_BTS = own_BS.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)
-    inside_B1S = ((own_BS >= 0) & (own_BS < rows))[:, None]
-    return prefix_B1S | (inside_B1S & seen_BTT.gather(2, index_BTS))
+    seen_BTN = visible_rows(mask, rows=nodes, batch=len(len_B), device=device)
+    index_BTS = own_BS.clamp(0, nodes - 1)[:, None].expand(-1, rows, -1)
+    inside_B1S = ((own_BS >= 0) & (own_BS < nodes))[:, None]
+    return prefix_B1S | (inside_B1S & seen_BTN.gather(2, index_BTS))
 
 
 def visible_rows(mask: Tensor | Causal, *, rows: int, batch: int, device: torch.device) -> Tensor:
-    """visible_BTT: which of the new rows each new row sees; the inverse of `tree_bits`."""
+    """visible_BTN: which of N = `rows` nodes each new row sees; the inverse of `tree_bits`."""
     column = torch.arange(rows, device=device)
     if isinstance(mask, Causal):
         return (column <= column[:, None])[None].expand(batch, -1, -1)
