@@ -15,6 +15,8 @@ from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.tree_attention import tree_attention
 
+_LEAST_SLOTS = 256
+
 
 class ArenaCache(KVCache):
     """Slot s of a sequence holds the s-th row that it kept; the tail follows at slot `rows_B[b]`.
@@ -34,7 +36,7 @@ class ArenaCache(KVCache):
         self.len_B = torch.zeros_like(store.len_B)
         self.rows_B = torch.zeros_like(store.len_B)
         self._masks = KernelMask()
-        self._claimed = 0
+        self._claimed = self._used = 0
 
     @property
     def slots(self) -> int:
@@ -58,7 +60,7 @@ class ArenaCache(KVCache):
                 f"a {type(cache).__name__} whose heads keep different numbers of rows cannot be decoded from "
                 "static buffers; pass capture=False, or evict evenly"
             )
-        self._claimed = dense.used + room
+        self._claimed, self._used = dense.used + room, dense.used
         if self._claimed > self.slots:
             raise ConfigError(f"{self._claimed} slots wanted of an arena of {self.slots}; make a larger one")
         if dense is not self.store:
@@ -95,10 +97,20 @@ class ArenaCache(KVCache):
         """See `KVCache`."""
         return self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, self.len_B
 
+    def rows_left(self) -> int:
+        """See `KVCache`: what was there when prompts were taken in, more than was asked for as a rule."""
+        return self.slots - self._used
+
     def bytes(self) -> int:
         """Bytes of the slots that these sequences were given, and of lengths; the arena may be larger."""
         slot = self.store.k_LBGSD[..., 0, :].nbytes + self.store.v_LBGSD[..., 0, :].nbytes
         return self._claimed * slot + self.len_B.nbytes + self.rows_B.nbytes
+
+
+def rounded_slots(slots: int) -> int:
+    """At most an eighth more, so that prompts of about one length share buffers."""
+    step = max(_LEAST_SLOTS, 1 << max(0, slots.bit_length() - 4))
+    return -(-slots // step) * step
 
 
 def movable(cache: KVCache) -> DenseCache | None:

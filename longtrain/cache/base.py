@@ -98,6 +98,10 @@ class KVCache(ABC):
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""
 
+    def rows_left(self) -> int | None:
+        """Rows of each sequence that can follow the committed ones, as far as the host knows; None: any."""
+        return None
+
     @abstractmethod
     def bytes(self) -> int:
         """Bytes of storage held, everything counted."""

@@ -167,6 +167,10 @@ class DenseCache(KVCache):
         """Slots that may hold committed rows, `base` included, as far as the host knows."""
         return self.base + self._high
 
+    def rows_left(self) -> int:
+        """See `KVCache`."""
+        return self.capacity - self._high
+
     def prefix(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's K and V as views [B, C, G, D] over all C slots; slots from `len_B[b]` on mean nothing."""
         return self.k_LBGSD[layer].transpose(1, 2), self.v_LBGSD[layer].transpose(1, 2)

@@ -98,6 +98,10 @@ class EvictedCache(KVCache):
         self.tail.commit(path_BP, n_B)
         self.len_B = self._start_B + self.tail.len_B
 
+    def rows_left(self) -> int:
+        """See `KVCache`."""
+        return self.tail.rows_left()
+
     def bytes(self) -> int:
         """Bytes of kept rows, their index, the tail with its room, and lengths."""
         held = self.tail.bytes() + self.len_B.nbytes + self._start_B.nbytes

@@ -189,6 +189,10 @@ class HierarchicalCache(KVCache):
         """Rows that the kernel takes."""
         return MAX_ROWS
 
+    def rows_left(self) -> int:
+        """See `KVCache`."""
+        return self.capacity - self._high
+
     def bytes(self) -> int:
         """Bytes of planes, ring and lengths."""
         return self.planes.bytes() + self.ring.bytes() + self.len_B.nbytes + self.blocks_B.nbytes

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from longtrain.cache.arena import ArenaCache, movable
+from longtrain.cache.arena import ArenaCache, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.decoding.phases import CycleState, Phases
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Pool: TypeAlias = Any
 """Memory of graphs (`torch.cuda.CUDAGraph.pool`)."""
-_LEAST_SLOTS = 256
 
 
 class Cycles:
@@ -256,7 +255,7 @@ class CaptureBuffers:
             arena.free()  # before the memory of the next is taken
         self.arena = None
         self._cycles.clear()
-        self.arena = ArenaCache(target.new_cache(batch, _rounded(slots), 0))
+        self.arena = ArenaCache(target.new_cache(batch, rounded_slots(slots), 0))
         return self.arena
 
 
@@ -312,9 +311,3 @@ def _held(phases: Phases) -> list[Tensor]:
         weights += target.fused.tensors()
     state = (texts.root_B, texts.left_B, texts.most)
     return [*(phases.cache.tensors() or ()), *((draft and draft.tensors()) or ()), *state, *weights]
-
-
-def _rounded(slots: int) -> int:
-    """At most an eighth more, so that prompts of about one length share an arena."""
-    step = max(_LEAST_SLOTS, 1 << max(0, slots.bit_length() - 4))
-    return -(-slots // step) * step

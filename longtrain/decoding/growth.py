@@ -4,7 +4,7 @@ A draft that can give logits of the nodes of one level drafts chains and trees o
 Everything here is a fixed number of tensor operations for a given shape: no value is read back to the host.
 
 Shapes: B batch, M nodes of one level, K nodes of the next level, N nodes of the tree, J levels that have
-children, V vocabulary.
+children, V vocabulary, X tokens of the draft's own vocabulary.
 """
 
 from __future__ import annotations
@@ -34,17 +34,42 @@ class Level:
         first: index of the first of them among the nodes of the tree.
         tokens_BM: the token of each node.
         sees_BMN: bool; which of the tree's nodes up to this level each node sees: its ancestors and itself.
+        above_BM: place of each node's parent within the level above; None where that has one node, or none.
     """
 
     depth: int
     first: int
     tokens_BM: Tensor
     sees_BMN: Tensor
+    above_BM: Tensor | None = None
+
+    def of_parents(self, states_BKE: Tensor) -> Tensor:
+        """The rows [B, M, E] of the nodes' parents, of rows that belong to the level above."""
+        if self.above_BM is None:
+            return states_BKE.expand(-1, self.tokens_BM.shape[1], -1)
+        return states_BKE.gather(1, self.above_BM[..., None].expand(-1, -1, states_BKE.shape[-1]))
 
 
 LevelLogits: TypeAlias = Callable[[Level], Tensor]
-"""Gives the draft's logits_BMV of a level's nodes. It is called once a level, root first; a draft with a
+"""Gives the draft's logits_BMX of a level's nodes. It is called once a level, root first; a draft with a
 state of its own adds the nodes to it here."""
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """A draft's vocabulary, where it is a part of the target's.
+
+    Args:
+        ids_X: token of the target's vocabulary that each token of the draft's stands for, int64.
+        size: tokens of the target's vocabulary.
+    """
+
+    ids_X: Tensor
+    size: int
+
+    def law(self, q_BMX: Tensor) -> Tensor:
+        """A law over the target's vocabulary, q_BMV; zero where the draft has no such token."""
+        return q_BMX.new_zeros(*q_BMX.shape[:-1], self.size).index_copy_(-1, self.ids_X, q_BMX)
 
 
 @dataclass(frozen=True)
@@ -69,10 +94,14 @@ class TreeGrowth:
 
     It keeps what depends on a shape alone, so a draft holds one for as long as it lives.
 
+    Args:
+        vocabulary: of the draft; None: the target's.
+
     Source: LongSpec §3.3 and the authors' code (tree by dynamic beam).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: DraftVocabulary | None = None) -> None:
+        self.vocabulary = vocabulary
         self._plans: dict[TreeShape, _Plan] = {}
 
     def depths(self, shape: TreeShape, device: torch.device) -> Tensor:
@@ -103,29 +132,69 @@ class TreeGrowth:
         """
         plan = self._plan(shape, root_B.device)
         if plan.parents_1N is not None:
-            return _chain(logits_of, root_B, pos_B, shape, plan, sampling, coins)
+            return self._chain(logits_of, root_B, pos_B, shape, plan, sampling, coins)
         B, N = len(root_B), shape.n_nodes
         tokens_BN = root_B[:, None].expand(B, N).clone()
         parents_BN = torch.full_like(tokens_BN, -1)
         sees_BNN = torch.eye(N, dtype=torch.bool, device=root_B.device).repeat(B, 1, 1)
         score_BM = torch.zeros(B, 1, device=root_B.device)
         laws: list[Tensor] = []
+        above_BM: Tensor | None = None
         first, last = 0, 1
         for depth, width in enumerate(shape.widths):
             level = slice(first, last)
-            logits_BMV = logits_of(Level(depth, first, tokens_BN[:, level], sees_BNN[:, level, :last]))
+            nodes = Level(depth, first, tokens_BN[:, level], sees_BNN[:, level, :last], above_BM)
+            logits_BMX = logits_of(nodes)
             if shape.law is Law.POINT:
                 temperature = sampling.temperature or 1.0  # continuations rank as the target's law ranks them
-                tokens, parents, score_BM = best_continuations(logits_BMV, score_BM, width, temperature)
+                tokens, parents, score_BM = best_continuations(logits_BMX, score_BM, width, temperature)
+                tokens = self._ids(tokens)
             else:
-                laws.append(probs(logits_BMV, sampling))
+                laws.append(self._law(logits_BMX, sampling))
                 tokens, parents = _draws(laws[-1], width, pos_B + depth + 1, coins)
             child = slice(last, last + width)
             tokens_BN[:, child], parents_BN[:, child] = tokens, parents + first
             above_BKN = sees_BNN.gather(1, (parents + first)[..., None].expand(-1, -1, N))
             sees_BNN[:, child] |= above_BKN
+            above_BM = parents if last - first > 1 else None
             first, last = last, last + width
         return TokenTree(tokens_BN, parents_BN, plan.depth_N, shape.law, _law_of_nodes(laws, N))
+
+    def _chain(
+        self,
+        logits_of: LevelLogits,
+        root_B: Tensor,
+        pos_B: Tensor,
+        shape: TreeShape,
+        plan: _Plan,
+        sampling: Sampling,
+        coins: Coins,
+    ) -> TokenTree:
+        """One child a node: who sees whom is known beforehand, and the best child is the argmax."""
+        assert plan.sees_1NN is not None and plan.parents_1N is not None
+        B, N = len(root_B), shape.n_nodes
+        sees_BNN = plan.sees_1NN.expand(B, -1, -1)
+        tokens, laws = [root_B], []
+        for depth in range(shape.depth):
+            seen_B1N = sees_BNN[:, depth : depth + 1, : depth + 1]
+            logits_B1X = logits_of(Level(depth, depth, tokens[-1][:, None], seen_B1N))
+            if shape.law is Law.POINT:
+                tokens.append(self._ids(argmax_rows(logits_B1X)[:, 0]))
+                continue
+            laws.append(self._law(logits_B1X, sampling))
+            tokens.append(_draws(laws[-1], 1, pos_B + depth + 1, coins)[0][:, 0])
+        parents_BN = plan.parents_1N.expand(B, -1)
+        law_BNV = _law_of_nodes(laws, N)
+        return TokenTree(torch.stack(tokens, 1), parents_BN, plan.depth_N, shape.law, law_BNV)
+
+    def _ids(self, tokens: Tensor) -> Tensor:
+        """The target's ids of the draft's tokens."""
+        return tokens if self.vocabulary is None else self.vocabulary.ids_X[tokens]
+
+    def _law(self, logits_BMX: Tensor, sampling: Sampling) -> Tensor:
+        """The law that children are drawn from, over the target's vocabulary."""
+        q_BMX = probs(logits_BMX, sampling)
+        return q_BMX if self.vocabulary is None else self.vocabulary.law(q_BMX)
 
     def _plan(self, shape: TreeShape, device: torch.device) -> _Plan:
         """Made once a shape."""
@@ -176,33 +245,6 @@ def check_tree(shape: TreeShape, vocab_size: int, who: str) -> None:
                 f"{above * vocab_size} here"
             )
         above = width
-
-
-def _chain(
-    logits_of: LevelLogits,
-    root_B: Tensor,
-    pos_B: Tensor,
-    shape: TreeShape,
-    plan: _Plan,
-    sampling: Sampling,
-    coins: Coins,
-) -> TokenTree:
-    """One child a node: who sees whom is known beforehand, and the best child is the argmax."""
-    assert plan.sees_1NN is not None and plan.parents_1N is not None
-    B, N = len(root_B), shape.n_nodes
-    sees_BNN = plan.sees_1NN.expand(B, -1, -1)
-    tokens, laws = [root_B], []
-    for depth in range(shape.depth):
-        seen_B1N = sees_BNN[:, depth : depth + 1, : depth + 1]
-        logits_B1V = logits_of(Level(depth, depth, tokens[-1][:, None], seen_B1N))
-        if shape.law is Law.POINT:
-            tokens.append(argmax_rows(logits_B1V)[:, 0])
-            continue
-        laws.append(probs(logits_B1V, sampling))
-        tokens.append(_draws(laws[-1], 1, pos_B + depth + 1, coins)[0][:, 0])
-    parents_BN = plan.parents_1N.expand(B, -1)
-    law_BNV = _law_of_nodes(laws, N)
-    return TokenTree(torch.stack(tokens, 1), parents_BN, plan.depth_N, shape.law, law_BNV)
 
 
 def _draws(q_BMV: Tensor, width: int, pos_B: Tensor, coins: Coins) -> tuple[Tensor, Tensor]:

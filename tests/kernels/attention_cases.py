@@ -19,7 +19,7 @@ def forest(B, N):
 
 
 def mask_named(name, B, T, device="cpu", nodes=None):
-    """What `tree_attention` takes, and the same as visible_BTT; of a tree's last T nodes where it has more."""
+    """What `tree_attention` takes, and the same as visible_BTN: of the last T of so many nodes."""
     if name == "none":
         return None, torch.zeros(B, T, T, dtype=torch.bool)
     if name == "causal":

@@ -8,8 +8,8 @@ length. Triton on a GPU of compute capability 8.0 or more for head dims up to 12
 (interpreted under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply);
 `tree_attention_reference` everywhere else.
 Products run in the dtype of the keys with fp32 sums, exponentials in fp32.
-Shapes: B batch, T new rows, N tree nodes (N = T, or the rows are some of them), S slots, H query heads, G KV heads (H a multiple of G),
-D head dim, W 64-bit words of a row's mask.
+Shapes: B batch, T new rows, N tree nodes (N = T, or the rows are some of them), S slots, H query heads,
+G KV heads (H a multiple of G), D head dim, W 64-bit words of a row's mask.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def tree_attention(
             None: rows see the prefix alone.
         scale: softmax scale, above 0.
         base: slots in front that `len_B` does not count (rows that an evicted cache keeps).
-        nodes: N, where the rows are some of a tree's nodes and the keys of all N lie behind the prefix; None: T.
+        nodes: N, where the rows are some of a tree's nodes and the keys of all N lie behind the prefix;
+            None: T.
         splits: parts that the keys are cut into, each a program; None: what fills the GPU.
 
     Returns:

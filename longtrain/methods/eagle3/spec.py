@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from torch import nn
 
-from longtrain.errors import TargetMismatchError
+from longtrain.decoding.roles import Parts
+from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
+from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
@@ -28,6 +33,29 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Eagl
     return Eagle3Objective(module, target, config)
 
 
+def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, Any]) -> Parts:
+    """The draft for an engine, in the target's dtype and on its device (a copy where they differ)."""
+    if not isinstance(module, Eagle3Draft):
+        raise TargetMismatchError(f"EAGLE-3 runs an EAGLE-3 draft, not {type(module).__name__}")
+    if keys:
+        raise ConfigError(f"EAGLE-3 takes no inference keys; got: {', '.join(sorted(keys))}")
+    info, hidden = target.info, module.fc.in_features // len(module.layers)
+    if (hidden, module.fc.out_features) != (info.hidden_size, info.hidden_size):
+        raise TargetMismatchError(
+            f"an EAGLE-3 draft of hidden size {module.fc.out_features} that reads states of {hidden}; "
+            f"target {info.name} has {info.hidden_size}"
+        )
+    if int(module.draft_ids_K.max()) >= info.vocab_size:
+        raise TargetMismatchError(
+            f"an EAGLE-3 draft whose vocabulary reaches token {int(module.draft_ids_K.max())}; target "
+            f"{info.name} has {info.vocab_size} tokens"
+        )
+    weight = module.norm.weight
+    if (weight.dtype, weight.device) != (target.dtype, target.device):
+        module = copy.deepcopy(module).to(target.device, target.dtype)
+    return Parts(draft=Eagle3Runtime(module, target, config), name="eagle3")
+
+
 SPEC = MethodSpec(
     name="eagle3",
     config=Config,
@@ -36,4 +64,5 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     formats=FORMATS,
+    attach=_attach,
 )

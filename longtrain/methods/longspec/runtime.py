@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache, PrefixOnly
+from longtrain.cache.ring import DraftRing
 from longtrain.decoding.growth import Level, TreeGrowth, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.int4_linear import GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
-from longtrain.methods.longspec.ring import DraftRing
 from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class LongSpecRuntime:
     def tensors(self) -> tuple[Tensor, ...]:
         """The ring's buffers, and the joined weights by one of them."""
         ring = self.ring
-        return () if ring is None else (ring.k_BGSD, ring.v_BGSD, ring.since_B, self.layer.qkv.weight)
+        return () if ring is None else (*ring.tensors(), self.layer.qkv.weight)
 
     def _state(self, shape: TreeShape) -> tuple[DraftRing, KVCache]:
         """The ring with room for this tree, and the cache."""
@@ -143,7 +143,7 @@ class LongSpecRuntime:
         cos_BPD, sin_BPD = self.target.rope(pos_BP)
         rope = cos_BPD.flatten(0, 1), sin_BPD.flatten(0, 1)
         embed_NE = self.target.embed(tokens_BP).flatten(0, 1)
-        self.layer.keep(embed_NE, rope, self.ring.positions(pos_BP[:, 0], count_B))
+        self.layer.take(embed_NE, rope, self.ring.positions(pos_BP[:, 0], count_B))
 
     def _level(self, ring: DraftRing, cache: KVCache, level: Level, rope: Rope) -> Tensor:
         """Logits_BMV of one level's nodes; their keys and values join the tree's."""
@@ -151,7 +151,7 @@ class LongSpecRuntime:
         B, M, scale = *tokens_BM.shape, self.draft.scale
         cos_ND, sin_ND = (part[:, depth, None].expand(-1, M, -1).flatten(0, 1) for part in rope)
         embed_NE = self.target.embed(tokens_BM).flatten(0, 1)
-        q_NHD = self.layer.own(embed_NE, (cos_ND, sin_ND), ring.tree(level.first))
+        q_NHD = self.layer.own(embed_NE, (cos_ND, sin_ND), ring.tree(level.first, cache.len_B))
         mixed_BMHD = ring.attend(
             q_NHD.unflatten(0, (B, M)), cache.len_B, level.sees_BMN, ahead=depth, scale=scale
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longtrain.cache.base import Tree
+from longtrain.cache.ring import DraftRing
 from longtrain.data.rows import packed_rows
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape, Verdict
@@ -17,7 +18,6 @@ from longtrain.kernels.fused_layer import write_rows
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods.longspec import indices
 from longtrain.methods.longspec.config import Config
-from longtrain.methods.longspec.ring import DraftRing
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import random_target
@@ -192,7 +192,7 @@ def test_ring_equals_full_history():
             history[b] += [(k[b, i], v[b, i]) for i in range(int(n[b]))]
         length += n
         nodes_k, nodes_v = draw(B, 4, G, D), draw(B, 4, G, D)
-        write_rows(nodes_k.transpose(1, 2), nodes_v.transpose(1, 2), ring.tree(0))
+        write_rows(nodes_k.transpose(1, 2), nodes_v.transpose(1, 2), ring.tree(0, length))
         q, ahead = draw(B, 1, H, D), int(torch.randint(0, 3, (1,), generator=gen))
         sees = torch.tensor([[[True, False, True, True]]]).expand(B, 1, 4)
         got = ring.attend(q, length, sees, ahead=ahead, scale=0.3)

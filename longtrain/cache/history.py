@@ -1,0 +1,82 @@
+"""A draft's own keys and values at every position, and the nodes of one tree right behind them.
+
+Shapes: B batch, S slots, N tree nodes, P new positions, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longtrain.cache.arena import rounded_slots
+from longtrain.cache.room import check_room
+from longtrain.errors import ConfigError
+from longtrain.kernels.fused_layer import Slots
+from longtrain.kernels.tree_attention import CAUSAL, MAX_NODES, tree_attention, tree_bits
+
+
+class DraftHistory:
+    """Position p lives in slot p; how many there are stands on the device alone, as in `ArenaCache`.
+
+    It is used as `DraftRing` is, by drafts without a window.
+
+    Args:
+        batch: sequences.
+        positions: most of a sequence; a tree's nodes have room behind them.
+        like_GD: an empty tensor [G, D] whose device and dtype are used.
+
+    Raises:
+        NoRoomError: there is too little memory.
+    """
+
+    def __init__(self, batch: int, positions: int, like_GD: Tensor) -> None:
+        heads, dim = like_GD.shape
+        slots = rounded_slots(positions + MAX_NODES)
+        needed = 2 * like_GD.itemsize * batch * heads * slots * dim
+        check_room(needed, like_GD.device, what="the K and V of a draft", batch=batch, tokens=slots)
+        # Zeros, not empty: a masked slot has weight 0, and 0 times garbage may be NaN.
+        self.k_BGSD = like_GD.new_zeros(batch, heads, slots, dim)
+        self.v_BGSD = like_GD.new_zeros(batch, heads, slots, dim)
+
+    def serves(self, batch: int, positions: int, like_GD: Tensor) -> bool:
+        """Whether its buffers are those of so many sequences, long enough, and of this device and dtype."""
+        k = self.k_BGSD
+        like = (len(k), k.device, k.dtype) == (batch, like_GD.device, like_GD.dtype)
+        return like and k.shape[2] >= positions + MAX_NODES
+
+    def reserve(self, nodes: int) -> None:
+        """Refuse trees of more nodes than there is room for.
+
+        Raises:
+            ConfigError: a tree of too many nodes.
+        """
+        if nodes > MAX_NODES:
+            raise ConfigError(
+                f"a tree of {nodes} nodes for a draft without a window; allowed: up to {MAX_NODES}"
+            )
+
+    def positions(self, first_B: Tensor, count_B: Tensor) -> Slots:
+        """Where keys and values of `count_B` positions from `first_B` on go; rows beyond are not stored."""
+        return Slots(self.k_BGSD, self.v_BGSD, first_B, count_B=count_B)
+
+    def tree(self, first: int, len_B: Tensor) -> Slots:
+        """Where keys and values of tree nodes `first, first + 1, ...` go, behind `len_B` positions."""
+        return Slots(self.k_BGSD, self.v_BGSD, len_B, at=first)
+
+    def attend(self, q_BPHD: Tensor, len_B: Tensor, nodes_BPN: Tensor, *, ahead: int, scale: float) -> Tensor:
+        """Attention of tree nodes over all positions and over the tree; see `DraftRing.attend`."""
+        q_BHPD = q_BPHD.transpose(1, 2)
+        nodes = nodes_BPN.shape[-1]
+        if nodes == ahead + 1:  # one node a level so far: each sees all before it
+            out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B + ahead, CAUSAL, scale=scale)
+        else:
+            bits = tree_bits(nodes_BPN)
+            out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B, bits, scale=scale, nodes=nodes)
+        return out.transpose(1, 2)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What drafting reads and writes, all in place."""
+        return self.k_BGSD, self.v_BGSD
+
+    def bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.k_BGSD.nbytes + self.v_BGSD.nbytes

@@ -1,0 +1,224 @@
+"""The draft at work: rows with the target's true features behind it, and a tree that feeds on its own.
+
+With n tokens committed and the root after them, the draft's rows 0..n-2 are held; row n-1 (feature of token
+n-1, embedding of the root) is the tree's root node. A node below takes its parent's output as its feature.
+
+Shapes: B batch, S prompt tokens, J levels, M nodes of one level, N nodes, P path, E hidden dim, G KV heads,
+D head dim, K tokens of the draft's vocabulary, V of the target's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.history import DraftHistory
+from longtrain.cache.ring import DraftRing
+from longtrain.decoding.growth import DraftVocabulary, Level, TreeGrowth, check_tree
+from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
+from longtrain.decoding.sampling import Coins, Sampling
+from longtrain.errors import ConfigError, ConflictError
+from longtrain.methods.eagle3.fused import FusedEagle3
+from longtrain.methods.eagle3.rope import rope_of
+from longtrain.targets.step import TargetStep, Want
+
+if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.layers import Rope
+    from longtrain.methods.eagle3.config import Config
+    from longtrain.methods.eagle3.modules import Eagle3Draft
+    from longtrain.targets.model import Target
+
+CHUNK = 4096
+"""Rows of a prompt that are computed at once: their features before `fc` are several times a hidden state."""
+
+
+class Eagle3Runtime:
+    """Proposes trees with an EAGLE-3 draft (`decoding.roles.Draft`).
+
+    Its state is its own keys and values, at every position or in a ring with sinks, and the feature of the
+    last committed token. All are updated in place. What a tree computed with features of its own is
+    forgotten; accepted tokens are taken in with the target's.
+
+    Args:
+        draft: the module, in the target's dtype and on its device.
+        target: gives hidden states, and embeddings and rotary where the draft has none of its own.
+        config: hyperparameters.
+
+    Source: EAGLE-3 §3.1; the authors' code (`topK_genrate`, `stable_kv`).
+    Note: a level's nodes are the joint best continuations of all nodes of the level above, and all of them
+        are verified. Levels beyond `config.depths` work, but untrained.
+    """
+
+    offers = ((1, 1), (1, 1, 1, 1), (2, 4, 4), (4, 8, 8, 8), (4, 16, 16, 16, 16))
+
+    def __init__(self, draft: Eagle3Draft, target: Target, config: Config) -> None:
+        self.draft, self.target, self.config = draft, target, config
+        self.want = Want(hidden=draft.layers)
+        self.layer = FusedEagle3(draft)
+        self._rope = rope_of(config, target)
+        self._embed = target.embed if draft.embed_tokens is None else draft.embed_tokens
+        size, part = target.info.vocab_size, len(draft.draft_ids_K)
+        self._growth = TreeGrowth(DraftVocabulary(draft.draft_ids_K, size) if part < size else None)
+        self.rows: DraftRing | DraftHistory | None = None
+        self.cache: KVCache | None = None
+        self._feature_BE: Tensor | None = None
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """Take in the rows of the prompts whose next token is known; with a window those in it, and sinks."""
+        self.cache = cache
+        if self.layer.holds():
+            self.layer.renew()
+        else:
+            self.layer = FusedEagle3(self.draft)
+        S, count_B = tokens_BS.shape[1], n_B - 1
+        rows = self.rows = self._storage(tokens_BS, cache)
+        none_B = torch.zeros_like(n_B)
+        if isinstance(rows, DraftRing):
+            since_B = (count_B - rows.window).clamp(min=0)
+            rows.begin(since_B)
+            self._read(tokens_BS, step, none_B, min(rows.sinks, S), count_B)
+            self._read(tokens_BS, step, since_B, min(rows.window, S), count_B)
+        else:
+            self._read(tokens_BS, step, none_B, S, count_B)
+        last_BE = self._features(step, count_B[:, None])[:, 0]
+        if self._feature_BE is None or self._feature_BE.shape != last_BE.shape:
+            self._feature_BE = torch.empty_like(last_BE)
+        self._feature_BE.copy_(last_BE)
+
+    def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
+        """Draft level by level below the root (`TreeGrowth`).
+
+        Raises:
+            ConfigError: a tree deeper than the window, or a law this draft does not have.
+            ConflictError: called before `start`.
+        """
+        rows, cache, feature_BE = self._state()
+        self.check_shape(shape)
+        rows.reserve(shape.n_nodes)
+        held_B = cache.len_B - 1
+        rope = self._rope(held_B[:, None] + self._growth.depths(shape, root_B.device))
+        above_BME = feature_BE[:, None]
+
+        def logits_of(level: Level) -> Tensor:
+            nonlocal above_BME
+            logits_BMK, above_BME = self._level(rows, held_B, level, level.of_parents(above_BME), rope)
+            return logits_BMK
+
+        return self._growth.grow(logits_of, root_B, cache.len_B, shape, sampling, coins)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """Rows of the accepted nodes, with the target's features, go where those of the tree were.
+
+        Raises:
+            ConflictError: called before `start`.
+        """
+        _, cache, before_BE = self._state()
+        path_BP, n_B = verdict.path_BP, verdict.n_B
+        feature_BPE = self._features(step, path_BP)
+        entering_BPE = torch.cat((before_BE[:, None], feature_BPE[:, :-1]), dim=1)
+        first_B = cache.len_B - n_B - 1
+        self._take(tree.tokens_BN.gather(1, path_BP), entering_BPE, first_B, n_B)
+        last_B11 = (n_B - 1).clamp(min=0)[:, None, None]
+        last_BE = feature_BPE.gather(1, last_B11.expand(-1, 1, feature_BPE.shape[-1]))[:, 0]
+        before_BE.copy_(torch.where(n_B[:, None] > 0, last_BE, before_BE))
+
+    def check_shape(self, shape: TreeShape) -> None:
+        """Refuse a shape that this draft does not take (`decoding.roles.Draft`).
+
+        Raises:
+            ConfigError: another law, deeper than the window, or a level wider than all continuations.
+        """
+        check_tree(shape, len(self.draft.draft_ids_K), "EAGLE-3")
+        window = self.config.window
+        if window and shape.depth >= window:
+            raise ConfigError(
+                f"a tree of depth {shape.depth} does not fit a window of {window}; "
+                f"allowed: up to {window - 1} levels"
+            )
+
+    def bytes(self) -> int:
+        """Bytes of its keys and values, and of one feature a sequence."""
+        held = 0 if self._feature_BE is None else self._feature_BE.nbytes
+        return held + (0 if self.rows is None else self.rows.bytes())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its keys and values, the last features, and the joined weights by one of them."""
+        if self.rows is None or self._feature_BE is None:
+            return ()
+        return (*self.rows.tensors(), self._feature_BE, self.layer.qkv.weight)
+
+    def _state(self) -> tuple[DraftRing | DraftHistory, KVCache, Tensor]:
+        if self.rows is None or self.cache is None or self._feature_BE is None:
+            raise ConflictError("an EAGLE-3 draft was asked before start(); run it through Engine.generate")
+        return self.rows, self.cache, self._feature_BE
+
+    def _storage(self, tokens_BS: Tensor, cache: KVCache) -> DraftRing | DraftHistory:
+        """The storage of an earlier call where it serves, else a new one."""
+        (B, S), kept = tokens_BS.shape, self.rows
+        like_GD = torch.empty(
+            self.layer.heads[1], self.layer.dim, dtype=self.target.dtype, device=self.target.device
+        )
+        if self.config.window:
+            if isinstance(kept, DraftRing) and kept.serves(B, like_GD):
+                return kept
+            return DraftRing(B, self.config.window, like_GD, sinks=self.config.sinks)
+        left = cache.rows_left()
+        positions = self.target.info.max_positions if left is None else S + left
+        if isinstance(kept, DraftHistory) and kept.serves(B, positions, like_GD):
+            return kept
+        self.rows = kept = None  # before the memory of the next is taken
+        return DraftHistory(B, positions, like_GD)
+
+    def _read(self, tokens_BS: Tensor, step: TargetStep, first_B: Tensor, length: int, end_B: Tensor) -> None:
+        """Take in rows of the prompts from `first_B` on, `length` of each, but none from `end_B` on."""
+        B, S = tokens_BS.shape
+        size = max(1, CHUNK // B)
+        for start in range(0, length, size):
+            from_B = first_B + start
+            pos_BP = from_B[:, None] + torch.arange(min(size, length - start), device=from_B.device)
+            count_B = (end_B - from_B).clamp(min=0, max=pos_BP.shape[1])
+            next_BP = tokens_BS.gather(1, (pos_BP + 1).clamp(max=S - 1))
+            self._take(next_BP, self._features(step, pos_BP.clamp(max=S - 1)), from_B, count_B)
+
+    def _features(self, step: TargetStep, at_BP: Tensor) -> Tensor:
+        """Features [B, P, E] of some of a step's rows."""
+        B, P = at_BP.shape
+        states = []
+        for layer in self.draft.layers:
+            state_BTE = step.hidden[layer]
+            index = at_BP[..., None].expand(-1, -1, state_BTE.shape[-1])
+            states.append(state_BTE.gather(1, index).flatten(0, 1))
+        return self.layer.feature(states).unflatten(0, (B, P))
+
+    def _take(self, next_BP: Tensor, feature_BPE: Tensor, first_B: Tensor, count_B: Tensor) -> None:
+        """Compute and store keys and values of the first `count_B` rows; no attention is run for them.
+
+        Args:
+            next_BP: the token after each row's.
+            feature_BPE: each row's feature.
+            first_B: position of the first.
+            count_B: rows that are stored.
+        """
+        assert self.rows is not None
+        pos_BP = first_B[:, None] + torch.arange(next_BP.shape[1], device=first_B.device)
+        cos, sin = (part.flatten(0, 1) for part in self._rope(pos_BP))
+        entry, _ = self.layer.enter(self._embed(next_BP).flatten(0, 1), feature_BPE.flatten(0, 1))
+        self.layer.keep(entry, (cos, sin), self.rows.positions(first_B, count_B))
+
+    def _level(
+        self, rows: DraftRing | DraftHistory, held_B: Tensor, level: Level, feature_BME: Tensor, rope: Rope
+    ) -> tuple[Tensor, Tensor]:
+        """Logits_BMK of one level's nodes and what they hand to their children; keys join the tree's."""
+        B, M = level.tokens_BM.shape
+        cos_ND, sin_ND = (part[:, level.depth, None].expand(-1, M, -1).flatten(0, 1) for part in rope)
+        embed_NE = self._embed(level.tokens_BM).flatten(0, 1)
+        entry, residual_NE = self.layer.enter(embed_NE, feature_BME.reshape(B * M, -1))
+        q_NHD = self.layer.query(entry, (cos_ND, sin_ND), rows.tree(level.first, held_B))
+        mixed_BMHD = rows.attend(
+            q_NHD.unflatten(0, (B, M)), held_B, level.sees_BMN, ahead=level.depth, scale=self.draft.scale
+        )
+        out_NE, next_NE = self.layer.after_attention(residual_NE, mixed_BMHD.reshape(B * M, -1))
+        return self.layer.head(out_NE).unflatten(0, (B, M)), next_NE.unflatten(0, (B, M))
