@@ -31,7 +31,7 @@ from longtrain.decoding.captured import (
 )
 from longtrain.decoding.phases import Judge, Phases
 from longtrain.decoding.prefill import pad, prefill
-from longtrain.decoding.roles import Parts, TreeShape, onlooker
+from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
 from longtrain.errors import ConflictError
 from longtrain.targets.step import TargetStep
@@ -105,7 +105,7 @@ def ready(
         judge: has the last word on what is accepted; None: the target.
 
     Raises:
-        ConflictError: such cycles cannot be captured, or a part needs a prompt that was read.
+        ConflictError: such cycles cannot be captured, or an evictor needs prompts that were read.
     """
     buffers = CaptureBuffers(target)
     draft = parts.draft if shape.widths else None
@@ -124,14 +124,15 @@ def ready(
         )
         cache, step, tokens_BS, n_B = read.cache, read.step, read.tokens_BS, read.n_B
     else:
-        if parts.evictor is not None or (draft is not None and draft.want.hidden):
+        if parts.evictor is not None:
             raise ConflictError(
-                f"a part of '{parts.name}' starts from hidden states or chooses among rows that were read, "
-                "and rows are random here; pass suite.fill=prompt"
+                f"a part of '{parts.name}' chooses among rows that were read, and rows are random here; pass "
+                "suite.fill=prompt"
             )
         tokens_BS, n_B = pad(prompts, target.device)
         context, looking = len(prompts[0]), onlooker(draft)
-        cache, step = new_cache(batch, context + room, shape.n_nodes), TargetStep(None, {})
+        cache = new_cache(batch, context + room, shape.n_nodes)
+        step = TargetStep(None, random_states(target, draft, batch, context, seed=counts.seed))
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
     if not can_capture(cache) or (draft is not None and draft.tensors() is None):
@@ -158,6 +159,17 @@ def random_heads(target: Target, batch: int, rows: int, seed: int) -> Callable[[
         return torch.randn(size, generator=coins, device=target.device, dtype=target.dtype)
 
     return random
+
+
+def random_states(target: Target, draft: Draft | None, batch: int, rows: int, seed: int) -> dict[int, Tensor]:
+    """Random hidden states of the layers that a draft wants; the same in all of them."""
+    layers = draft.want.hidden if draft else ()
+    if not layers:
+        return {}
+    coins = torch.Generator(device=target.device).manual_seed(seed)
+    size = (batch, rows, target.info.hidden_size)
+    state_BTE = torch.randn(size, generator=coins, device=target.device, dtype=target.dtype)
+    return dict.fromkeys(layers, state_BTE)
 
 
 @torch.no_grad()

@@ -181,16 +181,19 @@ def _drafting_cell(entry: Entry, size: Sizes, shape: TreeShape, law: AcceptanceL
 
 
 def _recorded_cells(settings: CyclesSettings, size: Sizes, context: Context) -> Iterator[CycleCell]:
-    """Systems that repeat what a run's drafts were accepted, at the first length."""
+    """Systems that repeat what a run's drafts were accepted: those with its name, or else all."""
     if settings.recorded is None:
         return
     own = asset_dir("recipes") / RECORDED
     file = own if settings.recorded == AUTO else Path(settings.recorded).expanduser()
     for entry in context.entries(settings.recorded_systems):
-        for draft in recorded(file):
+        drafts, name = recorded(file), entry.called()
+        named = [draft for draft in drafts if f"{draft.name} ".startswith(f"{name} ")]
+        for draft in named or drafts:
             law = draft.law(file, settings.lengths[0])
             cell = _drafting_cell(entry, size, TreeShape(draft.shape), law)
-            yield from (one for one in _placed(settings, cell) if one.context == settings.lengths[0])
+            for placed in _placed(settings, cell):
+                yield replace(placed, law=draft.law(file, placed.context))
 
 
 def _drafted_cells(settings: CyclesSettings, entry: Entry, size: Sizes, *, batches: bool) -> list[CycleCell]:

@@ -31,7 +31,8 @@ class Forward:
         rows: of a sequence.
         times: how often in a cycle.
         layers: of the model that run, and whose cache is read; None: all. The LM head always runs.
-        more_weights: read beside those of these layers.
+        more_weights: read beside those of these layers; below 0 where less is read.
+        seen: cached tokens that attention reads at most (a window); None: all.
     """
 
     width: Width
@@ -39,6 +40,7 @@ class Forward:
     times: int = 1
     layers: int | None = None
     more_weights: int = 0
+    seen: int | None = None
 
 
 def expected_ms(
@@ -77,21 +79,9 @@ def bytes_read(forwards: list[Forward], size: Sizes, *, batch: int, context: int
     return sum(forward.times * _phase(forward, size, batch, context).whole.bytes for forward in forwards)
 
 
-def longspec(size: Sizes, widths: tuple[int, ...]) -> tuple[Forward, ...]:
-    """A cycle of a LongSpec draft: a layer with two attentions a level, then the target over all nodes.
-
-    Args:
-        size: the target.
-        widths: nodes of each level.
-    """
-    cross = 2 * size.hidden_size * size.n_heads * size.head_dim  # queries and output of its cross-attention
-    above = (1, *widths[:-1])
-    levels = [Forward(Width(), rows=rows, layers=1, more_weights=cross) for rows in above]
-    return (*levels, Forward(Width(), rows=1 + sum(widths)))
-
-
 def _phase(forward: Forward, size: Sizes, batch: int, context: int) -> Phase:
     some = size if forward.layers is None else replace(size, n_layers=forward.layers)
+    context = context if forward.seen is None else min(context, forward.seen)
     phase = roofline.step(some, batch=batch, context=context, rows=forward.rows, width=forward.width)
     more = forward.more_weights
     return phase + Phase(Work(2.0 * batch * forward.rows * more, float(ITEM * more)), Work(0.0, 0.0))

@@ -17,11 +17,12 @@ from longtrain.costs.cycle import Forward, bound_ms, bytes_read, expected_ms
 from longtrain.costs.hardware import GPUS
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
+from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TokenTree, TreeShape, Verdict
 from longtrain.errors import ConflictError, DataError
+from longtrain.methods.policies.attention_free import StreamingLLM
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.step import Want
 
 MICRO = {
     "model_type": "llama",
@@ -226,12 +227,11 @@ def test_filled_caches_hold_what_was_read(target, cache):
 
 
 def test_cells_that_cannot_be_measured_say_why(target, monkeypatch):
-    parts = quantspec(target)
-    parts.draft.want = Want(hidden=(0,))
+    parts = quantspec(target).merge(Parts(evictor=StreamingLLM(Budget(64))))
     cell = CycleCell("a", INT8, 300, shape=TreeShape((1,)), law=accept.independent(0.9, 1))
     with pytest.raises(ConflictError, match=r"pass suite\.fill=prompt"):
         runner(target, FEW).ready(cell, parts)
-    assert "hidden states" in runner(target).measure(cell, parts)["failed"]
+    assert "chooses among rows" in runner(target).measure(cell, parts)["failed"]
 
     def full(*_args, **_keys):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
@@ -336,7 +336,7 @@ def test_cells_of_a_run():
     found = cells(batches=(1, 2))
     places = [(300, 1), (512, 1), (300, 2)]
     wanted = [("plain, full cache", *place) for place in places]
-    wanted += [(name, 300, batch) for name in ("longspec 4", "longspec 4-8-8-8") for batch in (1, 2)]
+    wanted += [(name, *place) for name in ("longspec 4", "longspec 4-8-8-8") for place in places]
     wanted += [("plain, INT8 cache", *place) for place in places]
     wanted += [(f"quantspec {n}", length, 1) for length in (300, 512) for n in (1, 2)]
     wanted += [("quantspec 2", 300, 2)]
@@ -352,10 +352,35 @@ def test_systems_have_their_own_drafts_and_acceptance():
     assert (found[-1].cache, found[-1].law) == (FULL, accept.independent(0.4, 3))
 
 
-def test_a_trained_method_runs_with_random_weights(target):
-    found = cells(recorded=None, systems=("longspec",), lengths=(300,), drafted=(2,))
+def test_trained_methods_run_with_random_weights(target):
+    """Also one that begins with hidden states: these are random, as the cache is."""
+    small = {"name": "eagle3", "draft_vocab_size": 40, "layers": [0]}
+    systems = ("longspec", {"method": small}, {"method": {**small, "window": 16}, "label": "a window"})
+    found = cells(recorded=None, systems=systems, lengths=(300,), drafted=(2,))
     rows = [*runner(target).rows(found)]
-    assert [row["name"] for row in rows] == ["plain, full cache", "longspec 2"] and rows[1]["speed"] > 0
+    assert [row["system"] for row in rows][::3] == ["plain", "a window"] and len(rows) == 4
+    assert all(row["speed"] > 0 for row in rows)
+    assert rows[3]["draft_gib"] < rows[2]["draft_gib"]
+
+
+def test_an_entry_repeats_the_recorded_drafts_that_bear_its_name(tmp_path):
+    levels = [{"depth": 1, "tried": 8, "accepted": 6}]
+    lengths = [{"length": length, "by_depth": levels} for length in (128, 512)]
+    levels_of_other = [{"depth": 1, "tried": 8, "accepted": 2}]
+    other = [{"length": 128, "by_depth": levels_of_other}]
+    file = tmp_path / "scores.json"
+    variants = [("main chain 1", lengths), ("other chain 1", other)]
+    file.write_text(
+        json.dumps({"variants": [{"name": n, "shape": [1], "lengths": of} for n, of in variants]})
+    )
+    named = ({"method": "longspec", "label": "main"}, {"method": "longspec", "label": "other"})
+    found = cells(recorded=str(file), recorded_systems=named, systems=())
+    drafting = [cell for cell in found if cell.system != "plain"]
+    assert [(cell.system, cell.context) for cell in drafting] == [
+        (name, length) for name in ("main", "other") for length in (300, 512)
+    ]
+    assert [cell.law.source["prompt_tokens"] for cell in drafting] == [128, 512, 128, 128]
+    assert [cell.law.tokens_per_cycle for cell in drafting] == [1.75, 1.75, 1.25, 1.25]
 
 
 def test_a_cache_alone_is_the_system_without_its_draft(target):
