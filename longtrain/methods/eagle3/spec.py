@@ -11,8 +11,8 @@ from longtrain.costs.method import MethodCost
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
-from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.cycle import cycle
+from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
