@@ -73,6 +73,9 @@ def run(cfg: DictConfig) -> None:
     data = _data(cfg, spec, config, trainer=trainer, settings=settings, target=target)
     module = spec.build(config, target.info if target is not None else None)
     start_from = _load_init(cfg, spec, module, target)
+    taken: dict[str, Any] = {}
+    if spec.from_data is not None and target is not None and start_from["init"] is None:
+        taken = spec.from_data(module, config, target.info, data.data)
     about = (cfg.data.name if cfg.data else None, data.sha256)
     kept = features.stored(keeping, target, data=about, rank=trainer.global_rank)
     objective = spec.objective(module, kept.target, config)
@@ -83,6 +86,7 @@ def run(cfg: DictConfig) -> None:
         data.refuse_cuts()
     facts = {**_facts(cfg, target.info if target is not None else None, data), **start_from}
     facts["features"] = kept.lean
+    facts["data"] |= taken
     if trainer.is_global_zero and resume == "never":
         training.clean(folder)
 

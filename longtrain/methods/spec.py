@@ -17,6 +17,7 @@ from longtrain.data.rows.batch import Batch
 
 if TYPE_CHECKING:
     from longtrain.data.config import DataConfig
+    from longtrain.data.rows.prepared import Prepared
     from longtrain.decoding.roles import Parts
     from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
@@ -172,6 +173,8 @@ class MethodSpec:
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
         formats: folders of other tools that it reads and writes; None: there are none.
+        from_data: (a fresh module, config, the target's facts, prepared data) -> facts for provenance: what
+            the module takes from the data before it is trained, the same on every rank.
         cost: what training and decoding with it cost, for `plan` and `bench`.
     """
 
@@ -190,4 +193,5 @@ class MethodSpec:
     check_data: Callable[[Any, DataConfig], None] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
     formats: Formats | None = None
+    from_data: Callable[[nn.Module, Any, TargetInfo, Prepared], dict[str, Any]] | None = None
     cost: MethodCost = field(default_factory=MethodCost)

@@ -71,10 +71,8 @@ def restore(trainer: Any, module: TrainModule, saved: Saved) -> None:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """What is saved of a module: its parameters with a gradient, and its saved buffers, by name."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if name not in parameters or value.requires_grad}
+    """What is saved of a module: its parameters, frozen ones too, and its saved buffers, by name."""
+    return module.state_dict(keep_vars=True)
 
 
 def _weights(module: nn.Module, engine: ZeroShards | None) -> list[Piece]:

@@ -50,7 +50,7 @@ def compose(tmp_path, target_folder, text_folder):
     from longtrain.assets import asset_dir
     from longtrain.cli import mount
 
-    def make(*overrides, name="toy"):
+    def make(*overrides, name="toy", method="longspec"):
         GlobalHydra.instance().clear()
         mount()
         with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
@@ -61,7 +61,7 @@ def compose(tmp_path, target_folder, text_folder):
                     f"home={tmp_path}",
                     "quiet=true",
                     f"target.path={target_folder}",
-                    "method=longspec",
+                    f"method={method}",
                     "method.window=8",
                     "data=text",
                     f"data.text={text_folder}",
@@ -134,6 +134,22 @@ def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
     assert folders[0].joinpath("metrics.csv").read_bytes() == folders[1].joinpath("metrics.csv").read_bytes()
     whole, cut = (checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt") for folder in folders)
     assert all(torch.equal(whole[key], cut[key]) for key in whole) and set(whole) == set(cut)
+
+
+def test_an_eagle3_draft_takes_its_vocabulary_from_the_data_and_goes_on_with_it(compose, tmp_path):
+    """The frozen head is in the checkpoint too: the module can be built from that alone."""
+    keys = ("method.draft_vocab_size=12", "method.depths=3", "method.head=frozen", "method.chunk_tokens=32")
+    train.run(compose(*keys, method="eagle3"))
+    folder = tmp_path / "runs" / "toy" / "train"
+    weights = checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt")
+    facts = json.loads((folder / "provenance.json").read_text())["data"]["draft_vocabulary"]
+    assert facts["tokens"] == len(weights["draft_ids_K"]) == len(weights["lm_head.weight"]) == 12
+    assert 0.1 < facts["coverage"] < 1 and weights["draft_ids_K"].tolist() != list(range(12))
+    rows = table.read(folder / "metrics.csv")
+    assert float(rows[-1]["val/tau"]) >= 1 and rows[-1]["val/acc/depth_2"] is not None
+    train.run(compose(*keys, method="eagle3"))  # nothing is left to do, and nothing differs
+    again = checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt")
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
 
 
 def test_changed_settings_are_not_resumed_but_harmless_ones_are(compose):

@@ -23,10 +23,10 @@ def run(composed, text, tmp_path):
             f"Once there was a {number}; it ran and ran. " * (3 + number // 3)
         )
 
-    def go(name, *overrides):
+    def go(name, *overrides, method="longspec"):
         cfg = composed(
             "train",
-            "method=longspec",
+            f"method={method}",
             "data=text",
             f"data.text={text}",
             "data.min_doc_tokens=8",
@@ -73,6 +73,14 @@ def test_one_loss_curve_and_a_target_that_runs_once(run, tmp_path, monkeypatch):
     assert FeatureFiles(tmp_path / "features").tokens() == stored
     rows = sum(1 for _ in filled)
     assert first < rows  # documents of later epochs were read
+
+
+def test_several_hidden_layers_are_stored_for_eagle3(run):
+    keys = ("method.depths=2", "method.layers=[0,1]", "trainer.val_every=0")
+    online = run("online", *keys, method="eagle3")
+    filled = run("filled", *keys, "features=fill", method="eagle3")
+    assert [float(x) for x in filled] == pytest.approx([float(x) for x in online], rel=2e-3)
+    assert run("offline", *keys, "features=offline", method="eagle3") == filled
 
 
 def test_a_filling_run_cut_short_goes_on_bit_for_bit(run, tmp_path, monkeypatch):

@@ -21,6 +21,8 @@ from longtrain.errors import DataError
 
 FORMAT = 1
 HEADER_BYTES = 128
+_BLOCK = 2**24
+"""Tokens that are counted at once."""
 
 
 class _Column:
@@ -219,6 +221,21 @@ class Prepared:
         ):
             raise DataError(f"prepared data at {folder} is cut short; delete the folder and prepare again")
         return cls(folder=folder, manifest=manifest, ids=ids, mask=mask, names=names, **docs)
+
+
+def label_counts(data: Prepared, vocab_size: int) -> np.ndarray:
+    """How often each token is a label of a document that is trained on, int64; held-out ones are left out."""
+    counts_V = np.zeros(vocab_size, np.int64)
+    held_out = [(a, a + n) for a, n in zip(data.start[data.val], data.length[data.val], strict=True)]
+    for low in range(0, len(data.ids), _BLOCK):
+        high = min(low + _BLOCK, len(data.ids))
+        learned = data.mask[low:high] != 0
+        firsts = data.start[(data.start >= low) & (data.start < high)]
+        learned[firsts - low] = False
+        for a, b in held_out:
+            learned[max(a - low, 0) : max(b - low, 0)] = False
+        counts_V += np.bincount(data.ids[low:high][learned], minlength=vocab_size)
+    return counts_V
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ class Config:
     objective: Annotated[str, OneOf(*OBJECTIVES)] = "lk_hybrid"  # kl: the paper's; lk: -log of the accepted
     # share; lk_hybrid: from kl to 1 - accepted share; tv: 1 - accepted share
     kl_decay: NotNegative = 3.0  # of lk_hybrid: weight of kl is exp(-kl_decay * accepted share)
+    warm_start: bool = True  # begin with the target's own weights where they fit; False: at random
     head: Annotated[str, OneOf("trained", "frozen")] = "trained"  # the LM head over the draft's vocabulary
     fc_norm: bool = False  # EAGLE-3.1: an RMSNorm on each of the target's states before fc
     norm_output: bool = False  # EAGLE-3.1: the next depth reads the state after the last norm, not before it

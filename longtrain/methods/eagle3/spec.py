@@ -16,6 +16,8 @@ from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
+from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data
+from longtrain.methods.eagle3.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
@@ -29,9 +31,13 @@ def _build(config: Config, info: TargetInfo | None) -> nn.Module:
 
 
 def _objective(module: nn.Module, target: Target | None, config: Config) -> Eagle3Objective:
-    """The objective."""
+    """The objective; a draft whose weights were not loaded from anywhere begins with the target's."""
     if target is None or not isinstance(module, Eagle3Draft):
         raise TargetMismatchError("EAGLE-3 trains an EAGLE-3 draft against a target; pass target.path")
+    if not module.fresh:
+        check_vocabulary(module.draft_ids_K, target.info)
+    elif config.warm_start:
+        warm_start(module, target)
     return Eagle3Objective(module, target, config)
 
 
@@ -68,4 +74,5 @@ SPEC = MethodSpec(
     formats=FORMATS,
     attach=_attach,
     cost=MethodCost(cycle=cycle),
+    from_data=from_data,
 )
