@@ -106,7 +106,8 @@ class Held:
         advice = (
             "use machines with more GPUs, or a smaller target"
             if self.split
-            else "split the target over the GPUs of a machine: trainer=ddp target.shard=fsdp2"
+            else "train with the target split over the GPUs of a machine (trainer=ddp target.shard=fsdp2); "
+            "other jobs can hold it in host memory (target.device=cpu)"
         )
         return (
             f"{place} has {has / GIB:.4g} GiB, and {needed(self.bytes) / GIB:.4g} GiB are needed before any "

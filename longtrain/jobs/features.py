@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.features.settings import FeatureSettings
-from longtrain.jobs.setup import load_target_from, plain, target_overrides
+from longtrain.jobs.setup import load_target_from, plain
 from longtrain.log import get_logger
 from longtrain.settings import read
 
@@ -68,17 +68,10 @@ def load_for_training(cfg: DictConfig, settings: FeatureSettings, *, device: str
     Raises:
         ConfigError: no target is chosen, or there are no features to read.
     """
-    from longtrain.targets.loading import load_target
-
-    if settings.mode != "offline" or not (cfg.target and cfg.target.path):
-        return load_target_from(cfg, device=device, fuse=False)
-    check_filled(settings)
-    if cfg.target.get("weights") == "random":
-        raise ConfigError(
-            "features=offline keeps a target's stored weights, and target.weights=random has none"
-        )
-    where, dtype = str(cfg.target.path), str(cfg.target.dtype)
-    return load_target(where, dtype=dtype, device=device, layers=False, **target_overrides(cfg))
+    offline = settings.mode == "offline" and bool(cfg.target and cfg.target.path)
+    if offline:
+        check_filled(settings)
+    return load_target_from(cfg, device=device, fuse=False, training=True, layers=not offline)
 
 
 @dataclass

@@ -31,7 +31,13 @@ def device_of(cfg: DictConfig) -> str:
 
 
 def load_target_from(
-    cfg: DictConfig, *, device: str | None = None, path: str | None = None, fuse: bool = True
+    cfg: DictConfig,
+    *,
+    device: str | None = None,
+    path: str | None = None,
+    fuse: bool = True,
+    training: bool = False,
+    layers: bool = True,
 ) -> Target:
     """The frozen target that `cfg.target` names.
 
@@ -40,6 +46,8 @@ def load_target_from(
         device: the device to put it on, instead of `target.device`.
         path: what to load when `target.path` is not set (the target an artifact was trained for, say).
         fuse: do as `target.fused` says; False keeps the model's own decoder.
+        training: split it as `target.shard` says; other jobs are done by one process, which holds all of it.
+        layers: False: without its decoder layers, see `load_target`.
 
     Raises:
         ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is not allowed.
@@ -54,13 +62,15 @@ def load_target_from(
         )
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
     weights, shard = ((cfg.target or {}).get(key) for key in ("weights", "shard"))
+    shard = convert(shard, Literal["fsdp2"] | None, "target.shard")
     target = load_target(
         str(where),
         dtype=dtype,
         device=device or device_of(cfg),
         weights=convert(weights or "stored", Literal["stored", "random"], "target.weights"),
         seed=convert(cfg.seed, int, "seed"),
-        shard=convert(shard, Literal["fsdp2"] | None, "target.shard"),
+        shard=shard if training else None,
+        layers=layers,
         **target_overrides(cfg),
     )
     wanted = cfg.target.get("fused", AUTO) if cfg.target else AUTO

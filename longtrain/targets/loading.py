@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import (
@@ -24,7 +25,7 @@ from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of
 from longtrain.targets.attention import NAME
-from longtrain.targets.ends import TargetEnds, assign_ends
+from longtrain.targets.ends import TargetEnds, Weights, assign_ends, drawn_weights, stored_weights
 from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
@@ -81,8 +82,8 @@ def load_target(
         weights: "stored", or "random" ones, which the target's name then says.
         seed: of random weights; they are the same on one kind of device only, sharded or not.
         shard: "fsdp2": split the layers over this machine's ranks (`longtrain.targets.sharded`).
-        layers: False reads the stored weights of the layers for the target's hash and keeps none of them; the
-            target can then embed, rotate and give logits, but not run (`longtrain.targets.ends`).
+        layers: False reads (or draws) the weights of the layers for the target's hash and keeps none of them;
+            the target can then embed, rotate and give logits, but not run (`longtrain.targets.ends`).
 
     Raises:
         ConfigError: no such folder, Hub id or chat template, an unknown dtype or device, a target that the
@@ -108,9 +109,12 @@ def load_target(
         ranks = None if node is None else node.size
         check_room(config, str(where), device, itemsize=dtype.itemsize, ranks=ranks)
     shards = None if node is None else Shards(model.model.layers, node, device)
-    samples = None
+    samples, source = None, cast(Weights, partial(stored_weights, folder))
     if not layers:
-        samples = assign_ends(model, folder, dtype=dtype, device=device)
+        if weights == "random":
+            shapes = {name: param.shape for name, param in model.named_parameters()}
+            source = partial(drawn_weights, shapes, seed, dtype=dtype, device=device)
+        samples = assign_ends(model, source, dtype=dtype, device=device)
     elif weights == "stored":
         assign_weights(model, folder, dtype=dtype, device=device)
     else:
@@ -124,7 +128,7 @@ def load_target(
     if max_positions is not None:
         info = replace(info, max_positions=max_positions)
     if not layers:
-        return TargetEnds(model, info, tokenizer, folder=folder)
+        return TargetEnds(model, info, tokenizer, weights=source)
     if shards is not None:
         log.info(
             "target=%s is split over ranks=%d; gathering all layers=%d takes seconds=%.3f",

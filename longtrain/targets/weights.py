@@ -57,10 +57,17 @@ def random_weights(model: nn.Module, seed: int, *, dtype: torch.dtype, device: t
     They depend on the seed and the kind of device, and not on how weights are split.
     """
     for name, param in list(_empty(model)):
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        coins = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
-        value = draw(name, torch.empty(param.shape, dtype=dtype, device=device), coins)
+        value = random_tensor(name, param.shape, seed=seed, dtype=dtype, device=device)
         _fill(model, name, value.__getitem__, dtype=dtype, device=device)
+
+
+def random_tensor(
+    name: str, shape: torch.Size, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A weight by its name; no other weight changes it."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    coins = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return draw(name, torch.empty(shape, dtype=dtype, device=device), coins)
 
 
 def draw(name: str, tensor: Tensor, coins: torch.Generator) -> Tensor:

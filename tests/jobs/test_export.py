@@ -14,7 +14,7 @@ from longtrain.targets.loading import load_target
 
 
 def test_export_writes_what_was_trained(composed, trained, tmp_path, target_folder):
-    export.run(composed("export"))
+    export.run(composed("export", "target.shard=fsdp2"))  # one process exports, with the whole target
     folder = tmp_path / "checkpoints" / "one"
     names = {path.name for path in folder.iterdir()} - {"local.json"}
     assert names == {"longtrain.json", "model.safetensors", "golden.safetensors", "README.md", "training.png"}

@@ -106,6 +106,11 @@ def test_a_filling_run_cut_short_goes_on_bit_for_bit(run, tmp_path, monkeypatch)
     assert run("cut", *lean) == whole
 
 
+def test_random_weights_are_drawn_again_where_features_are_read(run):
+    words = "target.weights=random", "trainer.max_steps=2", "trainer.val_every=0"
+    assert run("filled", "features=fill", *words) == run("offline", "features=offline", *words)
+
+
 @pytest.mark.parametrize(
     ("overrides", "kind", "message"),
     [

@@ -9,9 +9,11 @@ from longtrain.errors import ArtifactError, ConfigError
 from longtrain.targets.loading import load_target
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_ends_are_those_of_the_whole_target(dtype):
-    whole, ends = (load_target("tiny", dtype=dtype, layers=layers) for layers in (True, False))
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("float32", "stored"), ("bfloat16", "stored"), ("bfloat16", "random")]
+)
+def test_the_ends_are_those_of_the_whole_target(dtype, weights):
+    whole, ends = (load_target("tiny", dtype=dtype, weights=weights, layers=one) for one in (True, False))
     assert ends.info == whole.info  # the hash of all weights too
     held = sum(value.nbytes for value in ends.parameters() if not value.is_meta)
     assert held == whole.head_weight.nbytes + whole.final_norm_weight.nbytes
