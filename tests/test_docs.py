@@ -16,7 +16,14 @@ from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS
 
 ROOT = Path(__file__).parent.parent
-DOCS = ("README.md", "CONTRIBUTING.md", "recipes/README.md", "data_prep/README.md", "docs/cluster.md")
+DOCS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "recipes/README.md",
+    "data_prep/README.md",
+    "docs/cluster.md",
+    "docs/serving.md",
+)
 
 
 def commands(name: str) -> list[list[str]]:
@@ -57,7 +64,7 @@ def test_commands_compose(name: str, words: list[str]) -> None:
     if "-m" in words:  # a sweep: its first run
         words = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in words]
     flags = {"-m", "--cfg", "job", "--resolve", "--help"}
-    compose(job, overrides=[cli._quoted(word) for word in words if word not in flags])
+    compose(job, overrides=cli._ordered([word for word in words if word not in flags]))
 
 
 def test_there_are_commands_to_check() -> None:

@@ -22,6 +22,8 @@ UNREACHABLE = (
 )
 """What pip says where an index cannot be reached, or does not have a package."""
 
+TORCH = "https://download.pytorch.org/whl/cpu"
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -32,12 +34,14 @@ class Environment:
         needs: requirements, with what they need.
         alone: requirements installed without what they say that they need.
         unwanted: packages taken out again.
+        pinned: sha256 of the wheel of a requirement; another one is refused.
     """
 
     name: str
     needs: tuple[str, ...]
     alone: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
+    pinned: tuple[tuple[str, str], ...] = ()
 
     def python(self) -> Path:
         """Its interpreter; the test is skipped, saying why, where it cannot be made."""
@@ -49,7 +53,8 @@ class Environment:
             return python
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-        self._install(python, *self.needs)
+        wheels = [str(self._wheel(python, folder / name, sha256)) for name, sha256 in self.pinned]
+        self._install(python, *self.needs, *wheels)
         if self.alone:
             self._install(python, "--no-deps", *self.alone)
         if self.unwanted:
@@ -57,15 +62,27 @@ class Environment:
         (folder / "ready").touch()
         return python
 
+    def _wheel(self, python: Path, folder: Path, sha256: str) -> Path:
+        """The one wheel of a requirement, downloaded to a folder of its name, as it was pinned."""
+        self._pip(python, "download", "--no-deps", "--dest", str(folder), folder.name)
+        (wheel,) = folder.iterdir()
+        assert hashlib.sha256(wheel.read_bytes()).hexdigest() == sha256, f"{wheel.name} is not the pinned one"
+        return wheel
+
     def _install(self, python: Path, *words: str) -> None:
-        done = subprocess.run(
-            ["nice", str(python), "-m", "pip", "install", "--quiet", *words],
-            capture_output=True,
-            text=True,
-            timeout=1500,
-        )
-        if done.returncode == 0:
-            return
+        self._pip(python, "install", *words)
+
+    def _pip(self, python: Path, *words: str) -> None:
+        """Run pip; where a package is not found, again with the index of torch's builds for CPUs."""
+        for more in ((), ("--extra-index-url", TORCH)):
+            done = subprocess.run(
+                ["nice", str(python), "-m", "pip", *words, "--quiet", *more],
+                capture_output=True,
+                text=True,
+                timeout=1500,
+            )
+            if done.returncode == 0:
+                return
         if any(word in done.stderr for word in UNREACHABLE):
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no answer"]
             pytest.skip(f"the package index does not give {self.name}: {lines[-1]}")

@@ -24,7 +24,7 @@ from longtrain.targets.model import Target
 SPECULATORS = Environment(
     "speculators-0.9.0",
     needs=(
-        *("torch==2.13.0", "transformers==5.19.0", "aiohttp", "click", "datasets>=4,<=5.1", "httpx"),
+        *("torch==2.13.0+cpu", "transformers==5.19.0", "aiohttp", "click", "datasets>=4,<=5.1", "httpx"),
         *("huggingface-hub", "loguru<=0.7.3", "numpy", "openai>=2", "protobuf", "psutil", "pydantic>=2"),
         *("pydantic-settings", "rich", "safetensors", "tqdm", "typer"),
     ),

@@ -1,6 +1,6 @@
 """Run in an environment with vLLM for CPUs: what it drafts with a folder, cycle by cycle.
 
-    python vllm_worker.py JOB.json RESULT.json
+python vllm_worker.py JOB.json RESULT.json
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main(job_path: str, result_path: str) -> None:
     results = []
     for prompt in job["prompts"]:
         start = len(seen)
-        asked = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
+        asked = SamplingParams(
+            temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
+        )
         made = llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
         results.append({"tokens": list(made[0].outputs[0].token_ids), "drafted": seen[start:]})
     with open(result_path, "w") as stream:  # noqa: PTH123

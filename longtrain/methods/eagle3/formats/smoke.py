@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TOKENS, CHAINS, DEPTHS = 400, 256, 2
 CLEARLY, SIGMAS = 0.02, 4.0
-"""Another reading is better where its mean share is higher by this, and by so many standard errors."""
+"""Another reading is better where it foretells more tokens by this share, and by so many standard errors."""
 
 
 @torch.no_grad()
@@ -68,12 +68,12 @@ def smoke(found: Imported, target: Target) -> tuple[list[str], list[str]]:
             "one gives "
             f"{common:.1%}"
         )
-    for what, (other_KR, _, _) in shares.items():
-        gain = (other_KR - asis_KR).double().mean(0)
+    for what, (_, other_KR, _) in shares.items():
+        gain = (other_KR.double() - hits_KR.double()).mean(0)
         if float(gain.mean()) > max(CLEARLY, SIGMAS * float(gain.std()) / len(gain) ** 0.5):
             wrong.append(
-                f"read with {what} the draft is accepted more often ({float(other_KR.mean()):.3f} instead of "
-                f"{float(asis_KR.mean()):.3f}): the folder does not say what was trained"
+                f"read with {what} the draft foretells {float(other_KR.double().mean()):.1%} instead of "
+                f"{float(hits_KR.double().mean()):.1%}: the folder does not say what was trained"
             )
     return lines, wrong
 
