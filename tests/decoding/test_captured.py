@@ -150,11 +150,18 @@ def test_plain_decoding(family, sampling, prompts, tapes):
     assert len(tapes) == 1
 
 
-@pytest.mark.parametrize("prompts", [ONE, THREE], ids=["one", "three"])
+@pytest.mark.parametrize(
+    ("prompts", "sampling"),
+    [
+        pytest.param(ONE, Sampling(), marks=pytest.mark.slow, id="one-greedy"),
+        pytest.param(ONE, WARM, id="one-sampled"),
+        pytest.param(THREE, Sampling(), id="three-greedy"),
+        pytest.param(THREE, WARM, id="three-sampled"),
+    ],
+)
 @pytest.mark.parametrize(
     "shape", [CHAIN, TREE, TreeShape((1, 1, 1), Law.IID), TreeShape((2, 4), Law.IID)], ids=str
 )
-@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
 def test_longspec(sampling, shape, prompts, tapes):
     target = micro()
     parts = Parts(draft=longspec(target), name="longspec")

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, LongtrainError
@@ -274,7 +274,7 @@ def test_a_folder_of_another_protocol_loses_nothing(run):
     assert result(run("one")) == want
 
 
-def test_every_key_of_a_harness_suite_is_read(composed):
+def test_every_key_of_a_harness_suite_is_read():
     """A key that nothing knows would be a promise that is not kept."""
     import inspect
 
@@ -284,16 +284,22 @@ def test_every_key_of_a_harness_suite_is_read(composed):
     shared = "".join(path.read_text() for path in folder.glob("*.py"))
     judges = "".join(path.read_text() for path in folder.parent.glob("judge/*.py"))
     job = Path(inspect.getfile(evaluation)).read_text() + Path(inspect.getfile(setup)).read_text()
-    conf = Path(__file__).parent.parent.parent / "conf" / "suite"
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in asset_dir("conf").glob("suite/*.yaml")}
+
+    def settings(stem: str) -> dict:
+        """A file's keys over those of the ones that it builds on."""
+        bases = (settings(base) for base in files[stem].get("defaults", []) if base in files)
+        return {key: value for keys in (*bases, files[stem]["suite"]) for key, value in keys.items()}
+
     seen = set()
-    for path in conf.glob("*.yaml"):
-        cfg = composed("eval", f"suite={path.stem}").suite
-        if cfg.name in SUITES:
-            seen.add(cfg.name)
-            importlib.import_module(SUITES[cfg.name])
-            for key in OmegaConf.to_container(cfg):
+    for stem in files:
+        found = settings(stem)
+        if found.get("name") in SUITES:
+            seen.add(found["name"])
+            importlib.import_module(SUITES[found["name"]])
+            for key in found:
                 named = re.search(rf'"{key}"|\b{key}: |suite\.{key}\b', shared + judges + job)
-                assert named or key in DATASETS, (path.name, key)
+                assert named or key in DATASETS, (stem, key)
     assert seen == set(SUITES), f"suites without a file in conf/suite: {set(SUITES) - seen}"
 
 

@@ -1,4 +1,4 @@
-"""Run by test_hier_attention.py under TRITON_INTERPRET=1: the kernel of few rows, with its machine text."""
+"""Run by test_interpreted.py under TRITON_INTERPRET=1: the kernel of few rows, with its machine text."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Run by test_hier_quant.py under TRITON_INTERPRET=1: the kernel's bytes are the twin's."""
+"""Run by test_interpreted.py under TRITON_INTERPRET=1: the kernel's bytes are the twin's."""
 
 import pytest
 import torch

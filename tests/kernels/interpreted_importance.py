@@ -1,4 +1,4 @@
-"""Run by test_importance.py under TRITON_INTERPRET=1: the Triton kernels on a CPU against the definition."""
+"""Run by test_interpreted.py under TRITON_INTERPRET=1: the Triton kernels on a CPU against the definition."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Run by test_int4_linear.py under TRITON_INTERPRET=1: the kernel against the written-out weights."""
+"""Run by test_interpreted.py under TRITON_INTERPRET=1: the kernel against the written-out weights."""
 
 import pytest
 import torch

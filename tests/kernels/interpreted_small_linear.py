@@ -1,4 +1,4 @@
-"""Run by test_small_linear.py under TRITON_INTERPRET=1: the kernel against its twin."""
+"""Run by test_interpreted.py under TRITON_INTERPRET=1: the kernel against its twin."""
 
 import pytest
 import small_linear_cases as small_linear_reference
@@ -18,8 +18,7 @@ TILES = (
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.outputs}x{tile.slices}")
-@pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize("features", [64, 70])
+@pytest.mark.parametrize(("rows", "features"), [(1, 70), (5, 64), (16, 70)])
 def test_product(tile, rows, features):
     """Also where tiles and slices do not fit: 70 outputs, 144 inputs."""
     for dtype in (torch.float32, torch.float16):

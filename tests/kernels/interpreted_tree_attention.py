@@ -1,4 +1,4 @@
-"""Run by test_tree_attention.py under TRITON_INTERPRET=1: the Triton kernels on a CPU against their twin."""
+"""Run by test_interpreted.py under TRITON_INTERPRET=1: the Triton kernels on a CPU against their twin."""
 
 import warnings
 

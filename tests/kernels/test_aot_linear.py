@@ -47,8 +47,16 @@ def test_linear(features, gated, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("inputs", [4096, 14336])
-@pytest.mark.parametrize(("features", "gated"), [(4096, False), (6144, False), (28672, False), (14336, True)])
+@pytest.mark.parametrize(
+    ("features", "gated", "inputs"),
+    [
+        (4096, False, 4096),
+        (4096, False, 14336),
+        (6144, False, 4096),
+        (28672, False, 4096),
+        (14336, True, 4096),
+    ],
+)
 def test_int4_linear(features, gated, inputs, rows):
     """Codes are unpacked by masks alone in the registers that the products read, at most 3 instructions a
     code: a core issues 4.1 in the time that its share of the bandwidth brings one."""

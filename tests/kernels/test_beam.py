@@ -7,14 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from interpreter import passes_interpreted
 
 from longtrain.kernels.beam import best_continuations
-
-
-def test_the_kernels_interpreted():
-    passes_interpreted("interpreted_beam.py")
-
 
 COMPILED = {
     "_chunk_kernel": ({"F": 16, "COLUMNS": 1024}, 1),

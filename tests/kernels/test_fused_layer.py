@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,30 +19,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = [("cpu", torch.float32), ("cpu", torch.float16)] if INTERPRETED else []
 PLACES += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in CLOSE]
 WIDE = 4096 if torch.cuda.is_available() else 130
-
-
-def test_the_kernels_interpreted():
-    """Whether kernels are interpreted is settled when triton is imported: so in a process of its own."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "not interpreted",
-            __file__,
-        ],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 EIGHT_B = {

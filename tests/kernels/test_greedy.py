@@ -8,14 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from greedy_cases import trees
-from interpreter import passes_interpreted
 
 from longtrain.kernels import greedy
-
-
-def test_the_kernels_interpreted():
-    passes_interpreted("interpreted_greedy.py")
-
 
 COMPILED = {
     "_best_kernel": ({"COLUMNS": 2048}, {"x_ptr": "*bf16", "top_ptr": "*fp32", "at_ptr": "*i32"}, 4),

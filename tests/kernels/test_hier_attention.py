@@ -1,7 +1,6 @@
 import pytest
 import torch
 from attention_cases import distance, hier_case, mask_named
-from interpreter import passes_interpreted
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.kernels.hierarchical import reference
@@ -89,11 +88,6 @@ def test_a_tile_for_fewer_rows_is_refused():
     q, planes, ring, lens = hier_case(split=Split.FLOOR, D=128, H=8, T=3, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ConfigError, match="12 packed rows"):
         launch.hier_attention(q, planes, ring, lens, CAUSAL, 4, 1.0, fragments.FragmentTile())
-
-
-@pytest.mark.parametrize("which", ["attention", "fragments"])
-def test_interpreted_kernels_follow_the_reference(which):
-    passes_interpreted(f"interpreted_hier_{which}.py")
 
 
 GPU_CASES = [

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hier_cases import planes_of, ring_of, rows, same, strided
-from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels.hierarchical import quantise as hier_quant
@@ -88,10 +87,6 @@ def test_blocks_read_back(split, dim):
             assert (error <= share * step + 2e-6 * want.abs().amax())[0].all()
             assert (error <= share * step + 2e-6 * want.abs().amax())[1, :, :BLOCK].all()
             assert not got[1, :, BLOCK:].any()
-
-
-def test_interpreted_kernel_gives_the_same_bytes():
-    passes_interpreted("interpreted_hier_quant.py")
 
 
 @pytest.mark.parametrize("split", Split)

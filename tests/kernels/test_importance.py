@@ -1,7 +1,6 @@
 import pytest
 import torch
 from importance_cases import Case, eager, one, several
-from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels.importance import (
@@ -151,10 +150,6 @@ def test_tables_give_every_pair_of_row_and_key_to_one_program(rows, keys, progra
             want_own[row, span.rows[0] : row + 1] = 1
     assert torch.equal(seen, want) and torch.equal(columns, want)
     assert torch.equal(own.tril(), want_own)
-
-
-def test_interpreted_kernels_follow_the_definition():
-    passes_interpreted("interpreted_importance.py")
 
 
 # On a GPU, and in small on a CPU, where the reference serves. Inputs are rounded to the kernels' dtype first,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from interpreter import passes_interpreted
 from torch import nn
 from torch.nn.functional import linear, silu
 
@@ -101,10 +100,6 @@ def test_layers_with_and_without_a_bias_are_not_joined(first):
         ConfigError, match="1 of 3 have a bias cannot be joined; allowed: all of them or none"
     ):
         Int4Linear.joined(parts)
-
-
-def test_the_kernel_interpreted():
-    passes_interpreted("interpreted_int4_linear.py")
 
 
 @pytest.mark.gpu

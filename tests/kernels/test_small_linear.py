@@ -5,17 +5,12 @@ import os
 import pytest
 import small_linear_cases as small_linear_reference
 import torch
-from interpreter import passes_interpreted
 from small_linear_cases import CLOSE, made
 from torch.nn.functional import linear, silu
 
 from longtrain.kernels import small_linear
 
 BF16 = torch.bfloat16
-
-
-def test_the_kernel_interpreted():
-    passes_interpreted("interpreted_small_linear.py")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted kernel serves a CPU")

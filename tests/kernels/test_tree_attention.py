@@ -1,7 +1,6 @@
 import pytest
 import torch
 from attention_cases import dense_case, distance, forest, mask_named
-from interpreter import passes_interpreted
 
 from longtrain.errors import DataError
 from longtrain.kernels.tree_attention import CAUSAL, reference, tree_attention, tree_bits
@@ -75,10 +74,6 @@ def test_a_tree_larger_than_the_kernel_takes_is_refused():
     q, k, v, len_B = dense_case(T=129, S=200)
     with pytest.raises(DataError, match="a tree of 129 nodes"):
         tree_attention(q, k, v, len_B, torch.zeros(1, 129, 3, dtype=torch.int64), scale=1.0)
-
-
-def test_interpreted_kernels_follow_the_definition():
-    passes_interpreted("interpreted_tree_attention.py")
 
 
 # On a GPU: inputs are rounded to the kernel's dtype first, so only its own rounding counts: weights become

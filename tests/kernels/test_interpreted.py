@@ -1,0 +1,26 @@
+"""The kernels under triton's interpreter: `interpreted_NAME.py`, and the tests of `test_fused_layer.py`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need triton")
+HERE = Path(__file__).parent
+FILES = sorted([*HERE.glob("interpreted_*.py"), HERE / "test_fused_layer.py"])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_interpreted_kernels(part: int) -> None:
+    """In processes of their own: triton decides at its import whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *FILES[part::4], "-k", "not hopper and not gradients_go"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
