@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from environments import run
+from test_vllm import VLLM
 
 import longtrain.methods.longspec
 from longtrain.artifact import Artifact
@@ -20,8 +22,6 @@ from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.spec import SPEC
 from longtrain.targets.loading import target_from_model
 
-run = pytest.importorskip("environments", reason="needs the environments of other tools").run
-VLLM = pytest.importorskip("test_vllm", reason="needs vLLM's environment").VLLM
 pytestmark = pytest.mark.slow
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 97, "max_position_embeddings": 512}
