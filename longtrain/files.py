@@ -192,14 +192,19 @@ def lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
         yield _locked(stream, path, wait=wait)
 
 
+def free_bytes(path: Path) -> int:
+    """Bytes that are free on the disk where a path is, or will be."""
+    path = path.expanduser().absolute()
+    return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
+
+
 def cannot_write(path: Path, error: OSError) -> LongtrainError:
     """The error of a path that cannot be written."""
     reason = error.strerror or str(error)
     if error.filename is not None and not str(error.filename).startswith(str(path)):
         reason += f" ({error.filename})"
     if error.errno in FULL:
-        free = shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free
-        reason += f" ({free / 1e6:.0f} MB free)"
+        reason += f" ({free_bytes(path) / 1e6:.0f} MB free)"
     return LongtrainError(
         f"cannot write {path}: {reason}; what was there is unchanged; free space, or pass home=FOLDER"
     )

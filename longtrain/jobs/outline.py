@@ -20,7 +20,7 @@ from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs.features import settings_of
 from longtrain.jobs.setup import plain
-from longtrain.settings import convert, wrong
+from longtrain.settings import AUTO, Count, convert, wrong
 from longtrain.settings import read as typed
 from longtrain.targets.at_hand import folder_of
 from longtrain.targets.info import TargetInfo
@@ -42,6 +42,27 @@ def trained_weights(spec: MethodSpec, config: Any, info: TargetInfo | None) -> i
     with torch.device("meta"):
         module = spec.build(config, info)
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def devices_of(cfg: DictConfig) -> int:
+    """How many ranks of a machine `trainer.devices` means; `auto`: one for each GPU that is here.
+
+    Raises:
+        ConfigError: `auto` on GPUs, and there are none here.
+    """
+    words = cfg.trainer
+    value, accelerator = plain(words.get("devices")), str(words.get("accelerator"))
+    if isinstance(value, list):
+        return max(1, len(value))
+    if value not in (AUTO, -1, "-1", None):
+        return convert(value, Count, "trainer.devices")
+    here = 0 if accelerator == "cpu" else torch.cuda.device_count()
+    if not here and accelerator not in ("cpu", AUTO):
+        raise ConfigError(
+            f"trainer.devices={value} means the GPUs of this machine, and it has none; say how many the run "
+            "will have, e.g. trainer.devices=8"
+        )
+    return max(1, here)
 
 
 def held_of(cfg: DictConfig, *, devices: int, nodes: int) -> tuple[Held, int]:

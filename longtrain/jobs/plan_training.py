@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import DictConfig
 
 from longtrain.costs import disk, ranks
@@ -16,10 +15,9 @@ from longtrain.costs.ranks import Job, Memory
 from longtrain.costs.training import PackedRow, target_flops
 from longtrain.errors import ConfigError
 from longtrain.jobs.features import form_of, settings_of
-from longtrain.jobs.outline import layout_of, trained_weights
+from longtrain.jobs.outline import devices_of, layout_of, trained_weights
 from longtrain.jobs.plan_data import Lengths, document_lengths, prepared_counts
-from longtrain.jobs.setup import plain
-from longtrain.settings import AUTO, Count, Positive, convert, wrong
+from longtrain.settings import Count, Positive, convert, wrong
 
 if TYPE_CHECKING:
     from longtrain.jobs.plan import RecipePlan
@@ -136,7 +134,7 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
     """
     cfg, words = recipe.cfg, recipe.cfg.trainer
     layout = layout_of(cfg, devices=1, nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"))
-    layout = replace(layout, devices=_devices(words))
+    layout = replace(layout, devices=devices_of(cfg))
     if layout.shard and layout.devices == 1:
         raise ConfigError(
             "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
@@ -144,27 +142,6 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
         )
     network = convert(cfg.network_gbits, Positive, "network_gbits") * 1e9 / 8
     return TrainingPlan(recipe, Setting((), replace(layout, network_bytes_per_s=network), recipe.config))
-
-
-def _devices(words: DictConfig) -> int:
-    """How many GPUs of a machine `trainer.devices` means; `auto`: those that are here.
-
-    Raises:
-        ConfigError: `auto`, and there are none here.
-    """
-    value = plain(words.get("devices"))
-    if isinstance(value, list):
-        return max(1, len(value))
-    if value not in (AUTO, -1, "-1", None):
-        return convert(value, Count, "trainer.devices")
-    if str(words.get("accelerator")) == "cpu":
-        return 1
-    if not (here := torch.cuda.device_count()):
-        raise ConfigError(
-            f"trainer.devices={value} means the GPUs of this machine, and it has none; say how many the run "
-            "will have, e.g. trainer.devices=8"
-        )
-    return here
 
 
 def stages_of(plan: TrainingPlan) -> list[dict[str, Any]]:

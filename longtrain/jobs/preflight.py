@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError, LongtrainError
+from longtrain.jobs.outline import devices_of
 from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
 from longtrain.jobs.preflight_ranks import GO, STOP, Meeting, Rank, start_others
 from longtrain.jobs.setup import plain, target_overrides
@@ -99,7 +100,7 @@ def _lead(cfg: DictConfig, meeting: Meeting) -> str:
 def _ranks(cfg: DictConfig) -> tuple[Rank, list[Any]]:
     """This process among the ranks, and the processes started here because nobody else started them."""
     rank, nodes = Rank.here(), convert(cfg.trainer.num_nodes, Count, "trainer.num_nodes")
-    wanted = _per_node(cfg) * nodes
+    wanted = devices_of(cfg) * nodes
     launched = "WORLD_SIZE" in os.environ or "SLURM_PROCID" in os.environ
     starts = not launched and wanted > 1 and nodes == 1
     _check_settings(cfg, wanted if starts else rank.world)
@@ -107,18 +108,6 @@ def _ranks(cfg: DictConfig) -> tuple[Rank, list[Any]]:
         return rank, []
     others, rank = start_others(wanted)
     return rank, others
-
-
-def _per_node(cfg: DictConfig) -> int:
-    """Ranks of each machine, as `trainer.devices` says."""
-    import torch
-
-    devices = plain(cfg.trainer.devices)
-    if isinstance(devices, list):
-        return len(devices)
-    if devices in ("auto", -1, "-1"):
-        return max(1, torch.cuda.device_count()) if _backend(cfg) == "nccl" else 1
-    return convert(devices, Count, "trainer.devices")
 
 
 def _check_settings(cfg: DictConfig, world: int) -> None:
@@ -134,7 +123,7 @@ def _check_settings(cfg: DictConfig, world: int) -> None:
     has_target = bool(cfg.target and cfg.target.path)
     if cfg.method is None or (not has_target and methods.get(str(cfg.method.name)).export is None):
         raise ConfigError("preflight needs a method and a target; pass the words of train: +recipe=NAME")
-    per_node, nodes = _per_node(cfg), int(cfg.trainer.num_nodes)
+    per_node, nodes = devices_of(cfg), int(cfg.trainer.num_nodes)
     if per_node * nodes != world:
         raise ConfigError(
             f"trainer.devices={plain(cfg.trainer.devices)} and trainer.num_nodes={nodes} make "

@@ -7,13 +7,15 @@ What a row's activations take, `longtrain plan` estimates.
 from __future__ import annotations
 
 import os
-import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from longtrain import files
+from longtrain.cache.room import free_bytes
 from longtrain.costs.disk import GENERATIONS, checkpoint_bytes
 from longtrain.costs.hardware import GIB
 from longtrain.costs.held import Held, needed, refuse_lack
@@ -28,18 +30,14 @@ class Room:
 
     Args:
         gpu: of its GPU.
-        gpu_name: what CUDA calls it.
         host: memory of its machine, within the job's limit; only the first rank of a machine tells it.
         disk: below `run_dir`, with what the run's checkpoints take already, which new ones replace; only the
             first rank of a machine tells it.
-        home: below `home`; only the first rank of a machine tells it.
     """
 
     gpu: int | None = None
-    gpu_name: str = ""
     host: int | None = None
     disk: int | None = None
-    home: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,43 +117,29 @@ def room_here(cfg: DictConfig, device: Any, *, first: bool) -> Room:
     """
     import torch
 
-    gpu, name = None, ""
+    gpu = None
     if device.type == "cuda":
         if device.index >= torch.cuda.device_count():
             raise ConfigError(
                 f"torch sees {torch.cuda.device_count()} CUDA devices, and this rank is to use number "
                 f"{device.index}; ask for as many GPUs as ranks (sbatch --gpus-per-node), or pass trainer=cpu"
             )
-        gpu, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+        gpu = torch.cuda.mem_get_info(device)[0]
     if not first:
-        return Room(gpu, name)
-    places = {"disk": Path(cfg.run_dir), "home": Path(cfg.home)}
-    free = {key: shutil.disk_usage(_existing(place)).free for key, place in places.items()}
-    checkpoints = Path(cfg.run_dir) / "train" / "checkpoints"
-    free["disk"] += sum(file.stat().st_size for file in checkpoints.glob("*.ckpt/*"))
-    return Room(gpu, name, host=_host_bytes(), **free)
-
-
-def _existing(place: Path) -> Path:
-    """The path, or the first folder above it that is there."""
-    place = place.expanduser().absolute()
-    return next(one for one in (place, *place.parents) if one.exists())
+        return Room(gpu)
+    run_dir = Path(cfg.run_dir)
+    there = sum(file.stat().st_size for file in run_dir.glob("train/checkpoints/*.ckpt/*"))
+    return Room(gpu, host=_host_bytes(), disk=files.free_bytes(run_dir) + there)
 
 
 def _host_bytes() -> int | None:
     """Memory that a process may take: what the machine has free, within the limits of its job and cgroup."""
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        limits += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        pass
+    import torch
+
+    limits = [free_bytes(torch.device("cpu"))]
     megabytes = os.environ.get("SLURM_MEM_PER_NODE", "")
-    if megabytes.isdecimal() and int(megabytes):  # 0: all that the node has
-        limits.append(int(megabytes) * 2**20)
+    limits.append(int(megabytes) * 2**20 if megabytes.isdecimal() else None)  # 0: all that the node has
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError, ValueError):
             limits.append(int(Path(file).read_text()))
-        except (OSError, ValueError):
-            continue
-    return min(limits, default=None)
+    return min(filter(None, limits), default=None)

@@ -65,15 +65,14 @@ class Rank:
         return cls(int(env["SLURM_PROCID"]), world, local, -(-world // machines), nodes=_slurm_nodes())
 
     def places(self, numbers: list[int]) -> str:
-        """Ranks in words, by machine: `rank 1 (node b), ranks 2-3 (node c)`."""
+        """Ranks in words, by machine: `rank 1 (node b), ranks 2, 3 (node c)`."""
         groups: dict[int, list[int]] = {}
         for number in numbers:
             groups.setdefault(number // self.per_node, []).append(number)
         told = []
         for machine, found in groups.items():
             name = self.nodes[machine] if machine < len(self.nodes) else f"number {machine}"
-            one = len(found) == 1
-            told.append(f"{f'rank {found[0]}' if one else f'ranks {_ranges(found)}'} (node {name})")
+            told.append(f"rank{'s' * (len(found) > 1)} {', '.join(map(str, found))} (node {name})")
         return ", ".join(told)
 
 
@@ -282,14 +281,3 @@ def _slurm_nodes() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(done.stdout.split())
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Growing numbers as `0-3,6`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

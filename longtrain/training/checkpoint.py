@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
+from longtrain.files import free_bytes
 from longtrain.log import get_logger
 from longtrain.training import tensor_file
 from longtrain.training.tensor_file import Piece, Tensors
@@ -318,7 +319,7 @@ def _stranger(path: Path, reason: str) -> ArtifactError:
 
 def _free(folder: Path) -> str:
     try:
-        return f", {shutil.disk_usage(folder).free / 2**20:.1f} MiB are free"
+        return f", {free_bytes(folder) / 2**20:.1f} MiB are free"
     except OSError:
         return ""
 
