@@ -38,7 +38,7 @@ def run(cfg: DictConfig) -> None:
     """
     from longtrain.data.rows.module import DataModule
     from longtrain.jobs.prepare import data_config
-    from longtrain.training import checkpoint, ranks
+    from longtrain.training import checkpoint, ranks, zero
     from longtrain.training import loop as training
     from longtrain.training.callbacks import Stopped
     from longtrain.training.optim import Optim
@@ -54,6 +54,7 @@ def run(cfg: DictConfig) -> None:
         spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")
     settings, keeping = _loop(cfg), features.settings_of(cfg)
+    zero.check_optimizer(settings.strategy, optim.name)
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
     trainer = training.build_trainer(

@@ -1,4 +1,4 @@
-"""The optimizer and its schedule: AdamW with warmup, then cosine, linear or constant."""
+"""The optimizer and its schedule: AdamW, or Muon with it; warmup, then cosine, linear or constant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -15,14 +15,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from longtrain.errors import ConfigError
 from longtrain.settings import CountOrZero, OneOf, Positive, Share, check, wrong
+from longtrain.training.muon import MuonWithAdamW, is_hidden_matrix
 
 
 @dataclass(frozen=True)
 class Optim:
-    """Settings of AdamW and of the learning rate over the run (`conf/optim`).
+    """Settings of the optimizer and of the learning rate over the run (`conf/optim`).
 
     Args:
-        lr: peak learning rate.
+        name: `adamw`, or `muon`: Muon on matrices other than embeddings and LM heads, AdamW on the rest.
+        lr: peak learning rate, of both.
+        momentum: Muon's.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: the decay of tensors with two or more dimensions; norms, biases and other vectors have
@@ -38,7 +41,9 @@ class Optim:
         ConfigError: a value is out of its range.
     """
 
+    name: Annotated[str, OneOf("adamw", "muon")] = "adamw"
     lr: Positive = 5e-4
+    momentum: Share = 0.95
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = 1e-6
     weight_decay: float = 0.1
@@ -67,33 +72,48 @@ class Optim:
     def build(
         self, parameters: Iterable[tuple[str, nn.Parameter]], *, max_steps: int, fused: bool = False
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """AdamW over the trainable parameters, and its schedule.
+        """The optimizer over the trainable parameters, and its schedule.
 
         Args:
             parameters: (name, parameter) pairs; those without `requires_grad` are left out.
             max_steps: optimizer steps of the whole run.
-            fused: use torch's fused CUDA kernel.
+            fused: use torch's fused CUDA kernel of AdamW.
 
         Raises:
-            ConfigError: nothing is trainable, or a multiplier's pattern matches no name.
+            ConfigError: nothing is trainable, nothing is a matrix for Muon, or a multiplier's pattern matches
+                no name.
         """
         named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         if not named:
             raise ConfigError("the module has no trainable parameters; there is nothing to optimize")
+        self._check_patterns([name for name, _ in named])
+        if self.name == "adamw":
+            adamw = torch.optim.AdamW
+            optimizer: torch.optim.Optimizer = adamw(self._groups(named), lr=self.lr, **self._adamw(fused))
+        else:
+            hidden = [pair for pair in named if is_hidden_matrix(*pair)]
+            if not hidden:
+                raise ConfigError("optim.name=muon trains matrices, and the module has none; pass adamw")
+            others = self._groups([pair for pair in named if not is_hidden_matrix(*pair)])
+            optimizer = MuonWithAdamW(
+                self._groups(hidden), others, lr=self.lr, momentum=self.momentum, adamw=self._adamw(fused)
+            )
+        rate: Callable[[int], float] = partial(self.factor, max_steps=max_steps)
+        return optimizer, LambdaLR(optimizer, rate)
+
+    def _adamw(self, fused: bool) -> dict[str, Any]:
+        return {"betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": fused}
+
+    def _groups(self, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """Parameters of one rate and one decay together."""
         groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for name, parameter in named:
             key = (self._multiplier(name), parameter.ndim >= 2)
             groups.setdefault(key, []).append(parameter)
-        self._check_patterns([name for name, _ in named])
-        rows = [
+        return [
             {"params": members, "lr": self.lr * times, "weight_decay": self.weight_decay if decays else 0.0}
             for (times, decays), members in groups.items()
         ]
-        optimizer = torch.optim.AdamW(
-            rows, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=fused
-        )
-        rate: Callable[[int], float] = partial(self.factor, max_steps=max_steps)
-        return optimizer, LambdaLR(optimizer, rate)
 
     def _multiplier(self, name: str) -> float:
         matches = (times for pattern, times in self.lr_multipliers.items() if fnmatch.fnmatch(name, pattern))

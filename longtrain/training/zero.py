@@ -87,6 +87,19 @@ def check_available(strategy: Any) -> None:
         )
 
 
+def check_optimizer(strategy: Any, name: str) -> None:
+    """Refuse an optimizer that cannot work on DeepSpeed's flat partitions.
+
+    Raises:
+        ConfigError: Muon, which needs whole matrices.
+    """
+    if name != "adamw" and is_deepspeed(strategy):
+        raise ConfigError(
+            f"optim.name={name} needs whole matrices, and ZeRO trains flat parts of them; pass optim=adamw, "
+            "or trainer=ddp"
+        )
+
+
 def prepare(strategy: DeepSpeedStrategy, precision: str) -> RowPrecision:
     """Complete the configuration that Lightning hands to DeepSpeed, and give the precision that goes with it.
 

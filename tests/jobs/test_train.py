@@ -138,7 +138,7 @@ def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
 
 def test_an_eagle3_draft_takes_its_vocabulary_from_the_data_and_goes_on_with_it(compose, tmp_path):
     """The frozen head is in the checkpoint too: the module can be built from that alone."""
-    keys = ("method.draft_vocab_size=12", "method.depths=3", "method.head=frozen", "method.chunk_tokens=32")
+    keys = ("method.draft_vocab_size=12", "method.depths=3", "method.head=frozen", "optim=muon")
     train.run(compose(*keys, method="eagle3"))
     folder = tmp_path / "runs" / "toy" / "train"
     weights = checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt")

@@ -1,8 +1,11 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from longtrain.errors import ConfigError
+from longtrain.training import zero
 from longtrain.training.optim import Optim
 
 
@@ -50,3 +53,48 @@ def test_nothing_to_train_is_an_error():
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     with pytest.raises(ConfigError, match="no trainable"):
         Optim().build([("x", frozen)], max_steps=1)
+
+
+def test_muon_trains_hidden_matrices_and_adamw_the_rest_and_both_go_on_from_their_state():
+    def made(seed=0):
+        torch.manual_seed(seed)
+        return nn.ModuleDict({"lm_head": nn.Linear(4, 6), "norm": nn.LayerNorm(4), "proj": nn.Linear(4, 4)})
+
+    def step(module, optimizer, schedule):
+        x = torch.arange(8.0).view(2, 4).sin()
+        optimizer.zero_grad()
+        (module["lm_head"](module["norm"](module["proj"](x))) ** 2).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    settings = Optim(name="muon", lr=0.1, warmup_steps=2, weight_decay=0.1)
+    module = made()
+    optimizer, schedule = settings.build(module.named_parameters(), max_steps=10)
+    reference = torch.optim.Muon(
+        [made()["proj"].weight], lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    (weight,) = reference.param_groups[0]["params"]
+    step(module, optimizer, schedule)
+    weight.grad = module["proj"].weight.grad.clone()
+    reference.step()
+    assert torch.equal(module["proj"].weight, weight)  # the first step has half the rate
+    kept = {name: sorted(optimizer.state[p]) for name, p in module.named_parameters()}
+    assert kept["proj.weight"] == ["momentum_buffer"]
+    assert kept["lm_head.weight"] == kept["proj.bias"] == ["exp_avg", "exp_avg_sq", "step"]
+    twin = made(1)
+    twin.load_state_dict(module.state_dict())
+    again, rates = settings.build(twin.named_parameters(), max_steps=10)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    rates.load_state_dict(schedule.state_dict())
+    for one in ((module, optimizer, schedule), (twin, again, rates)):
+        step(*one)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), twin.parameters(), strict=True))
+
+
+def test_muon_without_matrices_or_under_zero_is_refused():
+    norm = nn.LayerNorm(4)
+    with pytest.raises(ConfigError, match=r"optim\.name=muon trains matrices, and the module has none"):
+        Optim(name="muon").build(norm.named_parameters(), max_steps=1)
+    with pytest.raises(ConfigError, match=r"optim\.name=muon needs whole matrices"):
+        zero.check_optimizer({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy"}, "muon")
+    zero.check_optimizer("ddp", "muon")

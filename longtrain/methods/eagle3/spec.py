@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from longtrain.costs.method import MethodCost
+from longtrain.data.config import DataConfig
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
+from longtrain.methods.eagle3.cost import training
 from longtrain.methods.eagle3.cycle import cycle
 from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.modules import Eagle3Draft
@@ -64,6 +66,20 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     return Parts(draft=Eagle3Runtime(module, target, config), name="eagle3")
 
 
+def _check_data(config: Config, data: DataConfig) -> None:
+    """Refuse documents that are too short for any row to predict a label at every depth.
+
+    Raises:
+        ConfigError: a stage cuts documents into pieces of no more tokens than there are depths, plus two.
+    """
+    shortest = min((stage.doc_tokens for stage in data.stages), default=0)
+    if 0 < shortest < config.depths + 2:
+        raise ConfigError(
+            f"data.stages doc_tokens={shortest} with method.depths={config.depths}: the last depth predicts "
+            f"{config.depths + 1} tokens ahead; pass doc_tokens={config.depths + 2} or more"
+        )
+
+
 SPEC = MethodSpec(
     name="eagle3",
     config=Config,
@@ -73,6 +89,7 @@ SPEC = MethodSpec(
     objective=_objective,
     formats=FORMATS,
     attach=_attach,
-    cost=MethodCost(cycle=cycle),
+    check_data=_check_data,
+    cost=MethodCost(training=training, cycle=cycle),
     from_data=from_data,
 )
