@@ -62,6 +62,16 @@ def run(tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
     return call
 
 
+def pytest_collection_finish() -> None:
+    """Benchmarks collect garbage before each measurement: without the libraries, which stay anyway."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that check at exit what is left find it collected."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests, saying why, where there is no CUDA device."""
     if torch.cuda.is_available():
