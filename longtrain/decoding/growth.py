@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from longtrain.decoding.roles import Law, TokenTree, TreeShape
 from longtrain.decoding.sampling import Coins, Sampling, probs
-from longtrain.decoding.tree import depths
+from longtrain.decoding.tree import BestNodes, depths
 from longtrain.errors import ConfigError
 from longtrain.kernels.beam import best_continuations
 from longtrain.kernels.greedy import argmax_rows
@@ -81,23 +81,30 @@ class _Plan:
         depth_J: 0, 1, ... for each level but the last.
         parents_1N: the parents of a chain's nodes; None for other trees.
         sees_1NN: which nodes a chain's nodes see; None for other trees.
+        best: picks what is kept of a tree; None: all of it.
     """
 
     depth_N: Tensor
     depth_J: Tensor
     parents_1N: Tensor | None
     sees_1NN: Tensor | None
+    best: BestNodes | None
 
 
 class TreeGrowth:
     """Grows trees by dynamic beam (POINT) or by independent draws (IID), and chains by either.
+
+    With `TreeShape.keep` a level's continuations are more than its width: the best so many are looked below,
+    and of all that were seen the most probable are kept in the end.
 
     It keeps what depends on a shape alone, so a draft holds one for as long as it lives.
 
     Args:
         vocabulary: of the draft; None: the target's.
 
-    Source: LongSpec §3.3 and the authors' code (tree by dynamic beam).
+    Source: LongSpec §3.3 and the authors' code (tree by dynamic beam); EAGLE-2 §4 for `keep`.
+    Note: EAGLE's code sees the best children of each node apart; here they are the best of a whole level,
+        which none of those that are kept can be missing from.
     """
 
     def __init__(self, vocabulary: DraftVocabulary | None = None) -> None:
@@ -133,7 +140,8 @@ class TreeGrowth:
         plan = self._plan(shape, root_B.device)
         if plan.parents_1N is not None:
             return self._chain(logits_of, root_B, pos_B, shape, plan, sampling, coins)
-        B, N = len(root_B), shape.n_nodes
+        B, N = len(root_B), len(plan.depth_N)
+        best, seen = plan.best, list[tuple[Tensor, Tensor, Tensor]]()
         tokens_BN = root_B[:, None].expand(B, N).clone()
         parents_BN = torch.full_like(tokens_BN, -1)
         sees_BNN = torch.eye(N, dtype=torch.bool, device=root_B.device).repeat(B, 1, 1)
@@ -147,8 +155,12 @@ class TreeGrowth:
             logits_BMX = logits_of(nodes)
             if shape.law is Law.POINT:
                 temperature = sampling.temperature or 1.0  # continuations rank as the target's law ranks them
-                tokens, parents, score_BM = best_continuations(logits_BMX, score_BM, width, temperature)
+                most = width if best is None else best.of_level(depth)
+                tokens, parents, score_BM = best_continuations(logits_BMX, score_BM, most, temperature)
                 tokens = self._ids(tokens)
+                if best is not None:
+                    seen.append((tokens, parents + first, score_BM))
+                    tokens, parents, score_BM = (x[:, :width] for x in (tokens, parents, score_BM))
             else:
                 laws.append(self._law(logits_BMX, sampling))
                 tokens, parents = _draws(laws[-1], width, pos_B + depth + 1, coins)
@@ -158,6 +170,8 @@ class TreeGrowth:
             sees_BNN[:, child] |= above_BKN
             above_BM = parents if last - first > 1 else None
             first, last = last, last + width
+        if best is not None:
+            return best.tree(root_B, seen)
         return TokenTree(tokens_BN, parents_BN, plan.depth_N, shape.law, _law_of_nodes(laws, N))
 
     def _chain(
@@ -200,20 +214,21 @@ class TreeGrowth:
         """Made once a shape."""
         plan = self._plans.get(shape)
         if plan is None or plan.depth_N.device != device:
-            N = shape.n_nodes
+            N = shape.n_grown
             node_N = torch.arange(N, device=device)
             plan = self._plans[shape] = _Plan(
                 depths(shape, device),
                 node_N[: shape.depth],
                 node_N[None] - 1 if is_chain(shape) else None,
                 (node_N <= node_N[:, None])[None] if is_chain(shape) else None,
+                None if shape.keep is None else BestNodes(shape, device),
             )
         return plan
 
 
 def is_chain(shape: TreeShape) -> bool:
-    """Whether every level of a shape is one node."""
-    return all(width == 1 for width in shape.widths)
+    """Whether every level of a shape is one node, and all are verified."""
+    return shape.keep is None and all(width == 1 for width in shape.widths)
 
 
 def check_chain(shape: TreeShape, who: str) -> None:
@@ -237,6 +252,11 @@ def check_tree(shape: TreeShape, vocab_size: int, who: str) -> None:
     """
     if shape.law is Law.NO_REPLACE:
         raise ConfigError(f"{who} drafts by law 'point' (beam) or 'iid' (sampled), not 'no_replace'")
+    if shape.keep is not None and (shape.law is not Law.POINT or not 1 <= shape.keep <= vocab_size):
+        raise ConfigError(
+            f"{shape.keep} nodes kept of a tree of law '{shape.law.value}'; allowed: 1 to {vocab_size}, and "
+            "law 'point'"
+        )
     above = 1
     for width in shape.widths if shape.law is Law.POINT else ():
         if above * vocab_size < width:

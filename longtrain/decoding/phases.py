@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import Causal, KVCache, Mask, Tree
+from longtrain.decoding.growth import is_chain
 from longtrain.decoding.limits import check_tree
 from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict, onlooker
 from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
@@ -157,4 +158,4 @@ class Phases:
     @property
     def _is_chain(self) -> bool:
         """Whether every node has one child."""
-        return all(width == 1 for width in self.shape.widths)
+        return is_chain(self.shape)

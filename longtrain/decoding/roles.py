@@ -36,11 +36,16 @@ class Law(Enum):
 class TreeShape:
     """How much to draft: `widths[d]` nodes at depth d+1. A chain of 4 is (1, 1, 1, 1).
 
-    `law` asks for deterministic or sampled children; a draft that cannot do so raises ConfigError.
+    Args:
+        widths: nodes of each level; with `keep`, those that are looked below.
+        law: asks for deterministic or sampled children; a draft that cannot do so raises ConfigError.
+        keep: nodes below the root that are verified: the most probable of all continuations that were seen,
+            whatever their depth (EAGLE-2, arXiv 2406.16858, §4.2). None: all nodes of all levels.
     """
 
     widths: tuple[int, ...]
     law: Law = Law.POINT
+    keep: int | None = None
 
     @property
     def depth(self) -> int:
@@ -49,7 +54,12 @@ class TreeShape:
 
     @property
     def n_nodes(self) -> int:
-        """Nodes including the root."""
+        """Nodes that are verified, root included."""
+        return self.n_grown if self.keep is None else 1 + self.keep
+
+    @property
+    def n_grown(self) -> int:
+        """Nodes of all levels, root included: what a draft computes itself, verified or not."""
         return 1 + sum(self.widths)
 
 
@@ -73,7 +83,7 @@ class TokenTree:
     Args:
         tokens_BN: token of each node, int64.
         parents_BN: parent node, int64, smaller than the child's own index; -1 for the root.
-        depth_N: depth of each node, the same in every row (root 0), int64.
+        depth_N: depth of each node (root 0), int64; [B, N] where rows have other depths than each other.
         law: how children were chosen.
         q_BNV: for sampled laws, the law each node's *children* were drawn from: `probs` of the draft's logits
             with the engine's `Sampling`, over the target's vocabulary; siblings not yet removed.

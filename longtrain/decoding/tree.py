@@ -2,10 +2,12 @@
 
 Everything here is a fixed number of tensor operations for a given shape: no value is read back to the host.
 
-Shapes: B batch, N tree nodes, P path, V vocabulary.
+Shapes: B batch, N tree nodes, P path, V vocabulary, C candidates, K candidates that are kept.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +20,56 @@ def depths(shape: TreeShape, device: torch.device | str | None = None) -> Tensor
     """Depth of each node of a shape in level order, root first; int64_N."""
     levels = [0] + [d + 1 for d, width in enumerate(shape.widths) for _ in range(width)]
     return torch.tensor(levels, dtype=torch.int64, device=device)
+
+
+class BestNodes:
+    """Picks the most probable of all continuations that the growth of a tree sees, whatever their depth.
+
+    Args:
+        shape: says how many are kept.
+        device: the device that trees are grown on.
+
+    Source: EAGLE-2 (arXiv 2406.16858) §4.2, reranking.
+    """
+
+    def __init__(self, shape: TreeShape, device: torch.device) -> None:
+        assert shape.keep is not None
+        self._keep, self._widths = shape.keep, shape.widths
+        candidate_of, depth_of = [-1], list[int]()  # of each grown node, and of each candidate
+        for depth, width in enumerate(shape.widths):
+            candidate_of += range(len(depth_of), len(depth_of) + width)
+            depth_of += [depth + 1] * self.of_level(depth)
+        self._candidate_N = torch.tensor(candidate_of, device=device)
+        self._depth_C = torch.tensor(depth_of, device=device)
+        self._place_1K = torch.arange(1, self._keep + 1, device=device)[None]
+
+    def of_level(self, depth: int) -> int:
+        """Continuations that are looked at below the nodes of a depth, all together."""
+        return max(self._keep, self._widths[depth])
+
+    def tree(self, root_B: Tensor, levels: Sequence[tuple[Tensor, Tensor, Tensor]]) -> TokenTree:
+        """The best candidates, in level order.
+
+        Nothing is more probable than what it stands below, and of equals the earlier is taken: so what a
+        candidate stands below is kept with it.
+
+        Args:
+            root_B: the root's token.
+            levels: token, parent (a grown node) and cumulative log-probability of each level's
+                continuations, best first; the first of them are the grown nodes of the next level.
+        """
+        tokens_BC, parents_BC, score_BC = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+        order_BC = score_BC.sort(dim=1, descending=True, stable=True).indices
+        kept_BK = order_BC[:, : self._keep].sort(dim=1).values
+        place_BC = torch.zeros_like(parents_BC).scatter_(1, kept_BK, self._place_1K.expand_as(kept_BK))
+        above_BK = self._candidate_N[parents_BC.gather(1, kept_BK)]
+        parents_BK = place_BC.gather(1, above_BK.clamp(min=0)).where(above_BK >= 0, 0)
+        first_B1 = torch.zeros_like(root_B)[:, None]
+        return TokenTree(
+            torch.cat((root_B[:, None], tokens_BC.gather(1, kept_BK)), 1),
+            torch.cat((first_B1 - 1, parents_BK), 1),
+            torch.cat((first_B1, self._depth_C[kept_BK]), 1),
+        )
 
 
 def chain(tokens_BN: Tensor, *, law: Law = Law.POINT, q_BNV: Tensor | None = None) -> TokenTree:

@@ -110,9 +110,10 @@ def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShap
             "e.g. decode.shape=[1,1,1,1]"
         )
     shape: tuple[int, ...] = convert(typed_widths, tuple[Count, ...], "decode.shape")
-    law = _law_from(cfg)
+    law, keep = _law_from(cfg), convert(cfg.decode.get("keep"), Count | None, "decode.keep")
     sampled = convert(cfg.decode.temperature, float, "decode.temperature") > 0
-    return TreeShape(shape, law or usual_law(shape, sampled=sampled))
+    law = law or usual_law(shape, sampled=sampled)
+    return TreeShape(shape, law, None if set(shape) <= {1} else keep)
 
 
 def drafting_from(cfg: DictConfig) -> TreeShape | ShapeChoice:
@@ -131,6 +132,8 @@ def drafting_from(cfg: DictConfig) -> TreeShape | ShapeChoice:
                 "decode.shape=auto, leave one out"
             )
         return shape_from(cfg)
+    if (keep := cfg.decode.get("keep")) is not None:
+        raise ConfigError(f"decode.keep={keep} and decode.shape=auto; it goes with widths, leave it out")
     return ShapeChoice(
         convert(plain(menu) or [], tuple[tuple[Count, ...], ...], "decode.menu"), _law_from(cfg)
     )

@@ -227,6 +227,8 @@ class Builder:
         for shape in shapes:
             name = f"{system.name} {shape_name(shape)}" if len(shapes) > 1 else system.name
             facts = {**system.facts, "shape": list(shape.widths), "law": shape.law.value}
+            if shape.keep is not None:
+                facts["keep"] = shape.keep
             yield replace(system, name=name, family=name, shape=shape, facts=facts)
 
     def _at_budgets(self, system: System, make: MakeEvictor) -> Iterator[System]:

@@ -231,10 +231,11 @@ FULL_CACHE = System("full", FULL, "full")
 
 
 def shape_name(shape: TreeShape) -> str:
-    """`chain 4` or `tree 4-8-8`."""
+    """`chain 4`, `tree 4-8-8`, or `tree 10-10-10 best 24`."""
     if set(shape.widths) == {1}:
         return f"chain {shape.depth}"
-    return f"tree {'-'.join(str(width) for width in shape.widths)}"
+    kept = "" if shape.keep is None else f" best {shape.keep}"
+    return f"tree {'-'.join(str(width) for width in shape.widths)}{kept}"
 
 
 def budget_label(budget: Budget) -> str:

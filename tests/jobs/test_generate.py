@@ -44,8 +44,9 @@ def test_text_then_one_line_of_statistics(composed, plain_text, capsys):
     assert "τ" not in statistics and "cache" in statistics and statistics.endswith(" MB]")
 
 
-def test_a_draft_changes_the_statistics_only(composed, artifact, plain_text, capsys):
-    generate.run(composed("generate", *NEW, "prompt=hello there", "artifact=draft"))
+@pytest.mark.parametrize("words", [(), ("decode=tree", "decode.shape=[3,4,2]", "decode.keep=5")], ids=str)
+def test_a_draft_changes_the_statistics_only(words, composed, artifact, plain_text, capsys):
+    generate.run(composed("generate", *NEW, "prompt=hello there", "artifact=draft", *words))
     text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
     assert text == plain_text("hello there")
     assert "acceptance length τ 1." in statistics and "draft 0." in statistics
@@ -65,6 +66,8 @@ def test_as_much_is_drafted_as_pays(composed, artifact, plain_text, capsys):
         (("decode=auto", "decode.menu=[[1,0]]"), r"decode.menu=\[\[1, 0\]\]; allowed: .* 1 or more"),
         (("decode=auto", "decode.menu=4"), "decode.menu=4; allowed: a list"),
         (("decode.menu=[[1,1]]",), r"a menu is for decode.shape=auto"),
+        (("decode=auto", "decode.keep=4"), "decode.keep=4 and decode.shape=auto"),
+        (("decode=tree", "decode.keep=0"), "decode.keep=0; allowed: a whole number, 1 or more"),
         (("decode=auto", "decode.law=beam"), "decode.law=beam; allowed: auto, point, iid, no_replace"),
     ],
 )

@@ -97,7 +97,7 @@ class Eagle3Runtime:
         """
         rows, cache, feature_BE = self._state()
         self.check_shape(shape)
-        rows.reserve(shape.n_nodes)
+        rows.reserve(shape.n_grown)
         held_B = cache.len_B - 1
         rope = self._rope(held_B[:, None] + self._growth.depths(shape, root_B.device))
         above_BME = feature_BE[:, None]

@@ -134,7 +134,7 @@ class LongSpecRuntime:
         if self.ring is None or self.cache is None:
             raise ConflictError("a LongSpec draft was asked before start(); run it through Engine.generate")
         self.check_shape(shape)
-        self.ring.reserve(shape.n_nodes)
+        self.ring.reserve(shape.n_grown)
         return self.ring, self.cache
 
     def _take(self, tokens_BP: Tensor, pos_BP: Tensor, count_B: Tensor) -> None:

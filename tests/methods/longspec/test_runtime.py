@@ -216,16 +216,19 @@ def test_draft_memory_does_not_grow_with_the_context(llama, make_draft):
     assert held == {2 * rows * info.n_kv_heads * info.head_dim * 8 + 2 * 8}
 
 
-@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (4, 6, 6), (1,) * 5])
-def test_greedy_output_is_the_targets_own(target, make_draft, widths):
+@pytest.mark.parametrize(
+    "shape",
+    [TreeShape((1, 1, 1, 1)), TreeShape((4, 6, 6)), TreeShape((1,) * 5), TreeShape((3, 3, 3), keep=5)],
+)
+def test_greedy_output_is_the_targets_own(target, make_draft, shape):
     draft = make_draft(target, CONFIG)
     gen = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 97, (n,), generator=gen).tolist() for n in (1, 5, 33)]
     plain = Engine(target).generate(prompts, max_new_tokens=40, ignore_eos=True)
     engine = Engine(target, SPEC.attach(draft, target, CONFIG, {}))
-    drafted = engine.generate(prompts, max_new_tokens=40, ignore_eos=True, shape=TreeShape(widths))
+    drafted = engine.generate(prompts, max_new_tokens=40, ignore_eos=True, shape=shape)
     assert drafted.tokens == plain.tokens
-    again = engine.generate(prompts[::-1], max_new_tokens=40, ignore_eos=True, shape=TreeShape(widths))
+    again = engine.generate(prompts[::-1], max_new_tokens=40, ignore_eos=True, shape=shape)
     assert again.tokens == plain.tokens[::-1]
 
 

@@ -89,6 +89,7 @@ def both(target, parts, prompts, **settings):
         ("all positions", TreeShape((2, 4), Law.IID), WARM),
         ("a window and sinks", TREE, WARM),
         ("its own rope", TREE, Sampling()),
+        ("all positions", TreeShape((3, 3, 3), keep=7), Sampling()),
     ],
 )
 def test_a_cycle_can_be_replayed(name, shape, sampling, tapes):

@@ -217,6 +217,40 @@ def test_beam_is_the_joint_top_k_of_the_drafts_vocabulary(llama, make_draft):
         first += width
 
 
+@torch.no_grad()
+def test_what_is_kept_of_a_tree_is_the_most_probable_of_all_that_was_seen(llama, make_draft):
+    """Against all candidates by the recursion: the best of a level are looked below, the best of all kept."""
+    config = CONFIGS["window and sinks"]
+    draft = make_draft(llama, config)
+    runtime = Eagle3Runtime(draft, llama, config)
+    texts, roots, keep = texts_of(20, 4), [3, 9], 9
+    ids, n_B, cache, step = prefilled(llama, texts, runtime.want)
+    runtime.start(ids, n_B, step, cache)
+    shape = TreeShape((3, 4, 2), keep=keep)
+    tree = runtime.propose(torch.tensor(roots), shape, Sampling(), HashCoins(0, torch.zeros(2)))
+    depths = []
+    for row, (text, root) in enumerate(zip(texts, roots, strict=True)):
+        level, seen = {(): 0.0}, {}
+        for width in shape.widths:
+            scores = {}
+            for path in level:
+                law = law_of(draft, llama, config, text, [root, *path]).log()
+                scores |= {(*path, t): level[path] + float(law[t]) for t in draft.draft_ids_K.tolist()}
+            best = sorted(scores, key=lambda p: -scores[p])
+            seen |= {p: scores[p] for p in best[:keep]}
+            level = {p: scores[p] for p in best[:width]}
+        paths = [path_to(tree, row, node)[1:] for node in range(1, 1 + keep)]
+        found = [tuple(int(tree.tokens_BN[row, node]) for node in path) for path in paths]
+        assert sorted(found) == sorted(sorted(seen, key=lambda p: -seen[p])[:keep])
+        assert tree.depth_N[row].tolist() == [0, *map(len, found)] == sorted(tree.depth_N[row].tolist())
+        depths.append(tree.depth_N[row].tolist())
+    assert depths[0] != depths[1]  # rows spend their nodes at other depths
+    with pytest.raises(ConfigError, match="41 nodes kept of a tree of law 'point'; allowed: 1 to 40"):
+        runtime.check_shape(TreeShape((2, 2), keep=41))
+    with pytest.raises(ConfigError, match="kept of a tree of law 'iid'"):
+        runtime.check_shape(TreeShape((2, 2), Law.IID, keep=4))
+
+
 def even(budget):
     return SnapKV(Budget(budget), window=8, kernel=5)
 
@@ -239,7 +273,8 @@ def test_greedy_output_is_the_targets_own(name, family, make_draft):
     prompts = texts_of(1, 5, 33, seed=2)
     plain = Engine(target).generate(prompts, max_new_tokens=30, ignore_eos=True)
     engine = Engine(target, parts)
-    for shape, order in ((TreeShape((1, 1, 1, 1)), 1), (TreeShape((4, 6, 6)), -1), (AUTO, 1)):
+    shapes = (TreeShape((1, 1, 1, 1)), TreeShape((4, 6, 6)), AUTO, TreeShape((4, 4, 4, 4), keep=12))
+    for shape, order in zip(shapes, (1, -1, 1, 1), strict=True):
         drafted = engine.generate(prompts[::order], max_new_tokens=30, ignore_eos=True, shape=shape)
         assert drafted.tokens == plain.tokens[::order]
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)  # a deterministic draft repeats the plain draws
