@@ -61,6 +61,7 @@ class Metrics(Callback):
             self.speed_table.cut(self._step)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        _gathered_seconds(pl_module)  # answers that were written before count for nothing here
         self.restart_clock()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
