@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from longtrain import methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
-from longtrain.jobs.setup import load_tensors, plain
+from longtrain.jobs.setup import load_artifact, load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -226,9 +226,7 @@ def _load_init(cfg: DictConfig, spec: MethodSpec, module: nn.Module, target: Tar
     """Start from the weights of `cfg.init`, if it names an artifact; what it was, as a fact of the run."""
     if not cfg.init:
         return {"init": None}
-    from longtrain.artifact import Artifact
-
-    artifact = Artifact.load(str(cfg.init), home=str(cfg.home))
+    artifact = load_artifact(str(cfg.init), cfg)
     if artifact.method != spec.name:
         raise ConfigError(
             f"init={cfg.init} was trained by method={artifact.method}, this run is method={spec.name}"

@@ -154,6 +154,29 @@ def test_push_uploads_the_folder_and_it_loads_from_there(hub, folder, tmp_path):
     assert client(back, hub, tmp_path).split() == ["longspec", "27024"]
 
 
+def test_a_draft_of_another_tool_loads_from_there(hub, tmp_path):
+    from longtrain import methods
+    from longtrain.methods.eagle3.config import Config
+    from longtrain.targets.loading import random_target
+
+    spec, config, target = (
+        methods.get("eagle3"),
+        Config(layers=[0], draft_vocab_size=0),
+        random_target("llama_micro"),
+    )
+    made = spec.build(config, target.info).state_dict()
+    files = spec.formats.write("flat", made, config, target, {}, "draft")
+    keys = json.loads(files["config.json"])
+    del keys["eagle_aux_hidden_state_layer_ids"], keys["trained_by"]
+    hub.files |= {"config.json": json.dumps(keys).encode(), "model.safetensors": files["model.safetensors"]}
+    back = "one = Artifact.load('hub:org/draft', trained_by={!r}); print(one.method, one.config['layers'])"
+    assert client(back.format("modelopt"), hub, tmp_path).split() == ["eagle3", "[0]"]
+    refused = f"try:\n    {back.format('nobody')}\nexcept LongtrainError as error:\n    print(error)"
+    assert client(refused, hub, tmp_path).startswith(
+        "trained_by=nobody is no trainer that is known; allowed: longtr"
+    )
+
+
 ERROR = """
 try:
     print(Artifact.load({folder!r}).push({repo!r}))

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from longtrain import cli, methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import export
+from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
 from longtrain.targets.loading import load_target
 from longtrain.training import checkpoint
@@ -63,6 +63,17 @@ def test_one_format_becomes_the_other(composed, eagle, tmp_path):
     both = [Artifact.load(path) for path in (flat, tmp_path / "checkpoints" / "one-flat-speculators")]
     assert both[0].config == both[1].config
     assert all(bool((both[1].tensors[name] == tensor).all()) for name, tensor in both[0].tensors.items())
+
+
+def test_such_a_folder_decodes_in_the_place_of_an_artifact(composed, eagle, tmp_path, capsys):
+    export.run(composed("export", "format=speculators"))
+    folder = tmp_path / "checkpoints" / "one-speculators"
+    words = ("prompt=abc", "decode.max_new_tokens=4", "artifact=null")
+    generate.run(composed("generate", *words))
+    plain = capsys.readouterr().out.split("[")[0]
+    generate.run(composed("generate", *words[:2], f"artifact={folder}"))
+    drafted, _, figures = capsys.readouterr().out.partition("[")
+    assert drafted == plain and "acceptance length" in figures
 
 
 def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):
