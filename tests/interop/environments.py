@@ -73,8 +73,8 @@ class Environment:
         self._pip(python, "install", *words)
 
     def _pip(self, python: Path, *words: str) -> None:
-        """Run pip; where a package is not found, again with the index of torch's builds for CPUs."""
-        for more in ((), ("--extra-index-url", TORCH)):
+        """Run pip; where it finds no torch, again with the index of torch's builds for CPUs."""
+        for more in ((), ("--retries", "0", "--timeout", "15", "--extra-index-url", TORCH)):
             done = subprocess.run(
                 ["nice", str(python), "-m", "pip", *words, "--quiet", *more],
                 capture_output=True,
@@ -83,6 +83,8 @@ class Environment:
             )
             if done.returncode == 0:
                 return
+            if "for torch" not in done.stderr:
+                break
         if any(word in done.stderr for word in UNREACHABLE):
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no answer"]
             pytest.skip(f"the package index does not give {self.name}: {lines[-1]}")
