@@ -132,6 +132,10 @@ class _StoredCache(KVCache):
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Nothing is written: what will be committed is stored already."""
 
+    def rows_left(self) -> int:
+        """See `KVCache`: what a script goes on by."""
+        return CYCLES * (ACCEPTED + 1) + DEPTH
+
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """Every row sees the committed prefix."""
         if not isinstance(mask, PrefixOnly) or layer not in self.layers:
