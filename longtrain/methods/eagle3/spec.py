@@ -90,6 +90,6 @@ SPEC = MethodSpec(
     formats=FORMATS,
     attach=_attach,
     check_data=_check_data,
-    cost=MethodCost(training=training, cycle=cycle),
+    cost=MethodCost(training=training, cycle=cycle, suite="training"),
     from_data=from_data,
 )
