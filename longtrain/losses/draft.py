@@ -87,7 +87,8 @@ def fused_draft_loss(
             f"{tuple(row_JW.shape)} and weights {tuple(weight_JW.shape)} do not fit; need J of [R, E], "
             "[K, E], W, K, [J, W] and [J, W]"
         )
-    law = DraftTeacher(*(part.detach() for part in operands(*teacher[:2])), teacher.draft_ids_K)
+    hidden_WE, head_VE = operands(teacher.hidden_WE.detach(), teacher.head_VE.detach())
+    law = DraftTeacher(hidden_WE, head_VE, teacher.draft_ids_K)
     rows = block_rows or block_rows_of(law.head_VE)
     settings = (objective, kl_decay, rows)
     return HeadLoss(*_DraftLoss.apply(head_KE, law, row_JW, weight_JW, settings, *passes))

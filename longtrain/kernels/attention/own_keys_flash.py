@@ -39,7 +39,8 @@ class OwnKeysFlash(torch.autograd.Function):
         runs = _runs(parts, window)
         outs, lses, seeds = [], [], []
         for run in runs:
-            out, lse, *seed = flash._forward(*_inputs(q, k, v, run), scale, window)
+            args: tuple[Any, ...] = (*_inputs(q, k, v, run), scale, window)
+            out, lse, *seed = flash._forward(*args)
             outs.append(out)
             lses.append(lse)
             seeds.append(seed)
@@ -127,7 +128,8 @@ def _run_backward(
         )  # fmt: skip
 
     if not _far(run[0], window):
-        d_q, d_k, d_v = back(*_inputs(q, k, v, run), window is None)
+        args: tuple[Any, ...] = (*_inputs(q, k, v, run), window is None)
+        d_q, d_k, d_v = back(*args)
         dq[rows] += d_q
         at = 0
         for part in run:
