@@ -48,8 +48,8 @@ def run(cfg: DictConfig) -> None:
         export_formats.verify(cfg)
         return
     form = export_formats.asked(cfg)
-    if form is not None and (where := export_formats.source(cfg)) is not None:
-        export_formats.write(cfg, form, where)
+    if form is not None and (named := export_formats.source(cfg)) is not None:
+        export_formats.write(cfg, form, named)
         return
     trained = Path(cfg.run_dir) / "train"
     path = checkpoint.find(trained / "checkpoints", "auto")

@@ -217,7 +217,7 @@ class FolderKeys:
                 "in what "
                 'they make of it; add layer_types=["sliding_attention"]'
             )
-        return int(size) - 1 if slides else 0
+        return int(size) - 1 if slides and size else 0
 
     def rope(self) -> Json:
         """`rope_parameters`, from either spelling."""

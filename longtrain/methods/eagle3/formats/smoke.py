@@ -8,7 +8,7 @@ Shapes: T rows, R chains, E hidden dim, V the target's vocabulary, K the draft's
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -87,8 +87,8 @@ def _readings(config: Config, n_layers: int) -> dict[str, Config]:
         if min(moved) >= 0 and max(moved) < n_layers:
             found[what] = dataclasses.replace(config, layers=moved)
     for key in ("norm_output", "norm_before_residual"):
-        other = not getattr(config, key)
-        found[f"{key}={str(other).lower()}"] = dataclasses.replace(config, **{key: other})
+        other: dict[str, Any] = {key: not getattr(config, key)}
+        found[f"{key}={str(other[key]).lower()}"] = dataclasses.replace(config, **other)
     return found
 
 

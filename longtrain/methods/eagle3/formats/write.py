@@ -104,7 +104,7 @@ def folder_config(
     """
     inputs = [layer + 1 for layer in layers_of(config, info.n_layers)]
     norms = {key: getattr(config, key) for key in ("norm_before_fc", "fc_norm", "norm_output")}
-    own = {"trained_by": TRAINER, "longtrain": longtrain.__version__}
+    own: Json = {"trained_by": TRAINER, "longtrain": longtrain.__version__}
     own |= {} if trained_tokens is None else {"trained_max_tokens": trained_tokens}
     layer = _layer_config(config, info, positions=max(trained_tokens or 0, info.max_positions), inputs=inputs)
     if form == FLAT:
