@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longtrain.errors import TargetMismatchError, refusal
+from longtrain.kernels.fused_layer import rotary
 from longtrain.targets.info import ROPE_TYPES
 
 
@@ -44,6 +45,5 @@ class Rotary:
 
     def __call__(self, pos_T: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cos and sin, each [T, D] in `dtype` (computed in fp32, as targets do), of positions [T]."""
-        like = torch.empty(0, dtype=dtype, device=pos_T.device)
-        cos_BTD, sin_BTD = self._module.to(pos_T.device)(like, position_ids=pos_T[None])
-        return cos_BTD[0], sin_BTD[0]
+        module = self._module.to(pos_T.device)
+        return rotary(pos_T, module.inv_freq, module.attention_scaling, dtype)
