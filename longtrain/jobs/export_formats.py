@@ -82,6 +82,8 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         )
     config, facts = artifact.typed_config(), artifact.provenance
     files = formats.write(form, artifact.tensors, config, target, facts, folder.name)
+    if cfg.push:
+        _check_names(files, target)
     with replaced_folder(folder) as fresh:
         write_files(fresh, files)
         formats.verify(fresh, None, None)
@@ -113,6 +115,24 @@ def verify(cfg: DictConfig) -> None:
     target = load_target_from(cfg, fuse=False) if cfg.target and cfg.target.path else None
     lines = spec.formats.verify(folder, target, cfg.get("trained_by"))
     log.info("verified=%s method=%s %s", folder, spec.name, "; ".join(lines))
+
+
+def _check_names(files: dict[str, bytes], target: Target) -> None:
+    """Refuse to upload a folder that names its target by a folder of this machine."""
+    here = Path(target.info.name)
+    if not here.is_dir():
+        return
+    named = [
+        name
+        for name, text in files.items()
+        if name.endswith(".json") and str(here.absolute()).encode() in text
+    ]
+    if named:
+        raise ConfigError(
+            f"{named[0]} would name the target by a folder of this machine, {here.absolute()}, and be "
+            "uploaded; pass "
+            "the target by its Hub id, target.path=ORG/NAME, or leave push out"
+        )
 
 
 def _formats(method: str, form: str) -> Formats:

@@ -89,6 +89,15 @@ def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir()) and artifact.tensors
 
 
+def test_a_folder_of_this_machine_is_not_uploaded(composed, eagle, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    with pytest.raises(ConfigError, match="would name the target by a folder of this machine"):
+        export.run(composed("export", "format=speculators", "push=org/one"))
+    assert not (tmp_path / "checkpoints" / "one-speculators").exists()
+    with pytest.raises(ConfigError, match="cannot push to org/one"):  # nothing but the network is missing
+        export.run(composed("export", "format=flat", "push=org/one"))
+
+
 def test_another_folder_is_not_overwritten(composed, eagle, tmp_path):
     theirs = tmp_path / "checkpoints" / "one-flat"
     theirs.mkdir(parents=True)
