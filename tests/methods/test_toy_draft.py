@@ -108,7 +108,7 @@ def test_plan_and_bench_ask_it_what_it_costs(composed, text, tmp_path, capsys):
     stage = "data.stages=[{steps: 3, row_tokens: 64, doc_tokens: 32}]"
     plan.run(composed("plan", "method=toy_draft", "data=text", f"data.text={text}", stage))
     said = capsys.readouterr().out
-    assert "| 64 | 32 | 64 |" in said and "bench suite=training" in said
+    assert "| 64 | 32 | 2 | 64 |" in said and "bench suite=training" in said
     keys = ("lengths=[32,64]", "suite.repeats=1", "suite.min_repeats=1")
     bench.run(composed("bench", "suite=training", "method=toy_draft", *keys))
     rows = json.loads((tmp_path / "runs" / "toy" / "bench" / "training.json").read_text())["rows"]

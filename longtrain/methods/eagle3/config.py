@@ -71,3 +71,8 @@ def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:
     if n_layers >= 8:
         return (1, n_layers // 2 - 1, n_layers - 4)
     return tuple(sorted({0, (n_layers - 1) // 2, max(n_layers - 2, 0)}))
+
+
+def draft_vocab(config: Config, vocab_size: int) -> int:
+    """Tokens of the draft's vocabulary, of a target with `vocab_size`."""
+    return min(config.draft_vocab_size or vocab_size, vocab_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import LOGITS_BYTES, PackedRow, StepCost
-from longtrain.methods.eagle3.config import Config, layers_of
+from longtrain.methods.eagle3.config import Config, draft_vocab, layers_of
 
 TEACHER_BYTES, PASS_BYTES, DRAFT_BYTES = 14, 2, 28
 """Bytes a logit that a block of teacher rows holds at once: of the teacher, of all passes, and of the one
@@ -32,7 +32,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
     dim, inner = config.head_dim or size.head_dim, config.intermediate_size or size.intermediate_size
     wide, kv = heads * dim, (config.n_kv_heads or size.n_kv_heads) * dim
     J, n = config.depths, len(layers_of(config, size.n_layers))
-    V, K = size.vocab_size, min(config.draft_vocab_size or size.vocab_size, size.vocab_size)
+    V, K = size.vocab_size, draft_vocab(config, size.vocab_size)
     T, chunk = row.tokens, min(config.chunk_tokens or row.tokens, row.tokens)
     chunks = -(-T // chunk)
     document = min(row.doc_tokens, T)

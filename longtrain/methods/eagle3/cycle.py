@@ -8,7 +8,7 @@ from longtrain.costs.cycle import Forward
 from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
-from longtrain.methods.eagle3.config import Config, layers_of
+from longtrain.methods.eagle3.config import Config, draft_vocab, layers_of
 
 
 def draft_weights(config: Config, size: Sizes) -> tuple[int, int]:
@@ -17,7 +17,7 @@ def draft_weights(config: Config, size: Sizes) -> tuple[int, int]:
     dim, groups = config.head_dim or size.head_dim, config.n_kv_heads or size.n_kv_heads
     attention = 2 * E * (heads + 2 * groups) * dim + heads * dim * E
     mlp = 3 * E * (config.intermediate_size or size.intermediate_size)
-    head = E * min(config.draft_vocab_size or size.vocab_size, size.vocab_size)
+    head = E * draft_vocab(config, size.vocab_size)
     return attention + mlp + head, len(layers_of(config, size.n_layers)) * E * E
 
 

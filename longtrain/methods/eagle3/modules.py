@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.layers import GroupedQuery, RMSNorm, SwiGLU
-from longtrain.methods.eagle3.config import layers_of
+from longtrain.methods.eagle3.config import draft_vocab, layers_of
 
 if TYPE_CHECKING:
     from longtrain.methods.eagle3.config import Config
@@ -49,7 +49,7 @@ class Eagle3Draft(nn.Module):
                 f"method.layers={list(self.layers)}; target {info.name} allows 0..{info.n_layers - 1}"
             )
         E, n, eps = info.hidden_size, len(self.layers), config.rms_norm_eps or info.rms_norm_eps
-        size = min(config.draft_vocab_size or info.vocab_size, info.vocab_size)
+        size = draft_vocab(config, info.vocab_size)
         self.norm_output, self.norm_before_residual = config.norm_output, config.norm_before_residual
         heads = (config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads)
         dim = config.head_dim or info.head_dim

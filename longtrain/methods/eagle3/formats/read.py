@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.log import get_logger
-from longtrain.methods.eagle3.config import Config
+from longtrain.methods.eagle3.config import Config, draft_vocab
 from longtrain.methods.eagle3.formats.names import (
     CONFIG,
     FLAT,
@@ -280,7 +280,7 @@ def _checked(
 ) -> dict[str, Tensor]:
     """The module's tensors, all of them and in its shapes."""
     want = expected_shapes(config, sketch)
-    size = config.draft_vocab_size or sketch.vocab_size
+    size = draft_vocab(config, sketch.vocab_size)
     tensors = {IDS: vocabulary(found, size=size, whole=sketch.vocab_size, where=folder)}
     problems = []
     for outer, tensor in found.items():

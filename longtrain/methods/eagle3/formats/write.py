@@ -15,7 +15,7 @@ from torch import Tensor
 
 import longtrain
 from longtrain.errors import ConfigError
-from longtrain.methods.eagle3.config import Config, layers_of
+from longtrain.methods.eagle3.config import Config, draft_vocab, layers_of
 from longtrain.methods.eagle3.formats.names import (
     FLAT,
     IDS,
@@ -111,7 +111,7 @@ def folder_config(
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **layer,
-            "draft_vocab_size": config.draft_vocab_size or info.vocab_size,
+            "draft_vocab_size": draft_vocab(config, info.vocab_size),
             "norm_before_residual": config.norm_before_residual,
             **norms,
             "eagle_aux_hidden_state_layer_ids": inputs,
@@ -124,7 +124,7 @@ def folder_config(
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": {**layer, "model_type": "qwen3" if config.qk_norm else "llama"},
-        "draft_vocab_size": config.draft_vocab_size or info.vocab_size,
+        "draft_vocab_size": draft_vocab(config, info.vocab_size),
         "norm_before_residual": config.norm_before_residual,
         **norms,
         "embed_requires_grad": config.own_embeddings,
