@@ -51,8 +51,9 @@ ended() { # wait for the step; leaves its exit code in `code`
 
 leave() { # the time is nearly up: the step saves at the end of its optimizer step
   leaving=1
-  local end left
-  end=$(date -d "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null || echo 0)
+  local told end left
+  told=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null || true)
+  end=$(date -d "${told:-unknown}" +%s 2>/dev/null || echo 0) # to date an empty word means the midnight that was
   left=$((end - $(date +%s) - LAST_SECONDS))
   note "time limit: the step is asked to save and to leave"
   scancel --signal="$LEAVE_SIGNAL" "$SLURM_JOB_ID" || true # every rank of the step gets it, this script does not

@@ -89,6 +89,27 @@ def test_only_what_a_task_of_an_array_saved_itself_counts_as_its_progress(requeu
     assert requeued(*others)  # a job that is no array's task writes them all
 
 
+@pytest.mark.parametrize(("end", "lives"), [("", True), ("N/A", True), ("1 minute ago", False)])
+def test_a_step_that_saves_is_ended_at_the_time_limit_only(tmp_path, end, lives):
+    """A controller that does not answer gives no time, and then nothing but Slurm may end the step."""
+    programs = {"scontrol": "echo node1", "scancel": "", "squeue": f"echo {end}; [[ '{end}' ]]"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = f"""
+        source {asset_dir("recipes") / "slurm" / "steps.sh"}
+        sleep 20 & running=$!
+        leave
+        [[ -z ${{timer:-}} ]] || wait "$timer"
+        kill "$running" && echo lives
+    """
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "test", "SLURM_JOB_NODELIST": "node1"}
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **job}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert ("lives" in done.stdout) == lives, done.stderr
+
+
 def test_alone_it_exports_and_evaluates(started):
     want = ["python", "-m", "longtrain", "job=[export,eval]", "+recipe=quickstart", "suite=longbench"]
     assert started(*RECIPE) == want
