@@ -97,7 +97,8 @@ class Stored:
         """Let the stand-in see the batches of an objective, if that can do with what is stored.
 
         Raises:
-            ConfigError: the law's likeliest tokens are stored, and the objective reads hidden states.
+            ConfigError: the law's likeliest tokens are stored, and the objective reads hidden states; or it
+                asks the target, whose layers are not loaded.
         """
         if self.shards is None:
             return
@@ -106,6 +107,11 @@ class Stored:
             raise ConfigError(
                 f"features.top_k={top_k} keeps no hidden states, and this method reads them; pass "
                 "features.top_k=0"
+            )
+        if objective.asks_target and not self.target.compute:
+            raise ConfigError(
+                "this method measures the target itself in training, and features=offline loads no layers; "
+                "switch that measurement off (a guard_every of 0, say) or pass features=fill"
             )
         self.target.follow(objective)
 

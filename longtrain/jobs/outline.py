@@ -20,10 +20,11 @@ from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs.features import settings_of
 from longtrain.jobs.setup import plain
-from longtrain.settings import AUTO, Count, convert, wrong
+from longtrain.settings import AUTO, Count, convert
 from longtrain.settings import read as typed
 from longtrain.targets.at_hand import folder_of
 from longtrain.targets.info import TargetInfo
+from longtrain.training import strategy as strategies
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
@@ -52,8 +53,8 @@ def devices_of(cfg: DictConfig) -> int:
     """
     words = cfg.trainer
     value, accelerator = plain(words.get("devices")), str(words.get("accelerator"))
-    if isinstance(value, list):
-        return max(1, len(value))
+    if isinstance(value, list) and value:
+        return len(value)
     if value not in (AUTO, -1, "-1", None):
         return convert(value, Count, "trainer.devices")
     here = 0 if accelerator == "cpu" else torch.cuda.device_count()
@@ -111,15 +112,36 @@ def check_room(cfg: DictConfig, *, device: torch.device, devices: int, nodes: in
     refuse_lack(what, has, f"the run does not fit: {device}")
 
 
+def check_strategy(cfg: DictConfig) -> None:
+    """Refuse a strategy that does not train, or does not with the precision or the optimizer.
+
+    Raises:
+        ConfigError: what is allowed instead.
+    """
+    words = cfg.trainer
+    precision, optimizer = (
+        str(words.get("precision", AUTO)),
+        str((cfg.get("optim") or {}).get("name", "adamw")),
+    )
+    strategies.check(plain(words.get("strategy")), precision=precision, optimizer=optimizer)
+
+
 def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
     """How `trainer` and `target.shard` spread a run over `devices` ranks on each of `nodes` machines.
 
     Raises:
-        ConfigError: a strategy that does not train, or a wrong `target.shard`.
+        ConfigError: a strategy that does not train, a wrong `target.shard`, or one rank alone with it.
     """
     words = cfg.trainer
-    zero = _zero(plain(words.get("strategy")))
+    strategy = plain(words.get("strategy"))
+    check_strategy(cfg)
+    zero = _zero(strategy) if strategies.is_deepspeed(strategy) else {}
     shard = convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") if cfg.target else None
+    if shard is not None and devices == 1 and settings_of(cfg).mode != "offline":  # which loads no layers
+        raise ConfigError(
+            "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
+            "trainer=ddp trainer.devices=2 or more"
+        )
     mixed = str(words.get("precision")) in ("auto", "bf16-mixed", "16-mixed")
     return Spread(
         devices=devices,
@@ -130,33 +152,22 @@ def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
     )
 
 
-def _zero(strategy: Any) -> dict[str, Any]:
-    """What DeepSpeed does, as fields of `Spread`; none where another strategy trains.
+def _zero(strategy: Mapping[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed does, as fields of `Spread`.
 
     Its keys are Lightning's, or those of DeepSpeed's own `config`, a mapping or a JSON file.
 
     Raises:
         ConfigError: another stage than 1 and 2, or a file that cannot be read.
     """
-    if "deepspeed" not in str(strategy).lower():
-        return {}
-    keys = strategy if isinstance(strategy, Mapping) else {}
-    stage, offload, bucket = (
-        keys.get("stage"),
-        bool(keys.get("offload_optimizer")),
-        keys.get("reduce_bucket_size"),
-    )
-    config = keys.get("config")
+    stage, bucket = strategy.get("stage"), strategy.get("reduce_bucket_size")
+    offload = convert(strategy.get("offload_optimizer", False), bool, "trainer.strategy.offload_optimizer")
+    config = strategy.get("config")
     if config is not None:
         zero = _own_config(config).get("zero_optimization") or {}
         stage, bucket = zero.get("stage"), zero.get("reduce_bucket_size", 500_000_000)  # DeepSpeed's default
         offload = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-    if stage not in (1, 2):
-        asked = f"DeepSpeed's stage {stage}" if keys else strategy
-        allowed = (
-            "trainer=ddp, trainer=deepspeed_zero1 or trainer=deepspeed_zero2; for a target that does not "
-        )
-        raise wrong("trainer.strategy", asked, allowed + "fit on one GPU, target.shard=fsdp2")
+    strategies.check_stage(stage)
     found = {"zero": int(stage), "offload": offload}
     return found if bucket is None else {**found, "bucket": int(bucket)}
 
@@ -186,7 +197,7 @@ def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
         ConfigError: neither is there.
     """
     where = str(cfg.target.path or "")
-    if (file := _config_file(where)) is not None:
+    if (file := config_file(where)) is not None:
         raw = json.loads(file.read_text(encoding="utf-8"))
         shape = {
             **asdict(Sizes.of_keys(raw)),
@@ -205,7 +216,7 @@ def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
     return TargetInfo(name=where, **shape), tied
 
 
-def _config_file(where: str) -> Path | None:
+def config_file(where: str) -> Path | None:
     """`config.json` of a target that is on this machine; None where it is not."""
     try:
         file = folder_of(where, fetch=False) / "config.json" if where else None

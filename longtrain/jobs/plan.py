@@ -77,8 +77,11 @@ class RecipePlan:
         """Lines about the target."""
         kv = training.kv_bytes_per_token(self.size, itemsize=self.itemsize)
         billions = self.weight_bytes / self.itemsize / 1e9
+        shape = (
+            "" if outline.config_file(self.info.name) else " (by target.shape: no config.json of it is here)"
+        )
         return [
-            f"target    {self.info.name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB",
+            f"target    {self.info.name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB{shape}",
             f"KV cache  {kv / 1024:.4g} KiB a token; {kv * self.info.max_positions / GIB:.3g} GiB at its "
             f"{self.info.max_positions} positions",
         ]

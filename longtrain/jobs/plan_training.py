@@ -15,9 +15,10 @@ from longtrain.costs.ranks import Job, Memory
 from longtrain.costs.training import PackedRow, target_flops
 from longtrain.errors import ConfigError
 from longtrain.jobs.features import form_of, settings_of
-from longtrain.jobs.outline import devices_of, layout_of, trained_weights
+from longtrain.jobs.outline import check_strategy, devices_of, layout_of, trained_weights
 from longtrain.jobs.plan_data import Lengths, document_lengths, prepared_counts
-from longtrain.settings import Count, Positive, convert, wrong
+from longtrain.settings import Count, Positive, convert
+from longtrain.training.strategy import rows_of_a_rank
 
 if TYPE_CHECKING:
     from longtrain.jobs.plan import RecipePlan
@@ -133,13 +134,9 @@ def planned(recipe: RecipePlan) -> TrainingPlan:
         ConfigError: ranks that cannot be, a strategy that does not train, or features that cannot be stored.
     """
     cfg, words = recipe.cfg, recipe.cfg.trainer
-    layout = layout_of(cfg, devices=1, nodes=convert(words.get("num_nodes", 1), Count, "trainer.num_nodes"))
-    layout = replace(layout, devices=devices_of(cfg))
-    if layout.shard and layout.devices == 1:
-        raise ConfigError(
-            "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "
-            "trainer=ddp trainer.devices=2 or more"
-        )
+    check_strategy(cfg)
+    nodes = convert(words.get("num_nodes", 1), Count, "trainer.num_nodes")
+    layout = layout_of(cfg, devices=devices_of(cfg), nodes=nodes)
     network = convert(cfg.network_gbits, Positive, "network_gbits") * 1e9 / 8
     return TrainingPlan(recipe, Setting((), replace(layout, network_bytes_per_s=network), recipe.config))
 
@@ -192,12 +189,8 @@ def _rows(cfg: DictConfig, layout: Spread) -> int:
     """Packed rows of all ranks in an optimizer step."""
     words = cfg.trainer
     together = convert(words.get("rows_per_step"), Count | None, "trainer.rows_per_step")
-    if together is None:
-        return convert(words.accumulate_grad_batches, Count, "trainer.accumulate_grad_batches") * layout.ranks
-    if together % layout.ranks:
-        allowed = f"a multiple of {layout.ranks}, the number of ranks (devices x num_nodes)"
-        raise wrong("trainer.rows_per_step", together, allowed)
-    return together
+    each = convert(words.accumulate_grad_batches, Count, "trainer.accumulate_grad_batches")
+    return rows_of_a_rank(together, each, ranks=layout.ranks) * layout.ranks
 
 
 def _stored(cfg: DictConfig, stage: DictConfig) -> float:

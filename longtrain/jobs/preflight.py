@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError, LongtrainError
+from longtrain.jobs import outline
 from longtrain.jobs.outline import devices_of
 from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
 from longtrain.jobs.preflight_ranks import GO, STOP, Meeting, Rank, start_others
@@ -117,8 +118,8 @@ def _check_settings(cfg: DictConfig, world: int) -> None:
         ConfigError: one is not chosen, another number of ranks was started than the settings say, rows of a
             step do not divide, or the strategy cannot train or is not installed.
     """
-    from longtrain.training import zero
-    from longtrain.training.loop import LoopConfig
+    from longtrain.training.strategy import rows_of_a_rank
+    from longtrain.training.zero import check_installed
 
     has_target = bool(cfg.target and cfg.target.path)
     if cfg.method is None or (not has_target and methods.get(str(cfg.method.name)).export is None):
@@ -131,8 +132,10 @@ def _check_settings(cfg: DictConfig, world: int) -> None:
             "node) and trainer.num_nodes=(nodes), or start as many"
         )
     rows = convert(plain(cfg.trainer.rows_per_step), Count | None, "trainer.rows_per_step")
-    LoopConfig(rows_per_step=rows).spread(world)
-    zero.check_available(plain(cfg.trainer.strategy))
+    each = convert(plain(cfg.trainer.accumulate_grad_batches), Count, "trainer.accumulate_grad_batches")
+    rows_of_a_rank(rows, each, ranks=world)
+    outline.layout_of(cfg, devices=per_node, nodes=nodes)
+    check_installed(plain(cfg.trainer.strategy))
 
 
 def _backend(cfg: DictConfig) -> str:

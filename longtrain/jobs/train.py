@@ -38,7 +38,7 @@ def run(cfg: DictConfig) -> None:
     """
     from longtrain.data.rows.module import DataModule
     from longtrain.jobs.prepare import data_config
-    from longtrain.training import checkpoint, ranks, zero
+    from longtrain.training import checkpoint, ranks
     from longtrain.training import loop as training
     from longtrain.training.callbacks import Stopped
     from longtrain.training.optim import Optim
@@ -54,7 +54,6 @@ def run(cfg: DictConfig) -> None:
         spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")
     settings, keeping = _loop(cfg), features.settings_of(cfg)
-    zero.check_optimizer(settings.strategy, optim.name)
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
     trainer = training.build_trainer(
@@ -146,7 +145,8 @@ def _loop(cfg: DictConfig) -> LoopConfig:
     from longtrain.training.loop import LoopConfig
 
     values = plain(cfg.trainer)
-    zero.check_available(values.get("strategy"))
+    outline.check_strategy(cfg)
+    zero.check_installed(values.get("strategy"))
     for key in ("strategy", "lightning"):
         if isinstance(values.get(key), Mapping):
             values[key] = instantiate(values[key], _convert_="all")

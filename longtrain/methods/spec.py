@@ -55,6 +55,9 @@ class Objective(nn.Module):
     reads_top_law: bool = False
     """Whether `PackedStep.top` serves where the LM head's input was wanted (stored features may be lean)."""
 
+    asks_target: bool = False
+    """Whether it also measures the target itself while it trains, which stored features cannot stand for."""
+
     lr_multipliers: Mapping[str, float] = {}
     """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
 

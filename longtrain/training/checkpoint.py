@@ -164,7 +164,7 @@ def verify(path: Path) -> None:
     if other.exists() and _damage(other) is None:
         advice = f"the last good one is {other}: pass resume={other}, or resume=never to start anew"
     else:
-        advice = "there is no other one beside it; pass resume=never to start anew"
+        advice = "there is no good one beside it; pass resume=never to start anew"
     raise ArtifactError(f"checkpoint {path} is damaged ({reason}); {advice}")
 
 
@@ -278,7 +278,10 @@ def _read_about(path: Path) -> dict[str, Any]:
         ValueError: it is damaged, or of another form.
         OSError: it cannot be read.
     """
-    about = json.loads((path / ABOUT).read_bytes())
+    try:
+        about = json.loads((path / ABOUT).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{ABOUT} is no JSON: {error}") from None
     if not isinstance(about, dict) or _CHECKSUM not in about:
         raise ValueError(f"{ABOUT} has no checksum")
     if about.pop(_CHECKSUM) != _checksum(about):

@@ -22,8 +22,9 @@ from longtrain import files
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
-from longtrain.settings import Count, CountOrZero, NotNegative, check, wrong
+from longtrain.settings import Count, CountOrZero, NotNegative, check
 from longtrain.training import checkpoint, state, table, zero
+from longtrain.training import strategy as strategies
 from longtrain.training.callbacks import Checkpoints, ProgressBar
 from longtrain.training.metrics import Metrics, peak_memory
 from longtrain.training.module import TrainModule
@@ -90,25 +91,18 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         check(self, "trainer")
-        if self.rows_per_step is not None and self.accumulate_grad_batches != 1:
-            raise ConfigError(
-                f"trainer.rows_per_step={self.rows_per_step} (of all ranks) and "
-                f"trainer.accumulate_grad_batches={self.accumulate_grad_batches} (of each) "
-                "are both set; give one, the other null and 1"
-            )
+        self.spread(1)
 
     def spread(self, ranks: int) -> LoopConfig:
         """The same with `accumulate_grad_batches` chosen so that `ranks` share `rows_per_step` evenly.
 
         Raises:
-            ConfigError: it does not divide.
+            ConfigError: it does not divide, or both are set.
         """
         if self.rows_per_step is None:
             return self
-        if self.rows_per_step % ranks:
-            allowed = f"a multiple of {ranks}, the number of ranks (devices x num_nodes)"
-            raise wrong("trainer.rows_per_step", self.rows_per_step, allowed)
-        return replace(self, rows_per_step=None, accumulate_grad_batches=self.rows_per_step // ranks)
+        rows = strategies.rows_of_a_rank(self.rows_per_step, self.accumulate_grad_batches, ranks=ranks)
+        return replace(self, rows_per_step=None, accumulate_grad_batches=rows)
 
     def settled(self) -> LoopConfig:
         """The same with accelerator and precision chosen for this machine where they are `auto`."""
@@ -133,9 +127,10 @@ def build_trainer(
     Raises:
         ConfigError: DeepSpeed is asked for and missing, or Lightning refuses the hardware or precision.
     """
-    zero.check_available(loop.strategy)
+    strategies.check(loop.strategy, precision=loop.precision)
+    zero.check_installed(loop.strategy)
     _quieten()
-    deepspeed = zero.is_deepspeed(loop.strategy)
+    deepspeed = strategies.is_deepspeed(loop.strategy)
     plugins = [zero.prepare(loop.strategy, loop.precision)] if deepspeed else []
     seed_everything(seed, workers=True, verbose=False)
     try:

@@ -16,14 +16,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from longtrain.errors import ConfigError
+from longtrain.training.strategy import check_stage, is_deepspeed
 from longtrain.training.tensor_file import Piece
-
-PRECISIONS = ("bf16-mixed", "32-true")
-
-INSTEAD = (
-    "allowed: trainer=deepspeed_zero1 or trainer=deepspeed_zero2; where the target does not fit on one GPU, "
-    "shard it with target.shard=fsdp2"
-)
 
 
 class RowPrecision(DeepSpeedPrecision):
@@ -57,46 +51,19 @@ class RowPrecision(DeepSpeedPrecision):
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 
-def is_deepspeed(strategy: Any) -> bool:
-    """Whether `trainer.strategy` means DeepSpeed: a name, a mapping with `_target_`, or an object."""
-    if isinstance(strategy, DeepSpeedStrategy):
-        return True
-    name = strategy.get("_target_", "") if isinstance(strategy, Mapping) else str(strategy)
-    return "deepspeed" in name.lower()
-
-
-def check_available(strategy: Any) -> None:
-    """Refuse what cannot work, before anything is built or loaded.
+def check_installed(strategy: Any) -> None:
+    """Refuse to train with DeepSpeed where it is not installed.
 
     Args:
-        strategy: `trainer.strategy` as it was typed.
+        strategy: `trainer.strategy`, typed or built.
 
     Raises:
-        ConfigError: DeepSpeed is asked for and not installed, or by another stage than 1 and 2.
+        ConfigError: how to install it.
     """
-    if not is_deepspeed(strategy) or isinstance(strategy, DeepSpeedStrategy):
-        return
-    if isinstance(strategy, str):
-        raise ConfigError(f"trainer.strategy={strategy}; {INSTEAD}")
-    if "config" not in strategy:
-        _check_stage(strategy.get("stage"))
-    if importlib.util.find_spec("deepspeed") is None:
+    if is_deepspeed(strategy) and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "trainer.strategy needs DeepSpeed, which is not installed; run: pip install "
             "'longtrain[deepspeed]', or choose trainer=one_gpu or trainer=ddp"
-        )
-
-
-def check_optimizer(strategy: Any, name: str) -> None:
-    """Refuse an optimizer that cannot work on DeepSpeed's flat partitions.
-
-    Raises:
-        ConfigError: Muon, which needs whole matrices.
-    """
-    if name != "adamw" and is_deepspeed(strategy):
-        raise ConfigError(
-            f"optim.name={name} needs whole matrices, and ZeRO trains flat parts of them; pass optim=adamw, "
-            "or trainer=ddp"
         )
 
 
@@ -104,14 +71,10 @@ def prepare(strategy: DeepSpeedStrategy, precision: str) -> RowPrecision:
     """Complete the configuration that Lightning hands to DeepSpeed, and give the precision that goes with it.
 
     Raises:
-        ConfigError: another stage than 1 and 2, or a precision that ZeRO is not run with here.
+        ConfigError: another stage than 1 and 2, which DeepSpeed's own configuration may name.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            f"trainer.precision={precision} with DeepSpeed; allowed: {', '.join(PRECISIONS)}, auto"
-        )
     config: Any = strategy.config
-    _check_stage((config.get("zero_optimization") or {}).get("stage"))
+    check_stage((config.get("zero_optimization") or {}).get("stage"))
     # Lightning asks the loader's batch sampler for this size, and ours has none; DeepSpeed only prints it.
     config.setdefault("train_micro_batch_size_per_gpu", 1)
     # With offload DeepSpeed refuses torch's AdamW unless told so; its own needs a compiler on every node.
@@ -227,8 +190,3 @@ def by_parameter(saved: Mapping[str, Tensor]) -> dict[str, list[str]]:
         parameter, _, key = name.rpartition(".")
         found.setdefault(parameter, []).append(key)
     return found
-
-
-def _check_stage(stage: Any) -> None:
-    if stage not in (1, 2):
-        raise ConfigError(f"DeepSpeed's stage {stage} cannot train here; {INSTEAD}")

@@ -139,7 +139,7 @@ def test_deepspeeds_own_configuration_is_read(composed, tmp_path):
     layout = planned(composed, tmp_path, *words)["layout"]
     assert (layout["zero"], layout["offload"], layout["bucket"]) == (2, True, 500_000_000)
     own.write_text('{"zero_optimization": {"stage": 3}}')
-    with pytest.raises(ConfigError, match="stage 3; allowed: trainer=ddp"):
+    with pytest.raises(ConfigError, match="stage 3 cannot train here; allowed"):
         planned(composed, tmp_path, *words)
     own.unlink()
     with pytest.raises(ConfigError, match=r"config=.* cannot be read .*; allowed: a mapping or a JSON file"):
@@ -159,8 +159,17 @@ def test_gpus_that_are_not_here_must_be_counted(composed, tmp_path, monkeypatch)
         (["trainer.devices=3", "trainer.rows_per_step=256"], "a multiple of 3, the number of ranks"),
         (["trainer.rows_per_step=abc"], "trainer.rows_per_step=abc; allowed: a whole number"),
         (["trainer.rows_per_step=null", "trainer.accumulate_grad_batches=0"], "accumulate_grad_batches=0"),
-        (["trainer=deepspeed_zero3"], "stage 3; allowed: trainer=ddp"),
-        (["trainer=deepspeed_zero2", "trainer.strategy.stage=two"], "stage two; allowed: trainer=ddp"),
+        (["trainer=deepspeed_zero3"], "stage 3 cannot train here; allowed: trainer=deepspeed_zero1"),
+        (["trainer.strategy=fsdp"], "would split the trained module"),
+        (["trainer=deepspeed_zero2", "optim=muon"], "optim.name=muon needs whole matrices"),
+        (["trainer=deepspeed_zero2", "trainer.precision=16-mixed"], "16-mixed with DeepSpeed; allowed"),
+        (
+            ["trainer=deepspeed_zero2", "trainer.devices=2", "trainer.strategy.offload_optimizer=maybe"],
+            "trainer.strategy.offload_optimizer=maybe; allowed",
+        ),
+        (["trainer.devices=[]"], r"trainer.devices=\[\]; allowed: a whole number"),
+        (["trainer.rows_per_step=8", "trainer.accumulate_grad_batches=4"], "are both set; give one"),
+        (["trainer=deepspeed_zero2", "trainer.strategy.stage=two"], "stage two cannot train here; allowed"),
         (["trainer.devices=0"], "trainer.devices=0"),
         (["target.shard=fsdp2", "trainer.devices=1"], "trainer.devices is 1"),
         (["data.stages=[]"], "data.stages is empty"),
@@ -169,3 +178,10 @@ def test_gpus_that_are_not_here_must_be_counted(composed, tmp_path, monkeypatch)
 def test_what_it_refuses(composed, tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         planned(composed, tmp_path, *words)
+
+
+def test_a_target_that_is_not_here_is_planned_by_its_shape_and_this_is_told(composed, capsys):
+    plan.run(composed("plan", "+recipe=longspec_llama8b_long", "target.path=/no/such/folder"))
+    assert "(by target.shape: no config.json of it is here)" in capsys.readouterr().out
+    plan.run(composed("plan", "target=tiny"))
+    assert "by target.shape" not in capsys.readouterr().out

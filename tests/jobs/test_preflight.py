@@ -224,6 +224,8 @@ def test_other_versions_are_told_with_their_node() -> None:
         (["trainer=deepspeed_zero3", "trainer.devices=1"], "stage 3 cannot train here; allowed"),
         (["trainer.num_nodes=two"], "trainer.num_nodes=two; allowed: a whole number"),
         (["features=offline"], "holds none; fill it first: features=fill"),
+        (["target.shard=fsdp2"], "trainer.devices is 1; pass trainer=ddp trainer.devices=2"),
+        (["trainer.strategy=fsdp"], "would split the trained module"),
     ],
 )
 def test_wrong_settings_are_one_line(preflight: Any, words: list[str], message: str, tmp_path: Path) -> None:

@@ -139,6 +139,15 @@ def test_what_cannot_be_is_refused_in_a_line(run, overrides, kind, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_measurement_of_the_target_itself_is_refused_before_the_first_step(run, tmp_path):
+    words = "trainer.max_steps=1", "trainer.val_every=0", "method.anchor_offset=true"
+    run("filled", "features=fill", *words)
+    with pytest.raises(ConfigError, match=r"features=offline loads no layers; .*guard_every of 0"):
+        run("guarded", "features=offline", *words)
+    assert not (tmp_path / "runs/guarded/train/metrics.csv").exists()
+    run("unguarded", "features=offline", "method.guard_every=0", *words)
+
+
 def test_features_of_other_data_or_rows_are_refused(run, text):
     run("filled", "features=fill", "trainer.max_steps=1", "trainer.val_every=0")
     with pytest.raises(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from longtrain.errors import ConfigError
-from longtrain.training import zero
+from longtrain.training import strategy
 from longtrain.training.optim import Optim
 
 
@@ -96,5 +96,7 @@ def test_muon_without_matrices_or_under_zero_is_refused():
     with pytest.raises(ConfigError, match=r"optim\.name=muon trains matrices, and the module has none"):
         Optim(name="muon").build(norm.named_parameters(), max_steps=1)
     with pytest.raises(ConfigError, match=r"optim\.name=muon needs whole matrices"):
-        zero.check_optimizer({"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy"}, "muon")
-    zero.check_optimizer("ddp", "muon")
+        strategy.check(
+            {"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 2}, optimizer="muon"
+        )
+    strategy.check("ddp", optimizer="muon")

@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_named_with_the_last_good_one(tmp_path, file, ho
         assert checkpoint.read(checkpoint.find(last.parent, str(previous))).step == 3  # the damaged one went
         damage(last / file, how)
     shutil.rmtree(last.with_name("previous.ckpt"))
-    with pytest.raises(ArtifactError, match="no other one beside it; pass resume=never"):
+    with pytest.raises(ArtifactError, match="no good one beside it; pass resume=never"):
         checkpoint.verify(last)
 
 

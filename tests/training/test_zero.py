@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from longtrain.errors import ConfigError
-from longtrain.training import checkpoint, table, zero
+from longtrain.training import checkpoint, table
+from longtrain.training import strategy as strategies
 from longtrain.training.loop import LoopConfig, build_trainer
 
 from . import toy
@@ -144,6 +145,12 @@ def test_other_ways_to_ask_for_deepspeed_are_refused_with_what_is_allowed(tmp_pa
 def test_stage_and_precision_are_checked_before_anything_is_loaded():
     mapping = {"_target_": "lightning.pytorch.strategies.DeepSpeedStrategy", "stage": 3}
     with pytest.raises(ConfigError, match=r"stage 3 cannot train here; allowed: trainer=deepspeed_zero1"):
-        zero.check_available(mapping)
+        strategies.check(mapping)
     with pytest.raises(ConfigError, match=r"precision=16-mixed with DeepSpeed; allowed: bf16-mixed, 32-true"):
-        zero.prepare(None, "16-mixed")
+        strategies.check({**mapping, "stage": 2}, precision="16-mixed")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", {"_target_": "lightning.pytorch.strategies.FSDPStrategy"}])
+def test_a_strategy_that_splits_the_module_is_refused_with_the_one_that_splits_the_target(strategy):
+    with pytest.raises(ConfigError, match=r"would split the trained module.* target\.shard=fsdp2"):
+        strategies.check(strategy)

@@ -74,6 +74,7 @@ class LongSpecObjective(Objective):
     def __init__(self, module: LongSpecDraft, target: Target, config: Config) -> None:
         super().__init__()
         self.module, self.target, self.config = module, target, config
+        self.asks_target = config.anchor_offset and config.guard_every > 0
         self.kv_layer = config.kv_source_layer % target.info.n_layers
         context = target.info.max_positions
         if config.anchor_offset and config.offset_max_tokens > context:
@@ -111,7 +112,7 @@ class LongSpecObjective(Objective):
         count = torch.full((), tokens, device=device)
         figures = {"loss": (total.detach(), count), "accuracy": (hits_J.sum(), count)}
         figures |= {f"acc/depth_{j}": (hits_J[j], count_J[j]) for j in range(depths)}
-        if self.training and self.config.anchor_offset and self.config.guard_every:
+        if self.training and self.asks_target:
             figures["guard/target_ce_delta"] = self._guard(row)
         return Loss(total, tokens, figures)
 

@@ -1,0 +1,104 @@
+"""Which strategies train here, and the rows of each rank, from what was typed: nothing is built for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from longtrain.errors import ConfigError
+from longtrain.settings import wrong
+
+PRECISIONS = ("bf16-mixed", "32-true")
+"""Those that ZeRO is run with."""
+
+INSTEAD = (
+    "allowed: trainer=deepspeed_zero1 or trainer=deepspeed_zero2; where the target does not fit on one GPU, "
+    "shard it with target.shard=fsdp2"
+)
+
+
+def is_deepspeed(strategy: Any) -> bool:
+    """Whether `trainer.strategy` means DeepSpeed: a name, a mapping with `_target_`, or an object."""
+    return "deepspeed" in _name(strategy)
+
+
+def check(strategy: Any, *, precision: str = "auto", optimizer: str = "adamw") -> None:
+    """Refuse what cannot train, before anything is built or loaded.
+
+    Args:
+        strategy: `trainer.strategy` as it was typed.
+        precision: `trainer.precision`.
+        optimizer: `optim.name`.
+
+    Raises:
+        ConfigError: a strategy that splits the trained module, DeepSpeed by its name alone or by another
+            stage than 1 and 2, or with a precision or an optimizer that it does not go with.
+    """
+    name = _name(strategy)
+    if any(word in name for word in ("fsdp", "modelparallel", "model_parallel")):
+        raise ConfigError(
+            f"trainer.strategy={_shown(strategy)} would split the trained module, which is small; use "
+            "trainer=ddp, and where the target does not fit on one GPU, target.shard=fsdp2"
+        )
+    if not is_deepspeed(strategy):
+        return
+    if isinstance(strategy, str):
+        raise ConfigError(f"trainer.strategy={strategy}; {INSTEAD}")
+    if isinstance(strategy, Mapping) and "config" not in strategy:
+        check_stage(strategy.get("stage"))
+    if precision not in ("auto", *PRECISIONS):
+        raise ConfigError(
+            f"trainer.precision={precision} with DeepSpeed; allowed: {', '.join(PRECISIONS)}, auto"
+        )
+    if optimizer != "adamw":
+        raise ConfigError(
+            f"optim.name={optimizer} needs whole matrices, and ZeRO trains flat parts of them; pass "
+            "optim=adamw, or trainer=ddp"
+        )
+
+
+def rows_of_a_rank(together: int | None, each: int, *, ranks: int) -> int:
+    """Packed rows of one rank in an optimizer step.
+
+    Args:
+        together: `trainer.rows_per_step`, which the ranks share; None: each has `each`.
+        each: `trainer.accumulate_grad_batches`.
+        ranks: how many there are.
+
+    Raises:
+        ConfigError: both are set, or the ranks cannot share the rows evenly.
+    """
+    if together is None:
+        return each
+    if each != 1:
+        raise ConfigError(
+            f"trainer.rows_per_step={together} (of all ranks) and trainer.accumulate_grad_batches={each} (of "
+            "each) are both set; give one, the other null and 1"
+        )
+    if together % ranks:
+        allowed = f"a multiple of {ranks}, the number of ranks (devices x num_nodes)"
+        raise wrong("trainer.rows_per_step", together, allowed)
+    return together // ranks
+
+
+def check_stage(stage: Any) -> None:
+    """Refuse another stage of DeepSpeed than 1 and 2.
+
+    Raises:
+        ConfigError: which ones there are.
+    """
+    if stage not in (1, 2):
+        raise ConfigError(f"DeepSpeed's stage {stage} cannot train here; {INSTEAD}")
+
+
+def _name(strategy: Any) -> str:
+    """What a strategy is called; of an object also what its classes are called."""
+    if isinstance(strategy, Mapping):
+        return str(strategy.get("_target_", "")).lower()
+    if strategy is None or isinstance(strategy, str):
+        return str(strategy).lower()
+    return " ".join(one.__name__ for one in type(strategy).__mro__).lower()
+
+
+def _shown(strategy: Any) -> str:
+    return str(strategy.get("_target_")) if isinstance(strategy, Mapping) else str(strategy)
