@@ -160,7 +160,8 @@ def _zero(strategy: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: another stage than 1 and 2, or a file that cannot be read.
     """
-    stage, bucket = strategy.get("stage"), strategy.get("reduce_bucket_size")
+    stage: Any = strategy.get("stage")
+    bucket = strategy.get("reduce_bucket_size")
     offload = convert(strategy.get("offload_optimizer", False), bool, "trainer.strategy.offload_optimizer")
     config = strategy.get("config")
     if config is not None:

@@ -183,5 +183,5 @@ def test_what_it_refuses(composed, tmp_path, words, message):
 def test_a_target_that_is_not_here_is_planned_by_its_shape_and_this_is_told(composed, capsys):
     plan.run(composed("plan", "+recipe=longspec_llama8b_long", "target.path=/no/such/folder"))
     assert "(by target.shape: no config.json of it is here)" in capsys.readouterr().out
-    plan.run(composed("plan", "target=tiny"))
+    plan.run(composed("plan", "+recipe=longspec_tiny"))
     assert "by target.shape" not in capsys.readouterr().out
