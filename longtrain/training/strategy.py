@@ -9,7 +9,7 @@ from longtrain.errors import ConfigError
 from longtrain.settings import wrong
 
 PRECISIONS = ("bf16-mixed", "32-true")
-"""Those that ZeRO is run with."""
+"""What `trainer.precision` may be under ZeRO."""
 
 INSTEAD = (
     "allowed: trainer=deepspeed_zero1 or trainer=deepspeed_zero2; where the target does not fit on one GPU, "
