@@ -86,7 +86,7 @@ def take(
         layers: the layers that were dumped beside the last one, as the dump's command said.
 
     Returns:
-        Tokens stored.
+        Tokens stored; documents that are there already are passed over.
 
     Raises:
         DataError: a damaged file, ids outside the vocabulary, numbers that are not finite, or other layers.
@@ -104,8 +104,9 @@ def take(
         hidden = {layer: document.layers_TLE[:, at] for at, layer in enumerate(layers)}
         stored = form.stored(Features({**hidden, -1: last_TE}))
         key = row_key(document.ids_T, asked)
-        features.add(key, stored, kind="row", want=asked, name=document.name)
-        tokens += len(document.ids_T)
+        if key not in features:
+            features.add(key, stored, kind="row", want=asked, name=document.name)
+            tokens += len(document.ids_T)
     return tokens
 
 

@@ -163,8 +163,19 @@ def stored(
         shards.claim()
         if rank == 0:
             mine.write(folder)
+            _take_dump(settings, shards, target, form)
     log.info("features=%s documents=%d %s folder=%s", settings.mode, len(shards), form, folder)
     return Stored(StoredTarget(target, shards, form, compute=fill), shards)
+
+
+def _take_dump(settings: FeatureSettings, shards: FeatureFiles, target: Target, form: Form) -> None:
+    """Store what another trainer dumped, if the settings name such a folder."""
+    if settings.dump is None:
+        return
+    from longtrain.features import dumps
+
+    tokens = dumps.take(Path(settings.dump), shards, target, form=form, layers=settings.dump_layers)
+    log.info("features.dump=%s tokens=%d documents=%d", settings.dump, tokens, len(shards))
 
 
 def check_stored(kept: Stored, data: Any, *, steps: int, validates: bool) -> None:

@@ -9,10 +9,12 @@ import torch
 from feature_rows import BOUNDS, positions
 from safetensors.torch import save_file
 
-from longtrain.errors import DataError, TargetMismatchError
+from longtrain.errors import ConfigError, DataError, TargetMismatchError
 from longtrain.features import dumps
 from longtrain.features.forms import Form
+from longtrain.features.settings import FeatureSettings
 from longtrain.features.shards import FeatureFiles
+from longtrain.jobs.features import stored
 from longtrain.targets.step import Want
 
 WANT = Want("none", hidden=(0, 1, -1))
@@ -72,6 +74,19 @@ def test_a_dump_serves_as_features(tmp_path, target, batch, states, ask, write, 
     torch.testing.assert_close(
         read.hidden[-1][: BOUNDS[3]], truth.hidden[-1][: BOUNDS[3]], rtol=0.01, atol=0.01
     )
+
+
+def test_a_run_that_fills_takes_a_dump_in_once(tmp_path, target, batch, states):
+    specforge(tmp_path / "dump", states)
+    words = {"folder": str(tmp_path / "f"), "dump": str(tmp_path / "dump"), "dump_layers": (0, 0)}
+    for _ in range(2):
+        kept = stored(FeatureSettings(mode="fill", **words), target, data=("rows", "of these"))
+        assert len(kept.shards) == len(states) and kept.shards.tokens() == BOUNDS[3]
+        kept.close()
+    with pytest.raises(
+        ConfigError, match=r"features.dump=.*; allowed: null, or a folder with"
+    ):
+        FeatureSettings(mode="offline", **words)
 
 
 def test_what_is_no_dump_is_refused_in_a_line(tmp_path, target, states):
