@@ -83,9 +83,7 @@ def test_a_run_that_fills_takes_a_dump_in_once(tmp_path, target, batch, states):
         kept = stored(FeatureSettings(mode="fill", **words), target, data=("rows", "of these"))
         assert len(kept.shards) == len(states) and kept.shards.tokens() == BOUNDS[3]
         kept.close()
-    with pytest.raises(
-        ConfigError, match=r"features.dump=.*; allowed: null, or a folder with"
-    ):
+    with pytest.raises(ConfigError, match=r"features.dump=.*; allowed: null, or a folder with"):
         FeatureSettings(mode="offline", **words)
 
 
