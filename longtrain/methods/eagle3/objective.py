@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.rows import packed_rows
 from longtrain.data.rows.packed_rows import OwnSegments
-from longtrain.errors import ConfigError
 from longtrain.kernels.attention.own_keys import OwnKey, own_keys_attention
 from longtrain.losses.draft import DraftTeacher, fused_draft_loss
 from longtrain.methods.eagle3.rope import rope_of
 from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
+from longtrain.methods.offsets import check_offsets, offsets_of
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
 
@@ -85,13 +85,7 @@ class Eagle3Objective(Objective):
         super().__init__()
         self.module, self.target, self.config = module, target, config
         self.rope = rope_of(config, target)
-        context = target.info.max_positions
-        if config.anchor_offset and config.offset_max_tokens > context:
-            raise ConfigError(
-                f"method.offset_max_tokens={config.offset_max_tokens} is beyond the {context} positions of "
-                f"{target.info.name}; pass at most {context}, 0 (all of them), or target.max_positions if "
-                f"its RoPE scaling reaches further"
-            )
+        check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over labels; figures `loss`, `accuracy` over all depths, `acc/depth_k` and `tau`.
@@ -124,14 +118,7 @@ class Eagle3Objective(Objective):
     def _read(self, batch: Batch) -> _TestedRow:
         """Draw offsets, find the labels and run the target over the row."""
         c, device = self.config, batch.ids_T.device
-        offsets = None
-        if c.anchor_offset:
-            offsets = packed_rows.draw_offsets(
-                [b - a for a, b in pairwise(batch.bounds)],
-                usable=c.offset_max_tokens or self.target.info.max_positions,
-                max_doc_tokens=c.offset_max_doc_tokens,
-                seed=batch.seed,
-            )
+        offsets = offsets_of(c, self.target.info, batch)
         pos_T = packed_rows.positions(batch.bounds, offsets=offsets, anchors=c.anchors)
         pos_T = pos_T.to(device, non_blocking=True)
         mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T

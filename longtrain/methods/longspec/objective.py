@@ -15,7 +15,6 @@ from torch import Tensor
 
 from longtrain.chunked import chunked_sum
 from longtrain.data.rows import packed_rows
-from longtrain.errors import ConfigError
 from longtrain.losses import (
     IGNORE,
     TopLaw,
@@ -25,6 +24,7 @@ from longtrain.losses import (
     greedy_hits,
 )
 from longtrain.methods.longspec import indices
+from longtrain.methods.offsets import check_offsets, offsets_of
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
 
@@ -76,13 +76,7 @@ class LongSpecObjective(Objective):
         self.module, self.target, self.config = module, target, config
         self.asks_target = config.anchor_offset and config.guard_every > 0
         self.kv_layer = config.kv_source_layer % target.info.n_layers
-        context = target.info.max_positions
-        if config.anchor_offset and config.offset_max_tokens > context:
-            raise ConfigError(
-                f"method.offset_max_tokens={config.offset_max_tokens} is beyond the {context} positions of "
-                f"{target.info.name}; pass at most {context}, 0 (all of them), or target.max_positions if "
-                f"its RoPE scaling reaches further"
-            )
+        check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over labels, with `loss`, `accuracy`, `acc/depth_j` and the offset guard as figures."""
@@ -120,12 +114,7 @@ class LongSpecObjective(Objective):
         """Draw shifts and offsets, and run the target over the row."""
         c, device = self.config, batch.ids_T.device
         lengths = [b - a for a, b in pairwise(batch.bounds)]
-        offsets = None
-        if c.anchor_offset:
-            usable = c.offset_max_tokens or self.target.info.max_positions
-            offsets = packed_rows.draw_offsets(
-                lengths, usable=usable, max_doc_tokens=c.offset_max_doc_tokens, seed=batch.seed
-            )
+        offsets = offsets_of(c, self.target.info, batch)
         weights = list(c.shift_weights) or [1.0] * c.max_depth
         shifts = indices.draw_shifts(
             len(lengths), weights=weights if c.flash_noisy else [1.0], seed=batch.seed

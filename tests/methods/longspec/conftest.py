@@ -1,11 +1,10 @@
-"""Small targets, drafts and packed rows for the LongSpec tests."""
+"""Small targets, and drafts for the LongSpec tests."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from longtrain.data.rows.batch import Batch
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.targets.loading import random_target
@@ -32,24 +31,5 @@ def make_draft():
             noise = torch.randn(p.shape, generator=gen, dtype=torch.float64)
             p.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(dtype)
         return draft
-
-    return make
-
-
-@pytest.fixture
-def make_batch():
-    """A packed row of random documents."""
-
-    def make(target, lengths, *, seed=3, mask=None) -> Batch:
-        gen = torch.Generator().manual_seed(seed)
-        bounds = [0]
-        for n in lengths:
-            bounds.append(bounds[-1] + n)
-        ids = torch.randint(2, target.info.vocab_size, (bounds[-1],), generator=gen)
-        learn = torch.ones(bounds[-1], dtype=torch.bool)
-        if mask is not None:
-            learn = mask(bounds[-1])
-        learn[bounds[:-1]] = False
-        return Batch(ids, tuple(bounds), learn, seed=seed, tokens_in_step=int(learn.sum()))
 
     return make
