@@ -31,6 +31,7 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
 from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.prefill import prefill
+from longtrain.decoding.retrieval.selector import new_selected_cache
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import Coins, HashCoins, MinNewTokens, Sampling, probs
 from longtrain.decoding.stats import Stats
@@ -82,7 +83,8 @@ class Engine:
             where they do not, and the same code without graphs on a CPU.
 
     Raises:
-        ConflictError: `parts` brings both an evictor and a cache of its own.
+        ConflictError: `parts` brings an evictor beside a cache of its own or a selector, or a selector beside
+            a cache that reads no chosen rows.
     """
 
     def __init__(
@@ -104,6 +106,11 @@ class Engine:
             raise ConflictError(
                 f"parts '{self.parts.name}' bring a cache of their own and an evictor "
                 f"({self.parts.evictor.name}), which cuts plain caches only; leave one out"
+            )
+        if self.parts.evictor is not None and self.parts.selector is not None:
+            raise ConflictError(
+                f"parts '{self.parts.name}' evict rows ({self.parts.evictor.name}) and choose among all rows "
+                f"({self.parts.selector.name}); leave one out"
             )
 
     @torch.no_grad()
@@ -159,15 +166,16 @@ class Engine:
         coins = self._coins(sampling.seed, sequence_ids, len(prompts))
 
         started_s = time.perf_counter()
-        evictor, stage = self.parts.evictor, self._stage(draft, shapes, max_new_tokens)
+        evictor, selector = self.parts.evictor, self.parts.selector
+        stage = self._stage(draft, shapes, max_new_tokens)
         plain = self.parts.cache is None and evictor is None
         read = prefill(
             target,
-            stage.new_cache if stage and plain else self.parts.cache or target.new_cache,
+            stage.new_cache if stage and plain else self.new_cache,
             prompts,
             max_new_tokens=max_new_tokens,
             nodes=most_nodes,
-            hidden=draft.want.hidden if draft else (),
+            hidden=self.parts.hidden(drafts=draft is not None),
             evictor=evictor,
             onlooker=onlooker(draft),
             after=after,
@@ -179,6 +187,8 @@ class Engine:
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
+        if selector:
+            selector.start(read.tokens_BS, read.n_B, read.step, cache)
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
         root_B = _choose(first_BV, sampling, coins, cache.len_B)
         over = out.begin(root_B.tolist())
@@ -189,7 +199,7 @@ class Engine:
         texts.close(over)
 
         def cycles_of(one: TreeShape) -> Cycles:
-            phases = Phases(target, cache, draft, one, sampling, min_new, texts=texts)
+            phases = Phases(target, cache, draft, one, sampling, min_new, selector=selector, texts=texts)
             if stage is None:
                 return Cycles(phases, captured=False)
             return stage.cycles(phases, (one, draft is not None, _constants(sampling, min_new)))
@@ -217,6 +227,14 @@ class Engine:
         )
         return Generation(out.tokens, stats, out.finish, out.texts())
 
+    def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> KVCache:
+        """An empty cache for these parts, called as `Target.new_cache` is."""
+        if self.parts.cache is not None:
+            return self.parts.cache(batch, max_tokens, max_nodes)
+        if self.parts.selector is not None:
+            return new_selected_cache(self.target, batch, max_tokens, max_nodes)
+        return self.target.new_cache(batch, max_tokens, max_nodes)
+
     def _shapes(self, asked: TreeShape | ShapeChoice | None, sampling: Sampling) -> tuple[TreeShape, ...]:
         """What may be drafted in a cycle, smallest first.
 
@@ -232,6 +250,11 @@ class Engine:
             shapes = (asked or (CHAIN if draft else PLAIN),)
         for shape in shapes:
             self.limits.check_shape(shape, draft)
+            if shape.widths and self.parts.selector is not None and self.parts.selector.budget.every == 1:
+                raise ConfigError(
+                    f"shape {list(shape.widths)} with select.every=1: rows are chosen anew at each position, "
+                    "so that nothing drafted could be kept; pass select.every=8, say, or draft nothing"
+                )
         return shapes
 
     def _stage(
@@ -247,7 +270,9 @@ class Engine:
             return None
         reason = ""
         shape = max(shapes, key=lambda one: one.n_nodes)
-        if self.target.shards is not None:
+        if self.parts.selector is not None:
+            reason = f"'{self.parts.name}' reads chosen rows, whose cache is not one of static buffers"
+        elif self.target.shards is not None:
             reason = "the target's layers are split over ranks, which a graph cannot gather"
         elif draft is not None and draft.tensors() is None:
             reason = f"the draft of '{self.parts.name}' does not update its state in place"

@@ -19,7 +19,8 @@ from torch import Tensor
 from longtrain.cache.base import Causal, KVCache, Mask, Tree
 from longtrain.decoding.growth import is_chain
 from longtrain.decoding.limits import check_tree
-from longtrain.decoding.roles import Draft, TokenTree, TreeShape, Verdict, onlooker
+from longtrain.decoding.retrieval.selector import Selector, choose
+from longtrain.decoding.roles import Draft, Parts, TokenTree, TreeShape, Verdict, onlooker
 from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
 from longtrain.decoding.tree import chain, positions, visible
 from longtrain.decoding.verify import verify
@@ -71,6 +72,7 @@ class Phases:
         min_new: ids that may not come yet.
         judge: has the last word on what is accepted, after all work of finding out is done. The text is then
             no longer the target's: for benchmarks of random weights, whose drafts are never right.
+        selector: says what each step reads; None: everything.
         texts: shared with cycles of other shapes over the same cache and draft; None: its own.
     """
 
@@ -84,11 +86,13 @@ class Phases:
         min_new: MinNewTokens,
         *,
         judge: Judge | None = None,
+        selector: Selector | None = None,
         texts: CycleState | None = None,
     ) -> None:
         self.target, self.cache, self.draft = target, cache, draft
         self.shape, self.sampling, self.min_new, self.judge = shape, sampling, min_new, judge
-        self.want = Want(logits="all", hidden=draft.want.hidden if draft else ())
+        self.selector = selector
+        self.want = Want(logits="all", hidden=Parts(draft=draft, selector=selector).hidden())
         looking = onlooker(draft)
         self.watch = looking.watch_nodes if looking else None
         self.texts = texts or CycleState(cache.len_B)
@@ -107,10 +111,16 @@ class Phases:
 
     def __call__(self) -> None:
         """The next cycle."""
+        self.select()
         tree = self.propose()
         step = self.forward(tree)
         verdict = self.accept(tree, step)
         self.commit(tree, step, verdict)
+
+    def select(self) -> None:
+        """What the target is to read: known with the root, so it can be fetched while a draft works."""
+        if self.selector is not None:
+            choose(self.selector, self.root_B)
 
     def propose(self) -> TokenTree:
         """A tree below the last token of each text."""
@@ -151,6 +161,8 @@ class Phases:
         self.cache.commit(None if self._is_chain else verdict.path_BP, verdict.n_B)
         if self.draft is not None:
             self.draft.observe(tree, verdict, step)
+        if self.selector is not None:
+            self.selector.observe(tree, verdict, step)
         emitted(tree.tokens_BN, whole.path_BP, whole.n_B, whole.next_B, self.news_BX)
         self.root_B.copy_(verdict.next_B)
         self.left_B.sub_(verdict.n_B)

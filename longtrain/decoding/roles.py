@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longtrain.cache.base import KVCache
 from longtrain.decoding.evict import Evictor
+from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConflictError
 from longtrain.targets.attention import Watch
@@ -170,13 +171,20 @@ class Parts:
         draft: proposes trees.
         evictor: chooses what of the cache stays after prefill.
         cache: makes the cache, called as `Target.new_cache` is: (batch, max_tokens, max_nodes).
+        selector: says what of the cache each step reads.
         name: for messages.
     """
 
     draft: Draft | None = None
     evictor: Evictor | None = None
     cache: Callable[..., KVCache] | None = None
+    selector: Selector | None = None
     name: str = ""
+
+    def hidden(self, *, drafts: bool = True) -> tuple[int, ...]:
+        """Layers whose outputs the parts want of every forward; those of the draft only if it drafts."""
+        wants = [part.want.hidden for part in (self.draft if drafts else None, self.selector) if part]
+        return tuple(sorted({layer for layers in wants for layer in layers}))
 
     def merge(self, *others: Parts) -> Parts:
         """These parts and others as one.
@@ -187,7 +195,7 @@ class Parts:
         found: dict[str, Any] = {}
         named: dict[str, str] = {}
         for parts in (self, *others):
-            for role in ("draft", "evictor", "cache"):
+            for role in ("draft", "evictor", "cache", "selector"):
                 part = getattr(parts, role)
                 if part is None:
                     continue

@@ -1,0 +1,160 @@
+"""Which committed rows a decoding step reads: how many, which in any case, and until when.
+
+A set is chosen among the rows that are committed when a step begins, and is good for the next `every`
+positions; what follows those rows is read beside it. Within that stretch no step asks anybody anew, whether
+it takes one position or several, and no step goes beyond it (`RowSets.limit`). So the rows that a position
+reads do not depend on how many positions are taken at once: speculation repeats the text of plain decoding.
+
+Shapes: B batch, X sets, S slots, K rows of a set, J rows that a step reads, T new rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import ConfigError
+from longtrain.settings import Count, CountOrZero, Words, check
+
+_SIGN = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class ReadBudget:
+    """How many rows a KV head reads at each step, and which of them in any case.
+
+    Args:
+        rows: rows of a set, those that are in it in any case included. Texts that are not longer are read
+            whole.
+        sinks: first rows, always in the set.
+        window: last rows at the time of the choice, always in the set.
+        every: positions that a set is good for. 1: each is chosen for anew, and a draft has no use.
+        dense_layers: layers that read everything.
+
+    Raises:
+        ConfigError: no row is left to choose, or a value is out of range.
+    """
+
+    rows: Count = 1024
+    sinks: CountOrZero = 4
+    window: CountOrZero = 64
+    every: Count = 1
+    dense_layers: Annotated[tuple[CountOrZero, ...], Words("layer numbers, 0 or more")] = ()
+
+    def __post_init__(self) -> None:
+        check(self, "select")
+        if self.rows <= self.sinks + self.window:
+            raise ConfigError(
+                f"a budget of {self.rows} rows, of which {self.sinks} sinks and the last {self.window} are "
+                f"read in any case; allowed: {self.sinks + self.window + 1} rows or more, or a smaller "
+                "select.window"
+            )
+
+
+def choose_rows(scores_BXS: Tensor, len_B: Tensor, budget: ReadBudget) -> Tensor:
+    """The rows with the highest scores, beside those that are read in any case.
+
+    Of equal scores the later row is taken, so that the choice does not depend on the number of slots.
+
+    Args:
+        scores_BXS: of the rows in slots 0..S-1, in fp32 or wider; of slots from `len_B` on of no meaning.
+        len_B: committed rows, int64.
+        budget: see `ReadBudget`.
+
+    Returns:
+        idx_BXK, int64, K = `budget.rows`: `min(K, len_B)` rows, ascending; what follows is 0.
+    """
+    S = scores_BXS.shape[-1]
+    slot_S = torch.arange(S, device=scores_BXS.device)
+    forced_BS = (slot_S < budget.sinks) | (slot_S >= len_B[:, None] - budget.window)
+    most = torch.finfo(torch.float32).max
+    score = scores_BXS.float().nan_to_num(-most).clamp(-most, most) + 0.0  # of two zeros one
+    score = score.masked_fill(forced_BS[:, None], torch.inf)
+    score = score.masked_fill((slot_S >= len_B[:, None])[:, None], -torch.inf)
+    bits = score.view(torch.int32)
+    order = (bits ^ ((bits >> 31) & _SIGN)).long() << 32 | slot_S  # as the scores, then as the slots
+    top_BXK = order.topk(min(budget.rows, S), -1).indices
+    beyond_BXK = top_BXK >= len_B[:, None, None]
+    found = top_BXK.masked_fill(beyond_BXK, S).sort(-1).values
+    found = found.masked_fill(found == S, 0)
+    return torch.nn.functional.pad(found, (0, budget.rows - found.shape[-1]))
+
+
+class RowSets:
+    """The sets of a batch. Everything lies on the device and is updated in place.
+
+    Args:
+        budget: see `ReadBudget`.
+        batch: sequences.
+        n_sets: sets of each.
+        device: of the sets.
+    """
+
+    def __init__(self, budget: ReadBudget, batch: int, n_sets: int, device: torch.device) -> None:
+        self.budget = budget
+        self.idx_BXK = torch.zeros(batch, n_sets, budget.rows, dtype=torch.int64, device=device)
+        """Chosen rows, the first `n_B` of each set, ascending."""
+        self.n_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.since_B = torch.zeros_like(self.n_B)
+        """Rows that were committed when the sets were chosen; rows from here on are read in any case."""
+        self.due_B = torch.ones_like(self.n_B, dtype=torch.bool)
+        """Sequences whose sets are chosen at this step."""
+        self._until_B = torch.zeros_like(self.n_B)
+
+    def open(self, len_B: Tensor) -> None:
+        """A step over `len_B` committed rows begins."""
+        self.due_B.copy_(len_B >= self._until_B)
+        self.since_B.copy_(torch.where(self.due_B, len_B, self.since_B))
+        self._until_B.copy_(self.since_B + self.budget.every)
+        self.n_B.copy_(self.since_B.clamp(max=self.budget.rows))
+
+    def put(self, scores_BXS: Tensor, sets: slice = slice(None)) -> None:
+        """Choose some of the sets, in sequences that are due.
+
+        Args:
+            scores_BXS: see `choose_rows`.
+            sets: which sets these are.
+
+        Raises:
+            ConfigError: scores of another number of sequences or sets.
+        """
+        own = self.idx_BXK[:, sets]
+        if scores_BXS.shape[:2] != own.shape[:2]:
+            raise ConfigError(
+                f"scores of [sequences, sets] = {list(scores_BXS.shape[:2])}; allowed: {list(own.shape[:2])}"
+            )
+        found = choose_rows(scores_BXS, self.since_B, self.budget)
+        own.copy_(torch.where(self.due_B[:, None, None], found, own))
+
+    def limit(self, len_B: Tensor) -> Tensor:
+        """Rows of each sequence that may be committed before the next choice."""
+        return (self._until_B - len_B).clamp(min=1)
+
+    def rows(self, sets_G: Tensor, slots: int, new_rows: int) -> Tensor:
+        """Slots that a step reads: of each set's rows, then of all rows since, new ones included.
+
+        Args:
+            sets_G: the set that each KV head reads, int64.
+            slots: slots of a sequence; those beyond are not named.
+            new_rows: T.
+
+        Returns:
+            rows_BGJ, int64; of a sequence the first `n_B + len_B - since_B + T` count.
+        """
+        J = self.budget.rows + self.budget.every - 1 + new_rows
+        at_J = torch.arange(J, device=self.n_B.device)
+        near_BJ = self.since_B[:, None] + at_J - self.n_B[:, None]
+        chosen_BGJ = torch.nn.functional.pad(self.idx_BXK[:, sets_G], (0, J - self.budget.rows))
+        inside_BJ = at_J < self.n_B[:, None]
+        return torch.where(inside_BJ[:, None], chosen_BGJ, near_BJ[:, None]).clamp(0, slots - 1)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What steps read and write."""
+        return self.idx_BXK, self.n_B, self.since_B, self.due_B, self._until_B
+
+    def bytes(self) -> int:
+        """Bytes of the sets."""
+        return sum(tensor.nbytes for tensor in self.tensors())

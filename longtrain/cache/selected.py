@@ -1,0 +1,155 @@
+"""A cache that holds every row and reads, while decoding, those that were chosen.
+
+Shapes: L layers, B batch, T new rows, S slots, X sets, H query heads, G KV heads, D head dim, J rows read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.base import KernelMask, KVCache, Mask, PrefixOnly
+from longtrain.cache.dense import DenseCache
+from longtrain.cache.row_sets import ReadBudget, RowSets
+from longtrain.errors import ConfigError, refusal
+from longtrain.kernels.tree_attention import tree_attention
+
+LayerScores: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q_BHTD of the step's rows, root first, k_BGSD of all slots, len_B) -> scores_BGS of those slots."""
+
+
+class SelectedCache(KVCache):
+    """Until `begin` it is `store`; from then on a step reads the sets of `row_sets`, chosen as it starts.
+
+    Rows are never dropped, so those of generated tokens can be chosen like those of the prompt. A draft that
+    reads the prefix alone (`PrefixOnly`) reads all of it. Where every sequence fits the budget, steps are
+    those of `store`, bit by bit.
+
+    Args:
+        store: holds the rows, none before position 0.
+    """
+
+    def __init__(self, store: DenseCache) -> None:
+        self.store = store
+        self.len_B = store.len_B
+        self.row_sets: RowSets | None = None
+        self._table_LG: Tensor | None = None
+        self._ask: LayerScores | None = None
+        self._masks = KernelMask()
+        self._dense = False
+
+    def begin(self, budget: ReadBudget, *, table_LG: Tensor | None, ask: LayerScores | None = None) -> None:
+        """Decode sparsely from now on.
+
+        Args:
+            budget: see `ReadBudget`.
+            table_LG: the set that each KV head of each layer reads, numbered from 0, int64; None: each has
+                its own, and `ask` scores its rows.
+            ask: called in every layer of a step whose sets were not chosen before it.
+
+        Raises:
+            ConfigError: a table of another shape, or a layer that there is not.
+        """
+        L, B, G, _, _ = self.store.k_LBGSD.shape
+        if table_LG is None:
+            table_LG = torch.arange(L * G).view(L, G)
+        if table_LG.shape != (L, G) or int(table_LG.min()) < 0:
+            raise refusal(
+                ConfigError,
+                f"a table of sets {list(table_LG.shape)} with numbers from {int(table_LG.min())}",
+                f"{[L, G]} (layers, KV heads), numbers from 0",
+            )
+        if any(layer >= L for layer in budget.dense_layers):
+            raise refusal(ConfigError, f"select.dense_layers={list(budget.dense_layers)}", f"0..{L - 1}")
+        device = self.store.k_LBGSD.device
+        self._table_LG, self._ask = table_LG.to(device), ask
+        self.row_sets = RowSets(budget, B, 1 + int(table_LG.max()), device)
+
+    def choose(self, scores_BXS: Tensor | None) -> None:
+        """Before every step: choose what it reads where that is due.
+
+        Args:
+            scores_BXS: of every set, see `choose_rows`, of `used` slots or more; None: `ask` is asked in each
+                layer.
+
+        Raises:
+            ConfigError: scores of fewer slots, or of another number of sets.
+        """
+        assert self.row_sets is not None, "begin() comes first"
+        self.row_sets.open(self.len_B)
+        if scores_BXS is None:
+            return
+        if scores_BXS.shape[-1] < self.used:
+            scored = scores_BXS.shape[-1]
+            raise refusal(ConfigError, f"scores of {scored} rows", f"those of all {self.used} in the cache")
+        self.row_sets.put(scores_BXS)
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Within the block steps read everything and nobody is asked."""
+        before, self._dense = self._dense, True
+        try:
+            yield
+        finally:
+            self._dense = before
+
+    def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See `DenseCache`."""
+        self.store.write(layer, k_BGTD, v_BGTD)
+
+    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Attention over the chosen rows, those that were committed since, and the new ones."""
+        sets, G = self.row_sets, self.store.k_LBGSD.shape[2]
+        if sets is None or self._dense or isinstance(mask, PrefixOnly):
+            return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
+        if self._ask is not None:
+            scores_BGS = self._ask(layer, q_BHTD, self.keys(layer), self.len_B)
+            sets.put(scores_BGS, slice(layer * G, (layer + 1) * G))
+        if layer in sets.budget.dense_layers or self.used <= sets.budget.rows:
+            return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
+        k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
+        count_B = sets.n_B + self.len_B - sets.since_B
+        return tree_attention(q_BHTD, k_BGJD, v_BGJD, count_B, self._masks.of(mask), scale=scale)
+
+    @property
+    def used(self) -> int:
+        """Slots that may hold committed rows, as far as the host knows."""
+        return self.store.used
+
+    def keys(self, layer: int) -> Tensor:
+        """A layer's keys as k_BGSD, in the `used` slots; those from `len_B` on mean nothing."""
+        return self.store.k_LBGSD[layer, :, :, : self.used]
+
+    def chosen(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
+        """K and V of the rows that a step of `new_rows` reads, each [B, G, J, D] (`RowSets.rows`)."""
+        assert self.row_sets is not None and self._table_LG is not None
+        store = self.store
+        rows_BGJ = self.row_sets.rows(self._table_LG[layer], store.capacity, new_rows)
+        index = rows_BGJ[..., None].expand(-1, -1, -1, store.k_LBGSD.shape[-1])
+        return store.k_LBGSD[layer].gather(2, index), store.v_LBGSD[layer].gather(2, index)
+
+    def expect(self, n_B: Tensor | None) -> None:
+        """See `KVCache`."""
+        self.store.expect(n_B)
+
+    def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
+        """See `KVCache`."""
+        self.store.commit(path_BP, n_B)
+        self.len_B = self.store.len_B
+        self._masks.forget()
+
+    def commit_limit(self) -> Tensor | None:
+        """Rows up to the position at which plain decoding would choose anew."""
+        return None if self.row_sets is None else self.row_sets.limit(self.len_B)
+
+    def rows_left(self) -> int:
+        """See `KVCache`."""
+        return self.store.rows_left()
+
+    def bytes(self) -> int:
+        """Bytes of all rows, and of the sets."""
+        return self.store.bytes() + (0 if self.row_sets is None else self.row_sets.bytes())
