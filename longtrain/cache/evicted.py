@@ -65,6 +65,7 @@ class EvictedCache(KVCache):
         self, tail: DenseCache, prefixes: list[Prefix] | None, lengths: Sequence[int], n_LBG: Tensor
     ) -> None:
         self.tail, self.prefixes, self.n_LBG = tail, prefixes, n_LBG
+        self.lengths = tuple(lengths)
         self._start_B = torch.tensor(lengths).to(tail.len_B.device, non_blocking=True)
         self.len_B = self._start_B + tail.len_B
 
@@ -97,6 +98,18 @@ class EvictedCache(KVCache):
         """See `KVCache`."""
         self.tail.commit(path_BP, n_B)
         self.len_B = self._start_B + self.tail.len_B
+
+    def old_positions(self, n: int) -> int:
+        """See `KVCache`: those of the prompt, whose kept rows are there."""
+        return self.lengths[0]
+
+    def old_rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVCache`: the kept rows."""
+        if self.prefixes is None:
+            k_GKD, v_GKD = (x[layer, 0, :, : self.tail.base] for x in (self.tail.k_LBGSD, self.tail.v_LBGSD))
+            return list(zip(k_GKD, v_GKD, strict=True))
+        prefix, counts = self.prefixes[layer], self.n_LBG[layer, 0].tolist()
+        return list(zip(prefix.k_ND.split(counts), prefix.v_ND.split(counts), strict=True))
 
     def rows_left(self) -> int:
         """See `KVCache`."""

@@ -17,6 +17,7 @@ from longtrain.kernels.fused_layer import Slots, move_rows, write_rows
 from longtrain.kernels.hierarchical.attention import MAX_ROWS, hier_attention
 from longtrain.kernels.hierarchical.layout import BLOCK, RING, Lens, Split, check_shape, new_planes, new_ring
 from longtrain.kernels.hierarchical.quantise import LARGEST, flush_blocks, quantise_blocks, unsound
+from longtrain.kernels.hierarchical.reference import dequantise
 
 _SLACK = BLOCK
 """How far the host's bound on lengths may drift above the truth before a device sync makes it exact again."""
@@ -53,6 +54,9 @@ class HierarchicalCache(KVCache):
         flushes at length 128 (n + 2); a step that verifies past it would read old keys at full precision
         where plain decoding reads them quantised, which `strict` forbids.
     """
+
+    bits = 8
+    """At which the target reads quantised tokens."""
 
     def __init__(
         self,
@@ -145,13 +149,13 @@ class HierarchicalCache(KVCache):
         return self.tail(layer, rows, at=0)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """The target's view: quantised tokens at 8 bits. A prompt's rows see each other as they are.
+        """The target's view: quantised tokens at `bits`. A prompt's rows see each other as they are.
 
         Raises:
             ConflictError: the rows of a prompt are not causal.
         """
         if self._own is None:
-            return self.look(layer, q_BHTD, self.len_B, mask=mask, bits=8, scale=scale)
+            return self.look(layer, q_BHTD, self.len_B, mask=mask, bits=self.bits, scale=scale)
         if not isinstance(mask, Causal):
             raise ConflictError(
                 f"a hierarchical cache reads a prompt causally, not under {type(mask).__name__}; commit the "
@@ -188,6 +192,15 @@ class HierarchicalCache(KVCache):
     def step_limit(self) -> int:
         """Rows that the kernel takes."""
         return MAX_ROWS
+
+    def old_positions(self, n: int) -> int:
+        """See `KVCache`: the blocks that are quantised by then."""
+        return max(n // BLOCK - 1, 0) * BLOCK
+
+    def old_rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVCache`: what the quantised blocks are read as, in the dtype of recent tokens."""
+        k_BGSD, v_BGSD = (x.to(self.ring.k.dtype) for x in dequantise(self.planes.layer(layer), self.bits))
+        return list(zip(k_BGSD[0], v_BGSD[0], strict=True))
 
     def rows_left(self) -> int:
         """See `KVCache`."""

@@ -63,11 +63,7 @@ class Rounding:
 class UpperHalfCache(HierarchicalCache):
     """A hierarchical cache whose target reads quantised tokens at 4 bits, as its draft does."""
 
-    def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
-        """See `HierarchicalCache.attend`; a prompt's rows still see each other as they are."""
-        if self._own is not None:
-            return super().attend(layer, q_BHTD, mask=mask, scale=scale)
-        return self.look(layer, q_BHTD, self.len_B, mask=mask, bits=4, scale=scale)
+    bits = 4
 
 
 class RoundedCache(DenseCache):
@@ -110,6 +106,14 @@ class RoundedCache(DenseCache):
                 for rows, axis in ((self.k_LBGSD, self.rounding.keys), (self.v_LBGSD, self.rounding.values)):
                     rows[layer, b, :, at] = rounded(rows[layer, b, :, at], axis, self.rounding)
         self.blocks_B = self.blocks_B + due_B
+
+    def old_positions(self, n: int) -> int:
+        """See `KVCache`: the blocks that are rounded by then."""
+        return max(n // BLOCK - 1, 0) * BLOCK
+
+    def old_rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVCache`; the rows beyond the rounded ones are never asked for."""
+        return list(zip(self.k_LBGSD[layer, 0], self.v_LBGSD[layer, 0], strict=True))
 
     def commit_limit(self) -> Tensor:
         """Rows up to the point at which plain decoding would round a block."""

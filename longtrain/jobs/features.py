@@ -98,10 +98,15 @@ class Stored:
 
         Raises:
             ConfigError: the law's likeliest tokens are stored, and the objective reads hidden states; or it
-                asks the target, whose layers are not loaded.
+                asks the target, whose layers are not loaded; or documents are read in views.
         """
         if self.shards is None:
             return
+        if objective.in_views:
+            raise ConfigError(
+                "method.views has the target read documents on other caches than the full one, and stored "
+                "features are those of the full cache; pass features=online or method.views=[full]"
+            )
         top_k = self.target.form.top_k
         if top_k and not objective.reads_top_law:
             raise ConfigError(

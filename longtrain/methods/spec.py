@@ -58,6 +58,9 @@ class Objective(nn.Module):
     asks_target: bool = False
     """Whether it also measures the target itself while it trains, which stored features cannot stand for."""
 
+    in_views: bool = False
+    """Whether documents are read on evicted or quantised caches, of which stored features know nothing."""
+
     lr_multipliers: Mapping[str, float] = {}
     """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
 

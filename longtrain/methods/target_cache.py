@@ -1,4 +1,4 @@
-"""The cache of the target beside a draft that needs no training: the plain one or QuantSpec's. No torch."""
+"""The target's cache by a name: any, or plain or QuantSpec's beside a draft without training. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from longtrain.methods.quantspec.config import Config
 from longtrain.settings import OneOf
 
 if TYPE_CHECKING:
+    from longtrain.cache.named import NewCache
     from longtrain.decoding.roles import Parts
+    from longtrain.methods.named import Named
     from longtrain.targets.model import Target
 
 TargetCache = Annotated[str, OneOf("plain", "hierarchical")]
@@ -33,3 +35,24 @@ def cache_law(config: Any) -> dict[str, Any] | None:
     assert SPEC.cache_law is not None
     own = SPEC.cache_law(Config(draft=False)) if config.cache == "hierarchical" else None
     return own and {"name": SPEC.name, **own}
+
+
+def named_cache(cache: Named, target: Target) -> NewCache:
+    """Makes empty caches of a name, of a target's shape.
+
+    Raises:
+        ConfigError: no such cache or option, or a value that is not allowed.
+    """
+    from longtrain.cache.named import cache_maker
+
+    info = target.info
+    return cache_maker(
+        cache.name,
+        cache.options,
+        n_layers=info.n_layers,
+        n_heads=info.n_heads,
+        n_kv_heads=info.n_kv_heads,
+        head_dim=info.head_dim,
+        device=target.device,
+        dtype=target.dtype,
+    )

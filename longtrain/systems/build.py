@@ -12,12 +12,14 @@ import torch
 
 from longtrain import methods
 from longtrain.artifact import Artifact
-from longtrain.cache.named import cache_maker, options_of
+from longtrain.cache.named import options_of
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.methods import policies
+from longtrain.methods.named import Named, in_words
+from longtrain.methods.target_cache import named_cache
 from longtrain.settings import wrong
 from longtrain.systems.system import (
     ARTIFACT,
@@ -31,10 +33,8 @@ from longtrain.systems.system import (
     POLICY,
     Entry,
     Json,
-    Named,
     System,
     budget_label,
-    in_words,
     parse_all,
     shape_name,
     without_draft,
@@ -195,7 +195,7 @@ class Builder:
             evictor = _policy_maker(policy)(self._budgets(policy.words)[0])
             parts.append(Parts(evictor=evictor, name=policy.words))
         if entry.cache is not None:
-            parts.append(self._cache(entry.cache))
+            parts.append(Parts(cache=named_cache(entry.cache, self.target), name=entry.cache.words))
         return Parts().merge(*parts)
 
     def _facts(self, entry: Entry, loaded: Sequence[Artifact]) -> tuple[Json, str | None]:
@@ -291,21 +291,6 @@ class Builder:
         usual = vars(spec.config())
         changed = {option: value for option, value in vars(config).items() if value != usual[option]}
         return self._attached[key], facts, in_words(name, changed)
-
-    def _cache(self, cache: Named) -> Parts:
-        """A named cache, as an engine takes it."""
-        info, target = self.target.info, self.target
-        make = cache_maker(
-            cache.name,
-            cache.options,
-            n_layers=info.n_layers,
-            n_heads=info.n_heads,
-            n_kv_heads=info.n_kv_heads,
-            head_dim=info.head_dim,
-            device=target.device,
-            dtype=target.dtype,
-        )
-        return Parts(cache=make, name=cache.words)
 
     def _check_options(self, entry: Entry, loaded: Sequence[Artifact]) -> None:
         names = [one.method for one in loaded] + ([entry.method.name] if entry.method else [])

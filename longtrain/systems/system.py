@@ -17,6 +17,7 @@ from longtrain.decoding.engine import PLAIN
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
+from longtrain.methods.named import Named, in_words, named
 from longtrain.methods.policies import POLICIES
 from longtrain.settings import Count, Counts, Share, Text, convert, read, wrong
 
@@ -35,24 +36,6 @@ _EVERYWHERE: dict[str, Any] = {
     "acceptance": Share,
 }
 """Keys of every entry -> what each may be."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A policy, method or cache with the options that were typed, and a policy's own label."""
-
-    name: str
-    options: Json = field(default_factory=dict)
-    label: str | None = None
-
-    @property
-    def words(self) -> str:
-        """`quantspec draft=false`, or of a policy `adakv(snapkv) window=8`."""
-        if self.name not in POLICIES:
-            return in_words(self.name, self.options)
-        over = f"({self.options['over']})" if "over" in self.options else ""
-        words = [f"{key}={value}" for key, value in self.options.items() if key != "over"]
-        return self.label or " ".join([f"{self.name}{over}", *words])
 
 
 @dataclass(frozen=True)
@@ -131,7 +114,7 @@ def parse(value: Any) -> Entry:
         return Entry(**_bare(rest), **common)
     listed = rest.pop("artifact", None)
     artifacts = listed if isinstance(listed, list | tuple) else [listed] if listed else []
-    parts: Json = {key: _named(key, rest.pop(key, None)) for key in PARTS[1:]}
+    parts: Json = {key: named(key, rest.pop(key, None), KEY) for key in PARTS[1:]}
     return Entry(artifacts=tuple(map(str, artifacts)), options=rest, **parts, **common)
 
 
@@ -146,14 +129,6 @@ def parse_all(values: Any) -> list[Entry]:
     return [parse(value) for value in values]
 
 
-def in_words(name: str, options: Mapping[str, Any]) -> str:
-    """`lookaheadkv adaptive=heads`."""
-    shown = {True: "true", False: "false", None: "null"}
-    return " ".join(
-        [name, *(f"{k}={shown.get(v, v) if isinstance(v, bool | None) else v}" for k, v in options.items())]
-    )
-
-
 def _bare(rest: Json) -> Json:
     """What `NAME` or `{name: NAME, option: value}` stands for."""
     name = str(rest.pop("name"))
@@ -165,19 +140,6 @@ def _bare(rest: Json) -> Json:
         f"{KEY} has {name}: unknown eviction policy '{name}'; known: {', '.join(POLICIES)}; methods: "
         f"{', '.join(methods.names())}; other entries: {ALLOWED}"
     )
-
-
-def _named(key: str, value: Any) -> Named | None:
-    """`NAME` or `{name: NAME, option: value}`."""
-    if value is None:
-        return None
-    if isinstance(value, Mapping) and "name" in value:
-        options = dict(value)
-        name, label = str(options.pop("name")), options.pop("label", None) if key == "policy" else None
-        return Named(name, options, label)
-    if not isinstance(value, str):
-        raise wrong(f"{KEY}: {key}", value, "NAME or {name: NAME, option: value}")
-    return Named(value)
 
 
 EVICTOR, DRAFT = "evictor", "draft"

@@ -25,7 +25,8 @@ class Labels:
 
     Args:
         token_Y: the labels' places in the packed row, ascending, int64.
-        start_Y: where the document of each label begins.
+        start_Y: the first row that may predict each label: where its document begins, or where the target
+            begins to read it in a view.
         depths: J.
         ranges: (start, stop) of rows whose activations exist at once; each begins and ends with a row that
             some label is predicted from.
@@ -49,7 +50,14 @@ class Labels:
         return token_W, torch.where((row_JW >= first_W) & (row_JW < stop), row_JW - start, NONE)
 
 
-def labels_of(mask_T: Tensor, bounds: Sequence[int], *, depths: int, chunk_tokens: int) -> Labels:
+def labels_of(
+    mask_T: Tensor,
+    bounds: Sequence[int],
+    *,
+    depths: int,
+    chunk_tokens: int,
+    cuts: Sequence[int] = (),
+) -> Labels:
     """Find what is learned of a packed row.
 
     Args:
@@ -57,10 +65,14 @@ def labels_of(mask_T: Tensor, bounds: Sequence[int], *, depths: int, chunk_token
         bounds: document bounds.
         depths: J.
         chunk_tokens: most rows of a range; 0: one range.
+        cuts: the first rows that are read in a view, of documents that are. A draft of the row before knows
+            the root that stands there; rows further back belong to the full cache, and predict no label whose
+            law follows from the view.
     """
     token_Y = mask_T.nonzero()[:, 0]
-    edges = torch.tensor(bounds)
-    start_Y = edges[torch.searchsorted(edges, token_Y, right=True) - 1]
+    firsts = sorted([(edge, edge) for edge in bounds] + [(cut + 1, cut - 1) for cut in cuts])
+    edges, starts = torch.tensor(firsts).T.contiguous()
+    start_Y = starts[torch.searchsorted(edges, token_Y, right=True) - 1]
     row_JY = token_Y - 2 - torch.arange(depths)[:, None]
     wanted_T = torch.zeros(len(mask_T), dtype=torch.bool)
     wanted_T[row_JY[row_JY >= start_Y]] = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from longtrain.errors import ConfigError
+from longtrain.methods.views import FULL, views_of
 
 
 @dataclass
@@ -25,6 +27,8 @@ class Config:
     offset_max_doc_tokens: int = 0  # longer documents keep vanilla positions; 0: all documents are offset
     guard_every: int = 64  # one training micro-batch in N, on average (by its seed), checks the target's own
     # loss under offsets; 0: never
+    views: list[Any] = field(default_factory=lambda: [FULL])  # of the target's cache, one drawn for each
+    # document: full, {policy: snapkv, budget: 0.2}, {cache: int4}; repeat one and it is drawn more often
     objective: str = "kl"  # kl: to the target's whole distribution; ce: to the data's tokens (the paper's)
     head_bits: int = (
         16  # of the target's LM head when drafting: 16, or 4 for a copy in 4 bits, read in a third
@@ -54,3 +58,4 @@ class Config:
                 f"method.shift_weights={weights}; allowed: [], or method.max_depth={self.max_depth} weights, "
                 "none negative and not all 0"
             )
+        views_of(self.views)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from longtrain.kernels.attention.packed import packed_attention
 from longtrain.layers import GroupedQuery, RMSNorm, Rope, SwiGLU
+from longtrain.methods.longspec.spans import span_attention
 
 if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.indices import Chunk
+    from longtrain.methods.longspec.spans import Kept
     from longtrain.targets.info import TargetInfo
 
 
@@ -69,7 +71,12 @@ class LongSpecDraft(nn.Module):
         self.register_load_state_dict_post_hook(_loaded)
 
     def forward(
-        self, embed_RE: Tensor, rope_RD: Rope, target_kv: tuple[Tensor, Tensor] | None, chunk: Chunk
+        self,
+        embed_RE: Tensor,
+        rope_RD: Rope,
+        target_kv: tuple[Tensor, Tensor] | None,
+        chunk: Chunk,
+        kept: Kept | None = None,
     ) -> Tensor:
         """The LM head's input for the rows of a chunk of one packed row.
 
@@ -78,6 +85,7 @@ class LongSpecDraft(nn.Module):
             rope_RD: the target's cos and sin at those rows' positions.
             target_kv: K (post-RoPE) and V of the whole packed row, each [S, G, D]; None if nothing reads it.
             chunk: which keys each row sees.
+            kept: what the target's cache kept of documents that were read in a view.
 
         Returns: hidden_QE of rows `chunk.start..chunk.stop`.
         """
@@ -98,8 +106,8 @@ class LongSpecDraft(nn.Module):
         )
 
         def read(q_QHD: Tensor) -> Tensor:
-            k_SGD, v_SGD = (_joined(part, chunk).to(q_QHD.dtype) for part in target_kv or ())
-            return packed_attention(q_QHD, k_SGD, v_SGD, chunk.queries, chunk.cross_k, scale=self.scale)
+            assert target_kv is not None
+            return span_attention(q_QHD, target_kv, kept or {}, chunk, scale=self.scale)
 
         return self.after_own(embed_QE, mixed_QHD, rope_QD, read)
 
@@ -120,12 +128,6 @@ class LongSpecDraft(nn.Module):
             h = h + self.cross_attn.output(read(query))
         h = h + self.mlp(self.post_cross_attention_layernorm(h))
         return h if self.norm is None else self.norm(h)
-
-
-def _joined(kv_SGD: Tensor, chunk: Chunk) -> Tensor:
-    """The spans of a chunk one after another; one span (a long document) is not copied."""
-    parts = [kv_SGD[a:b] for a, b in chunk.spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _loaded(module: nn.Module, _incompatible: object) -> None:
