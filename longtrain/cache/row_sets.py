@@ -130,8 +130,9 @@ class RowSets:
         own.copy_(torch.where(self.due_B[:, None, None], found, own))
 
     def limit(self, len_B: Tensor) -> Tensor:
-        """Rows of each sequence that may be committed before the next choice."""
-        return (self._until_B - len_B).clamp(min=1)
+        """Rows of each sequence that may be committed before a choice other than that of the coming step."""
+        left_B = self._until_B - len_B
+        return left_B.where(left_B > 0, self.budget.every)
 
     def rows(self, sets_G: Tensor, slots: int, new_rows: int) -> Tensor:
         """Slots that a step reads: of each set's rows, then of all rows since, new ones included.

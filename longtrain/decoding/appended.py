@@ -6,12 +6,16 @@ Shapes: B batch, T rows after each prompt, C rows of a step, H heads, D head dim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
+from longtrain.decoding.retrieval.selector import Selector, choose
+from longtrain.decoding.roles import Parts, Verdict
+from longtrain.decoding.tree import chain
 from longtrain.targets.attention import Watch
 from longtrain.targets.step import Rows, TargetStep, Want
 
@@ -73,6 +77,39 @@ def read_after(
     if seen:
         seen.show()
     return TargetStep(logits_B1V, {layer: state[:, :T] for layer, state in states.items()}), forwards
+
+
+def given_step(
+    target: Target,
+    cache: KVCache,
+    rows: Rows,
+    *,
+    want: Want,
+    selector: Selector | None = None,
+) -> TargetStep:
+    """A step over tokens of a text that is given, not decoded; its valid rows are committed.
+
+    Args:
+        target: the frozen model.
+        cache: committed.
+        rows: token ids, no more of a sequence than `cache.commit_limit()` says.
+        want: what comes back.
+        selector: says what the step reads, as in decoding; it was started.
+    """
+    assert rows.ids_BT is not None
+    ids_BT, n_B = rows.ids_BT, rows.n_B
+    if n_B is None:
+        n_B = torch.full_like(cache.len_B, ids_BT.shape[1])
+    if selector is not None:
+        choose(selector, ids_BT[:, 0])
+        hidden = (*want.hidden, *Parts(selector=selector).hidden())
+        want = replace(want, hidden=tuple(sorted({*hidden})))
+    step = target.forward(rows, cache, want=want)
+    cache.commit(None, n_B)
+    if selector is not None:
+        path_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        selector.observe(chain(ids_BT), Verdict(path_BT, n_B, ids_BT[:, -1]), step)
+    return step
 
 
 class WatchBuffer:

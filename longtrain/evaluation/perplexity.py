@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 
+from longtrain.decoding.appended import given_step
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import Prefilled, pad, prefill
+from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
 from longtrain.targets.step import Rows, Want
@@ -101,7 +103,8 @@ def measure(
 
     Args:
         target: the frozen model.
-        parts: its evictor drops rows of the contexts, its cache holds them; a draft has no part in this.
+        parts: its evictor drops rows of the contexts, its cache holds them, its selector says what is read of
+            them; a draft has no part in this.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
         rows: see `foretold`.
@@ -114,7 +117,7 @@ def measure(
     read = read_contexts(target, parts, contexts, scored=scored)
     nats, divergence = ([0.0] * len(scored) for _ in range(2))
     likeliest, agreed = ([0] * len(scored) for _ in range(2))
-    for row, at, logits_TV in foretold(target, read, scored, rows=rows):
+    for row, at, logits_TV in foretold(target, read, scored, rows=rows, selector=parts.selector):
         here = slice(at, at + len(logits_TV))
         wanted_T = torch.tensor(scored[row][here], device=logits_TV.device)
         nats[row] += float(cross_entropy(logits_TV, wanted_T, reduction="none").double().sum())
@@ -168,7 +171,7 @@ def read_contexts(
 
     Args:
         target: the frozen model.
-        parts: evictor and cache.
+        parts: evictor, cache, and a selector, which is started.
         contexts: token ids, at least one each.
         scored: the tokens after each, at least one.
 
@@ -186,19 +189,28 @@ def read_contexts(
     if min(map(len, contexts)) < 1 or min(counts) < 1:
         raise ConfigError("a window without context or without tokens to score; give at least one of each")
     engine = Engine(target, parts)  # checks that the parts go together
-    return prefill(
+    read = prefill(
         target,
-        engine.parts.cache or target.new_cache,
+        engine.new_cache,
         contexts,
         max_new_tokens=max(counts),
         nodes=1,
+        hidden=engine.parts.hidden(drafts=False),
         evictor=engine.parts.evictor,
     )
+    if engine.parts.selector is not None:
+        engine.parts.selector.start(read.tokens_BS, read.n_B, read.step, read.cache)
+    return read
 
 
 @torch.no_grad()
 def foretold(
-    target: Target, read: Prefilled, scored: Sequence[Sequence[int]], *, rows: int = ROWS
+    target: Target,
+    read: Prefilled,
+    scored: Sequence[Sequence[int]],
+    *,
+    rows: int = ROWS,
+    selector: Selector | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """The target's logits for each token after the contexts, which are told the text itself, not samples.
 
@@ -211,6 +223,7 @@ def foretold(
         read: the contexts (`read_contexts`); their cache is written on.
         scored: the tokens after each.
         rows: tokens given to the target at once, or fewer where the cache takes no more.
+        selector: says what each step reads; that of the contexts.
 
     Yields:
         Number of a window, number of the first of its scored tokens, and logits_TV in fp32 (fp64 for fp64)
@@ -230,8 +243,8 @@ def foretold(
         step_T = torch.arange(int(m_B.max()), device=target.device)
         from_BT = (at_B[:, None] + step_T).clamp(max=targets_BT.shape[1] - 1)
         ids_BT, pos_BT = targets_BT.gather(1, from_BT), (read.n_B + at_B)[:, None] + step_T
-        step = target.forward(Rows(pos_BT, ids_BT, n_B=m_B), read.cache, want=Want("none", hidden=(-1,)))
-        read.cache.commit(None, m_B)
+        given, want = Rows(pos_BT, ids_BT, n_B=m_B), Want("none", hidden=(-1,))
+        step = given_step(target, read.cache, given, want=want, selector=selector)
         for row, (at, count) in enumerate(zip(at_B.tolist(), m_B.tolist(), strict=True)):
             if count:
                 yield row, at + 1, target.head(step.hidden[-1][row, :count]).to(wide)

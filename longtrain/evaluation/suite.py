@@ -10,7 +10,7 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.ledger import Ledger
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.task import Measured, Task
-from longtrain.systems import DRAFT, EVICTOR, Builder, System
+from longtrain.systems import DRAFT, EVICTOR, SELECTOR, Builder, System
 
 Json = dict[str, Any]
 Advance = Callable[[str, int], None]
@@ -130,7 +130,7 @@ class Suite:
         notes: what is to be said of every result, and leaves the title as it is.
         cuts: whether the benchmark itself cuts prompts that are too long; else a cut prompt is a departure.
         marker: marks what was generated; None where tasks score themselves.
-        needs: roles that a system may bring: an evictor, a draft, or both.
+        needs: roles that a system may bring: an evictor, a draft, a selector, or some of them.
         settings: further JSON values of the suite to be hashed.
         figures: what is reported beside the score.
         full_cache: whether the target is run with its full cache and without a draft too.
@@ -149,7 +149,7 @@ class Suite:
     notes: Sequence[str] = ()
     cuts: bool = False
     marker: Marker | None = None
-    needs: frozenset[str] = frozenset({EVICTOR, DRAFT})
+    needs: frozenset[str] = frozenset({EVICTOR, DRAFT, SELECTOR})
     settings: Json = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
     full_cache: bool = True

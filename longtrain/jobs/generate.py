@@ -148,14 +148,15 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
 
     tokens = convert(cfg.evict.get("budget_tokens"), int | None, "evict.budget_tokens")
     ratio = convert(cfg.evict.get("budget_ratio"), float | None, "evict.budget_ratio")
-    taken = {key for artifact in artifacts for key in methods.get(artifact.method).inference_keys}
+    names = [artifact.method for artifact in artifacts] + ([entry.method.name] if entry.method else [])
+    taken = {key for name in names for key in methods.get(name).inference_keys}
     evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
     budgets = [Budget(tokens, ratio)] if evicts else []
     parts = Builder(target, budgets=budgets, shapes=(), load=Artifact.load).parts(entry, artifacts)
-    if parts.evictor is None and (tokens, ratio) != (None, None):
+    if parts.evictor is parts.selector is None and (tokens, ratio) != (None, None):
         raise ConfigError(
-            f"an eviction budget of {ratio if tokens is None else tokens} and nothing that evicts; pass "
-            "evict=snapkv, say, or an eviction artifact"
+            f"an eviction budget of {ratio if tokens is None else tokens} and nothing that evicts or "
+            "selects; pass evict=snapkv, say, or an eviction artifact"
         )
     if not taken.issuperset(entry.options):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from longtrain.systems.system import (
     FULL_CACHE,
     KEY,
     POLICY,
+    SELECTOR,
     Entry,
     Json,
     System,
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 MakeEvictor = Callable[[Budget], Evictor]
-ROLES = frozenset({EVICTOR, DRAFT})
+ROLES = frozenset({EVICTOR, DRAFT, SELECTOR})
 
 
 def _argmax_shape(widths: Sequence[int]) -> TreeShape:
@@ -136,7 +138,7 @@ class Builder:
             timed: see `System`.
         """
         plain = System(name, kind, name, parts=Parts(name=name), facts=facts, timed=timed)
-        return list(self._at_budgets(plain, make))
+        return list(self._at_budgets(plain, EVICTOR, partial(_made, make)))
 
     def _plain_of(self, system: System, systems: Sequence[System]) -> str | None:
         same = self.greedy or system.shape.law is Law.POINT
@@ -156,13 +158,13 @@ class Builder:
     def _combined(self, entry: Entry, roles: Collection[str], taker: str) -> Iterator[System]:
         """Artifacts, a method, a policy and a cache, or some of these, as one system.
 
-        It is made at every budget if something evicts, and with every shape if something drafts.
+        It is made at every budget if something evicts or selects, and with every shape if something drafts.
         """
         loaded = [self.load(one) for one in entry.artifacts]
         self._check_options(entry, loaded)
         whole, (facts, words) = self.parts(entry, loaded), self._facts(entry, loaded)
         family = entry.called(method=words)
-        for role, part in ((DRAFT, whole.draft), (EVICTOR, whole.evictor)):
+        for role, part in ((DRAFT, whole.draft), (EVICTOR, whole.evictor), (SELECTOR, whole.selector)):
             if part is not None:
                 check_role(family, role, roles, taker, method=facts.get("method", {}))
         count = len(loaded) + sum(one is not None for one in (entry.method, entry.policy, entry.cache))
@@ -170,11 +172,13 @@ class Builder:
         kind = alone if count == 1 else COMBINED
         system = System(family, kind, family, parts=whole, facts=facts, acceptance=entry.acceptance)
         for shaped in self._at_shapes(system, entry):
-            if whole.evictor is None:
+            if whole.selector is not None:
+                yield from self._at_budgets(shaped, SELECTOR, whole.selector.with_budget)
+            elif whole.evictor is None:
                 yield shaped
             else:
                 evict = _policy_maker(entry.policy) if entry.policy else whole.evictor.with_budget  # type: ignore[attr-defined]
-                yield from self._at_budgets(shaped, evict)
+                yield from self._at_budgets(shaped, EVICTOR, partial(_made, evict))
 
     def parts(self, entry: Entry, loaded: Sequence[Artifact]) -> Parts:
         """Draft, evictor and cache of an entry, the evictor with the first budget.
@@ -231,20 +235,22 @@ class Builder:
                 facts["keep"] = shape.keep
             yield replace(system, name=name, family=name, shape=shape, facts=facts)
 
-    def _at_budgets(self, system: System, make: MakeEvictor) -> Iterator[System]:
-        """A system with its evictor at every budget."""
+    def _at_budgets(self, system: System, role: str, make: Callable[[Budget], Any]) -> Iterator[System]:
+        """A system with its evictor or selector at every budget."""
         for budget in self._budgets(system.name):
             yield replace(
                 system,
                 name=f"{system.name}@{budget_label(budget)}",
                 budget=budget_label(budget),
-                parts=replace(system.parts, evictor=_made(make, budget)),
+                parts=replace(system.parts, **{role: make(budget)}),
                 facts={**system.facts, "budget": budget_label(budget)},
             )
 
     def _budgets(self, name: str) -> Sequence[Budget]:
         if not self.budgets:
-            raise ConfigError(f"suite.budgets=[] and {name} evicts; pass e.g. suite.budgets=[64,128]")
+            raise ConfigError(
+                f"suite.budgets=[] and {name} evicts or selects; pass e.g. suite.budgets=[64,128]"
+            )
         return self.budgets
 
     def _artifact(self, artifact: Artifact, options: Json) -> Parts:
@@ -328,7 +334,7 @@ def check_role(
     """Refuse what the taker has no use for; a method without training can perhaps leave it out."""
     if role in roles:
         return
-    what = "a draft" if role == DRAFT else "an evictor"
+    what = {DRAFT: "a draft", EVICTOR: "an evictor", SELECTOR: "a selector"}[role]
     hint = _SERVED[role]
     if method and method.get(role) is True:
         hint = f"its cache alone is {{method: {{name: {method['name']}, {role}: false}}}}; {hint}"
@@ -340,6 +346,7 @@ def check_role(
 
 _SERVED = {
     DRAFT: "a draft is measured where text is generated: suite=speculation, acceptance, longbench, aime24",
+    SELECTOR: "a selector is measured where text is generated: suite=longbench, ruler, needle, speculation",
     EVICTOR: "an evictor is measured by suite=longbench, ruler, needle, perplexity, eviction",
 }
 

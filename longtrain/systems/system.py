@@ -142,7 +142,7 @@ def _bare(rest: Json) -> Json:
     )
 
 
-EVICTOR, DRAFT = "evictor", "draft"
+EVICTOR, DRAFT, SELECTOR = "evictor", "draft", "selector"
 """Roles that a system can bring to whoever runs it."""
 FULL, POLICY, ARTIFACT, COMBINED, CACHE = "full", "policy", "artifact", "combined", "cache"
 BUDGET_KEYS = ("budget_tokens", "budget_ratio")
@@ -157,8 +157,8 @@ class System:
         kind: `full`, `policy`, `artifact` (also a method without training), `combined`, `cache`, or a kind
             that a suite gives to a system of its own.
         family: the name without its budget: systems of a family form one line of a plot.
-        budget: rows kept, as typed: `128` or `10%`; None where nothing is evicted.
-        parts: draft, evictor and cache for an engine.
+        budget: rows kept, or read at each step, as typed: `128` or `10%`; None where that is all of them.
+        parts: draft, evictor, cache and selector for an engine.
         shape: what is drafted each cycle.
         facts: JSON values that its outputs follow from; a ledger with other facts is refused.
         lossless_of: the system with the same cache and no draft, whose texts it must repeat; None where there
@@ -188,6 +188,11 @@ class System:
         """Whether it drops rows of the prompt."""
         return self.parts.evictor is not None
 
+    @property
+    def selects(self) -> bool:
+        """Whether its steps read a part of the rows that it has."""
+        return self.parts.selector is not None
+
 
 FULL_CACHE = System("full", FULL, "full")
 
@@ -206,22 +211,23 @@ def budget_label(budget: Budget) -> str:
 
 
 def without_draft(system: System, systems: Sequence[System]) -> str | None:
-    """The system whose texts a draft must repeat: the same cache, the same evictor and budget, and no draft.
+    """The system whose texts a draft must repeat: the same one without the draft.
 
     None where there is none, or where a cache's own settings allow the texts to differ.
     """
     if not system.drafts:
         return None
     own = system.parts.cache is not None
-    if not system.evicts and not own:
+    if not (system.evicts or system.selects or own):
         return FULL_CACHE.name
     same = [
         other.name
         for other in systems
         if not other.drafts
-        and (other.evicts, other.parts.cache is not None) == (system.evicts, own)
+        and (other.evicts, other.selects, other.parts.cache is not None)
+        == (system.evicts, system.selects, own)
         and (not own or _cache(other) == _cache(system) is not None)
-        and (not system.evicts or _eviction(other) == _eviction(system))
+        and (not (system.evicts or system.selects) or _budgeted(other) == _budgeted(system))
     ]
     return same[0] if same else None
 
@@ -239,17 +245,17 @@ def _cache(system: System) -> Json | None:
     return None if law is None else {"name": spec.name, **law}
 
 
-def _eviction(system: System) -> Json:
-    """What a system's evictor is made of."""
+def _budgeted(system: System) -> Json:
+    """What a system's evictor or selector is made of."""
     facts = system.facts
     if "artifacts" not in facts:
         return {"policy": {k: v for k, v in facts.items() if k != "budget"}, "budget": facts["budget"]}
-    evicting = [
+    chosen = [
         one
         for one in facts["artifacts"]
         if set(BUDGET_KEYS) <= set(methods.get(one["method"]).inference_keys)
     ]
-    own = {"policy": facts["policy"]} if "policy" in facts else {"artifacts": evicting}
+    own = {"policy": facts["policy"]} if "policy" in facts else {"artifacts": chosen}
     if "policy" not in facts and "options" in facts:
         own["options"] = facts["options"]
     return {**own, "budget": facts["budget"]}

@@ -15,6 +15,8 @@ from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.evaluation.harness.lossless import gap_of
+from longtrain.evaluation.perplexity import foretold, read_contexts
 from longtrain.kernels.tree_attention.reference import masked_attention
 from longtrain.targets.step import Want
 
@@ -223,3 +225,22 @@ def test_rules_for_kinds_of_attention():
         head_weights(q, k[:, :3], visible, scale=1.0)
     with pytest.raises(ConfigError, match="3 groups of 8 heads"):
         group_scores(weights, 3)
+
+
+@pytest.mark.parametrize("kind", ["query", "state"])
+def test_a_text_that_is_given_is_read_as_a_text_that_is_decoded(kind):
+    """Each token of a greedy text is the likeliest when the text is given, in steps of a set's stretch."""
+    target = micro()
+    texts = generate(Parts(selector=made(kind))).tokens
+    found = {}
+    parts = Parts(selector=made(kind))
+    read = read_contexts(target, parts, PROMPTS, scored=texts)
+    for row, at, logits_TV in foretold(target, read, texts, selector=parts.selector):
+        found[row, at] = logits_TV.argmax(-1).tolist()
+    for row, text in enumerate(texts):
+        said = [token for (b, _), tokens in sorted(found.items()) if b == row for token in tokens]
+        assert said == text
+    assert max(map(len, found.values())) == BUDGET.every
+    text = texts[0]
+    gap = gap_of(target, PROMPTS[0], text[:9], rivals=(text[9], text[9]), parts=Parts(selector=made(kind)))
+    assert gap == 0

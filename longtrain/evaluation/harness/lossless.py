@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear
 
+from longtrain.decoding.appended import given_step
+from longtrain.decoding.engine import Engine
 from longtrain.decoding.prefill import prefill
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
@@ -204,28 +206,31 @@ def gap_of(
         prompt: token ids.
         text: token ids that both outputs share.
         rivals: the two tokens that follow.
-        parts: evictor and cache.
+        parts: evictor, cache and selector.
         barred: tokens that were impossible there (`min_new_tokens`).
         after: token ids between prompt and text that were read after eviction.
     """
     parts = parts or Parts()
-    new_cache = parts.cache or target.new_cache
+    hidden = parts.hidden(drafts=False)
     read = prefill(
         target,
-        new_cache,
+        Engine(target, parts).new_cache,
         [prompt],
         max_new_tokens=len(text) + 1,
         nodes=1,
-        hidden=(-1,),
+        hidden=(-1, *hidden),
         evictor=parts.evictor,
         after=[after] if after else None,
     )
+    if parts.selector is not None:
+        parts.selector.start(read.tokens_BS, read.n_B, read.step, read.cache)
     hidden_E, at = read.step.hidden[-1][0, len(prompt) + len(after) - 1], len(prompt) + len(after)
-    for ids in [list(text)] if parts.cache is None and text else [[token] for token in text]:
+    whole = parts.cache is None and parts.selector is None and bool(text)
+    for ids in [list(text)] if whole else [[token] for token in text]:
         ids_BT = torch.tensor([ids], device=target.device)
         pos_BT = torch.arange(at, at + len(ids), device=target.device)[None]
-        step = target.forward(Rows(pos_BT, ids_BT), read.cache, want=Want(logits="none", hidden=(-1,)))
-        read.cache.commit(None, torch.tensor([len(ids)], device=target.device))
+        given, want = Rows(pos_BT, ids_BT), Want(logits="none", hidden=(-1,))
+        step = given_step(target, read.cache, given, want=want, selector=parts.selector)
         hidden_E, at = step.hidden[-1][0, -1], at + len(ids)
     wide = torch.promote_types(target.dtype, torch.float32)
     logits_V = linear(hidden_E.to(wide), target.head_weight.to(wide))

@@ -93,7 +93,7 @@ def groups(systems: Sequence[System]) -> list[list[System]]:
     """Systems that are run together, unit by unit: those that differ in their budget alone."""
     found: dict[str, list[System]] = {}
     for system in systems:
-        found.setdefault(system.family if system.evicts else system.name, []).append(system)
+        found.setdefault(system.family if system.budget else system.name, []).append(system)
     return list(found.values())
 
 

@@ -19,7 +19,7 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation import lm_harness, perplexity
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record
-from longtrain.evaluation.suite import DRAFT, EVICTOR, ByTask, Suite, Summary
+from longtrain.evaluation.suite import DRAFT, EVICTOR, SELECTOR, ByTask, Suite, Summary
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Measured, Task, rows_sha256
 from longtrain.settings import Count, CountOrZero, Text, wrong
@@ -199,7 +199,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         return Summary(tasks=figures, extra={"lm_eval": found})
 
     generates = any(isinstance(task, Task) for task in tasks)
-    needs = frozenset({EVICTOR, DRAFT} if generates else {EVICTOR})
+    needs = frozenset({EVICTOR, DRAFT, SELECTOR} if generates else {EVICTOR})
     limit = [] if options.limit is None else [f"the first {options.limit} documents of each task"]
     return Suite(
         "lm_eval",

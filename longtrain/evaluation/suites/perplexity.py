@@ -22,7 +22,7 @@ from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Measured, rows_sha256
 from longtrain.settings import Count, Tokens, read, wrong
 from longtrain.settings import Text as Word
-from longtrain.systems import EVICTOR
+from longtrain.systems import EVICTOR, SELECTOR
 
 if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
@@ -188,7 +188,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         summarise=summarise,
         title="Perplexity",
         notes=notes,
-        needs=frozenset({EVICTOR}),
+        needs=frozenset({EVICTOR, SELECTOR}),
     )
 
 

@@ -1,0 +1,41 @@
+"""Inference keys of methods that say what of the cache each step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from longtrain.cache.row_sets import ReadBudget
+from longtrain.errors import ConfigError
+from longtrain.settings import read
+
+READ_KEYS = (
+    "budget_tokens",
+    "budget_ratio",
+    *(field.name for field in fields(ReadBudget) if field.name != "rows"),
+)
+"""Names of the keys; all but the budget are fields of `ReadBudget`."""
+
+
+def read_budget(method: str, keys: Mapping[str, Any]) -> ReadBudget:
+    """What each step reads, from a method's inference keys.
+
+    Args:
+        method: for messages.
+        keys: `READ_KEYS`; those that are missing or None have the defaults of `ReadBudget`.
+
+    Raises:
+        ConfigError: another key, a share of the prompt, or a value that is not allowed.
+    """
+    given = {key: value for key, value in keys.items() if value is not None}
+    if unknown := sorted(set(given) - {*READ_KEYS}):
+        raise ConfigError(f"{method} has no inference key '{unknown[0]}'; known: {', '.join(READ_KEYS)}")
+    if (ratio := given.pop("budget_ratio", None)) is not None:
+        raise ConfigError(
+            f"{method} reads sets of one size, and the budget is {ratio} of the prompt; pass "
+            "evict.budget_tokens=1024, or suite.budgets=[512,1024]"
+        )
+    if "budget_tokens" in given:
+        given["rows"] = given.pop("budget_tokens")
+    return read(ReadBudget, given, "select")
