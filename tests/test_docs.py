@@ -22,6 +22,7 @@ DOCS = (
     "recipes/README.md",
     "data_prep/README.md",
     "docs/cluster.md",
+    "docs/kvzap.md",
     "docs/serving.md",
 )
 

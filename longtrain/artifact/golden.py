@@ -171,6 +171,7 @@ class Golden(ABC):
         info = target.info
         kv = (info.n_kv_heads, info.head_dim)
         wanted = {"k": kv, "v": kv, "q": (info.n_heads, info.head_dim), "hidden": (info.hidden_size,)}
+        wanted["input"] = wanted["hidden"]
         for name, tensor in self.inputs.items():
             rest = wanted[name.partition("_")[0]]
             if tensor.shape[1:] != rest:

@@ -22,7 +22,7 @@ from longtrain.methods.policies.base import Scorer
 from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
-    from longtrain.targets.attention import Watch
+    from longtrain.targets.attention import Inputs, Watch
     from longtrain.targets.model import Target
 
 FIRST = 2
@@ -33,7 +33,8 @@ FIRST = 2
 class ScoreGolden(Golden):
     """A prompt, what the target's first layers gave for it, and the evictor's scores.
 
-    The inputs are keys and values of the first layers, and queries where the evictor watches the prefill.
+    The inputs are keys and values of the first layers, queries where the evictor watches the prefill, and
+    what their attention reads where it wants to see that.
 
     Args:
         ids_T: the prompt, int64.
@@ -47,7 +48,7 @@ class ScoreGolden(Golden):
     who: ClassVar[str] = "evictor"
     outputs: ClassVar[str] = "scores"
     own: ClassVar[tuple[str, ...]] = ("ids_T", "near_FGT", "scores_LGT")
-    pattern: ClassVar[str] = r"(q|k|v)_\d+"
+    pattern: ClassVar[str] = r"(q|k|v|input)_\d+"
 
     @classmethod
     def record(cls, attach: Attach, target: Target, *, tokens: int) -> Self:
@@ -110,6 +111,14 @@ class _Tap:
     def __init__(self, inner: Watch | None) -> None:
         self.inner = inner
         self.inputs: dict[str, Tensor] = {}
+        self.see_inputs = None if _looks(inner) is None else self._see
+
+    def _see(self, layer: int, x_BTE: Tensor) -> None:
+        if layer < FIRST:
+            self.inputs[f"input_{layer}"] = x_BTE[0].cpu().contiguous()
+        look = _looks(self.inner)
+        assert look is not None
+        look(layer, x_BTE)
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         parts = {"k": k_BGTD, "v": v_BGTD} | ({} if self.inner is None else {"q": q_BHTD})
@@ -118,6 +127,11 @@ class _Tap:
                 self.inputs[f"{name}_{layer}"] = part[0].transpose(0, 1).cpu().contiguous()
         if self.inner is not None:
             self.inner(layer, q_BHTD, k_BGTD, v_BGTD)
+
+
+def _looks(watch: Watch | None) -> Inputs | None:
+    """What shows a watch the inputs of attention, if it wants to see them."""
+    return getattr(watch, "see_inputs", None)
 
 
 def _scorer(attach: Attach, target: Any) -> Any:
@@ -156,7 +170,12 @@ def _near(evictor: Any, view: _NearTarget, ids_T: Tensor, inputs: dict[str, Tens
     watch = evictor.watch([length])
     if watch is not None and "q_0" not in inputs:
         raise ArtifactError("the evictor reads the target's queries, which it was not exported with")
+    look = _looks(watch)
+    if look is not None and "input_0" not in inputs:
+        raise ArtifactError("the evictor reads the inputs of attention, which it was not exported with")
     for layer in range(info.n_layers):
+        if look is not None:
+            look(layer, inputs[f"input_{layer}"].to(device, view.dtype)[None])
         rows = {
             name: inputs[f"{name}_{layer}"].to(device, view.dtype).transpose(0, 1)[None]
             for name in ("qkv" if watch is not None else "kv")

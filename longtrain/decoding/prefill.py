@@ -18,7 +18,7 @@ from longtrain.cache.evicted import compact
 from longtrain.decoding.appended import read_after
 from longtrain.decoding.evict import Evictor, PromptRun
 from longtrain.decoding.roles import Onlooker
-from longtrain.targets.attention import Watch
+from longtrain.targets.attention import Inputs, Watch
 from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -123,14 +123,26 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Te
 
 def _both(one: Watch | None, other: Watch | None) -> Watch | None:
     """A watch that is two."""
-    if one is None or other is None:
-        return one or other
+    return one or other if one is None or other is None else _Both((one, other))
 
-    def watch(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        one(layer, q_BHTD, k_BGTD, v_BGTD)
-        other(layer, q_BHTD, k_BGTD, v_BGTD)
 
-    return watch
+class _Both:
+    """Shows everything to two watches, what attention reads to those that want it."""
+
+    def __init__(self, watches: tuple[Watch, Watch]) -> None:
+        self._watches = watches
+        looks = [getattr(watch, "see_inputs", None) for watch in watches]
+        self._looks: list[Inputs] = [look for look in looks if look is not None]
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """See one layer."""
+        for watch in self._watches:
+            watch(layer, q_BHTD, k_BGTD, v_BGTD)
+
+    def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
+        """See what one layer's attention reads."""
+        for look in self._looks:
+            look(layer, x_BTE)
 
 
 def _appended(first_BSx: Tensor, then_BTx: Tensor, pos_BT: Tensor) -> Tensor:

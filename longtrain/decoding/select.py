@@ -145,6 +145,30 @@ def top_adaptive(
     return _best(_protected(free, lengths, protect_first, protect_last, torch.inf), n_LBG)
 
 
+def best_of_groups(
+    s_LBGS: Tensor, rows: Sequence[int], *, across: Literal[False, "heads", "layers"]
+) -> Tensor:
+    """Mask of the best slots of heads that share their rows; no head is given more than its scores win.
+
+    Args:
+        s_LBGS: scores, no NaN; a slot of -inf is never kept, one of +inf before all others.
+        rows: rows of each sequence, a head's share; what a group may keep is this times its heads.
+        across: what shares: nothing (each head its own), the heads of a layer, or those of all layers.
+    """
+    L, B, G, S = s_LBGS.shape
+    s_BLGS = s_LBGS.transpose(0, 1)
+    shared = {False: 1, "heads": G, "layers": L * G}[across]
+    s_XS = s_BLGS.reshape(-1, shared * S)
+    n_X = torch.tensor([shared * n for n in rows]).repeat_interleave(len(s_XS) // B)
+    chosen_XS = _chosen(s_XS, n_X) & (s_XS > -torch.inf)
+    return chosen_XS.view(B, L, G, S).transpose(0, 1)
+
+
+def rows_of(chosen_LBGS: Tensor) -> Keep:
+    """Chosen slots as rows to keep; reads their counts back to the host."""
+    return _positions(chosen_LBGS.flatten(0, 2), chosen_LBGS.sum(-1).cpu())
+
+
 def check_protected(rows: int, protected: int) -> None:
     """Refuse a budget that has no room for the rows a policy always keeps.
 
@@ -225,9 +249,14 @@ def _chosen(s_XS: Tensor, n_X: Tensor) -> Tensor:
 def _best(s_LBGS: Tensor, n_LBG: Tensor) -> Keep:
     """Positions of the best `n_LBG` slots, ascending."""
     s_XS, n_X = s_LBGS.flatten(0, 2), n_LBG.flatten()
-    count_XS = _chosen(s_XS, n_X).cumsum(1, dtype=torch.int32)
-    K = int(n_X.max())
-    nth_XK = torch.arange(1, K + 1, device=s_XS.device, dtype=torch.int32).expand(len(s_XS), K).contiguous()
+    return _positions(_chosen(s_XS, n_X), n_LBG)
+
+
+def _positions(chosen_XS: Tensor, n_LBG: Tensor) -> Keep:
+    """Positions of the chosen slots, of which there are `n_LBG`, ascending."""
+    count_XS, n_X = chosen_XS.cumsum(1, dtype=torch.int32), n_LBG.flatten()
+    K, device = int(n_X.max()), chosen_XS.device
+    nth_XK = torch.arange(1, K + 1, device=device, dtype=torch.int32).expand(len(n_X), K).contiguous()
     idx_XK = torch.searchsorted(count_XS, nth_XK)  # where the count first reaches 1, 2, ..., K
-    inside = nth_XK <= n_X[:, None].to(s_XS.device, non_blocking=True)
+    inside = nth_XK <= n_X[:, None].to(device, non_blocking=True)
     return Keep(torch.where(inside, idx_XK, 0).view(*n_LBG.shape, K), n_LBG)

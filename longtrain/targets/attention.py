@@ -1,6 +1,6 @@
 """The one hook between transformers and our caches: an attention function, and no mask function.
 
-Shapes: B batch, T new tokens, H query heads, G KV heads, D head dim.
+Shapes: B batch, T new tokens, H query heads, G KV heads, D head dim, E hidden dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ NAME = "longtrain"
 
 Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
 """Called once a layer with (layer, q_BHTD, k_BGTD, v_BGTD) of the new rows, after RoPE and q/k norm, right
-after K and V were written and before attention. It may keep views; it must not write into them."""
+after K and V were written and before attention. It may keep views; it must not write into them.
+
+A watch, or a cache, that also has a method `see_inputs(layer, x_BTE)` is shown what each layer's attention
+reads (the output of the norm before it), before its queries, keys and values are made."""
+
+Inputs: TypeAlias = Callable[[int, Tensor], None]
+"""Called once a layer with (layer, x_BTE)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,12 @@ class Pass:
     mask: Mask
     stop_at_layer: int | None = None
     watch: Watch | None = None
+
+    @property
+    def inputs(self) -> list[Inputs]:
+        """Who wants to see what each layer's attention reads: the watch, the cache, both or nobody."""
+        found = [getattr(one, "see_inputs", None) for one in (self.watch, self.cache)]
+        return [look for look in found if look is not None]
 
 
 class LeaveEarly(Exception):  # noqa: N818 (a jump out of the model, not an error)

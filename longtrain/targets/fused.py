@@ -114,11 +114,14 @@ class FusedDecoder:
         cos_BTD, sin_BTD = self.rope(pos_BT.expand(B, -1), embeds_BTE.dtype)
         rope = cos_BTD.reshape(B * T, -1), sin_BTD.reshape(B * T, -1)
         writes = not isinstance(one_pass.mask, PrefixOnly)
+        looks = one_pass.inputs
         x_NE = embeds_BTE.reshape(B * T, E)
         add_NE: Tensor | None = None
         for index, layer in enumerate(self.layers):
             module, attention = layer.module, layer.module.self_attn
             x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.input_layernorm.weight, eps)
+            for look in looks:
+                look(index, normed_NE.view(B, T, E))
             into = one_pass.cache.tail_slots(index, T) if writes else None
             rotated = rotate_heads(layer.qkv(normed_NE), rope, heads, norms=layer.norms, eps=eps, into=into)
             q, k, v = (part.unflatten(0, (B, T)).transpose(1, 2) for part in rotated)

@@ -18,7 +18,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.small_linear import serves, small_linear
-from longtrain.targets.attention import LeaveEarly, Pass, Watch
+from longtrain.targets.attention import Inputs, LeaveEarly, Pass, Watch
 from longtrain.targets.fused import FusedDecoder
 from longtrain.targets.sharded import Shards, whole
 from longtrain.targets.step import PackedStep, Rows, TargetStep, Want
@@ -271,7 +271,7 @@ class Target(nn.Module):
                 if self.fused is not None:
                     last_BTE = self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
                 else:
-                    with self._recorded(wanted, hidden):
+                    with self._recorded(wanted, hidden), self._shown(one_pass.inputs):
                         last_BTE = self.model.model(
                             inputs_embeds=embeds_BTE,
                             position_ids=pos_BT,
@@ -318,6 +318,27 @@ class Target(nn.Module):
             self.model.model.layers[layer].register_forward_hook(keep(layer))
             for layer in layers
             if layer != -1
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _shown(self, looks: list[Inputs]) -> Iterator[None]:
+        """What each layer's attention reads is shown to `looks` while the block runs."""
+
+        def show(layer: int) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+                for look in looks:
+                    look(layer, output)
+
+            return hook
+
+        layers = self.model.model.layers if looks else ()
+        handles = [
+            layer.input_layernorm.register_forward_hook(show(index)) for index, layer in enumerate(layers)
         ]
         try:
             yield

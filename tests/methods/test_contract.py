@@ -14,6 +14,7 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.methods.spec import MethodSpec, Objective
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
+from longtrain.targets.tokenizer import read_tokenizer
 
 SPECS = [methods.get(name) for name in methods.names()]
 LEARNED = [spec for spec in SPECS if spec.objective is not None and spec.data is None]
@@ -27,7 +28,10 @@ def ids(spec):
 
 @pytest.fixture(scope="module")
 def target():
-    return random_target("qwen3_micro", seed=4)
+    tokenizer = read_tokenizer("tiny")[0]  # some methods have the target asked for something
+    found = random_target({**SHAPES["qwen3_micro"], "vocab_size": len(tokenizer)}, seed=4)
+    found.tokenizer = tokenizer
+    return found
 
 
 @pytest.fixture

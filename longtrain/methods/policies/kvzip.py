@@ -35,15 +35,16 @@ class KVzip(BasePolicy):
         sinks: rows at the start of each prompt that stay.
         across: what shares one budget: the heads of all layers ("layers", the paper) or of one ("heads").
         value_norm: weigh attention by |W_O v|, the length of what a key's value adds.
+        row_norm: divide a repeat row's attention by the length of what the layer's attention reads of it.
 
     Raises:
         ConfigError: an option out of range; at the first prompt: the target has no tokenizer.
 
-    Source: KVzip (arXiv 2505.23416), section 3; `value_norm` is a part of KVzip+ (arXiv 2601.07891).
-    Note: KVzip+ also divides by the repeat row's hidden norm, which is not done here. A chat header that
-        starts the prompt is not repeated and, but for the sinks, not kept. Where the prompt ends with the
-        assistant's header the request opens a new user turn; else it goes on in the open one, as in the
-        authors' code.
+    Source: KVzip (arXiv 2505.23416), section 3; with `value_norm` and `row_norm` it is KVzip+ (KVzap, arXiv
+        2601.07891).
+    Note: a chat header that starts the prompt is not repeated and, but for the sinks, not kept. Where the
+        prompt ends with the assistant's header the request opens a new user turn; else it goes on in the
+        open one, as in the authors' code.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -51,6 +52,7 @@ class KVzip(BasePolicy):
     sinks: CountOrZero = 4
     across: Literal["heads", "layers"] = "layers"
     value_norm: bool = False
+    row_norm: bool = False
 
     @property
     def least_budget(self) -> int:
@@ -71,7 +73,7 @@ class KVzip(BasePolicy):
             info.n_layers, len(tokens), info.n_kv_heads, max(run.lengths), dtype=wide, device=run.n_B.device
         )
         for turn in range(max(len(repeat.chunks) for repeat in repeats)):
-            one = _Turn(run, repeats, turn, self.sinks, self.value_norm, s_LBGS)
+            one = _Turn(run, repeats, turn, self, s_LBGS)
             run.follow([repeat.rows(turn) for repeat in repeats], one)
         s_LBGS[..., : self.sinks] = 1.0
         return s_LBGS
@@ -92,17 +94,18 @@ class _Turn:
         run: PromptRun,
         repeats: Sequence[Repeat],
         turn: int,
-        sinks: int,
-        value_norm: bool,
+        policy: KVzip,
         s_LBGS: Tensor,
     ) -> None:
-        self.run, self.value_norm, self.s_LBGS = run, value_norm, s_LBGS
+        self.run, self.value_norm, self.s_LBGS = run, policy.value_norm, s_LBGS
+        self.see_inputs = self._measure if policy.row_norm else None
+        self._norm_BT = s_LBGS.new_empty(0)
         self.counts = {b: len(rows) for b, repeat in enumerate(repeats) if (rows := repeat.rows(turn))}
         bounds = pairwise(accumulate(self.counts.values(), initial=0))
         self.spans = [
             Span(rows, b, repeats[b].chunks[turn]) for b, rows in zip(self.counts, bounds, strict=True)
         ]
-        self.sinks = [min(sinks, span.keys[0]) for span in self.spans]
+        self.sinks = [min(policy.sinks, span.keys[0]) for span in self.spans]
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Score one layer's chunks."""
@@ -112,6 +115,9 @@ class _Turn:
         k_BSGD, v_BSGD = (x[:, : max(self.run.lengths)] for x in self.run.cache.prefix(layer))
         lse_NH = suffix_lse(q_NHD, own_NGD, k_BSGD, self.spans, scale=scale)
         lse_NH = self._with_sinks(lse_NH, q_NHD, k_BSGD, scale)
+        if self.see_inputs is not None:  # p / |x| is exp(q k - (lse + log |x|))
+            norm_N = torch.cat([self._norm_BT[b, :n] for b, n in self.counts.items()])
+            lse_NH = lse_NH + norm_N.log()[:, None]
         s_BHS = importance(q_NHD, lse_NH, k_BSGD, self.spans, scale=scale, reduce="max")
         if self.value_norm:
             s_BHS = s_BHS * _value_norm(self.run.target.layer_state(layer)["self_attn.o_proj.weight"], v_BSGD)
@@ -119,6 +125,11 @@ class _Turn:
         for span in self.spans:
             keys = slice(*span.keys)
             self.s_LBGS[layer, span.seq, :, keys] = s_BGS[span.seq, :, keys]
+
+    def _measure(self, layer: int, x_BTE: Tensor) -> None:
+        """Take the lengths of what one layer's attention reads (`targets.attention.Watch`)."""
+        wide = torch.promote_types(x_BTE.dtype, torch.float32)
+        self._norm_BT = torch.linalg.vector_norm(x_BTE, dim=-1, dtype=wide)
 
     def _with_sinks(self, lse_NH: Tensor, q_NHD: Tensor, k_BSGD: Tensor, scale: float) -> Tensor:
         """The rows' log sums with the sink keys added."""

@@ -44,17 +44,19 @@ def asked(tokenizer, prompt, at, *, closed, start=0):
     ]
 
 
-def reference(target, prompt, chunks, requests, *, sinks, value_norm=False):
+def reference(target, prompt, chunks, requests, *, sinks, value_norm=False, row_norm=False):
     """Scores of a prompt, s_LGS: rows of whole matrices, made to sum to one over the keys that count."""
     eager, n = Eager(target), len(prompt)
     info = target.info
     s_LGS = torch.zeros(info.n_layers, info.n_kv_heads, n, dtype=torch.float64)
     for (start, stop), request in zip(chunks, requests, strict=True):
         ids = [*prompt, *request, *prompt[start:stop]]
-        A_LHTT, values = attention_and_values(eager, ids)
+        A_LHTT, values, inputs = attention_and_what_it_read(eager, ids)
         keys = [*range(min(sinks, start)), *range(start, stop), *range(n, len(ids))]
         rows = A_LHTT[:, :, n:, keys]
         rows = rows / rows.sum(-1, keepdim=True)
+        if row_norm:
+            rows = rows / torch.stack([x_TE[n:].norm(dim=-1) for x_TE in inputs])[:, None, :, None]
         first = min(sinks, start)
         s_LHX = rows[..., first : first + stop - start].amax(2)
         if value_norm:
@@ -65,17 +67,19 @@ def reference(target, prompt, chunks, requests, *, sinks, value_norm=False):
     return s_LGS
 
 
-def attention_and_values(eager, ids):
-    """Attention A_LHTT, and what each layer's v_proj gave, [T, G * D]."""
-    values = []
+def attention_and_what_it_read(eager, ids):
+    """Attention A_LHTT, and what each layer's v_proj gave, [T, G * D], and got, [T, E]."""
+    seen = []
     hooks = [
-        layer.self_attn.v_proj.register_forward_hook(lambda _module, _inputs, out: values.append(out[0]))
+        layer.self_attn.v_proj.register_forward_hook(
+            lambda _module, given, out: seen.append((out[0], given[0][0]))
+        )
         for layer in eager.model.model.layers
     ]
     A_LHTT = eager.attention(ids)
     for hook in hooks:
         hook.remove()
-    return A_LHTT, values
+    return A_LHTT, *zip(*seen, strict=True)
 
 
 def norms(eager, info, layer, v_TX):
@@ -136,13 +140,11 @@ def test_without_a_chat_template_a_line_break_asks(target, tokenizer):
     assert request == [*encode("\n\n" + FIRST, add_special_tokens=False), *encode("\n")]
 
 
-@pytest.mark.parametrize("value_norm", [False, True])
+@pytest.mark.parametrize("norms", [{}, {"value_norm": True}, {"value_norm": True, "row_norm": True}])
 @pytest.mark.parametrize("across", ["layers", "heads"])
-def test_scores_and_kept_rows(target, tokenizer, value_norm, across):
+def test_scores_and_kept_rows(target, tokenizer, norms, across):
     tokens, sinks, chunk = 14, 4, 16
-    policy = policies.get(
-        "kvzip", budget=Budget(tokens), chunk=chunk, sinks=sinks, value_norm=value_norm, across=across
-    )
+    policy = policies.get("kvzip", budget=Budget(tokens), chunk=chunk, sinks=sinks, across=across, **norms)
     user = tokenizer.encode("<|user|>", add_special_tokens=False)
     prompts = [[4 + t % 4000 for t in p] for p in prompts_of(40, 12, 23, vocab=4096)]
     prompts[2] = user + prompts[2]
@@ -152,7 +154,7 @@ def test_scores_and_kept_rows(target, tokenizer, value_norm, across):
         n, start = len(prompt), 1 if seq == 2 else 0
         chunks = chunked(start, n, chunk)
         requests = [asked(tokenizer, prompt, at, closed=False, start=start) for at, _ in chunks]
-        expected = reference(target, prompt, chunks, requests, sinks=sinks, value_norm=value_norm)
+        expected = reference(target, prompt, chunks, requests, sinks=sinks, **norms)
         torch.testing.assert_close(s_LBGS[:, seq, :, :n], expected, atol=1e-9, rtol=1e-9)
         if n <= tokens:
             assert kept(keep, seq) == [[list(range(n))] * 2] * 2

@@ -1,0 +1,40 @@
+"""The module as kvpress's `KVzapModel` reads it; longtrain itself never reads these files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from safetensors.torch import save
+from torch import Tensor
+
+from longtrain.methods.kvzap.config import Config
+from longtrain.targets.info import TargetInfo
+
+FOLDER = "kvpress"
+
+
+def kvpress_files(tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> dict[str, bytes]:
+    """Files by their path in the artifact's folder: what `KVzapModel.from_pretrained` loads.
+
+    Args:
+        tensors: the module's state, by name; kvpress gives it the same names.
+        config: hyperparameters.
+        info: the target it was trained for.
+    """
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    assert len(dtypes) == 1
+    about = {
+        "architectures": ["KVzapModel"],
+        "model_type": "kvzap",
+        "input_dim": info.hidden_size,
+        "output_dim": info.n_kv_heads,
+        "hidden_dim": config.hidden_dim or None,
+        "n_modules": info.n_layers,
+        "dtype": str(dtypes.pop()).removeprefix("torch."),
+    }
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {
+        f"{FOLDER}/config.json": (json.dumps(about, indent=2) + "\n").encode(),
+        f"{FOLDER}/model.safetensors": save(plain, metadata={"format": "pt"}),
+    }

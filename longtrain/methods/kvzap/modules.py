@@ -1,0 +1,100 @@
+"""What KVzap trains: a linear layer, or an MLP of two, for each layer of the target.
+
+Shapes: B batch, T tokens, E hidden dim, G KV heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
+
+if TYPE_CHECKING:
+    from longtrain.methods.kvzap.config import Config
+    from longtrain.targets.info import TargetInfo
+
+
+class KVzap(nn.Module):
+    """Trainable tensors only, under the names that kvpress's `KVzapModel` gives them.
+
+    Args:
+        config: hyperparameters.
+        info: the target's shapes.
+
+    Source: KVzap (arXiv 2601.07891); `kvpress/presses/kvzap_press.py` of kvpress 0.5.5.
+    """
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__()
+        E, G, inner = info.hidden_size, info.n_kv_heads, config.hidden_dim
+
+        def made() -> nn.Module:
+            if not inner:
+                return nn.Linear(E, G)
+            return nn.Sequential(nn.Linear(E, inner), nn.GELU(), nn.Linear(inner, G))
+
+        self.layers = nn.ModuleList([made() for _ in range(info.n_layers)])
+        self.fresh = True
+        """False once weights were loaded: they must not be centred then."""
+        self.register_load_state_dict_post_hook(_loaded)
+
+    @torch.no_grad()
+    def centre(self, mean_LG: Tensor) -> None:
+        """Begin with these scores, whatever a row is: of each layer and KV head."""
+        for one, mean_G in zip(self.layers, mean_LG, strict=True):
+            last = one[-1] if isinstance(one, nn.Sequential) else one
+            last.bias.copy_(mean_G)
+
+    def score(self, layer: int, x_BTE: Tensor) -> Tensor:
+        """The foretold logarithm of each row's KVzip score, s_BGT in fp32 (fp64 for fp64).
+
+        Args:
+            layer: of the target.
+            x_BTE: what its attention reads, after the norm.
+
+        Note: the wide product runs in the type of `x_BTE`, as in kvpress; the narrow one in fp32, since
+            scores in bf16 would tie.
+        """
+        one = self.layers[layer]
+        if isinstance(one, nn.Sequential):
+            first, last = one[0], one[2]
+            assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+            inner = linear(x_BTE, first.weight.to(x_BTE.dtype), first.bias.to(x_BTE.dtype))
+            inner = gelu(_wide(inner))
+        else:
+            assert isinstance(one, nn.Linear)
+            inner, last = _wide(x_BTE), one
+        s_BTG = linear(inner, last.weight.to(inner.dtype), last.bias.to(inner.dtype))
+        return s_BTG.transpose(1, 2)
+
+
+class Reading:
+    """Scores rows as a pass of the target goes by (`targets.attention.Watch`).
+
+    Args:
+        module: foretells the scores.
+        train: whether gradients reach it; the target's pass itself needs none.
+    """
+
+    def __init__(self, module: KVzap, *, train: bool = False) -> None:
+        self._module, self._train = module, train
+        self.scores: list[Tensor] = []
+        """s_BGT of the layers so far."""
+
+    def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        """Queries, keys and values say nothing here."""
+
+    def see_inputs(self, layer: int, x_BTE: Tensor) -> None:
+        """Score one layer's rows."""
+        with torch.set_grad_enabled(self._train):
+            self.scores.append(self._module.score(layer, x_BTE))
+
+
+def _loaded(module: nn.Module, _incompatible: object) -> None:
+    module.fresh = False  # type: ignore[assignment]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

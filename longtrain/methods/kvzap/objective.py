@@ -1,0 +1,116 @@
+"""What KVzap minimises: squared error of the foretold logarithms of KVzip's scores.
+
+Shapes: B contexts together, S slots, L layers, G KV heads, T tokens of a packed row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.ranking import RECALLS, recall_at
+from longtrain.errors import ConfigError
+from longtrain.methods.kvzap.labels import Labelled, groups, labelled
+from longtrain.methods.lookaheadkv.samples import Sample, samples
+from longtrain.methods.spec import Loss, Objective
+from longtrain.targets.model import Target
+
+if TYPE_CHECKING:
+    from longtrain.data.rows.batch import Batch
+    from longtrain.methods.kvzap.config import Config
+    from longtrain.methods.kvzap.modules import KVzap
+
+
+class KVzapObjective(Objective):
+    """Mean squared error over a context's tokens, layers and KV heads.
+
+    A document's context is all before its response, which is not read. Contexts go through the target with
+    the module beside it, and once more as their own repetition, which gives the labels; neither pass has
+    gradients.
+
+    Args:
+        module: foretells the scores.
+        target: frozen.
+        config: hyperparameters.
+
+    Raises:
+        ConfigError: the target's features are stored, and itself it is not there.
+
+    Source: KVzap (arXiv 2601.07891) and `kvzap/train.py` of kvpress: MSE on the logarithm of KVzip+ scores.
+    Note: kvpress draws 500 tokens of each text; here all of them count, and every context the same.
+    """
+
+    per_document = True
+
+    module: KVzap
+    target: Target
+
+    def __init__(self, module: KVzap, target: Target, config: Config) -> None:
+        super().__init__()
+        if not isinstance(target, Target):
+            raise ConfigError(
+                "method=kvzap has the target repeat each context, which is not stored; pass features=online"
+            )
+        self.module, self.target, self.config = module, target, config
+
+    def forward(self, batch: Batch) -> Loss:
+        """The sum over documents with labels of their context's mean squared error.
+
+        Figures: `loss`; out of training `r2`, over layers, KV heads and contexts, and `recall@K`: of the rows
+        that KVzip keeps at K rows a head (all heads of all layers together), the share that the module keeps.
+
+        Raises:
+            ConfigError: the target has no tokenizer.
+            DataError: a response without a context.
+        """
+        found, device = samples(batch), batch.ids_T.device
+        total = torch.zeros((), device=device)
+        if not found:
+            nothing = sum((value.sum() * 0 for value in self.module.parameters()), start=total)
+            return Loss(nothing, 0, {"loss": (total, total)})
+        sums: dict[str, list[Tensor]] = {}
+        train = torch.is_grad_enabled()
+        with torch.autocast(device.type, enabled=False):
+            for group in groups(found, len(batch.ids_T)):
+                part = self._labelled(batch, group, train=train)
+                error_B = _error(part)
+                total = total + error_B.sum()
+                if not self.training:
+                    _take(sums, part)
+        pooled = {name: torch.cat(values) for name, values in sums.items()}
+        figures = {name: (values.sum(), total.new_tensor(len(values))) for name, values in pooled.items()}
+        figures["loss"] = (total.detach(), total.new_tensor(len(found)))
+        return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
+
+    def _labelled(self, batch: Batch, group: list[Sample], *, train: bool) -> Labelled:
+        contexts = [batch.ids_T[one.start : one.prompt] for one in group]
+        return labelled(self.module, self.target, self.config, contexts, train=train)
+
+
+def _error(part: Labelled) -> Tensor:
+    """Mean squared error of each context."""
+    square_LBGS = (part.pred_LBGS - part.true_LBGS).square() * part.counts_LBGS
+    return square_LBGS.sum((0, 2, 3)) / part.counts_LBGS.sum((0, 2, 3)).clamp(min=1)
+
+
+@torch.no_grad()
+def _take(sums: dict[str, list[Tensor]], part: Labelled) -> None:
+    """Collect the figures of some contexts, one number an entry."""
+    L, _, G, _ = part.pred_LBGS.shape
+    for b, length in enumerate(part.lengths):
+        pred_LGS, true_LGS, counts_LGS = (
+            x[:, b, :, :length] for x in (part.pred_LBGS, part.true_LBGS, part.counts_LBGS)
+        )
+        n_LG = counts_LGS.sum(-1)
+        mean_LG1 = (true_LGS.sum(-1) / n_LG.clamp(min=1))[..., None]
+        left_LG = ((pred_LGS - true_LGS).square() * counts_LGS).sum(-1)
+        spread_LG = ((true_LGS - mean_LG1).square() * counts_LGS).sum(-1)
+        told_LG = spread_LG > 0
+        sums.setdefault("r2", []).append((1 - left_LG / spread_LG)[told_LG].double())
+        flat = [x.reshape(1, -1) for x in (pred_LGS, true_LGS, counts_LGS)]
+        for rows in RECALLS:
+            if length > rows:
+                found = recall_at(flat[0].to(flat[1].dtype), flat[1], rows * L * G, flat[2])
+                sums.setdefault(f"recall@{rows}", []).append(found.double())
