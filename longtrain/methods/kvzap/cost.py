@@ -10,7 +10,7 @@ from longtrain.costs.method import MethodCost, PromptShape
 from longtrain.costs.model import ITEM, Sizes, Work
 from longtrain.costs.training import PackedRow, StepCost, kv_bytes_per_token
 from longtrain.methods.kvzap.config import Config
-from longtrain.methods.policies.repeat import LONGEST_REQUEST
+from longtrain.methods.repetition import LONGEST_REQUEST
 
 SCORE_BYTES = 32
 """Bytes of a token, layer and KV head: foretold and true score, its gradient, and what the error takes."""

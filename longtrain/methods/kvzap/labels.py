@@ -1,4 +1,4 @@
-"""KVzip's scores of the contexts of a packed row, and what the module foretells of them.
+"""What the module foretells of the contexts of a packed row, beside their labels.
 
 Shapes: B contexts together, S slots, L layers, G KV heads.
 """
@@ -6,50 +6,22 @@ Shapes: B contexts together, S slots, L layers, G KV heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longtrain.decoding.evict import Budget, PromptRun
-from longtrain.decoding.prefill import pad
-from longtrain.methods.kvzap.modules import Reading
-from longtrain.methods.lookaheadkv.samples import Sample
-from longtrain.methods.policies.kvzip import KVzip
-from longtrain.targets.step import Rows, Want
+from longtrain.methods.kvzap.modules import Foretelling
+from longtrain.methods.repetition import RepeatLabels, repeat_labels
 
 if TYPE_CHECKING:
     from longtrain.methods.kvzap.config import Config
     from longtrain.methods.kvzap.modules import KVzap
-    from longtrain.targets.attention import Watch
+    from longtrain.methods.samples import Sample
     from longtrain.targets.model import Target
 
 _DRAWN = 256
 """Tokens that tell a fresh module what scores usually are."""
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Some contexts, right-padded.
-
-    Args:
-        lengths: tokens of each.
-        pred_LBGS: what the module foretells, with gradients where it trains.
-        true_LBGS: logarithms of KVzip's scores; 0 where there is no label.
-        counts_LBGS: bool, whether there is one.
-    """
-
-    lengths: tuple[int, ...]
-    pred_LBGS: Tensor
-    true_LBGS: Tensor
-    counts_LBGS: Tensor
-
-
-def teacher(config: Config) -> KVzip:
-    """The policy whose scores are learned."""
-    plus = config.labels == "kvzip_plus"
-    return KVzip(Budget(ratio=1.0), chunk=config.chunk, sinks=config.sinks, value_norm=plus, row_norm=plus)
 
 
 def groups(found: Sequence[Sample], most: int) -> Iterator[list[Sample]]:
@@ -66,22 +38,22 @@ def groups(found: Sequence[Sample], most: int) -> Iterator[list[Sample]]:
 
 def labelled(
     module: KVzap, target: Target, config: Config, contexts: Sequence[Tensor], *, train: bool
-) -> Labelled:
-    """Read some contexts once, the module beside the target, and have the target repeat them for KVzip.
+) -> tuple[Tensor, RepeatLabels]:
+    """Read some contexts once, the module beside the target, and have the target repeat them.
 
     Args:
         module: foretells.
         target: frozen.
         config: hyperparameters.
-        contexts: token ids of each, on the target's device.
+        contexts: token ids of each.
         train: whether gradients reach the module.
 
-    Raises:
-        ConfigError: the target has no tokenizer, whose chat format the request to repeat is written in.
+    Returns:
+        Foretold scores pred_LBGS, and the labels.
     """
-    reading = Reading(module, train=train)
-    lengths, true_LBGS, counts_LBGS = _repeated(target, config, [ids.tolist() for ids in contexts], reading)
-    return Labelled(lengths, torch.stack(reading.scores), true_LBGS, counts_LBGS)
+    reading = Foretelling(module, train=train)
+    labels = _labels(target, config, [ids.tolist() for ids in contexts], reading)
+    return torch.stack(reading.scores), labels
 
 
 def usual(target: Target, config: Config) -> Tensor:
@@ -91,25 +63,13 @@ def usual(target: Target, config: Config) -> Tensor:
     """
     gen = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.info.vocab_size, (_DRAWN,), generator=gen).tolist()
-    _, true_LBGS, counts_LBGS = _repeated(target, config, [tokens], None)
+    labels = _labels(target, config, [tokens], None)
     target.settle()
-    return true_LBGS.sum((1, 3)) / counts_LBGS.sum((1, 3)).clamp(min=1)
+    return labels.true_LBGS.sum((1, 3)) / labels.counts_LBGS.sum((1, 3)).clamp(min=1)
 
 
-@torch.no_grad()
-def _repeated(
-    target: Target, config: Config, contexts: Sequence[Sequence[int]], watch: Watch | None
-) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """Lengths of the contexts, logarithms of their KVzip scores, and which of them are labels."""
-    policy, lengths, device = teacher(config), tuple(map(len, contexts)), target.device
-    longest = max(lengths)
-    tokens_BS, n_B = pad(contexts, device)
-    cache = target.new_cache(len(contexts), longest, policy.extra_rows(longest))
-    pos_BS = torch.arange(longest, device=device).expand_as(tokens_BS)
-    target.forward(Rows(pos_BS, tokens_BS, n_B=n_B), cache, want=Want("none"), watch=watch)
-    cache.commit(None, n_B)
-    s_LBGS = policy.scores(PromptRun(target, cache, lengths, tokens_BS, n_B, torch.zeros_like(n_B)))
-    slot_S = torch.arange(longest, device=device)
-    inside_BS = (slot_S >= config.sinks) & (slot_S < n_B[:, None])
-    counts_LBGS = inside_BS[:, None] & (s_LBGS > 0)  # a chat header has no score
-    return lengths, s_LBGS.log().where(counts_LBGS, 0.0), counts_LBGS
+def _labels(
+    target: Target, config: Config, contexts: Sequence[Sequence[int]], watch: Foretelling | None
+) -> RepeatLabels:
+    plus = config.labels == "kvzip_plus"
+    return repeat_labels(target, contexts, chunk=config.chunk, sinks=config.sinks, plus=plus, watch=watch)

@@ -70,7 +70,7 @@ class KVzap(nn.Module):
         return s_BTG.transpose(1, 2)
 
 
-class Reading:
+class Foretelling:
     """Scores rows as a pass of the target goes by (`targets.attention.Watch`).
 
     Args:

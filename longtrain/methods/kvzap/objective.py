@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longtrain.decoding.ranking import RECALLS, recall_at
 from longtrain.errors import ConfigError
-from longtrain.methods.kvzap.labels import Labelled, groups, labelled
-from longtrain.methods.lookaheadkv.samples import Sample, samples
+from longtrain.methods.kvzap.labels import groups, labelled
+from longtrain.methods.samples import samples
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.model import Target
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
     from longtrain.methods.kvzap.config import Config
     from longtrain.methods.kvzap.modules import KVzap
+    from longtrain.methods.repetition import RepeatLabels
 
 
 class KVzapObjective(Objective):
@@ -74,35 +75,30 @@ class KVzapObjective(Objective):
         train = torch.is_grad_enabled()
         with torch.autocast(device.type, enabled=False):
             for group in groups(found, len(batch.ids_T)):
-                part = self._labelled(batch, group, train=train)
-                error_B = _error(part)
-                total = total + error_B.sum()
+                contexts = [batch.ids_T[one.start : one.prompt] for one in group]
+                pred_LBGS, labels = labelled(self.module, self.target, self.config, contexts, train=train)
+                total = total + _error(pred_LBGS, labels).sum()
                 if not self.training:
-                    _take(sums, part)
+                    _take(sums, pred_LBGS, labels)
         pooled = {name: torch.cat(values) for name, values in sums.items()}
         figures = {name: (values.sum(), total.new_tensor(len(values))) for name, values in pooled.items()}
         figures["loss"] = (total.detach(), total.new_tensor(len(found)))
         return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
 
-    def _labelled(self, batch: Batch, group: list[Sample], *, train: bool) -> Labelled:
-        contexts = [batch.ids_T[one.start : one.prompt] for one in group]
-        return labelled(self.module, self.target, self.config, contexts, train=train)
 
-
-def _error(part: Labelled) -> Tensor:
+def _error(pred_LBGS: Tensor, labels: RepeatLabels) -> Tensor:
     """Mean squared error of each context."""
-    square_LBGS = (part.pred_LBGS - part.true_LBGS).square() * part.counts_LBGS
-    return square_LBGS.sum((0, 2, 3)) / part.counts_LBGS.sum((0, 2, 3)).clamp(min=1)
+    square_LBGS = (pred_LBGS - labels.true_LBGS).square() * labels.counts_LBGS
+    return square_LBGS.sum((0, 2, 3)) / labels.counts_LBGS.sum((0, 2, 3)).clamp(min=1)
 
 
 @torch.no_grad()
-def _take(sums: dict[str, list[Tensor]], part: Labelled) -> None:
+def _take(sums: dict[str, list[Tensor]], pred_LBGS: Tensor, labels: RepeatLabels) -> None:
     """Collect the figures of some contexts, one number an entry."""
-    L, _, G, _ = part.pred_LBGS.shape
-    for b, length in enumerate(part.lengths):
-        pred_LGS, true_LGS, counts_LGS = (
-            x[:, b, :, :length] for x in (part.pred_LBGS, part.true_LBGS, part.counts_LBGS)
-        )
+    L, _, G, _ = pred_LBGS.shape
+    whole = (pred_LBGS, labels.true_LBGS, labels.counts_LBGS)
+    for b, length in enumerate(labels.lengths):
+        pred_LGS, true_LGS, counts_LGS = (x[:, b, :, :length] for x in whole)
         n_LG = counts_LGS.sum(-1)
         mean_LG1 = (true_LGS.sum(-1) / n_LG.clamp(min=1))[..., None]
         left_LG = ((pred_LGS - true_LGS).square() * counts_LGS).sum(-1)

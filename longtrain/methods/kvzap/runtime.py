@@ -15,7 +15,7 @@ from torch import Tensor
 from longtrain.decoding.evict import Budget, Keep, PromptRun
 from longtrain.decoding.select import best_of_groups, rows_of
 from longtrain.errors import ConflictError
-from longtrain.methods.kvzap.modules import Reading
+from longtrain.methods.kvzap.modules import Foretelling
 
 if TYPE_CHECKING:
     from longtrain.methods.kvzap.config import Config
@@ -75,7 +75,7 @@ class KVzapEvictor:
 
     def watch(self, lengths: Sequence[int]) -> Watch | None:
         """See `Evictor`: what scores the rows as they go by."""
-        return Reading(self.module)
+        return Foretelling(self.module)
 
     def scores(self, run: PromptRun) -> Tensor:
         """The foretold score of every prompt token, s_LBGS in fp32.
@@ -83,7 +83,7 @@ class KVzapEvictor:
         Raises:
             ConflictError: nothing watched the prefill.
         """
-        if not isinstance(run.watched, Reading):
+        if not isinstance(run.watched, Foretelling):
             raise ConflictError(
                 "kvzap scores rows as the prefill writes them, and nothing watched it; run it through "
                 "Engine.generate"

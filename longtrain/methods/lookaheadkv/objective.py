@@ -13,8 +13,9 @@ from torch import Tensor
 
 from longtrain.losses import importance_kl
 from longtrain.methods.lookaheadkv.modules import lookahead_rows
-from longtrain.methods.lookaheadkv.samples import Sample, Truth, moved, positions, prompt_ids, samples
+from longtrain.methods.lookaheadkv.samples import Truth, moved, positions, prompt_ids
 from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
+from longtrain.methods.samples import Sample, samples
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
 from longtrain.targets.suffix import SuffixRun

@@ -1,4 +1,4 @@
-"""A packed row as prompts and responses, decided on the host; the true importance of a prompt's tokens.
+"""Places of prompts in a packed row, and the true importance of their tokens.
 
 Shapes: T tokens of a packed row, P prompts, N observing rows, B batch (1), H query heads, G KV heads,
 D head dim.
@@ -7,60 +7,13 @@ D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from longtrain.errors import DataError
 from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
-
-if TYPE_CHECKING:
-    from longtrain.data.rows.batch import Batch
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A document with a response: tokens `start..prompt` are the prompt, `prompt..stop` the response."""
-
-    start: int
-    prompt: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt."""
-        return self.prompt - self.start
-
-
-def samples(batch: Batch) -> list[Sample]:
-    """The prompt and the response of every document that has labels.
-
-    The response is the last run of labels (the last answer of a chat); all before it is prompt. What follows
-    the run is not looked at: by causality it changes neither.
-
-    Raises:
-        DataError: a response without a prompt.
-    """
-    mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
-    found = []
-    for number, (start, end) in enumerate(pairwise(batch.bounds)):
-        labels = mask_T[start:end].nonzero()[:, 0]
-        if not len(labels):
-            continue
-        stop = int(labels[-1]) + 1
-        gaps = (labels.diff() > 1).nonzero()[:, 0]
-        first = int(labels[int(gaps[-1]) + 1]) if len(gaps) else int(labels[0])
-        if first < 1:
-            name = batch.names[number] if number < len(batch.names) else f"number {number}"
-            raise DataError(
-                f"document {name} is all response (labels from its first token on); importance needs a "
-                "prompt before it; check the label masks with: longtrain prepare"
-            )
-        found.append(Sample(start, start + first, start + stop))
-    return found
+from longtrain.methods.samples import Sample
 
 
 def positions(bounds: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.select import reduce_heads
 
 if TYPE_CHECKING:
-    from longtrain.methods.lookaheadkv.samples import Sample
+    from longtrain.methods.samples import Sample
 
 WINDOW = 32
 """SnapKV's observing rows. It keeps them in any case, so nobody's ranking of them is compared."""

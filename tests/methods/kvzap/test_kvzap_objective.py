@@ -13,8 +13,8 @@ from longtrain.methods.kvzap.config import Config
 from longtrain.methods.kvzap.labels import groups, labelled, usual
 from longtrain.methods.kvzap.objective import KVzapObjective
 from longtrain.methods.kvzap.spec import SPEC
-from longtrain.methods.lookaheadkv.samples import Sample
 from longtrain.methods.policies.kvzip import KVzip
+from longtrain.methods.samples import Sample
 from tests.methods.policies.runs import prefilled
 
 
@@ -27,7 +27,7 @@ def test_labels_are_the_policys_scores(target, module, labels):
     plus = labels == "kvzip_plus"
     policy = KVzip(Budget(9), chunk=16, sinks=2, value_norm=plus, row_norm=plus)
     scores_LBGS = policy.scores(prefilled(target, texts, policy))
-    found = labelled(module, target, config, [torch.tensor(text) for text in texts], train=False)
+    _, found = labelled(module, target, config, [torch.tensor(text) for text in texts], train=False)
     for b, text in enumerate(texts):
         counts_LGS = found.counts_LBGS[:, b]
         assert counts_LGS[..., 2 : len(text)].all()
@@ -55,8 +55,8 @@ def test_a_rows_loss_and_gradients_are_those_of_each_document_alone(target, modu
         one = make_batch([(context, response)])
         one.ids_T.copy_(batch.ids_T[start:stop])
         loss, own = gradients(one)
-        pred = labelled(module, target, config, [one.ids_T[:context]], train=False)
-        expected = (pred.pred_LBGS - pred.true_LBGS)[..., 2:].square().mean()
+        pred_LBGS, labels = labelled(module, target, config, [one.ids_T[:context]], train=False)
+        expected = (pred_LBGS - labels.true_LBGS)[..., 2:].square().mean()
         torch.testing.assert_close(loss.total.detach(), expected)
         total, sums = total + loss.total.detach(), [a + b for a, b in zip(sums, own, strict=True)]
     torch.testing.assert_close(whole.total.detach(), total)
@@ -74,8 +74,8 @@ def test_figures_of_a_perfect_module(target, module, config, make_batch, monkeyp
     from longtrain.methods.kvzap import objective as place
 
     def told(*args, **kwargs):
-        found = labelled(*args, **kwargs)
-        return type(found)(found.lengths, found.true_LBGS.clone(), found.true_LBGS, found.counts_LBGS)
+        _, labels = labelled(*args, **kwargs)
+        return labels.true_LBGS.clone(), labels
 
     monkeypatch.setattr(place, "labelled", told)
     monkeypatch.setattr(place, "RECALLS", (8, 64))

@@ -15,7 +15,7 @@ from longtrain.errors import ConfigError
 from longtrain.methods.kvzap.config import Config
 from longtrain.methods.kvzap.kvpress_files import kvpress_files
 from longtrain.methods.kvzap.labels import labelled
-from longtrain.methods.kvzap.modules import KVzap, Reading
+from longtrain.methods.kvzap.modules import Foretelling, KVzap
 from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.methods.kvzap.spec import SPEC
 from longtrain.targets.loading import random_target
@@ -28,7 +28,7 @@ def test_watching_leaves_the_target_bit_identical(target, module):
     ids_BT = torch.tensor([prompts[0][:25], prompts[1]])
     pos_BT = torch.arange(25).expand_as(ids_BT)
     steps, caches = [], [target.new_cache(2, 25, 1) for _ in range(2)]
-    for cache, watch in zip(caches, (None, Reading(module)), strict=True):
+    for cache, watch in zip(caches, (None, Foretelling(module)), strict=True):
         steps.append(target.forward(Rows(pos_BT, ids_BT), cache, watch=watch))
     assert torch.equal(steps[0].logits_BTV, steps[1].logits_BTV)
     assert torch.equal(caches[0].k_LBGSD, caches[1].k_LBGSD)
@@ -37,14 +37,14 @@ def test_watching_leaves_the_target_bit_identical(target, module):
 @pytest.mark.parametrize("fused", [False, True])
 def test_scores_are_those_of_training(target, module, config, fused):
     texts = prompts_of(40, 17)
-    found = labelled(module, target, config, [torch.tensor(text) for text in texts], train=True)
+    pred_LBGS, _ = labelled(module, target, config, [torch.tensor(text) for text in texts], train=True)
     if fused:
         target.fuse()
     evictor = KVzapEvictor(module, config, Budget(12))
     s_LBGS = evictor.scores(prefilled(target, texts, evictor))
     for b, text in enumerate(texts):
         n = len(text)
-        torch.testing.assert_close(s_LBGS[:, b, :, :n], found.pred_LBGS[:, b, :, :n].detach())
+        torch.testing.assert_close(s_LBGS[:, b, :, :n], pred_LBGS[:, b, :, :n].detach())
 
 
 def best(s_LGS, n, *, rows, sinks, window, threshold, shared):

@@ -13,7 +13,7 @@ from longtrain.methods.lookaheadkv import objective
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
-from longtrain.methods.lookaheadkv.samples import samples
+from longtrain.methods.samples import samples
 
 PAIRS = [(37, 4), (9, 0), (20, 11), (1, 2), (45, 1)]
 
