@@ -116,7 +116,7 @@ def _document(
 ) -> tuple[PackedStep, Seen]:
     """Rows a..b of a packed row, read in a view."""
     cut, ids = one.start - a, ids_T[a:b]
-    view, rows = one.view, _Rows(want.kv)
+    view, rows = one.view, _Rows(want.kv) if want.kv else None
     read = prefill(
         target,
         target.new_cache if view.cache is None else named_cache(view.cache, target),
@@ -130,14 +130,19 @@ def _document(
     states = {layer: [read.step.hidden[layer][0]] for layer in want.hidden}
     for piece_T in ids[cut:].split(READ):
         step, _ = read_after(
-            target, read.cache, piece_T[None], (len(piece_T),), hidden=want.hidden, watch=rows.see
+            target,
+            read.cache,
+            piece_T[None],
+            (len(piece_T),),
+            hidden=want.hidden,
+            watch=rows.watch_nodes if rows else None,
         )
         for layer in want.hidden:
             states[layer].append(step.hidden[layer][0])
     hidden = {layer: torch.cat(pieces) for layer, pieces in states.items()}
     old = {layer: read.cache.old_rows(layer) for layer in want.kv}
     stretches = (Stretch(a, one.start), *_stretches(read.cache.old_positions, a, one.start, b))
-    return PackedStep(hidden, rows.kv()), Seen(stretches, old)
+    return PackedStep(hidden, rows.kv() if rows else {}), Seen(stretches, old)
 
 
 def _stretches(old_positions: Callable[[int], int], a: int, start: int, stop: int) -> list[Stretch]:
@@ -155,14 +160,9 @@ class _Rows:
     def __init__(self, layers: Sequence[int]) -> None:
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
-    def watch_prompts(self, lengths: Sequence[int]) -> Watch | None:
+    def watch_prompts(self, lengths: Sequence[int]) -> Watch:
         """See `Onlooker`."""
-        return self.see
-
-    @property
-    def see(self) -> Watch | None:
-        """The watch; None where nothing is to be kept."""
-        return self.watch_nodes if self._kept else None
+        return self.watch_nodes
 
     def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """Keep the rows of a batch of one."""

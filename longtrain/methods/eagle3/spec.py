@@ -11,6 +11,7 @@ from longtrain.costs.method import MethodCost
 from longtrain.data.config import DataConfig
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.log import get_logger
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.cost import training
 from longtrain.methods.eagle3.cycle import cycle
@@ -18,11 +19,13 @@ from longtrain.methods.eagle3.formats import FORMATS
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
-from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data
+from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.methods.eagle3.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
+
+log = get_logger(__name__)
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
@@ -60,6 +63,8 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
             f"an EAGLE-3 draft whose vocabulary reaches token {int(module.draft_ids_K.max())}; target "
             f"{info.name} has {info.vocab_size} tokens"
         )
+    if missing := lacking(module.draft_ids_K, info):
+        log.warning("%s; it is never drafted", missing)
     weight = module.norm.weight
     if (weight.dtype, weight.device) != (target.dtype, target.device):
         module = copy.deepcopy(module).to(target.device, target.dtype)

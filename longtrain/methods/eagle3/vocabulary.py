@@ -66,6 +66,17 @@ def from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepare
     return {"draft_vocabulary": {"tokens": size, "coverage": coverage, "sha256": digest}}
 
 
+def lacking(draft_ids_K: Tensor, info: TargetInfo) -> str:
+    """In words, which token that ends texts of a target a draft cannot propose; empty where there is none."""
+    missing = sorted({*info.eos_ids} - {*draft_ids_K.tolist()})
+    if not missing:
+        return ""
+    return (
+        f"the draft's vocabulary of {len(draft_ids_K)} tokens lacks token {missing[0]}, which ends texts of "
+        f"target {info.name}"
+    )
+
+
 def check_vocabulary(draft_ids_K: Tensor, info: TargetInfo) -> None:
     """Refuse a vocabulary that a draft of this target cannot end a text with, or that is none.
 
@@ -73,12 +84,11 @@ def check_vocabulary(draft_ids_K: Tensor, info: TargetInfo) -> None:
         TargetMismatchError: a token that ends texts is missing; or ids that do not ascend, or are not the
             target's.
     """
-    ids = draft_ids_K.tolist()
-    if missing := sorted({*info.eos_ids} - {*ids}):
+    if missing := lacking(draft_ids_K, info):
         raise TargetMismatchError(
-            f"the draft's vocabulary of {len(ids)} tokens lacks token {missing[0]}, which ends texts of "
-            f"target {info.name}; train a draft with a vocabulary chosen from data of this target"
+            f"{missing}; train a draft with a vocabulary chosen from data of this target"
         )
+    ids = draft_ids_K.tolist()
     if ids and (ids[0] < 0 or ids[-1] >= info.vocab_size or any(np.diff(ids) <= 0)):
         raise TargetMismatchError(
             f"the draft's vocabulary (draft_ids_K) holds tokens {min(ids)}..{max(ids)}; need ascending, "

@@ -62,7 +62,7 @@ def test_what_cannot_end_a_text_is_refused(llama, data):
         check_vocabulary(torch.tensor([1, 3, 2]), info)
 
 
-def test_a_loaded_draft_keeps_its_weights_and_its_vocabulary_is_checked(llama):
+def test_a_loaded_draft_keeps_its_weights_and_its_vocabulary_is_checked(llama, caplog):
     config = Config(draft_vocab_size=4)
     other = Eagle3Draft(config, llama.info).double()
     other.draft_ids_K.copy_(torch.tensor([1, 8, 9, 20]))
@@ -73,3 +73,9 @@ def test_a_loaded_draft_keeps_its_weights_and_its_vocabulary_is_checked(llama):
     module.draft_ids_K.copy_(torch.tensor([0, 8, 9, 20]))
     with pytest.raises(TargetMismatchError, match="lacks token 1"):
         SPEC.objective(module, llama, config)
+    caplog.clear()
+    SPEC.attach(other, llama, config, {})
+    assert not caplog.records
+    SPEC.attach(module, llama, config, {})  # it serves, and never drafts the end
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "vocabulary of 4 tokens lacks token 1, which ends texts of target" in said
