@@ -98,20 +98,20 @@ class KVCache(ABC):
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """Accept tail rows: `path_BP[b, :n_B[b]]` in order, or rows 0..n_B[b]-1 when `path_BP` is None."""
 
-    def old_positions(self, n: int) -> int:
+    def old_positions(self, n: int, sequence: int) -> int:
         """How many of a sequence's first `n` positions a step over them reads from `old_rows`.
 
         The others, the latest, it reads as they were written.
         """
         return 0
 
-    def old_rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """What is left of old positions in a layer, as steps read it; for a batch of one sequence.
+    def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
+        """What is left of old positions in a layer, as steps read it.
 
-        Returns: k_KD and v_KD of each KV head. With n positions committed a step reads their first
-            `old_positions(n)` rows, or all of them where there are fewer.
+        Returns: k_KD and v_KD of each sequence's KV heads. With n positions committed a step reads their
+            first `old_positions(n)` rows, or all of them where there are fewer. Empty lists: nothing is old.
         """
-        return []
+        return [[] for _ in self.len_B]
 
     def rows_left(self) -> int | None:
         """Rows of each sequence that can follow the committed ones, as far as the host knows; None: any."""

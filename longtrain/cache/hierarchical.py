@@ -193,14 +193,14 @@ class HierarchicalCache(KVCache):
         """Rows that the kernel takes."""
         return MAX_ROWS
 
-    def old_positions(self, n: int) -> int:
+    def old_positions(self, n: int, sequence: int) -> int:
         """See `KVCache`: the blocks that are quantised by then."""
         return max(n // BLOCK - 1, 0) * BLOCK
 
-    def old_rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
         """See `KVCache`: what the quantised blocks are read as, in the dtype of recent tokens."""
         k_BGSD, v_BGSD = (x.to(self.ring.k.dtype) for x in dequantise(self.planes.layer(layer), self.bits))
-        return list(zip(k_BGSD[0], v_BGSD[0], strict=True))
+        return [list(zip(k_GSD, v_GSD, strict=True)) for k_GSD, v_GSD in zip(k_BGSD, v_BGSD, strict=True)]
 
     def rows_left(self) -> int:
         """See `KVCache`."""

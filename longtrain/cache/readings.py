@@ -107,13 +107,14 @@ class RoundedCache(DenseCache):
                     rows[layer, b, :, at] = rounded(rows[layer, b, :, at], axis, self.rounding)
         self.blocks_B = self.blocks_B + due_B
 
-    def old_positions(self, n: int) -> int:
+    def old_positions(self, n: int, sequence: int) -> int:
         """See `KVCache`: the blocks that are rounded by then."""
         return max(n // BLOCK - 1, 0) * BLOCK
 
-    def old_rows(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+    def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
         """See `KVCache`; the rows beyond the rounded ones are never asked for."""
-        return list(zip(self.k_LBGSD[layer, 0], self.v_LBGSD[layer, 0], strict=True))
+        held = zip(self.k_LBGSD[layer], self.v_LBGSD[layer], strict=True)
+        return [list(zip(k_GSD, v_GSD, strict=True)) for k_GSD, v_GSD in held]
 
     def commit_limit(self) -> Tensor:
         """Rows up to the point at which plain decoding would round a block."""

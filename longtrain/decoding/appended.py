@@ -31,6 +31,7 @@ def read_after(
     *,
     hidden: tuple[int, ...] = (),
     watch: Watch | None = None,
+    most: int | None = None,
 ) -> tuple[TargetStep, int]:
     """Commit rows behind what is in the cache.
 
@@ -45,6 +46,7 @@ def read_after(
         lengths: rows of each sequence, none 0.
         hidden: layers whose output is wanted.
         watch: sees the rows of all steps as one, right-padded.
+        most: rows that a step may take, where the cache allows more; None: all.
 
     Returns:
         the logits of each sequence's last row [B, 1, V], hidden states [B, T, E]; and how many forwards.
@@ -56,7 +58,8 @@ def read_after(
     states: dict[int, Tensor] = {}
     seen = WatchBuffer(watch, B, T) if watch else None
     while read != list(lengths):
-        counts = _next(cache, [n - done for n, done in zip(lengths, read, strict=True)])
+        left = [min(n - done, most or n) for n, done in zip(lengths, read, strict=True)]
+        counts = _next(cache, left)
         first_B, n_B = torch.tensor([read, counts], device=device)
         at_BC = first_B[:, None] + torch.arange(max(counts), device=device)
         pos_BC = cache.len_B[:, None] + torch.arange(max(counts), device=device)

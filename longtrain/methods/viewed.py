@@ -5,7 +5,7 @@ Shapes: T tokens of a packed row, E hidden dim, G KV heads, K rows of a head tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longtrain.decoding.appended import read_after
-from longtrain.decoding.prefill import prefill
+from longtrain.decoding.prefill import pad, prefill
 from longtrain.methods.target_cache import named_cache
 from longtrain.methods.views import Drawn, View, views_of
 from longtrain.targets.step import PackedStep, Want
@@ -95,8 +95,10 @@ def viewed(
     spans = list(pairwise(batch.bounds))
     parts: dict[int, PackedStep] = {}
     seen: dict[int, Seen] = {}
-    for d, one in drawn.items():
-        parts[d], seen[d] = _document(target, batch.ids_T, *spans[d], one, want)
+    for view, documents in _alike(drawn, spans):
+        found = _read(target, batch.ids_T, [(*spans[d], drawn[d].start) for d in documents], view, want)
+        for d, (step, one) in zip(documents, found, strict=True):
+            parts[d], seen[d] = step, one
     if others := [d for d in range(len(spans)) if d not in drawn]:
         picked = torch.cat([torch.arange(*spans[d]) for d in others]).to(pos_T.device)
         edges = [0]
@@ -111,46 +113,64 @@ def viewed(
     return _joined([parts[d] for d in range(len(spans))], want), seen
 
 
-def _document(
-    target: Target, ids_T: Tensor, a: int, b: int, one: Drawn, want: Want
-) -> tuple[PackedStep, Seen]:
-    """Rows a..b of a packed row, read in a view."""
-    cut, ids = one.start - a, ids_T[a:b]
-    view, rows = one.view, _Rows(want.kv) if want.kv else None
+def _alike(drawn: Mapping[int, Drawn], spans: Sequence[tuple[int, int]]) -> list[tuple[View, list[int]]]:
+    """Documents that are read together: in one view, none twice as long as another."""
+    found: dict[tuple[int, int], tuple[View, list[int]]] = {}
+    for d, one in drawn.items():
+        a, b = spans[d]
+        found.setdefault((id(one.view), (b - a).bit_length()), (one.view, []))[1].append(d)
+    return list(found.values())
+
+
+def _read(
+    target: Target, ids_T: Tensor, spans: Sequence[tuple[int, int, int]], view: View, want: Want
+) -> list[tuple[PackedStep, Seen]]:
+    """Documents of one view.
+
+    Args:
+        target: the frozen model.
+        ids_T: the packed row.
+        spans: each document's first row, the one past its last, and the first behind its prompt.
+        view: theirs.
+        want: what is wanted of them.
+    """
+    sizes = [(cut - a, b - cut) for a, b, cut in spans]
+    prompts = [ids_T[a:cut].tolist() for a, _, cut in spans]
+    rests = [ids_T[cut:b].tolist() for _, b, cut in spans]
+    rows = _Rows(want.kv) if want.kv else None
     read = prefill(
         target,
         target.new_cache if view.cache is None else named_cache(view.cache, target),
-        [ids[:cut].tolist()],
-        max_new_tokens=b - one.start,
+        prompts,
+        max_new_tokens=max(rest for _, rest in sizes),
         nodes=1,
         hidden=want.hidden,
         evictor=view.evictor,
         onlooker=rows,
     )
-    states = {layer: [read.step.hidden[layer][0]] for layer in want.hidden}
-    for piece_T in ids[cut:].split(READ):
-        step, _ = read_after(
-            target,
-            read.cache,
-            piece_T[None],
-            (len(piece_T),),
-            hidden=want.hidden,
-            watch=rows.watch_nodes if rows else None,
-        )
-        for layer in want.hidden:
-            states[layer].append(step.hidden[layer][0])
-    hidden = {layer: torch.cat(pieces) for layer, pieces in states.items()}
+    then, _ = read_after(
+        target,
+        read.cache,
+        pad(rests, target.device)[0],
+        [rest for _, rest in sizes],
+        hidden=want.hidden,
+        watch=rows.watch_nodes if rows else None,
+        most=READ,
+    )
     old = {layer: read.cache.old_rows(layer) for layer in want.kv}
-    stretches = (Stretch(a, one.start), *_stretches(read.cache.old_positions, a, one.start, b))
-    return PackedStep(hidden, rows.kv() if rows else {}), Seen(stretches, old)
-
-
-def _stretches(old_positions: Callable[[int], int], a: int, start: int, stop: int) -> list[Stretch]:
-    """The stretches of rows start..stop of a document that begins at row a."""
     found = []
-    for old, places in groupby(range(start, stop), key=lambda row: old_positions(row - a)):
-        rows = list(places)
-        found.append(Stretch(rows[0], rows[-1] + 1, old))
+    for i, ((a, b, cut), (prompt, rest)) in enumerate(zip(spans, sizes, strict=True)):
+        hidden = {
+            layer: torch.cat((read.step.hidden[layer][i, :prompt], then.hidden[layer][i, :rest]))
+            for layer in want.hidden
+        }
+        kv = rows.kv(i, (prompt, rest)) if rows else {}
+        stretches = [Stretch(a, cut)]
+        for known, places in groupby(range(cut, b), key=lambda row: read.cache.old_positions(row - a, i)):
+            inside = list(places)
+            stretches.append(Stretch(inside[0], inside[-1] + 1, known))
+        one = Seen(tuple(stretches), {layer: sequences[i] for layer, sequences in old.items()})
+        found.append((PackedStep(hidden, kv), one))
     return found
 
 
@@ -165,16 +185,20 @@ class _Rows:
         return self.watch_nodes
 
     def watch_nodes(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
-        """Keep the rows of a batch of one."""
+        """Keep the rows: first the prompts', then what is read after them."""
         if layer in self._kept:
-            self._kept[layer].append((k_BGTD[0].transpose(0, 1), v_BGTD[0].transpose(0, 1)))
+            self._kept[layer].append((k_BGTD, v_BGTD))
 
-    def kv(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Layer -> k_TGD, v_TGD of all rows."""
-        return {
-            layer: (torch.cat([k for k, _ in pieces]), torch.cat([v for _, v in pieces]))
-            for layer, pieces in self._kept.items()
-        }
+    def kv(self, sequence: int, sizes: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Layer -> k_TGD, v_TGD of a sequence, whose prompt and what comes after have these sizes."""
+        found = {}
+        for layer, pieces in self._kept.items():
+            k, v = (
+                torch.cat([piece[i][sequence, :, :n] for piece, n in zip(pieces, sizes, strict=True)], 1)
+                for i in (0, 1)
+            )
+            found[layer] = k.transpose(0, 1), v.transpose(0, 1)
+        return found
 
 
 def _joined(parts: Sequence[PackedStep], want: Want) -> PackedStep:

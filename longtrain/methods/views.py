@@ -26,7 +26,7 @@ ALLOWED = (
     "full, {policy: NAME, budget: ROWS} (a number of rows, or a share of the prompt below 1), {cache: NAME}; "
     "NAME may be {name: NAME, option: value}"
 )
-EARLIEST, LATEST = 0.5, 0.95
+EARLIEST, LATEST = 0.25, 0.95
 """Where a document without a prompt is cut into what is read before eviction and after it: share of it."""
 
 

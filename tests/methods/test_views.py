@@ -245,7 +245,7 @@ def test_views_follow_from_the_row_alone():
         assert sum(d in one for one in picks) / 300 == pytest.approx(share, abs=0.1)
     assert {one[1].start for one in picks if 1 in one} == {680}  # where its answer begins
     cuts = [one[0].start for one in picks if 0 in one]
-    assert 200 <= min(cuts) < 215 and 365 < max(cuts) <= 380
+    assert 100 <= min(cuts) < 120 and 365 < max(cuts) <= 380
     short = [one[4].view for one in picks if 4 in one]
     assert all(view is views[2] for view in short)  # 20% of its prompt is less than a window
     unlabelled = replace(batch, loss_mask_T=torch.zeros_like(batch.loss_mask_T))
@@ -278,3 +278,27 @@ def test_a_cache_that_the_target_cannot_have_is_refused_before_training():
     config = get("eagle3").config(layers=[0], views=["full", {"cache": "int4"}])
     with pytest.raises(ConfigError, match="heads of size 16; allowed: 64, 128"):
         get("eagle3").objective(get("eagle3").build(config, micro.info), micro, config)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_documents_that_are_read_together_are_read_as_if_alone(target, name):
+    (view,) = views_of([VIEWS[name]])
+    batch = row_of([420, 60, 300, 330, 510], prompts=[300, 55, 280, 299, 260])
+    drawn = {d: one for d, one in draw([view], batch).items() if d != 1}  # one between them in full
+    assert sorted(drawn) == [0, 2, 3, 4]
+    pos_T, want = torch.cat([torch.arange(n) for n in (420, 60, 300, 330, 510)]), Want("none", (-1,), kv=(1,))
+    together, seen = viewed(target, batch, pos_T, want, drawn)
+    for d, one in drawn.items():
+        a, b = batch.bounds[d : d + 2]
+        alone, other = viewed(target, batch, pos_T, want, {d: one})
+        torch.testing.assert_close(together.hidden[-1][a:b], alone.hidden[-1][a:b], rtol=1e-9, atol=1e-10)
+        for got, expected in zip(together.kv[1], alone.kv[1], strict=True):
+            torch.testing.assert_close(got[a:b], expected[a:b], rtol=1e-9, atol=1e-10)
+        assert seen[d].stretches == other[d].stretches
+        old = max(stretch.old for stretch in seen[d].stretches)
+        assert len(seen[d].old[1]) == 2 and old
+        for heads, single in zip(seen[d].old[1], other[d].old[1], strict=True):
+            for got, expected in zip(heads, single, strict=True):
+                torch.testing.assert_close(got[:old], expected[:old], rtol=1e-9, atol=1e-10)
+    plain = target.packed(batch.ids_T, pos_T, batch.bounds, want)
+    torch.testing.assert_close(together.hidden[-1][420:480], plain.hidden[-1][420:480], rtol=1e-9, atol=1e-10)
