@@ -96,7 +96,8 @@ def viewed(
     parts: dict[int, PackedStep] = {}
     seen: dict[int, Seen] = {}
     for view, documents in _alike(drawn, spans):
-        found = _read(target, batch.ids_T, [(*spans[d], drawn[d].start) for d in documents], view, want)
+        with torch.autocast(target.device.type, enabled=False):  # an engine decodes without it
+            found = _read(target, batch.ids_T, [(*spans[d], drawn[d].start) for d in documents], view, want)
         for d, (step, one) in zip(documents, found, strict=True):
             parts[d], seen[d] = step, one
     if others := [d for d in range(len(spans)) if d not in drawn]:

@@ -167,6 +167,16 @@ def test_longspec_reads_the_keys_that_the_engine_gives_it(target, name, monkeypa
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
+def test_an_autocast_of_training_does_not_reach_a_view():
+    target, (view,) = random_target(SHAPE, seed=2, dtype=torch.float32), views_of([VIEWS["snapkv"]])
+    batch, want = row_of([90], prompts=[70]), Want("none", (-1,))
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(viewed(target, batch, torch.arange(90), want, draw([view], batch))[0].hidden[-1])
+    assert torch.equal(*found)
+
+
 def gradients(target, method, batch, **options):
     draft, config = draft_of(target, method, **options)
     loss = get(method).objective(draft, target, config)(batch)

@@ -297,8 +297,9 @@ def test_evicted_caches(name, evictor, llama, make_draft):
 
 
 @pytest.mark.parametrize("name", ["as published", "window and sinks"])
-def test_a_quantised_cache(name, make_draft):
-    """INT8 blocks of 128 tokens: the draft sees hidden states alone, whatever the target reads."""
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_quantised_cache(name, bits, make_draft):
+    """Blocks of 128 tokens: the draft sees hidden states alone, whatever the target reads."""
     from longtrain.cache.named import cache_maker
 
     shape = {**SHAPES["llama_micro"], "head_dim": 64, "hidden_size": 64, "intermediate_size": 96}
@@ -306,13 +307,15 @@ def test_a_quantised_cache(name, make_draft):
     info = target.info
     sizes = {key: getattr(info, key) for key in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
     quantised = Parts(
-        cache=cache_maker("int8", {}, **sizes, device=target.device, dtype=target.dtype), name="int8"
+        cache=cache_maker(bits, {}, **sizes, device=target.device, dtype=target.dtype), name=bits
     )
     parts = SPEC.attach(make_draft(target, CONFIGS[name]), target, CONFIGS[name], {}).merge(quantised)
     prompts = texts_of(300, 140)
     options = {"max_new_tokens": 16, "ignore_eos": True}
-    drafted = Engine(target, parts).generate(prompts, shape=TreeShape((1, 1, 1)), **options)
-    assert drafted.tokens == Engine(target, quantised).generate(prompts, **options).tokens
+    plain = Engine(target, quantised).generate(prompts, **options)
+    for capture, widths in ((False, (1, 1, 1)), (True, (2, 3))):
+        drafted = Engine(target, parts, capture=capture).generate(prompts, shape=TreeShape(widths), **options)
+        assert drafted.tokens == plain.tokens
 
 
 @torch.no_grad()
