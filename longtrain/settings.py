@@ -172,6 +172,15 @@ def some_of(names: Iterable[str], *, all_if_empty: bool = True) -> Any:
     return Annotated[tuple[str, ...], BeforeValidator(chosen), Words(f"each once of {', '.join(known)}")]
 
 
+def made_by(make: Callable[[Any], Any]) -> Any:
+    """Stands in an annotation and makes the value of what was typed, before anything else is checked.
+
+    Args:
+        make: what was typed, or the value itself -> the value; raises ConfigError.
+    """
+    return BeforeValidator(make)
+
+
 def read(kind: type[T], values: Mapping[str, Any], group: str, *, ignore: Iterable[str] = ()) -> T:
     """A settings dataclass from the values of a group of keys.
 
@@ -299,7 +308,8 @@ def _shown(value: Any) -> str:
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     """Pydantic's checker of an annotation; numbers are taken for text, but flags never for numbers."""
-    plain = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    plain = isinstance(base, type) and dataclasses.is_dataclass(base)
     config = None if plain else ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
     return TypeAdapter(_no_flags(kind), config=config)
 

@@ -32,6 +32,11 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
             return folder
     for folder in candidates:
         if folder.exists():
+            if parts := sorted(file.parent.name for file in folder.glob(f"*/{MANIFEST}")):
+                raise ArtifactError(
+                    f"{folder} holds an artifact for each of {', '.join(parts)}; name one: "
+                    f"artifact={folder}/{parts[0]}"
+                )
             raise ArtifactError(
                 f"{folder} holds no {MANIFEST}, and nothing else that a method reads ({_known()}); run: "
                 "longtrain "

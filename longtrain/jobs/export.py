@@ -34,13 +34,14 @@ COMPARED_TOKENS = 16
 def run(cfg: DictConfig) -> None:
     """Export the last checkpoint of the run `cfg.name`, or write `cfg.artifact` in a `format`.
 
+    Where several methods were trained together, each is an artifact in a folder of its name.
+
     Raises:
         ConfigError: nothing was trained under this name, or with another method, or the format is unknown or
             cannot say what the module does.
         ArtifactError: the checkpoint is damaged, of another module, other settings or another target, the
             disk is full, or what was written does not do what the module in memory does.
     """
-    from longtrain.artifact import Artifact
     from longtrain.jobs import export_formats
     from longtrain.training import checkpoint
 
@@ -80,16 +81,52 @@ def run(cfg: DictConfig) -> None:
     module = spec.build(config, target.info)
     load_tensors(module, tensors, str(path), "pass the settings of the run")
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    pictures = _pictures(Path(cfg.run_dir))
+    if spec.members is None:
+        artifact = _write(spec, config, module, target=target, folder=folder, facts=facts, pictures=pictures)
+        if form is not None:
+            export_formats.write(cfg, form, str(folder), target=target)
+        elif cfg.push:
+            log.info("pushed=%s", artifact.push(str(cfg.push)))
+        return
+    members = spec.members(config)
+    if form is not None:
+        raise ConfigError(
+            f"format={form}: the run {cfg.name} trained {', '.join(members)}; leave format out, then name one: "
+            f"longtrain export format={form} artifact={folder}/MEMBER"
+        )
+    for name, (its_spec, its_config) in members.items():
+        part = module.get_submodule(name)
+        about = {"target": target, "folder": folder / name, "facts": facts, "pictures": pictures}
+        artifact = _write(its_spec, its_config, part, **about)
+        if cfg.push:
+            log.info("pushed=%s", artifact.push(f"{cfg.push}-{name}"))
+
+
+def _write(
+    spec: MethodSpec,
+    config: Any,
+    module: nn.Module,
+    *,
+    target: Target,
+    folder: Path,
+    facts: dict[str, Any],
+    pictures: dict[str, bytes],
+) -> Artifact:
+    """A module as an artifact, read back and compared.
+
+    Raises:
+        ArtifactError: the disk is full, or what was written does not do what the module in memory does.
+    """
+    from longtrain.artifact import Artifact
+
     made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
-    made.save(folder, pictures=_pictures(Path(cfg.run_dir)))
+    made.save(folder, pictures=pictures)
     artifact = Artifact.load(folder)
     _compare(spec, config, module, target=target, artifact=artifact)
     size = sum(file.stat().st_size for file in folder.iterdir())
     log.info("exported=%s parameters=%d bytes=%d step=%d", folder, artifact.parameters(), size, facts["step"])
-    if form is not None:
-        export_formats.write(cfg, form, str(folder), target=target)
-    elif cfg.push:
-        log.info("pushed=%s", artifact.push(str(cfg.push)))
+    return artifact
 
 
 def _pictures(run_dir: Path) -> dict[str, bytes]:

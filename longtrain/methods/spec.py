@@ -61,6 +61,9 @@ class Objective(nn.Module):
     in_views: bool = False
     """Whether documents are read on evicted or quantised caches, of which stored features know nothing."""
 
+    parts: tuple[str, ...] = ()
+    """Children of `module` whose gradients are clipped each by its own norm; none: all by one norm."""
+
     lr_multipliers: Mapping[str, float] = {}
     """Pattern of parameter names -> factor on the learning rate; `optim.lr_multipliers` goes before it."""
 
@@ -181,6 +184,8 @@ class MethodSpec:
         formats: folders of other tools that it reads and writes; None: there are none.
         from_data: (a fresh module, config, the target's facts, prepared data) -> facts for provenance: what
             the module takes from the data before it is trained, the same on every rank.
+        members: config -> the methods whose modules are children of this one, with their settings, by the
+            child's name; each is exported as an artifact of its own. None: the module is one artifact.
         cost: what training and decoding with it cost, for `plan` and `bench`.
     """
 
@@ -200,4 +205,5 @@ class MethodSpec:
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
     formats: Formats | None = None
     from_data: Callable[[nn.Module, Any, TargetInfo, Prepared], dict[str, Any]] | None = None
+    members: Callable[[Any], Mapping[str, tuple[MethodSpec, Any]]] | None = None
     cost: MethodCost = field(default_factory=MethodCost)

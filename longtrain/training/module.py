@@ -48,7 +48,7 @@ class TrainModule(LightningModule):
         """Restores a checkpoint, when there is one to start from."""
         self.after_resume: Callable[[], None] | None = None
         """Called once, before the first batch after a resume."""
-        self._grad_norm: Number | None = None
+        self._grad_norms: dict[str, Number] = {}
 
     @property
     def trained(self) -> nn.Module:
@@ -106,12 +106,23 @@ class TrainModule(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm and keep the norm as a figure; DeepSpeed clips inside its engine."""
+        """Clip by the global norm, or each of `Objective.parts` by its own, and keep the norms as figures.
+
+        DeepSpeed clips inside its engine.
+        """
         if isinstance(self.trainer.precision_plugin, RowPrecision):
             return
-        trained = [value for value in self.parameters() if value.grad is not None]
         limit = float(gradient_clip_val) if gradient_clip_val else math.inf
-        self._grad_norm = nn.utils.clip_grad_norm_(trained, limit)
+        parts = {f"{name}/grad_norm": self.trained.get_submodule(name) for name in self.objective.parts}
+        norms: dict[str, Number] = {}
+        for name, part in (parts or {"grad_norm": self}).items():
+            trained = [value for value in part.parameters() if value.grad is not None]
+            norms[name] = nn.utils.clip_grad_norm_(trained, limit)
+        if parts:
+            norms["grad_norm"] = torch.linalg.vector_norm(
+                torch.stack([torch.as_tensor(norm, device=self.device) for norm in norms.values()])
+            )
+        self._grad_norms = norms
 
     def end_step(self) -> None:
         """Close the optimizer step just taken: its figures, learning rate and gradient norm."""
@@ -119,10 +130,8 @@ class TrainModule(LightningModule):
         rate = self.optim.lr * self.optim.factor(step - 1, max_steps=self.trainer.max_steps)
         extra: dict[str, Number] = {"lr": rate}
         if engine := engine_of(self.trainer):
-            self._grad_norm = engine.grad_norm()
-        if self._grad_norm is not None:
-            extra["grad_norm"] = self._grad_norm
-        self.pool.close(step, extra)
+            self._grad_norms = {"grad_norm": engine.grad_norm()}
+        self.pool.close(step, {**extra, **self._grad_norms})
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a `Batch` (a frozen dataclass, which Lightning does not move by itself) without waiting."""

@@ -1,0 +1,86 @@
+"""What joint training minimises: the sum of the members' own means, from one pass of the target a row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from longtrain.methods.joint.shared import SharedPass
+from longtrain.methods.spec import Loss, MethodSpec, Objective
+
+if TYPE_CHECKING:
+    from longtrain.data.rows.batch import Batch
+    from longtrain.targets.model import Target
+
+
+class JointObjective(Objective):
+    """The members' objectives on the same row, as they are; none of them knows of the others.
+
+    Where one member's loss counts documents, the joint loss does, and the sums of those that count labels are
+    scaled by documents over labels of the optimizer step: so each member's gradient is that of training
+    alone. Figures have the member's name before them: `eagle3/loss`.
+
+    Args:
+        module: name -> the member's module.
+        target: frozen.
+        members: name -> the method and its settings.
+        lr_scales: name -> factor on the learning rate.
+    """
+
+    module: nn.ModuleDict
+    target: Target
+
+    def __init__(
+        self,
+        module: nn.ModuleDict,
+        target: Target,
+        members: dict[str, tuple[MethodSpec, Any]],
+        lr_scales: dict[str, float],
+    ) -> None:
+        super().__init__()
+        self.module, self.target = module, target
+        self.shared = SharedPass(target, members)
+        self.objectives = nn.ModuleDict()
+        for name, (spec, settings) in members.items():
+            assert spec.objective is not None
+            seat: Any = self.shared.seats[name]
+            self.objectives[name] = spec.objective(module[name], seat, settings)
+        every = self.members.values()
+        self.per_document = any(one.per_document for one in every)
+        self.reads_top_law = all(one.reads_top_law for one in every)
+        self.asks_target = any(one.asks_target for one in every)
+        self.parts = tuple(members)
+        self.lr_multipliers = {}
+        for name, one in self.members.items():
+            scale = lr_scales.get(name, 1.0)
+            self.lr_multipliers |= {f"{name}.{key}": times * scale for key, times in one.lr_multipliers.items()}
+            if scale != 1.0:
+                self.lr_multipliers[f"{name}.*"] = scale
+
+    @property
+    def members(self) -> dict[str, Objective]:
+        """The members' objectives by their names."""
+        return dict(self.objectives.items())  # type: ignore[arg-type]
+
+    def forward(self, batch: Batch) -> Loss:
+        """The members' sums, scaled; figures of each, and `loss`, the sum of their means."""
+        calls = {name: partial(one, batch) for name, one in self.members.items()}
+        losses = self.shared.losses(calls, batch.ids_T.device)
+        total = torch.stack([loss.total * self._scale(name, batch) for name, loss in losses.items()]).sum()
+        figures: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, loss in losses.items():
+            count = torch.full((), loss.tokens, device=loss.total.device)
+            mine = {"loss": (loss.total.detach(), count), **loss.figures}
+            figures |= {f"{name}/{key}": pair for key, pair in mine.items()}
+        leading = next(name for name, one in self.members.items() if one.per_document == self.per_document)
+        figures["loss"] = (total.detach(), figures[f"{leading}/loss"][1])
+        return Loss(total, max(loss.tokens for loss in losses.values()), figures)
+
+    def _scale(self, name: str, batch: Batch) -> float:
+        """What makes the trainer's division by its count the division by the member's."""
+        if self.members[name].per_document == self.per_document:
+            return 1.0
+        return batch.documents_in_step / max(batch.tokens_in_step, 1)

@@ -1,0 +1,81 @@
+"""What the rest of the toolkit knows of joint training: everything is asked of the members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longtrain import methods
+from longtrain.costs.method import MethodCost
+from longtrain.data.config import DataConfig
+from longtrain.data.rows.prepared import Prepared
+from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.methods.joint.config import Config, member_keys
+from longtrain.methods.joint.cost import training
+from longtrain.methods.joint.objective import JointObjective
+from longtrain.methods.spec import MethodSpec
+from longtrain.targets.info import TargetInfo
+from longtrain.targets.model import Target
+
+
+def members_of(config: Config) -> dict[str, tuple[MethodSpec, Any]]:
+    """The members and their settings, by the names of their methods.
+
+    Raises:
+        ConfigError: one makes its own rows, or trains nothing against a target.
+    """
+    found = {name: (methods.get(name), settings) for name, settings in config.chosen().items()}
+    for name, (spec, _) in found.items():
+        if spec.objective is None or spec.data is not None or spec.export is not None:
+            raise ConfigError(
+                f"method.members.{name} cannot train from the same rows as others: it trains no module "
+                "against a target on prepared documents; leave it out"
+            )
+    return found
+
+
+def _build(config: Config, info: TargetInfo | None) -> nn.Module:
+    """The members' modules with fresh weights, by name."""
+    modules = {}
+    for name, (spec, settings) in members_of(config).items():
+        with member_keys(name):
+            modules[name] = spec.build(settings, info)
+    return nn.ModuleDict(modules)
+
+
+def _objective(module: nn.Module, target: Target | None, config: Config) -> JointObjective:
+    if target is None or not isinstance(module, nn.ModuleDict):
+        raise TargetMismatchError("joint training trains several modules against a target; pass target.path")
+    return JointObjective(module, target, members_of(config), dict(config.lr_scales))
+
+
+def _check_data(config: Config, data: DataConfig) -> None:
+    """Refuse data that a member refuses."""
+    for name, (spec, settings) in members_of(config).items():
+        if spec.check_data is not None:
+            with member_keys(name):
+                spec.check_data(settings, data)
+
+
+def _from_data(module: nn.Module, config: Config, info: TargetInfo, data: Prepared) -> dict[str, Any]:
+    """What each member takes from the data, under its name."""
+    found = {}
+    for name, (spec, settings) in members_of(config).items():
+        if spec.from_data is not None:
+            with member_keys(name):
+                found[name] = spec.from_data(module.get_submodule(name), settings, info, data)
+    return found
+
+
+SPEC = MethodSpec(
+    name="joint",
+    config=Config,
+    paper="",
+    build=_build,
+    objective=_objective,
+    check_data=_check_data,
+    from_data=_from_data,
+    members=members_of,
+    cost=MethodCost(training=training, response_tokens=512, suite="training"),
+)
