@@ -92,8 +92,8 @@ def run(cfg: DictConfig) -> None:
     members = spec.members(config)
     if form is not None:
         raise ConfigError(
-            f"format={form}: the run {cfg.name} trained {', '.join(members)}; leave format out, then name one: "
-            f"longtrain export format={form} artifact={folder}/MEMBER"
+            f"format={form}: the run {cfg.name} trained {', '.join(members)}; leave format out, then name "
+            f"one of them: longtrain export format={form} artifact={folder}/MEMBER"
         )
     for name, (its_spec, its_config) in members.items():
         part = module.get_submodule(name)

@@ -218,8 +218,9 @@ def fit(
     loop = loop.spread(trainer.world_size)
     if objective.parts and loop.gradient_clip_val and strategies.is_deepspeed(trainer.strategy):
         raise ConfigError(
-            f"trainer.gradient_clip_val={loop.gradient_clip_val}: DeepSpeed clips all members by one norm, so that "
-            "one would hold back the others; pass trainer=ddp, or trainer.gradient_clip_val=null"
+            f"trainer.gradient_clip_val={loop.gradient_clip_val}: DeepSpeed clips all that is trained by one "
+            f"norm, so that {objective.parts[0]} would hold back the others; pass trainer=ddp, or "
+            "trainer.gradient_clip_val=null"
         )
     checkpoints = folder / "checkpoints"
     facts = {

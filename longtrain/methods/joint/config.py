@@ -8,48 +8,52 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from pathlib import Path
-from typing import Annotated, Any, Optional
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any
 
-from longtrain import methods
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.settings import Positive, check, made_by, read
-
-NAMES = tuple(sorted(file.parent.name for file in Path(__file__).parent.parent.glob("*/modules.py")))
-"""The methods of this package with a module that is trained against a target."""
-
-Members: Any = make_dataclass(
-    "Members",
-    [
-        # Optional, since the annotation is made of a class that is only known here.
-        (name, Optional[methods.config_class(name)], field(default_factory=methods.config_class(name)))  # noqa: UP045
-        for name in NAMES
-    ],
-)
-"""The settings of each member; None: it is left out."""
+from longtrain.methods.eagle3.config import Config as Eagle3Config
+from longtrain.methods.longspec.config import Config as LongSpecConfig
+from longtrain.methods.lookaheadkv.config import Config as LookaheadKVConfig
+from longtrain.methods.views import FULL
+from longtrain.settings import Positive, check, made_by, read, wrong
 
 
-def _members(value: Any) -> Any:
+@dataclass
+class Members:
+    """Methods that read a packed row in one pass of the target, with their settings; None: it is left out."""
+
+    longspec: LongSpecConfig | None = field(default_factory=LongSpecConfig)  # null: left out
+    eagle3: Eagle3Config | None = field(default_factory=Eagle3Config)  # null: left out
+    lookaheadkv: LookaheadKVConfig | None = field(default_factory=LookaheadKVConfig)  # null: left out
+
+
+KINDS = {"longspec": LongSpecConfig, "eagle3": Eagle3Config, "lookaheadkv": LookaheadKVConfig}
+"""The settings of each method that can be a member."""
+
+
+def _members(value: Any) -> Members:
     """Settings as typed, or as made in Python, as `Members`."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"method.members={value}; allowed: a mapping of {', '.join(NAMES)} to their settings")
-    if unknown := [name for name in value if name not in NAMES]:
         raise ConfigError(
-            f"method.members.{unknown[0]}: no method of this name has a module to train; known: {', '.join(NAMES)}"
+            f"method.members={value}; allowed: a mapping of {', '.join(KINDS)} to their settings"
         )
-    return Members(**{name: _settings(name, value.get(name)) for name in NAMES})
+    if unknown := [name for name in value if name not in KINDS]:
+        raise ConfigError(
+            f"method.members.{unknown[0]}: no method of this name trains a module on a pass of the target "
+            f"that others can share; known: {', '.join(KINDS)}"
+        )
+    return Members(**{name: _settings(name, value.get(name)) for name in KINDS})
 
 
 def _settings(name: str, value: Any) -> Any:
     """A member's settings; a member that is not named is left out."""
-    kind = methods.config_class(name)
-    if value is None or isinstance(value, kind):
+    if value is None or isinstance(value, KINDS[name]):
         return value
     with member_keys(name):
-        return read(kind, value, f"method.members.{name}")
+        return read(KINDS[name], value, f"method.members.{name}")
 
 
 @contextmanager
@@ -58,7 +62,9 @@ def member_keys(name: str) -> Iterator[None]:
     try:
         yield
     except LongtrainError as error:
-        raise type(error)(re.sub(r"\bmethod\.(?!members\b)", f"method.members.{name}.", str(error))) from error
+        raise type(error)(
+            re.sub(r"\bmethod\.(?!members\b)", f"method.members.{name}.", str(error))
+        ) from error
 
 
 @dataclass
@@ -68,23 +74,32 @@ class Config:
     members: Annotated[Members, made_by(_members)] = field(
         default_factory=Members
     )  # name of a method -> its settings; null: it is left out
-    lr_scales: dict[str, Positive] = field(default_factory=dict)  # name of a member -> factor on optim.lr; 1 where
+    lr_scales: dict[str, Positive] = field(
+        default_factory=dict
+    )  # name of a member -> factor on optim.lr; 1 where
     # it is not named
 
     def __post_init__(self) -> None:
         check(self, "method")
         chosen = self.chosen()
         if not chosen:
-            raise ConfigError(f"method.members leaves out every method; keep one or more of: {', '.join(NAMES)}")
+            raise ConfigError(
+                f"method.members leaves out every method; keep one or more of: {', '.join(KINDS)}"
+            )
         if unknown := [name for name in self.lr_scales if name not in chosen]:
             raise ConfigError(
                 f"method.lr_scales.{unknown[0]}: no such member; method.members has {', '.join(chosen)}"
             )
+        for name, settings in chosen.items():
+            if any(view != FULL for view in getattr(settings, "views", ())):
+                raise wrong(
+                    f"method.members.{name}.views", settings.views, "[full]: a row is read once, for all"
+                )
         self._check_offsets()
 
     def chosen(self) -> dict[str, Any]:
         """The members' settings by their names."""
-        found = {name: getattr(self.members, name) for name in NAMES}
+        found = {name: getattr(self.members, name) for name in KINDS}
         return {name: settings for name, settings in found.items() if settings is not None}
 
     def _check_offsets(self) -> None:
@@ -99,6 +114,7 @@ class Config:
             elif mine != first[1]:
                 key = next(key for key in keys if mine.get(key) != first[1].get(key))
                 raise ConfigError(
-                    f"method.members: {first[0]} has {key}={first[1].get(key)} and {name} {mine.get(key)}, and "
-                    f"one pass of the target has one set of positions; pass the same {', '.join(keys)} for all"
+                    f"method.members: {first[0]} has {key}={first[1].get(key)} and {name} "
+                    f"{mine.get(key)}, and one pass of the target has one set of positions; pass the same "
+                    f"{', '.join(keys)} for all"
                 )

@@ -56,7 +56,9 @@ class JointObjective(Objective):
         self.lr_multipliers = {}
         for name, one in self.members.items():
             scale = lr_scales.get(name, 1.0)
-            self.lr_multipliers |= {f"{name}.{key}": times * scale for key, times in one.lr_multipliers.items()}
+            self.lr_multipliers |= {
+                f"{name}.{key}": times * scale for key, times in one.lr_multipliers.items()
+            }
             if scale != 1.0:
                 self.lr_multipliers[f"{name}.*"] = scale
 

@@ -186,12 +186,15 @@ class SharedPass:
             )
 
     def _compare(self, one: Asked, other: Asked) -> None:
-        """Refuse passes that are not the same; positions are compared on the first row, which waits for them."""
+        """Refuse passes that are not the same.
+
+        Positions are compared on the first row alone: the host waits for the device to know them.
+        """
         same = one.bounds == other.bounds and one.ids_T is other.ids_T
         if not same or not (self._compared or torch.equal(one.pos_T, other.pos_T)):
             raise ConfigError(
-                f"method.members: {one.member} and {other.member} cannot train from the same rows, since they "
-                "place a row's tokens at different positions; leave one of them out"
+                f"method.members: {one.member} and {other.member} cannot train from the same rows, since "
+                "they place a row's tokens at different positions; leave one of them out"
             )
 
 

@@ -107,7 +107,9 @@ def test_each_member_has_the_loss_and_gradient_of_training_alone_from_one_pass(t
     for name in members:
         one = alone(objective, name, target)
         its, wanted = mean(one, batch)
-        total += float(its.total.detach()) / (batch.documents_in_step if one.per_document else batch.tokens_in_step)
+        total += float(its.total.detach()) / (
+            batch.documents_in_step if one.per_document else batch.tokens_in_step
+        )
         assert torch.equal(loss.figures[f"{name}/loss"][0], its.figures["loss"][0])
         figures = {key for key in loss.figures if key.startswith(f"{name}/")}
         assert figures == {f"{name}/{key}" for key in its.figures}
@@ -177,7 +179,7 @@ def test_rates_follow_the_member_and_its_own_patterns(target):
         ("lookaheadkv.lookahead_embeddings", 1.5),
         ("lookaheadkv.*", 0.5),
     ]
-    assert objective.parts == ("eagle3", "longspec", "lookaheadkv")
+    assert objective.parts == ("longspec", "eagle3", "lookaheadkv")
     assert isinstance(objective.module, nn.ModuleDict) and objective.per_document
 
 
@@ -190,11 +192,15 @@ def test_wants_together():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"members": {"medusa": {}}}, "method.members.medusa: no method of this name has a module to train"),
-        ({"members": {"quantspec": {}}}, "known: eagle3, longspec, lookaheadkv"),
+        ({"members": {"medusa": {}}}, "method.members.medusa: no method of this name trains a module"),
+        ({"members": {"quantspec": {}}}, "known: longspec, eagle3, lookaheadkv"),
         ({"members": {"eagle3": {"windw": 3}}}, "unknown key 'method.members.eagle3.windw'; known: layers"),
         ({"members": {"eagle3": {"window": 5}}}, "method.members.eagle3.window=5; allowed: 0, or more than"),
         ({"members": {"eagle3": {"window": -5}}}, "method.members.eagle3.window=-5; allowed: a whole number"),
+        (
+            {"members": {"eagle3": {"views": [{"cache": "int4"}]}}},
+            "eagle3.views=[{'cache': 'int4'}]; allowed: [full]",
+        ),
         ({"members": {}}, "leaves out every method"),
         ({"members": ["eagle3", "eagle3"]}, "allowed: a mapping"),
         ({"lr_scales": {"pretrain": 2}}, "method.lr_scales.pretrain: no such member"),
@@ -212,7 +218,9 @@ def test_refusals_are_one_line(settings, said):
 def test_members_that_place_tokens_differently_are_refused(target, batch, monkeypatch):
     """Also where settings do not tell: the first row is compared."""
     objective = joint(target, SMALL)
-    monkeypatch.setattr("longtrain.methods.lookaheadkv.objective.positions", lambda bounds: torch.ones(132).long())
+    monkeypatch.setattr(
+        "longtrain.methods.lookaheadkv.objective.positions", lambda bounds: torch.ones(132).long()
+    )
     with pytest.raises(ConfigError, match="eagle3 and lookaheadkv cannot train from the same rows"):
         objective(batch)
     assert all(seat.ask is None for seat in objective.shared.seats.values())
