@@ -8,31 +8,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Annotated, Any, Optional
 
+from longtrain import methods
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.methods.eagle3.config import Config as Eagle3Config
-from longtrain.methods.longspec.config import Config as LongSpecConfig
-from longtrain.methods.lookaheadkv.config import Config as LookaheadKVConfig
 from longtrain.methods.views import FULL
 from longtrain.settings import Positive, check, made_by, read, wrong
 
+KINDS = {name: methods.config_class(name) for name in ("longspec", "eagle3", "lookaheadkv")}
+"""The settings of each method that reads a packed row in one pass of the target, which others can share."""
 
-@dataclass
-class Members:
-    """Methods that read a packed row in one pass of the target, with their settings; None: it is left out."""
-
-    longspec: LongSpecConfig | None = field(default_factory=LongSpecConfig)  # null: left out
-    eagle3: Eagle3Config | None = field(default_factory=Eagle3Config)  # null: left out
-    lookaheadkv: LookaheadKVConfig | None = field(default_factory=LookaheadKVConfig)  # null: left out
-
-
-KINDS = {"longspec": LongSpecConfig, "eagle3": Eagle3Config, "lookaheadkv": LookaheadKVConfig}
-"""The settings of each method that can be a member."""
+Members: Any = make_dataclass(
+    "Members",
+    [(name, Optional[kind], field(default_factory=kind)) for name, kind in KINDS.items()],  # noqa: UP045
+)
+"""The settings of each member; None: it is left out."""
 
 
-def _members(value: Any) -> Members:
+def _members(value: Any) -> Any:
     """Settings as typed, or as made in Python, as `Members`."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
@@ -71,13 +65,8 @@ def member_keys(name: str) -> Iterator[None]:
 class Config:
     """Methods that are trained together (ours; no paper)."""
 
-    members: Annotated[Members, made_by(_members)] = field(
-        default_factory=Members
-    )  # name of a method -> its settings; null: it is left out
-    lr_scales: dict[str, Positive] = field(
-        default_factory=dict
-    )  # name of a member -> factor on optim.lr; 1 where
-    # it is not named
+    members: Annotated[Members, made_by(_members)] = field(default_factory=Members)  # settings of each method
+    lr_scales: dict[str, Positive] = field(default_factory=dict)  # name of a member -> factor on optim.lr
 
     def __post_init__(self) -> None:
         check(self, "method")
@@ -92,9 +81,8 @@ class Config:
             )
         for name, settings in chosen.items():
             if any(view != FULL for view in getattr(settings, "views", ())):
-                raise wrong(
-                    f"method.members.{name}.views", settings.views, "[full]: a row is read once, for all"
-                )
+                key, allowed = f"method.members.{name}.views", "[full]: a row is read once, for all members"
+                raise wrong(key, settings.views, allowed)
         self._check_offsets()
 
     def chosen(self) -> dict[str, Any]:

@@ -35,13 +35,13 @@ class Modes:
 
     @classmethod
     def here(cls, device: str) -> Modes:
-        """Those of the caller."""
+        """The modes that hold where this is called."""
         on = torch.is_autocast_enabled(device)
         return cls(device, torch.is_grad_enabled(), on, torch.get_autocast_dtype(device))
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """They hold inside of the block."""
+        """Set these modes for the block."""
         with (
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device, dtype=self.dtype, enabled=self.autocast),

@@ -206,7 +206,10 @@ def test_wants_together():
         ({"lr_scales": {"pretrain": 2}}, "method.lr_scales.pretrain: no such member"),
         ({"lr_scales": {"eagle3": 0}}, "method.lr_scales"),
         ({"members": {"longspec": OFFSETS, "lookaheadkv": {}}}, "one set of positions"),
-        ({"members": {"longspec": OFFSETS, "eagle3": {**OFFSETS, "anchors": 4}}}, "anchors=4 and longspec 2"),
+        (
+            {"members": {"longspec": OFFSETS, "eagle3": {**OFFSETS, "anchors": 4}}},
+            "longspec has anchors=2 and eagle3 4",
+        ),
     ],
 )
 def test_refusals_are_one_line(settings, said):
@@ -221,6 +224,6 @@ def test_members_that_place_tokens_differently_are_refused(target, batch, monkey
     monkeypatch.setattr(
         "longtrain.methods.lookaheadkv.objective.positions", lambda bounds: torch.ones(132).long()
     )
-    with pytest.raises(ConfigError, match="eagle3 and lookaheadkv cannot train from the same rows"):
+    with pytest.raises(ConfigError, match="longspec and lookaheadkv cannot train from the same rows"):
         objective(batch)
     assert all(seat.ask is None for seat in objective.shared.seats.values())
