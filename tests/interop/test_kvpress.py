@@ -1,18 +1,15 @@
 """LookaheadKVPress in kvpress's own environment keeps what longtrain and an independent computation keep.
 
-The slow tests make that environment once (in pytest's cache folder), or take the interpreter that
-LONGTRAIN_KVPRESS_PYTHON names.
+The slow tests make that environment once, or take the interpreter that LONGTRAIN_KVPRESS_PYTHON names.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,6 @@ from longtrain.methods.lookaheadkv.spec import SPEC
 from longtrain.targets.loading import target_from_model
 from longtrain.targets.model import Target
 
-KVPRESS = "0.5.5"
 SMALL: dict[str, Any] = {"n_lookahead": 5, "lora_rank": 3, "lora_alpha": 12.0}
 CONFIGS = {
     "paper": Config(**SMALL),
@@ -40,22 +36,6 @@ LENGTHS = (61, 40, 9)
 SETTINGS: list[dict[str, Any]] = [{"budget": 8}, {"budget": 20}, {"compression_ratio": 0.75}]
 PRESS = Path("longtrain") / "methods" / "lookaheadkv" / "press.py"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-
-
-@pytest.fixture(scope="session")
-def interpreter(pytestconfig: pytest.Config) -> Path:
-    """A Python with kvpress: it needs an older transformers than longtrain."""
-    if given := os.environ.get("LONGTRAIN_KVPRESS_PYTHON"):
-        return Path(given)
-    assert pytestconfig.cache is not None
-    folder = pytestconfig.cache.mkdir(f"kvpress-{KVPRESS}")
-    python = folder / "venv" / "bin" / "python"
-    if not (folder / "ready").exists():
-        venv.create(folder / "venv", with_pip=True, clear=True)
-        torch_ = f"torch=={torch.__version__.split('+')[0]}"
-        call(python, "-m", "pip", "install", "--quiet", torch_, f"kvpress=={KVPRESS}", limit_s=1200)
-        (folder / "ready").touch()
-    return python
 
 
 def call(*words: str | Path, limit_s: int = 280) -> None:
