@@ -114,7 +114,7 @@ class EvictedCache(KVCache):
             rows = list(zip(prefix.k_ND.split(counts), prefix.v_ND.split(counts), strict=True))
         return [rows[at : at + heads] for at in range(0, len(rows), heads)]
 
-    def rows_left(self) -> int:
+    def rows_left(self) -> int | None:
         """See `KVCache`."""
         return self.tail.rows_left()
 
@@ -178,11 +178,11 @@ def compact(cache: DenseCache, keep: Kept, lengths: Sequence[int], *, room: int)
         tail.k_LBGSD[..., :base, :] = cache.k_LBGSD.gather(3, idx)
         tail.v_LBGSD[..., :base, :] = cache.v_LBGSD.gather(3, idx)
         return EvictedCache(tail, None, lengths, n_LBG)
-    prefixes = [_prefix(cache, layer, idx_LBGK[layer], n_LBG[layer]) for layer in range(L)]
+    prefixes = [prefix_of(cache, layer, idx_LBGK[layer], n_LBG[layer]) for layer in range(L)]
     return EvictedCache(tail, prefixes, lengths, n_LBG)
 
 
-def _prefix(cache: DenseCache, layer: int, idx_BGK: Tensor, n_BG: Tensor) -> Prefix:
+def prefix_of(cache: DenseCache, layer: int, idx_BGK: Tensor, n_BG: Tensor) -> Prefix:
     """The kept rows of one layer, gathered."""
     counts, device = n_BG.flatten().tolist(), idx_BGK.device
     segments = segments_of(counts, device)

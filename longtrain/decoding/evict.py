@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from longtrain.targets.step import Rows, Want
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
     from longtrain.cache.dense import DenseCache
+    from longtrain.cache.thinning import ThinningCache
     from longtrain.targets.model import Target
 
 
@@ -97,6 +98,17 @@ class Evictor(Protocol):
 
     def select(self, run: PromptRun) -> Keep | None:
         """Which rows stay; None where every prompt fits its budget, which leaves the cache as it is."""
+
+
+@runtime_checkable
+class GoingOn(Protocol):
+    """An evictor that can go on evicting while the text grows."""
+
+    decoding: bool
+    """Whether it does."""
+
+    def thinning(self, run: PromptRun, keep: Keep, *, nodes: int) -> ThinningCache:
+        """The cache that decoding goes on from; `nodes`: most rows of a step."""
 
 
 @dataclass

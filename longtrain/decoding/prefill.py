@@ -16,7 +16,7 @@ from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.decoding.appended import read_after
-from longtrain.decoding.evict import Evictor, PromptRun
+from longtrain.decoding.evict import Evictor, GoingOn, PromptRun
 from longtrain.decoding.roles import Onlooker
 from longtrain.targets.attention import Inputs, Watch
 from longtrain.targets.step import Rows, TargetStep, Want
@@ -100,7 +100,12 @@ def prefill(
         )
         keep = evictor.select(run)
         if keep is not None:
-            cache = compact(run.cache, keep, lengths, room=room + nodes)
+            going_on = isinstance(evictor, GoingOn) and evictor.decoding
+            cache = (
+                evictor.thinning(run, keep, nodes=nodes)
+                if going_on
+                else compact(run.cache, keep, lengths, room=room + nodes)
+            )
             kept_rows = cache.n_LBG.double().mean((0, 2)).tolist()
         del run, watch  # the whole cache and the watched queries go before anything else is run
     if after is None:

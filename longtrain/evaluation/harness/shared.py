@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from longtrain.decoding.evict import Evictor, Keep, PromptRun
+from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun
 from longtrain.methods.policies.base import Scorer, fits
 
 if TYPE_CHECKING:
+    from longtrain.cache.thinning import ThinningCache
     from longtrain.targets.attention import Watch
 
 
@@ -56,6 +57,8 @@ class SharingEvictor:
         self.scorer = evictor if isinstance(evictor, Scorer) else None
         own = self.scorer is None or bool(getattr(evictor, "scores_depend_on_budget", False))
         self.reuses = scores.reuse and not own
+        self.decoding = isinstance(evictor, GoingOn) and evictor.decoding
+        """Whether it goes on evicting while the answer is decoded (`GoingOn`)."""
 
     def extra_rows(self, longest: int) -> int:
         """See `Evictor`."""
@@ -63,7 +66,13 @@ class SharingEvictor:
 
     def watch(self, lengths: Sequence[int]) -> Watch | None:
         """See `Evictor`; there is nothing to see where the scores are known."""
-        return None if self.reuses and self.scores.known else self.evictor.watch(lengths)
+        known = self.reuses and self.scores.known and not self.decoding
+        return None if known else self.evictor.watch(lengths)
+
+    def thinning(self, run: PromptRun, keep: Keep, *, nodes: int) -> ThinningCache:
+        """See `GoingOn`."""
+        assert isinstance(self.evictor, GoingOn)
+        return self.evictor.thinning(run, keep, nodes=nodes)
 
     def select(self, run: PromptRun) -> Keep | None:
         """See `Evictor`."""

@@ -23,7 +23,7 @@ from longtrain.settings import CountOrZero, convert, wrong
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
-KEYS = ("budget_tokens", "budget_ratio", "adaptive", "window", "threshold")
+KEYS = ("budget_tokens", "budget_ratio", "adaptive", "window", "threshold", "decoding")
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
@@ -74,6 +74,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         adaptive=adaptive,
         window=convert(given.get("window"), CountOrZero | None, "evict.window"),
         threshold=threshold,
+        decoding=convert(given.get("decoding", False), bool, "evict.decoding"),
     )
     return Parts(evictor=evictor, name="kvzap")
 
