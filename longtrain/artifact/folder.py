@@ -29,6 +29,7 @@ from longtrain import methods
 from longtrain.artifact.found import find, imported
 from longtrain.artifact.golden import Golden
 from longtrain.artifact.golden_laws import DraftGolden
+from longtrain.artifact.golden_rows import RowGolden
 from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.artifact.hub import is_path, model_card, upload
 from longtrain.errors import ArtifactError, ConfigError
@@ -47,8 +48,9 @@ MANIFEST, MODEL, GOLDEN, CARD = "longtrain.json", "model.safetensors", "golden.s
 FILES = (MANIFEST, MODEL, GOLDEN, CARD, "*.png")
 """What is uploaded; it names no folder of this machine."""
 LOCAL = "local.json"
-SCORES = "scores"
-"""Kind of golden outputs in the manifest: an evictor's; a draft's have none."""
+LAWS = "laws"
+KINDS: dict[str, type[Golden]] = {LAWS: DraftGolden, "scores": ScoreGolden, "rows": RowGolden}
+"""Golden outputs of a draft, an evictor and a selector, by the manifest's name; it leaves out a draft's."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Artifact:
         config: the method's configuration as plain values.
         target: the target it was trained for.
         tensors: the module's state, by name.
-        golden: recorded outputs; None only for methods that neither draft nor evict.
+        golden: recorded outputs; None only for methods that bring nothing to an engine.
         provenance: the command, versions and data that made it.
         folder: the folder that it was read from.
     """
@@ -97,10 +99,11 @@ class Artifact:
         values = dataclasses.asdict(config)
         made = cls(method, values, target.info, tensors, provenance=dict(provenance or {}))
         parts = None if spec.attach is None else made._parts(target)
-        if parts is None or (parts.draft is None and parts.evictor is None):
+        roles = () if parts is None else (parts.draft, parts.evictor, parts.selector)
+        kinds = [kind for role, kind in zip(roles, KINDS.values(), strict=False) if role is not None]
+        if not kinds:
             return made
-        kind: type[Golden] = ScoreGolden if parts.draft is None else DraftGolden
-        golden = kind.record(made._parts, target, tokens=spec.golden_tokens(config))
+        golden = kinds[0].record(made._parts, target, tokens=spec.golden_tokens(config))
         return dataclasses.replace(made, golden=golden)
 
     @classmethod
@@ -137,7 +140,7 @@ class Artifact:
         tensors = _read_tensors(folder / MODEL, manifest["files"])
         golden: Golden | None = None
         if manifest["golden"] is not None:
-            kind = ScoreGolden if manifest["golden"].get("kind") == SCORES else DraftGolden
+            kind = KINDS.get(manifest["golden"].get("kind", LAWS), DraftGolden)
             golden = kind.from_tensors(
                 _read_tensors(folder / GOLDEN, manifest["files"]), manifest["golden"]["dtype"]
             )
@@ -233,7 +236,7 @@ class Artifact:
             shown.provenance,
             name=folder.name,
             parameters=self.parameters(),
-            evicts=isinstance(self.golden, ScoreGolden),
+            role=next((name for name, kind in KINDS.items() if isinstance(self.golden, kind)), LAWS),
             pictures=sorted(pictures),
             copies=copies,
         )
@@ -279,8 +282,8 @@ class Artifact:
     def _golden_facts(self) -> dict[str, str] | None:
         if self.golden is None:
             return None
-        kind = {"kind": SCORES} if isinstance(self.golden, ScoreGolden) else {}
-        return {"dtype": self.golden.dtype, **kind}
+        name = next(name for name, kind in KINDS.items() if isinstance(self.golden, kind))
+        return {"dtype": self.golden.dtype, **({} if name == LAWS else {"kind": name})}
 
     def _without_folders(self) -> Artifact:
         """The artifact as others may read it: of folders and paths only the last part is left."""

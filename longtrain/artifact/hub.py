@@ -43,7 +43,7 @@ def model_card(
     *,
     name: str,
     parameters: int,
-    evicts: bool,
+    role: str,
     pictures: Iterable[str] = (),
     copies: Iterable[str] = (),
 ) -> str:
@@ -56,13 +56,13 @@ def model_card(
         provenance: the command, versions and data that made the artifact.
         name: the artifact's name.
         parameters: numbers in all of its tensors.
-        evicts: whether the module chooses what stays in the cache; else it drafts.
+        role: what it is to an engine: `laws` (it drafts), `scores` (it evicts) or `rows` (it selects).
         pictures: PNG files beside the card, e.g. `loss.png`.
         copies: folders beside the card that hold the module in formats of other tools.
     """
     from huggingface_hub import ModelCardData
 
-    kind = "kv-cache-eviction" if evicts else "speculative-decoding"
+    kind = {"scores": "kv-cache-eviction", "rows": "sparse-attention"}.get(role, "speculative-decoding")
     sources = _sources(provenance)
     hub_ids = [str(source["id"]) for source in sources if _is_hub_id(str(source.get("id", "")))]
     facts = ModelCardData(
@@ -75,7 +75,9 @@ def model_card(
     )
     shown = target.name if target.name == "tiny" or _is_hub_id(target.name) else "TARGET_FOLDER"
     how = {"prompt": "prompt_file=PROMPT.txt", "more": "", "budget": "", "suite": "acceptance"}
-    if evicts:
+    if role == "rows":
+        how |= {"more": "evict.budget_tokens=1024 ", "budget": ", budget_tokens=1024", "suite": "needle"}
+    if role == "scores":
         how |= {"more": "evict.budget_tokens=128 ", "budget": ", budget_tokens=128", "suite": "eviction"}
     about = (
         f"A `{spec.name}` module ({parameters:,} parameters) for the frozen target "
@@ -84,7 +86,9 @@ def model_card(
         f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
         f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {spec.paper}. Trained with longtrain."
     )
-    outputs = "the importance of its tokens" if evicts else "the draft's laws for it"
+    outputs = {"scores": "the importance of its tokens", "rows": "the scores of its rows"}.get(
+        role, "the draft's laws for it"
+    )
     files = (
         "`longtrain.json`: method, configuration, target, checksums and provenance. "
         "`model.safetensors`: the trained tensors. "

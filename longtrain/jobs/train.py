@@ -17,7 +17,7 @@ from longtrain.settings import convert
 from longtrain.settings import read as typed
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from longtrain.methods.spec import DataRun, MethodSpec
     from longtrain.targets.info import TargetInfo
@@ -227,14 +227,19 @@ def _load_init(cfg: DictConfig, spec: MethodSpec, module: nn.Module, target: Tar
     if not cfg.init:
         return {"init": None}
     artifact = load_artifact(str(cfg.init), cfg)
-    if artifact.method != spec.name:
+    if artifact.method != spec.name and artifact.method not in spec.begins:
         raise ConfigError(
             f"init={cfg.init} was trained by method={artifact.method}, this run is method={spec.name}"
         )
     if target is not None:
         artifact.target.check(target.info)
     advice = f"use the settings it was trained with: {artifact.config}"
-    load_tensors(module, artifact.tensors, f"init={cfg.init}", advice)
+    tensors: Mapping[str, Tensor] = artifact.tensors
+    if artifact.method != spec.name:
+        config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+        tensors = spec.begins[artifact.method](config, tensors, artifact.config)
+        tensors = {**module.state_dict(), **tensors}
+    load_tensors(module, tensors, f"init={cfg.init}", advice)
     log.info("init=%s", cfg.init)
     return {"init": {"artifact": str(cfg.init), "step": artifact.provenance.get("step")}}
 

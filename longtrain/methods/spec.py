@@ -146,6 +146,10 @@ class Formats:
     verify: Callable[[Path, Target | None, str | None], list[str]]
 
 
+Begin = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]
+"""(config, tensors of another method's artifact, its configuration) -> the module's first tensors."""
+
+
 def _past_window(config: Any) -> int:
     """Two windows of a draft that has one (a field `window`), else a short prompt."""
     return 2 * int(getattr(config, "window", 64))
@@ -186,6 +190,8 @@ class MethodSpec:
             the module takes from the data before it is trained, the same on every rank.
         members: config -> the methods whose modules are children of this one, with their settings, by the
             child's name; each is exported as an artifact of its own. None: the module is one artifact.
+        begins: another method -> (config, its artifact's tensors and configuration) -> first tensors of a
+            module, for `init` with an artifact of that method; raises ConfigError where they do not fit.
         cost: what training and decoding with it cost, for `plan` and `bench`.
     """
 
@@ -206,4 +212,5 @@ class MethodSpec:
     formats: Formats | None = None
     from_data: Callable[[nn.Module, Any, TargetInfo, Prepared], dict[str, Any]] | None = None
     members: Callable[[Any], Mapping[str, tuple[MethodSpec, Any]]] | None = None
+    begins: Mapping[str, Begin] = field(default_factory=dict)
     cost: MethodCost = field(default_factory=MethodCost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from longtrain.methods.feature_layers import feature_layers
 from longtrain.methods.views import FULL, views_of
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, Positive, check, wrong
 
@@ -67,14 +68,9 @@ class Config:
 def layers_of(config: Config, n_layers: int) -> tuple[int, ...]:
     """The target layers whose outputs are read (0-based), lowest first.
 
-    Source: the authors' code reads the inputs of layers 2, N // 2 and N - 3, the outputs of those before.
-    Note: for fewer than 8 layers these coincide; three evenly spread layers are taken instead.
+    Source: see `feature_layers`.
     """
-    if config.layers is not None:
-        return tuple(config.layers)
-    if n_layers >= 8:
-        return (1, n_layers // 2 - 1, n_layers - 4)
-    return tuple(sorted({0, (n_layers - 1) // 2, max(n_layers - 2, 0)}))
+    return feature_layers(n_layers) if config.layers is None else tuple(config.layers)
 
 
 def draft_vocab(config: Config, vocab_size: int) -> int:

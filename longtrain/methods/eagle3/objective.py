@@ -20,9 +20,9 @@ from longtrain.data.rows import packed_rows
 from longtrain.data.rows.packed_rows import OwnSegments
 from longtrain.kernels.attention.own_keys import OwnKey, own_keys_attention
 from longtrain.losses.draft import DraftTeacher, fused_draft_loss
-from longtrain.methods.eagle3.rope import rope_of
 from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
 from longtrain.methods.offsets import check_offsets, offsets_of
+from longtrain.methods.rope import rope_of
 from longtrain.methods.spec import Loss, Objective
 from longtrain.methods.viewed import viewed, views_for
 from longtrain.methods.views import draw, in_views

@@ -21,7 +21,7 @@ from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.methods.eagle3.fused import FusedEagle3
-from longtrain.methods.eagle3.rope import rope_of
+from longtrain.methods.rope import rope_of
 from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from longtrain.data.rows import packed_rows
 from longtrain.errors import ConfigError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.objective import Eagle3Objective
-from longtrain.methods.eagle3.rope import rope_of
+from longtrain.methods.rope import rope_of
 
 LENGTHS = [19, 3, 34, 1, 2, 21]
 SMALL = Config(layers=[0, 1], draft_vocab_size=31, intermediate_size=40)

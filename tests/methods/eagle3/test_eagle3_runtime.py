@@ -17,11 +17,11 @@ from longtrain.decoding.sampling import HashCoins, Sampling
 from longtrain.decoding.tree import visible
 from longtrain.errors import ConfigError, ConflictError, TargetMismatchError
 from longtrain.methods.eagle3.config import Config
-from longtrain.methods.eagle3.rope import rope_of
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.spec import SPEC
 from longtrain.methods.policies.adakv import AdaKV
 from longtrain.methods.policies.snapkv import SnapKV
+from longtrain.methods.rope import rope_of
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import Rows, Want

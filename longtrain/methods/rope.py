@@ -1,23 +1,31 @@
-"""The draft's rotary embedding: the target's, or its own."""
+"""The rotary embedding of a module beside the target: the target's, or its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from longtrain.targets.rotary import Rotary
 
 if TYPE_CHECKING:
-    from longtrain.methods.eagle3.config import Config
     from longtrain.targets.model import Target
 
 
-def rope_of(config: Config, target: Target) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+class RotarySettings(Protocol):
+    """Settings of a module with heads."""
+
+    rope: dict[str, Any] | None
+    """`rope_parameters` of transformers; None: the target's."""
+    head_dim: int
+    """0: the target's."""
+
+
+def rope_of(config: RotarySettings, target: Target) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Positions [...] -> cos and sin [..., D] in the target's dtype.
 
-    Note: a draft with heads of another size than the target's has the target's parameters at its own size.
+    Note: a module with heads of another size than the target's has the target's parameters at its own size.
     """
     head_dim = config.head_dim or target.info.head_dim
     if config.rope is None and head_dim == target.info.head_dim:

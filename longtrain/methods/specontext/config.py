@@ -1,0 +1,73 @@
+"""Hyperparameters of the retrieval head. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from longtrain.methods.feature_layers import feature_layers
+from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, check, wrong
+
+SHIFTED, EMBEDDING, LAGGED = "shifted", "embedding", "lagged"
+
+
+@dataclass
+class Config:
+    """A retrieval head and how it is trained (SpeContext, arXiv 2512.00722, §4; its training is ours)."""
+
+    variant: Annotated[str, OneOf(SHIFTED, EMBEDDING, LAGGED)] = SHIFTED  # what a token's row is made of:
+    # shifted: its embedding and EAGLE-3's feature of the token before; embedding: embeddings alone; lagged:
+    # its embedding and the target's last state of the token before
+    layers: list[int] | None = None  # shifted: target layers of the feature, as EAGLE-3's; null: its defaults
+    sets: Count = 1  # groups of successive layers, each with sets of its own; 1: the paper's, one for all
+    share_keys: bool = (
+        True  # the groups have queries of their own and one key a row; False: keys of their own
+    )
+    mapping: Annotated[str, OneOf("identity", "calibrated")] = (
+        "identity"  # which set a KV head reads: that of
+    )
+    # its own number in its layer's group; calibrated: the one that held most of its attention in training
+    row: Annotated[str, OneOf("token", "feature")] = "token"  # the target's row that a row of the head stands
+    # for: that of its token, or that of its feature, one before (a draft's rows say neither)
+    conv: Count = 4  # embedding: embeddings that a row is mixed of, its own the last
+    pool: Annotated[str, OneOf("max", "mean")] = "max"  # teacher: over the query heads of a KV head
+    queries: Count = 128  # sampled query rows of a document
+    sinks: CountOrZero = 4  # first rows that nothing is learned of, at most an eighth: they are always read
+    window: CountOrZero = 64  # last rows likewise, at most half
+    recall_weight: NotNegative = 0.0  # of 1 - the soft share of the teacher's mass in a set
+    recall_rows: Count = 512  # rows of that set, and of the figures, sinks and window included
+    n_heads: CountOrZero = 0  # query heads; 0: the target's
+    n_kv_heads: CountOrZero = 0  # KV heads; 0: the target's
+    head_dim: CountOrZero = 0  # size of a head; 0: the target's
+    fc_norm: bool = False  # as the draft has it (EAGLE-3.1)
+    norm_before_fc: bool = False  # as the draft has it (gpt-oss drafts)
+    attention_bias: bool = False  # as the draft has it
+    qk_norm: bool = False  # as the draft has it
+    rms_norm_eps: NotNegative = 0.0  # 0: the target's
+    rope: dict[str, Any] | None = None  # null: the target's. A draft used beyond its training length, as the
+    # paper does: {rope_type: yarn, rope_theta: 10000.0, factor: 64.0, original_max_position_embeddings: 2048}
+
+    def __post_init__(self) -> None:
+        check(self, "method")
+        if self.layers is not None and self.variant != SHIFTED:
+            raise wrong("method.layers", self.layers, f"null where method.variant={self.variant}")
+        if self.recall_rows <= self.sinks + self.window:
+            raise wrong(
+                "method.recall_rows",
+                self.recall_rows,
+                f"more than sinks and window, {self.sinks + self.window}",
+            )
+
+
+def hidden_of(config: Config, n_layers: int) -> tuple[int, ...]:
+    """The target's outputs that the head reads: layers, or -1 for the final state; none of them."""
+    if config.variant == EMBEDDING:
+        return ()
+    if config.variant == LAGGED:
+        return (-1,)
+    return feature_layers(n_layers) if config.layers is None else tuple(config.layers)
+
+
+def group_of(layer: int, sets: int, n_layers: int) -> int:
+    """The group of a layer: groups are successive and differ by one layer at most."""
+    return layer * sets // n_layers

@@ -1,0 +1,167 @@
+"""The retrieval head: EAGLE-3's layer up to its queries and keys.
+
+Shapes: ... leading dims, E hidden dim, X groups of layers, H query heads, G KV heads, D head dim, W
+embeddings mixed, L target layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from longtrain.errors import TargetMismatchError
+from longtrain.layers import RMSNorm, apply_rope
+from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, group_of, hidden_of
+
+if TYPE_CHECKING:
+    from longtrain.layers import Rope
+    from longtrain.methods.specontext.config import Config
+    from longtrain.targets.info import TargetInfo
+
+
+class RetrievalHead(nn.Module):
+    """Trainable tensors, under the names of the draft's layer, and the table of sets.
+
+    The row of token s holds the embedding of token s and what the target left at token s - 1:
+    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, turned by position s. The pair is that of EAGLE-3,
+    whose row i holds the feature of token i and the embedding of token i + 1. So it is known as soon as
+    token s is, before the target reads it.
+
+    Args:
+        config: hyperparameters.
+        info: the target's shapes.
+
+    Raises:
+        TargetMismatchError: a layer that the target does not have, or heads that cannot be mapped.
+
+    Source: SpeContext §4.3: the embedding and the projections to queries and keys are kept. Which features
+        enter is not said there.
+    """
+
+    table_LG: Tensor
+    evidence_LGX: Tensor
+
+    def __init__(self, config: Config, info: TargetInfo) -> None:
+        super().__init__()
+        E, L, eps = info.hidden_size, info.n_layers, config.rms_norm_eps or info.rms_norm_eps
+        self.hidden = hidden_of(config, L)
+        if not all(-1 <= layer < L for layer in self.hidden):
+            raise TargetMismatchError(
+                f"method.layers={list(self.hidden)}; target {info.name} allows 0..{L - 1}"
+            )
+        if config.sets > L:
+            raise TargetMismatchError(f"method.sets={config.sets}; target {info.name} allows 1..{L} (layers)")
+        heads, groups = config.n_heads or info.n_heads, config.n_kv_heads or info.n_kv_heads
+        if heads % groups:
+            raise TargetMismatchError(
+                f"a head of {heads} query heads on {groups} KV heads; allowed: a multiple"
+            )
+        if config.mapping == "identity" and groups != info.n_kv_heads:
+            raise TargetMismatchError(
+                f"a head of {groups} KV heads for target {info.name}, which has {info.n_kv_heads}, with "
+                "method.mapping=identity; pass method.mapping=calibrated"
+            )
+        self.heads, self.dim = (heads, groups), config.head_dim or info.head_dim
+        self.sets, self.key_sets = config.sets, 1 if config.share_keys else config.sets
+        self.fresh = True
+        """False once weights were loaded."""
+        shifted, size = config.variant == SHIFTED, E if config.variant == EMBEDDING else 2 * E
+        n = len(self.hidden)
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(E, eps) for _ in range(n)) if shifted and config.fc_norm else None
+        )
+        self.input_norm = RMSNorm(n * E, eps) if shifted and config.norm_before_fc else None
+        self.fc = nn.Linear(n * E, E, bias=False) if shifted else None
+        self.input_layernorm = RMSNorm(E, eps)
+        self.hidden_norm = RMSNorm(E, eps) if n else None
+        self.mix = nn.Parameter(torch.zeros(config.conv, E)) if config.variant == EMBEDDING else None
+        self.q_proj = nn.Linear(size, self.sets * heads * self.dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(size, self.key_sets * groups * self.dim, bias=config.attention_bias)
+        self.q_norm = RMSNorm(self.dim, eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.dim, eps) if config.qk_norm else None
+        for tensor in self.parameters():
+            if tensor.ndim == 2:
+                nn.init.normal_(tensor, std=0.02)
+        if self.mix is not None:
+            with torch.no_grad():
+                self.mix[-1] = 1.0
+        own = torch.tensor([[group_of(layer, self.sets, L)] for layer in range(L)]) * groups
+        self.register_buffer("table_LG", own + torch.arange(info.n_kv_heads) % groups)
+        """The set that each KV head of the target reads."""
+        self.register_buffer("evidence_LGX", torch.zeros(L, info.n_kv_heads, self.sets * groups))
+        """How much of each KV head's attention each set held, over training; `table_LG` follows from it."""
+        self.register_load_state_dict_post_hook(_loaded)
+
+    @property
+    def n_sets(self) -> int:
+        """Sets of a sequence: of each group of layers one a KV head."""
+        return self.sets * self.heads[1]
+
+    @torch.no_grad()
+    def remap(self) -> None:
+        """Each KV head reads the set that held most of its attention so far."""
+        self.table_LG.copy_(self.evidence_LGX.argmax(-1))
+
+    def entry(self, embed: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """What queries and keys are projected from.
+
+        Args:
+            embed: embeddings [..., E]; with `mix` those of the last W tokens, [..., W, E].
+            states: the target's outputs at the token before, of `hidden`, each [..., E].
+        """
+        normed = self.input_layernorm(embed)
+        if self.mix is not None:
+            return (normed * self.mix).sum(-2)
+        if self.fc is None:
+            feature = states[0]
+        else:
+            if self.fc_norm is not None:
+                states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+            joined = torch.cat(tuple(states), -1)
+            feature = self.fc(joined if self.input_norm is None else self.input_norm(joined))
+        assert self.hidden_norm is not None
+        return torch.cat((normed, self.hidden_norm(feature)), -1)
+
+    def query(self, entry: Tensor, rope: Rope) -> Tensor:
+        """Turned queries [..., X * H, D], group after group."""
+        q = self.q_proj(entry).unflatten(-1, (-1, self.dim))
+        return apply_rope(q if self.q_norm is None else self.q_norm(q), rope)
+
+    def key(self, entry: Tensor, rope: Rope) -> Tensor:
+        """Turned keys [..., G, D], or [..., X * G, D] where each group has its own."""
+        k = self.k_proj(entry).unflatten(-1, (-1, self.dim))
+        return apply_rope(k if self.k_norm is None else self.k_norm(k), rope)
+
+
+def log_scores(head: RetrievalHead, q_RHD: Tensor, k_SGD: Tensor, visible_RS: Tensor) -> Tensor:
+    """Scores of rows: of each KV head the highest log-weight among its query heads.
+
+    Weights are those of a softmax over the visible rows; heads can be compared only after it. Products run in
+    the tensors' own dtype, the rest in fp32 or wider.
+
+    Args:
+        head: says which keys belong to which queries.
+        q_RHD: query rows, [..., R, X * H, D].
+        k_SGD: keys, [..., S, G, D] or [..., S, X * G, D].
+        visible_RS: bool, [..., R, S]; which rows each query may be compared with.
+
+    Returns: scores_XRS, [..., X * G, R, S]; -inf where not visible.
+
+    Source: SpeContext §4.3 (MHA, GQA and MQA are one rule).
+    """
+    (heads, groups), keys = head.heads, head.key_sets
+    q = q_RHD.unflatten(-2, (keys, head.sets // keys, groups, heads // groups))
+    q = q.movedim(-6, -2).movedim(-5, -4)  # ... keys, G, groups that share them, heads of each, R, D
+    k = k_SGD.unflatten(-2, (keys, groups)).movedim(-4, -2)  # ... keys, G, S, D
+    score = (q.flatten(-4, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-4:-1])
+    score = score.to(torch.promote_types(score.dtype, torch.float32)) * head.dim**-0.5
+    score = score.masked_fill(~visible_RS[..., None, None, None, None, :, :], -torch.inf)
+    log_weight = score - score.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+    return log_weight.amax(-3).movedim(-3, -4).flatten(-5, -3)
+
+
+def _loaded(module: nn.Module, _incompatible: object) -> None:
+    module.fresh = False  # type: ignore[assignment]

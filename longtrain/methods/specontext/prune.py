@@ -1,0 +1,89 @@
+"""A retrieval head from an EAGLE-3 draft: the weights that are kept, and what share of the draft they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from longtrain.errors import ConfigError
+from longtrain.log import get_logger
+from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, Config
+
+if TYPE_CHECKING:
+    from longtrain.costs.model import Sizes
+
+log = get_logger(__name__)
+
+SAME = ("n_heads", "n_kv_heads", "head_dim", "attention_bias", "qk_norm", "rms_norm_eps", "rope")
+"""Settings that the head and the draft must share."""
+OF_FEATURE = ("layers", "fc_norm", "norm_before_fc")
+"""Settings that they must share too where the head has the draft's feature."""
+PROJECTIONS = ("q_proj", "k_proj", "q_norm", "k_norm")
+
+
+def pruned(config: Config, tensors: Mapping[str, Tensor], draft: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the head keeps of a draft.
+
+    Groups of layers begin with the same projections; a head of embeddings with those columns that read them.
+
+    Args:
+        config: of the head.
+        tensors: of the draft, by name.
+        draft: configuration of the draft.
+
+    Raises:
+        ConfigError: the head is configured otherwise than the draft.
+
+    Source: SpeContext §4.3.
+    """
+    names = (*SAME, *OF_FEATURE) if config.variant == SHIFTED else SAME
+    differs = [name for name in names if name != "rope" and getattr(config, name) != draft.get(name)]
+    if config.rope is None and draft.get("rope") is not None:
+        differs.append("rope")
+    if differs:
+        words = " ".join(f"method.{name}={draft.get(name)}" for name in differs)
+        raise ConfigError(f"a head that begins with an EAGLE-3 draft is built as that is; pass {words}")
+    found = {}
+    hidden = tensors["input_layernorm.weight"].shape[0]
+    for name in PROJECTIONS:
+        for part in ("weight", "bias"):
+            if (tensor := tensors.get(f"self_attn.{name}.{part}")) is None:
+                continue
+            if config.variant == EMBEDDING and tensor.ndim == 2:
+                tensor = tensor[:, :hidden]  # the embedding comes first
+            copies = 1
+            if name == "q_proj" or (name == "k_proj" and not config.share_keys):
+                copies = config.sets
+            found[f"{name}.{part}"] = tensor.repeat(copies, *[1] * (tensor.ndim - 1)).clone()
+    kept = ["input_layernorm."]
+    kept += [] if config.variant == EMBEDDING else ["hidden_norm."]
+    kept += ["fc.", "fc_norm.", "input_norm."] if config.variant == SHIFTED else []
+    found |= {name: tensor for name, tensor in tensors.items() if name.startswith(tuple(kept))}
+    whole = sum(
+        t.numel() for name, t in tensors.items() if not name.startswith(("embed_tokens", "draft_ids"))
+    )
+    mine = sum(tensor.numel() for tensor in found.values())
+    log.info(
+        "retrieval_head variant=%s weights=%d draft_weights=%d share=%.4f",
+        config.variant, mine, whole, mine / whole,
+    )  # fmt: skip
+    return found
+
+
+def weights(config: Config, size: Sizes, layers: int) -> int:
+    """Weights of a head for a target.
+
+    Args:
+        config: of the head.
+        size: of the target.
+        layers: the target's layers that it reads.
+    """
+    E, dim = size.hidden_size, config.head_dim or size.head_dim
+    heads, groups = config.n_heads or size.n_heads, config.n_kv_heads or size.n_kv_heads
+    wide = E if config.variant == EMBEDDING else 2 * E
+    keys = 1 if config.share_keys else config.sets
+    projections = wide * dim * (config.sets * heads + keys * groups)
+    fc = layers * E * E if config.variant == SHIFTED else 0
+    return projections + fc + (config.conv * E if config.variant == EMBEDDING else 0)

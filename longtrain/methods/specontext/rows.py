@@ -1,0 +1,75 @@
+"""Which query rows of a packed row are learned of: host arithmetic.
+
+Shapes: R query rows of a document.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from longtrain.data.rows.batch import Batch
+    from longtrain.methods.specontext.config import Config
+
+
+LEAST = 4
+"""The first row of a document that may be a query."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Query rows of one document.
+
+    Args:
+        start: where the document begins in the packed row.
+        stop: where it ends.
+        at_R: the rows, counted from `start`, ascending, int64 on the host.
+        labels: labels of the document, the weight of the mean over its rows.
+    """
+
+    start: int
+    stop: int
+    at_R: Tensor
+    labels: int
+
+
+def draw(config: Config, batch: Batch) -> list[Queries]:
+    """Query rows of every document with labels that is long enough, evenly spread over the log of positions.
+
+    They begin where there are twice as many rows as are read in any case, or in short documents with their
+    last three quarters. The draw follows from the batch's seed.
+    """
+    mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
+    coins = torch.Generator().manual_seed(batch.seed)
+    found = []
+    for start, stop in pairwise(batch.bounds):
+        labels = int(mask_T[start:stop].sum())
+        first = min(2 * (config.sinks + config.window), (stop - start) // 4)
+        if not labels or first < LEAST:
+            continue
+        low, high = math.log(first), math.log(stop - start)
+        share_R = (
+            torch.arange(config.queries) + torch.rand(config.queries, generator=coins)
+        ) / config.queries
+        at_R = (low + share_R * (high - low)).exp().long().clamp(first, stop - start - 1).unique()
+        found.append(Queries(start, stop, at_R, labels))
+    return found
+
+
+def far(config: Config, at_R: Tensor, rows: int) -> Tensor:
+    """bool_RS: rows that are not read in any case, for query rows at these positions; each has some.
+
+    Args:
+        config: sinks and window, which are at most an eighth and half of what a query sees.
+        at_R: positions of the query rows, `LEAST` or more.
+        rows: S.
+    """
+    slot_S, at_R1 = torch.arange(rows, device=at_R.device), at_R[:, None]
+    first_R1 = (at_R1 // 8).clamp(max=config.sinks)
+    return (slot_S >= first_R1) & (slot_S < at_R1 - (at_R1 // 2).clamp(max=config.window))

@@ -1,0 +1,178 @@
+"""The head at work: keys of every committed row, and scores before each forward of the target.
+
+With n tokens committed and the root after them, rows 0..n-1 are held; row n, of the root, is the query. All
+that it is made of is known before the target reads the root: its embedding, and what the target left at token
+n - 1.
+
+Shapes: B batch, S slots or prompt tokens, P rows, X sets, H query heads, G KV heads, D head dim, E hidden
+dim, W embeddings mixed, L target layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.arena import rounded_slots
+from longtrain.cache.room import check_room
+from longtrain.decoding.retrieval.selector import Selector
+from longtrain.errors import ConflictError
+from longtrain.methods.rope import rope_of
+from longtrain.methods.specontext.modules import RetrievalHead, log_scores
+from longtrain.targets.step import TargetStep, Want
+
+if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.decoding.roles import TokenTree, Verdict
+    from longtrain.methods.specontext.config import Config
+    from longtrain.targets.model import Target
+
+CHUNK = 4096
+"""Rows of a prompt that are computed at once."""
+
+
+class RetrievalSelector(Selector):
+    """Scores rows with a retrieval head (`decoding.retrieval.selector.Selector`).
+
+    Its state is its own keys, and of each text what the next row is made of: the target's states at the last
+    token, or the last tokens. All are updated in place.
+
+    Args:
+        head: the module, in the target's dtype and on its device.
+        target: gives embeddings, hidden states, and rotary where the head has none of its own.
+        config: hyperparameters.
+        budget: see `Selector`.
+
+    Source: SpeContext §4.3.
+    """
+
+    name = "specontext"
+
+    def __init__(self, head: RetrievalHead, target: Target, config: Config, budget: ReadBudget) -> None:
+        super().__init__(budget)
+        self.head, self.target, self.config = head, target, config
+        self.want = Want(hidden=head.hidden)
+        self.table_LG = head.table_LG.cpu()
+        self._rope = rope_of(config, target)
+        self.k_BSGD: Tensor | None = None
+        self._before: list[Tensor] = []
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """Take in the prompts."""
+        super().start(tokens_BS, n_B, step, cache)
+        (B, S), head, device = tokens_BS.shape, self.head, tokens_BS.device
+        left = cache.rows_left()
+        self._reserve(B, S + (self.target.info.max_positions if left is None else left))
+        assert self.k_BSGD is not None
+        row_B1, size = torch.arange(B, device=device)[:, None], max(1, CHUNK // B)
+        for first in range(0, S, size):
+            at_P = torch.arange(first, min(first + size, S), device=device)
+            if head.mix is None:
+                embed = self.target.embed(tokens_BS[:, at_P])
+                states = [step.hidden[layer][:, (at_P - 1).clamp(min=0)] for layer in head.hidden]
+                states = [state * (at_P > 0)[:, None] for state in states]
+            else:
+                back_W = torch.arange(len(head.mix) - 1, -1, -1, device=device)
+                place_PW = at_P[:, None] - back_W
+                inside_PW1 = (place_PW >= 0)[..., None]
+                embed, states = self.target.embed(tokens_BS[:, place_PW.clamp(min=0)]) * inside_PW1, []
+            self.k_BSGD[:, at_P] = self._keys(head.entry(embed, states), at_P.expand(B, -1))
+        last_B1 = (n_B - 1)[:, None]
+        if head.mix is None:
+            found = [step.hidden[layer][row_B1, last_B1][:, 0] for layer in head.hidden]
+        else:
+            place_BW = last_B1 - torch.arange(len(head.mix) - 2, -1, -1, device=device)
+            embed_BWE = self.target.embed(tokens_BS.gather(1, place_BW.clamp(min=0)))
+            found = [embed_BWE * (place_BW >= 0)[..., None]]
+        if [one.shape for one in self._before] != [one.shape for one in found]:
+            self._before = [torch.empty_like(one) for one in found]
+        for own, one in zip(self._before, found, strict=True):
+            own.copy_(one)
+
+    def ahead(self, root_B: Tensor) -> Tensor:
+        """See `Selector`: scores_BXS of the cache's `used` slots.
+
+        Raises:
+            ConflictError: called before `start`.
+        """
+        k_BSGD, cache = self._state()
+        entry, shift = self._entries(root_B[:, None], self._before), int(self.config.row == "feature")
+        q_BRHD = self.head.query(entry, self._rope(cache.len_B[:, None]))
+        seen_BS = torch.arange(cache.used, device=root_B.device) < cache.len_B[:, None] - shift
+        k_BSGD = k_BSGD[:, shift : cache.used + shift]
+        return log_scores(self.head, q_BRHD, k_BSGD, seen_BS[:, None])[:, :, 0]
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """Keys of the accepted nodes, and what the next row is made of.
+
+        Raises:
+            ConflictError: called before `start`.
+        """
+        k_BSGD, cache = self._state()
+        path_BP, n_B = verdict.path_BP, verdict.n_B
+        P, tokens_BP = path_BP.shape[1], tree.tokens_BN.gather(1, path_BP)
+        pos_BP = (cache.len_B - n_B)[:, None] + torch.arange(P, device=n_B.device)
+        row_B1 = torch.arange(len(n_B), device=n_B.device)[:, None]
+        if self.head.mix is None:
+            states = [step.hidden[layer][row_B1, path_BP] for layer in self.head.hidden]
+            rows = [
+                torch.cat((own[:, None], x[:, :-1]), 1) for own, x in zip(self._before, states, strict=True)
+            ]
+            entry = self.head.entry(self.target.embed(tokens_BP), rows)
+            after = [torch.cat((own[:, None], x), 1) for own, x in zip(self._before, states, strict=True)]
+            for own, x in zip(self._before, after, strict=True):
+                own.copy_(x[row_B1[:, 0], n_B])
+        else:
+            (before_BWE,), W = self._before, len(self.head.mix)
+            embed = torch.cat((before_BWE, self.target.embed(tokens_BP)), 1)
+            entry = self.head.entry(embed.unfold(1, W, 1).transpose(2, 3), ())
+            place_BW = n_B[:, None] + torch.arange(W - 1, device=n_B.device)
+            before_BWE.copy_(embed[row_B1, place_BW])
+        keys = self._keys(entry, pos_BP)
+        slot_BP = pos_BP.where(pos_BP < cache.len_B[:, None], k_BSGD.shape[1] - 1)
+        k_BSGD[row_B1, slot_BP] = keys
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the hidden states that it reads."""
+        return self.head.q_proj.weight.dtype
+
+    def bytes(self) -> int:
+        """Bytes of its keys, and of one row's input a text."""
+        own = [] if self.k_BSGD is None else [self.k_BSGD]
+        return sum(tensor.nbytes for tensor in [*own, *self._before])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its keys and the next rows' inputs."""
+        return () if self.k_BSGD is None else (self.k_BSGD, *self._before)
+
+    def _state(self) -> tuple[Tensor, KVCache]:
+        if self.k_BSGD is None or self.cache is None:
+            raise ConflictError("a retrieval head was asked before start(); run it through Engine.generate")
+        return self.k_BSGD, self.cache
+
+    def _reserve(self, batch: int, positions: int) -> None:
+        """Room for keys; that of an earlier call where it serves. The last slot takes what must not count."""
+        slots, kept, weight = rounded_slots(positions + 1), self.k_BSGD, self.head.k_proj.weight
+        groups = self.head.key_sets * self.head.heads[1]
+        if kept is not None and len(kept) == batch and kept.shape[1] >= slots:
+            return
+        self.k_BSGD = None  # before the memory of the next is taken
+        size = (batch, slots, groups, self.head.dim)
+        needed = batch * slots * groups * self.head.dim * weight.itemsize
+        check_room(needed, weight.device, what="the keys of a retrieval head", batch=batch, tokens=slots)
+        self.k_BSGD = weight.new_zeros(size)
+
+    def _entries(self, tokens_BP: Tensor, before: list[Tensor]) -> Tensor:
+        """What the query of the root is projected from, [B, 1, ...]."""
+        embed = self.target.embed(tokens_BP)
+        if self.head.mix is None:
+            return self.head.entry(embed, [state[:, None] for state in before])
+        return self.head.entry(torch.cat((before[0], embed), 1)[:, None], ())
+
+    def _keys(self, entry: Tensor, pos_BP: Tensor) -> Tensor:
+        """Turned keys [B, P, ...] of rows at these positions."""
+        return self.head.key(entry, self._rope(pos_BP))

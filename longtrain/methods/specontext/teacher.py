@@ -1,0 +1,92 @@
+"""The target's attention as a teacher of sets, and how much of it a set holds.
+
+Shapes: S rows of a document, R query rows, X sets, L layers, H query heads, G KV heads, D head dim, K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Attention of some query rows of a document over its far rows, layer by layer.
+
+    Args:
+        q_LHRD: the target's queries of each layer, after RoPE, [H, R, D].
+        k_LGSD: its keys, [G, S, D].
+        at_R: positions of the query rows.
+        far_RS: bool, the rows that are not read in any case; each query row has some.
+        mean: of a KV head's query heads the mean, not the highest.
+    """
+
+    q_LHRD: Mapping[int, Tensor]
+    k_LGSD: Mapping[int, Tensor]
+    at_R: Tensor
+    far_RS: Tensor
+    mean: bool = False
+
+    @torch.no_grad()
+    def layer(self, layer: int) -> Tensor:
+        """mass_GRS in fp32 or wider: each row sums to 1 over the far rows."""
+        q_HRD, k_GSD = self.q_LHRD[layer], self.k_LGSD[layer]
+        wide = torch.promote_types(q_HRD.dtype, torch.float32)
+        (H, R, D), (G, S, _) = q_HRD.shape, k_GSD.shape
+        score = (q_HRD.reshape(G, H // G * R, D) @ k_GSD.transpose(1, 2)).view(G, H // G, R, S)
+        seen_RS = torch.arange(S, device=score.device) <= self.at_R[:, None]
+        weight = (score.to(wide) * D**-0.5).masked_fill(~seen_RS, -torch.inf).softmax(-1)
+        mass_GRS = (weight.mean(1) if self.mean else weight.amax(1)).masked_fill(~self.far_RS, 0.0)
+        return mass_GRS / mass_GRS.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+
+    def layers(self) -> Iterator[tuple[int, Tensor]]:
+        """Every layer's number and mass."""
+        for layer in self.q_LHRD:
+            yield layer, self.layer(layer)
+
+    @torch.no_grad()
+    def sets(self, table_LG: Tensor, n_sets: int) -> tuple[Tensor, Tensor]:
+        """Mean mass_XRS of the KV heads that read each set, and how many there are; 0 without any."""
+        total: Tensor | None = None
+        for layer, mass_GRS in self.layers():
+            if total is None:
+                total = mass_GRS.new_zeros(n_sets, *mass_GRS.shape[1:])
+            total.index_add_(0, table_LG[layer], mass_GRS)
+        assert total is not None
+        members_X = torch.bincount(table_LG.flatten(), minlength=n_sets)
+        return total / members_X.clamp(min=1)[:, None, None], members_X
+
+    @torch.no_grad()
+    def testify(self, order_XRS: Tensor, rows: int, evidence_LGX: Tensor) -> None:
+        """Add what each KV head's attention each set holds."""
+        inside_XRS = best(order_XRS, rows)
+        for layer, mass_GRS in self.layers():
+            held = torch.einsum("grs,xrs->gx", mass_GRS, inside_XRS.to(mass_GRS.dtype))
+            evidence_LGX[layer] += held.to(evidence_LGX.dtype)
+
+
+def best(order_XRS: Tensor, rows: int) -> Tensor:
+    """bool_XRS: the `rows` rows that stand highest, or all."""
+    top = order_XRS.topk(min(rows, order_XRS.shape[-1]), -1).indices
+    return torch.zeros_like(order_XRS, dtype=torch.bool).scatter_(-1, top, True)
+
+
+def share_held(mass_XRS: Tensor, order_XRS: Tensor, rows: int) -> Tensor:
+    """The share of the mass that lies in the `rows` rows that stand highest, [X, R]."""
+    top = order_XRS.topk(min(rows, order_XRS.shape[-1]), -1).indices
+    return mass_XRS.gather(-1, top).sum(-1)
+
+
+def soft_share(mass_XRS: Tensor, law_XRS: Tensor, far_RS: Tensor, rows: int) -> Tensor:
+    """The share of the mass in the set, with a gradient.
+
+    A row counts by how far it lies above the
+    set's edge (a logistic of log-weights), [X, R].
+    """
+    ordered = law_XRS.detach().masked_fill(~far_RS, -torch.inf)
+    edge = ordered.topk(min(rows, ordered.shape[-1]), -1).values[..., -1:]
+    above = torch.sigmoid((law_XRS - edge.nan_to_num(neginf=-1e4)).masked_fill(~far_RS, -1e4))
+    return (mass_XRS * above).sum(-1)
