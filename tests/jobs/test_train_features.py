@@ -131,6 +131,11 @@ def test_random_weights_are_drawn_again_where_features_are_read(run):
             ConfigError,
             "watches every layer.*features=online",
         ),
+        (
+            ["features=fill", "method.views=[full,{policy: snapkv, budget: 0.2}]"],
+            ConfigError,
+            "stored features are those of the full cache; pass features=online or method.views=",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(run, overrides, kind, message):
