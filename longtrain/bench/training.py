@@ -166,7 +166,7 @@ def chosen(settings: TrainingSettings, context: Context) -> tuple[MethodSpec, An
     if keys["name"] is None:
         raise ConfigError("no method is chosen; pass method=NAME, one that is trained against a target")
     spec = methods.get(str(keys["name"]))
-    if spec.objective is None or spec.attach is None:
+    if spec.objective is None or spec.export is not None:
         raise ConfigError(f"method={spec.name} trains nothing against a target; pass another")
     values = {key: value for key, value in keys.items() if key != "name"}
     if settings.chunk_tokens is not None and any(one.name == "chunk_tokens" for one in fields(spec.config)):

@@ -113,7 +113,7 @@ def check_room(cfg: DictConfig, *, device: torch.device, devices: int, nodes: in
 
 
 def check_strategy(cfg: DictConfig) -> None:
-    """Refuse a strategy that does not train, or does not with the precision or the optimizer.
+    """Refuse a strategy that does not train, or does not with the precision, the optimizer or the method.
 
     Raises:
         ConfigError: what is allowed instead.
@@ -123,7 +123,16 @@ def check_strategy(cfg: DictConfig) -> None:
         str(words.get("precision", AUTO)),
         str((cfg.get("optim") or {}).get("name", "adamw")),
     )
-    strategies.check(plain(words.get("strategy")), precision=precision, optimizer=optimizer)
+    strategy = plain(words.get("strategy"))
+    strategies.check(strategy, precision=precision, optimizer=optimizer)
+    clipped = words.get("gradient_clip_val")
+    several = bool(cfg.get("method")) and methods.get(str(cfg.method.name)).members is not None
+    if several and clipped and strategies.is_deepspeed(strategy):
+        raise ConfigError(
+            f"trainer.gradient_clip_val={clipped}: DeepSpeed clips all members of method={cfg.method.name} "
+            "by one norm, so that one holds back the others; pass trainer=ddp, or "
+            "trainer.gradient_clip_val=null"
+        )
 
 
 def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:

@@ -189,7 +189,7 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
             **asdict(plan.size),
             "tied": plan.tied,
         },
-        "method": {"name": spec.name, **vars(plan.config), "trained": training.trained},
+        "method": {"name": spec.name, **asdict(plan.config), "trained": training.trained},
         "layout": asdict(layout),
         "stages": rows,
         "disk_bytes": left,

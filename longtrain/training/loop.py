@@ -210,18 +210,12 @@ def fit(
         The summary, also in `summary.json`.
 
     Raises:
-        ConfigError: the checkpoint belongs to other settings, or DeepSpeed is to clip the parts of a module.
+        ConfigError: the checkpoint belongs to other settings.
         ArtifactError: the checkpoint is damaged.
         TrainingError: the loss is not finite, the disk is full, or another rank is gone.
         Stopped: a signal asked to leave; the run is saved.
     """
     loop = loop.spread(trainer.world_size)
-    if objective.parts and loop.gradient_clip_val and strategies.is_deepspeed(trainer.strategy):
-        raise ConfigError(
-            f"trainer.gradient_clip_val={loop.gradient_clip_val}: DeepSpeed clips all that is trained by one "
-            f"norm, so that {objective.parts[0]} would hold back the others; pass trainer=ddp, or "
-            "trainer.gradient_clip_val=null"
-        )
     checkpoints = folder / "checkpoints"
     facts = {
         **(facts or {}),

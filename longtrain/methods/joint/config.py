@@ -25,6 +25,9 @@ Members: Any = make_dataclass(
 )
 """The settings of each member; None: it is left out."""
 
+Scales: Any = make_dataclass("Scales", [(name, Positive, 1.0) for name in KINDS])
+"""A factor on the learning rate for each member."""
+
 
 def _members(value: Any) -> Any:
     """Settings as typed, or as made in Python, as `Members`."""
@@ -40,6 +43,15 @@ def _members(value: Any) -> Any:
             f"that others can share; known: {', '.join(KINDS)}"
         )
     return Members(**{name: _settings(name, value.get(name)) for name in KINDS})
+
+
+def _scales(value: Any) -> Any:
+    """Factors as typed, as `Scales`; members that are not named have 1."""
+    if isinstance(value, Scales):
+        value = vars(value)
+    if not isinstance(value, Mapping):
+        raise wrong("method.lr_scales", value, f"a mapping of {', '.join(KINDS)} to a factor on optim.lr")
+    return read(Scales, value, "method.lr_scales")
 
 
 def _settings(name: str, value: Any) -> Any:
@@ -66,7 +78,9 @@ class Config:
     """Methods that are trained together (ours; no paper)."""
 
     members: Annotated[Members, made_by(_members)] = field(default_factory=Members)  # settings of each method
-    lr_scales: dict[str, Positive] = field(default_factory=dict)  # name of a member -> factor on optim.lr
+    lr_scales: Annotated[Scales, made_by(_scales)] = field(
+        default_factory=Scales
+    )  # factor on optim.lr of each
 
     def __post_init__(self) -> None:
         check(self, "method")
@@ -74,10 +88,6 @@ class Config:
         if not chosen:
             raise ConfigError(
                 f"method.members leaves out every method; keep one or more of: {', '.join(KINDS)}"
-            )
-        if unknown := [name for name in self.lr_scales if name not in chosen]:
-            raise ConfigError(
-                f"method.lr_scales.{unknown[0]}: no such member; method.members has {', '.join(chosen)}"
             )
         for name, settings in chosen.items():
             if any(view != FULL for view in getattr(settings, "views", ())):

@@ -19,8 +19,9 @@ from longtrain.targets.info import TargetInfo
 def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
     """The sum of the members' work; memory that is held until backward adds up, and the rest comes in turns.
 
-    A member in chunks leaves nothing but its gradient behind, so of such members the largest counts. Inputs
-    that two members share count twice.
+    A member in chunks leaves nothing but its gradient behind, so of such members the largest counts. It is an
+    upper bound: inputs that two members share count twice, and beside a member that works while the target's
+    pass runs all of it does.
     """
     steps = [
         methods.get(name).cost.training(settings, size, row, _weights(name, settings, size), itemsize)
@@ -36,7 +37,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
         inputs=sum(step.inputs for step in steps),
         module=most("module"),
         flops=sum(step.flops for step in steps),
-        chunk=max(step.chunk for step in steps),
+        chunk=max((step.chunk for step in steps if step.chunked), default=row.tokens),
         backward=most("backward"),
         attention_flops=sum(step.attention_flops for step in steps),
         moved=sum(step.moved for step in steps),

@@ -55,7 +55,7 @@ class JointObjective(Objective):
         self.parts = tuple(members)
         self.lr_multipliers = {}
         for name, one in self.members.items():
-            scale = lr_scales.get(name, 1.0)
+            scale = lr_scales[name]
             self.lr_multipliers |= {
                 f"{name}.{key}": times * scale for key, times in one.lr_multipliers.items()
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from longtrain import methods
@@ -36,9 +37,10 @@ def members_of(config: Config) -> dict[str, tuple[MethodSpec, Any]]:
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
-    """The members' modules with fresh weights, by name."""
-    modules = {}
+    """The members' modules by name, each with the fresh weights that it would have alone."""
+    modules, state = {}, torch.get_rng_state()
     for name, (spec, settings) in members_of(config).items():
+        torch.set_rng_state(state)
         with member_keys(name):
             modules[name] = spec.build(settings, info)
     return nn.ModuleDict(modules)
@@ -47,7 +49,7 @@ def _build(config: Config, info: TargetInfo | None) -> nn.Module:
 def _objective(module: nn.Module, target: Target | None, config: Config) -> JointObjective:
     if target is None or not isinstance(module, nn.ModuleDict):
         raise TargetMismatchError("joint training trains several modules against a target; pass target.path")
-    return JointObjective(module, target, members_of(config), dict(config.lr_scales))
+    return JointObjective(module, target, members_of(config), vars(config.lr_scales))
 
 
 def _check_data(config: Config, data: DataConfig) -> None:

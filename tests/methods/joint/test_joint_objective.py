@@ -203,8 +203,8 @@ def test_wants_together():
         ),
         ({"members": {}}, "leaves out every method"),
         ({"members": ["eagle3", "eagle3"]}, "allowed: a mapping"),
-        ({"lr_scales": {"pretrain": 2}}, "method.lr_scales.pretrain: no such member"),
-        ({"lr_scales": {"eagle3": 0}}, "method.lr_scales"),
+        ({"lr_scales": {"pretrain": 2}}, "unknown key 'method.lr_scales.pretrain'; known: longspec, eagle3"),
+        ({"lr_scales": {"eagle3": 0}}, "method.lr_scales.eagle3=0; allowed: a number, above 0"),
         ({"members": {"longspec": OFFSETS, "lookaheadkv": {}}}, "one set of positions"),
         (
             {"members": {"longspec": OFFSETS, "eagle3": {**OFFSETS, "anchors": 4}}},
