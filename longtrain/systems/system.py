@@ -258,4 +258,6 @@ def _budgeted(system: System) -> Json:
     own = {"policy": facts["policy"]} if "policy" in facts else {"artifacts": chosen}
     if "policy" not in facts and "options" in facts:
         own["options"] = facts["options"]
+    if "method" in facts and set(BUDGET_KEYS) <= set(methods.get(facts["method"]["name"]).inference_keys):
+        own["method"] = facts["method"]
     return {**own, "budget": facts["budget"]}

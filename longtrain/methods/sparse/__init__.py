@@ -1,0 +1,1 @@
+"""Rules without training that choose which rows each step reads: other papers' selections, and oracles."""

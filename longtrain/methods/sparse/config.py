@@ -1,0 +1,54 @@
+"""Settings of selection without training. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from longtrain.errors import ConfigError
+from longtrain.settings import Count, CountOrZero, Share, check, one_of
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "window": (),
+    "random": ("seed",),
+    "quest": ("page", "prompt_only"),
+    "clusterkv": ("cluster_tokens", "cluster_every", "new_clusters", "iterations", "prompt_only"),
+    "shadowkv": ("chunk", "outliers", "prompt_only"),
+    "previous": (),
+    "reused": ("layer",),
+    "shared_oracle": ("groups", "all_heads"),
+    "oracle": (),
+}
+"""Rule -> its own options."""
+
+
+@dataclass
+class Config:
+    """Which rows each step reads, by a rule that is not trained; how many is `select`'s budget."""
+
+    rule: one_of(OPTIONS) = "window"  # type: ignore[valid-type]  # window: sinks and the last rows;
+    # random; quest: pages by a bound; clusterkv: clusters by their centroids; shadowkv: chunks by their
+    # landmarks; previous: what the step before attended to; reused: what one layer attends to, read by all;
+    # shared_oracle, oracle: what all layers together, or each alone, attend to
+    page: Count = 16  # quest: rows of a page (the paper's)
+    cluster_tokens: Count = 80  # clusterkv: prompt rows a cluster, on average (the paper's)
+    cluster_every: Count = 320  # clusterkv: generated rows that are clustered together (the paper's)
+    new_clusters: Count = 4  # clusterkv: clusters of these (the paper's)
+    iterations: Count = 10  # clusterkv: most rounds of k-means
+    chunk: Count = 8  # shadowkv: rows of a landmark (the paper's)
+    outliers: Share = 0.003  # shadowkv: share of the prompt's chunks that is read in any case; the paper's
+    layer: CountOrZero = 2  # reused: the layer whose set all others read
+    groups: Count = 1  # shared_oracle: groups of neighbouring layers, each with a set of its own
+    all_heads: bool = False  # shared_oracle: KV heads share a set too
+    prompt_only: bool = False  # quest, clusterkv, shadowkv: generated rows are read first, as in their papers
+    seed: CountOrZero = 0  # random: of the choice
+
+    def __post_init__(self) -> None:
+        check(self, "method")
+        for field in fields(self):
+            own = field.name == "rule" or field.name in OPTIONS[self.rule]
+            if not own and getattr(self, field.name) != field.default:
+                known = ", ".join(f"method.{name}" for name in OPTIONS[self.rule]) or "none"
+                raise ConfigError(
+                    f"method.{field.name}={getattr(self, field.name)} is no option of "
+                    f"method.rule={self.rule}; its options: {known}"
+                )
