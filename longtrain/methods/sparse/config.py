@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from longtrain.errors import ConfigError
-from longtrain.settings import Count, CountOrZero, Share, check, one_of
+from longtrain.settings import Count, CountOrZero, OneOf, Share, check
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "window": (),
@@ -23,12 +24,17 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Config:
-    """Which rows each step reads, by a rule that is not trained; how many is `select`'s budget."""
+    """Which rows each step reads, by a rule that is not trained; `evict.budget_tokens` says how many.
 
-    rule: one_of(OPTIONS) = "window"  # type: ignore[valid-type]  # window: sinks and the last rows;
-    # random; quest: pages by a bound; clusterkv: clusters by their centroids; shadowkv: chunks by their
-    # landmarks; previous: what the step before attended to; reused: what one layer attends to, read by all;
-    # shared_oracle, oracle: what all layers together, or each alone, attend to
+    Rules: window (sinks and the last rows), random, quest (pages by a bound), clusterkv (clusters by their
+    centroids), shadowkv (chunks by their means), previous (what the step before attended to), reused (what one
+    layer attends to, read by all), shared_oracle and oracle (what all layers together, or each alone, attend
+    to).
+    """
+
+    rule: Annotated[str, OneOf(*OPTIONS)] = (
+        "window"  # how rows are scored: window, random, quest, clusterkv, shadowkv, previous, reused, ...
+    )
     page: Count = 16  # quest: rows of a page (the paper's)
     cluster_tokens: Count = 80  # clusterkv: prompt rows a cluster, on average (the paper's)
     cluster_every: Count = 320  # clusterkv: generated rows that are clustered together (the paper's)
