@@ -27,9 +27,9 @@ class Config:
     """Which rows each step reads, by a rule that is not trained; `evict.budget_tokens` says how many.
 
     Rules: window (sinks and the last rows), random, quest (pages by a bound), clusterkv (clusters by their
-    centroids), shadowkv (chunks by their means), previous (what the step before attended to), reused (what one
-    layer attends to, read by all), shared_oracle and oracle (what all layers together, or each alone, attend
-    to).
+    centroids), shadowkv (chunks by their means), previous (what the step before attended to), reused (what
+    one layer attends to, read by all), shared_oracle and oracle (what all layers together, or each alone,
+    attend to).
     """
 
     rule: Annotated[str, OneOf(*OPTIONS)] = (

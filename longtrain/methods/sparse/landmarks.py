@@ -25,7 +25,7 @@ class LandmarkRule(LayerRule):
     Source: ShadowKV (arXiv 2410.21465) §3.2, §4.1, Algorithms 1 and 2.
     Note: outliers are a share of the prompt's chunks (the paper: 48 chunks of about 16 thousand), and
         count in the budget. Chunks of generated rows get landmarks too, unless `prompt_only`: the paper reads
-        all of these. Keys are exact: the low-rank ones of the paper say how chunks are stored, not which are read.
+        all of these. Keys are exact: the paper's low-rank ones say how chunks are stored, not which are read.
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
