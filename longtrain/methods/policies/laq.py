@@ -35,8 +35,10 @@ class LAQ(SnapKV):
         plus: LAQ++: the prompt's window and the pseudo answer observe together.
 
     Source: Lookahead Q-Cache (arXiv 2505.20334), section 3.
-    Note: there is no code by the authors. The pseudo rows' softmax runs over the whole prompt and the pseudo
-        rows up to their own, as if they were decoded on the whole cache with these queries.
+    Note: the pseudo rows' softmax runs over the whole prompt and the pseudo rows up to their own, as if they
+        were decoded on the whole cache with these queries. The authors' code (noforit/Lookahead_Q-Cache)
+        leaves the pseudo rows' keys out of it, its script writes 8 pseudo tokens, and its LAQ++ has a second
+        window. What these differences are worth has not been measured here.
     """
 
     name: ClassVar[str] = "laq"
