@@ -120,6 +120,8 @@ def _entry(cfg: DictConfig) -> Entry:
     if name is not None:
         policies.policy_class(str(name))
         typed["policy"] = {"name": name, "label": f"evict={name}", **options}
+    else:
+        typed |= {key: value for key, value in options.items() if value is not None and value is not False}
     if adaptive is not False:
         typed["adaptive"] = adaptive
     return parse(typed)
@@ -158,9 +160,9 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
             f"an eviction budget of {ratio if tokens is None else tokens} and nothing that evicts or "
             "selects; pass evict=snapkv, say, or an eviction artifact"
         )
-    if not taken.issuperset(entry.options):
+    if idle := [key for key in entry.options if key not in taken]:
         raise ConfigError(
-            f"evict.adaptive={entry.options['adaptive']} and nothing that takes it; pass the artifact of a "
+            f"evict.{idle[0]}={entry.options[idle[0]]} and nothing that takes it; pass the artifact of a "
             "method that does, or for a policy evict=adakv evict.over=snapkv, say"
         )
     return parts
