@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from longtrain.errors import ConflictError
 from longtrain.kernels.fused_layer import Slots
 from longtrain.kernels.tree_attention import CAUSAL, Causal, tree_bits
 
@@ -102,14 +103,21 @@ class KVCache(ABC):
         """How many of a sequence's first `n` positions a step over them reads from `old_rows`.
 
         The others, the latest, it reads as they were written.
+
+        Raises:
+            ConflictError: this cache cannot say so: what it holds changes in another way.
         """
-        return 0
+        raise ConflictError(
+            f"a {type(self).__name__} cannot say which rows a step reads as written, and drafts that "
+            "read the target's keys and values are not trained on it; leave it out of method.views"
+        )
 
     def old_rows(self, layer: int) -> list[list[tuple[Tensor, Tensor]]]:
         """What is left of old positions in a layer, as steps read it.
 
-        Returns: k_KD and v_KD of each sequence's KV heads. With n positions committed a step reads their
-            first `old_positions(n)` rows, or all of them where there are fewer. Empty lists: nothing is old.
+        Returns: k_KD and v_KD of each sequence's KV heads; empty lists where nothing gets old. With n
+            positions committed a step reads their first `old_positions(n)` rows, or all of them where there
+            are fewer.
         """
         return [[] for _ in self.len_B]
 

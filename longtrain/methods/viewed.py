@@ -20,6 +20,7 @@ from longtrain.methods.views import Drawn, View, views_of
 from longtrain.targets.step import PackedStep, Want
 
 if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
     from longtrain.data.rows.batch import Batch
     from longtrain.targets.attention import Watch
     from longtrain.targets.model import Target
@@ -49,7 +50,7 @@ class Seen:
     """What a document that was read in a view has beside the rows as they were written.
 
     Args:
-        stretches: from its first row to its last.
+        stretches: from its first row to its last; none where no keys and values are wanted.
         old: layer -> k_KD and v_KD of each KV head (`KVCache.old_rows`).
     """
 
@@ -166,13 +167,19 @@ def _read(
             for layer in want.hidden
         }
         kv = rows.kv(i, (prompt, rest)) if rows else {}
-        stretches = [Stretch(a, cut)]
-        for known, places in groupby(range(cut, b), key=lambda row: read.cache.old_positions(row - a, i)):
-            inside = list(places)
-            stretches.append(Stretch(inside[0], inside[-1] + 1, known))
-        one = Seen(tuple(stretches), {layer: sequences[i] for layer, sequences in old.items()})
+        stretches = _stretches(read.cache, i, a, cut, b) if rows else ()
+        one = Seen(stretches, {layer: sequences[i] for layer, sequences in old.items()})
         found.append((PackedStep(hidden, kv), one))
     return found
+
+
+def _stretches(cache: KVCache, sequence: int, start: int, cut: int, stop: int) -> tuple[Stretch, ...]:
+    """The stretches of a document whose rows start..stop lie in a cache, those up to `cut` as its prompt."""
+    found = [Stretch(start, cut)]
+    for old, places in groupby(range(cut, stop), key=lambda row: cache.old_positions(row - start, sequence)):
+        rows = list(places)
+        found.append(Stretch(rows[0], rows[-1] + 1, old))
+    return tuple(found)
 
 
 class _Rows:
