@@ -150,3 +150,13 @@ def test_plan_and_bench_know_it(composed, words, tmp_path):
     bench.run(composed("bench", "suite=training", "method=joint", *members(*ALL), *short))
     (row,) = json.loads((tmp_path / "runs/one/bench/training.json").read_text())["rows"]
     assert row["step"]["tokens_per_s"] > 0 and row["response_tokens"] == 64
+
+
+def test_stored_features_serve_the_drafts_and_not_what_watches_a_pass(trained, tmp_path):
+    """The shared pass is stored once; reading it gives the run that wrote it."""
+    drafts = ["method=joint", *members("longspec", "eagle3"), f"features.folder={tmp_path / 'kept'}"]
+    one, other = (trained(mode, *drafts, f"features={mode}") for mode in ("fill", "offline"))
+    assert (one / "metrics.csv").read_bytes() == (other / "metrics.csv").read_bytes()
+    three = ["method=joint", *members(*ALL), f"features.folder={tmp_path / 'others'}", "features=fill"]
+    with pytest.raises(ConfigError, match="watches every layer of the target, and that is not stored"):
+        trained("three", *three)

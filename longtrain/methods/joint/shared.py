@@ -142,8 +142,10 @@ class SharedPass:
                 return
             name, seat = names[at], self.seats[names[at]]
 
-            def ask(*args: Any) -> PackedStep:
-                mine = Asked(name, *args, Modes.here(device.type))
+            def ask(
+                ids_T: Tensor, pos_T: Tensor, bounds: tuple[int, ...], want: Want, watch: Watch | None
+            ) -> PackedStep:
+                mine = Asked(name, ids_T, pos_T, bounds, want, watch, Modes.here(device.type))
                 asked.append(mine)
                 with outside.again():
                     turn(at + 1)
