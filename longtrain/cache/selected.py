@@ -54,7 +54,7 @@ class SelectedCache(KVCache):
         Raises:
             ConfigError: a table of another shape, or a layer that there is not.
         """
-        L, B, G, _, _ = self.store.k_LBGSD.shape
+        L, B, G = self._sizes()
         if table_LG is None:
             table_LG = torch.arange(L * G).view(L, G)
         if table_LG.shape != (L, G) or int(table_LG.min()) < 0:
@@ -63,11 +63,18 @@ class SelectedCache(KVCache):
                 f"a table of sets {list(table_LG.shape)} with numbers from {int(table_LG.min())}",
                 f"{[L, G]} (layers, KV heads), numbers from 0",
             )
-        if any(layer >= L for layer in budget.dense_layers):
-            raise refusal(ConfigError, f"select.dense_layers={list(budget.dense_layers)}", f"0..{L - 1}")
-        device = self.store.k_LBGSD.device
+        check_layers(budget, L)
+        device = self.len_B.device
         self._table_LG, self._ask = table_LG.to(device), ask
         self.row_sets = RowSets(budget, B, 1 + int(table_LG.max()), device)
+
+    def reserve(self, budget: ReadBudget) -> None:
+        """Told before prompts are read what steps will read."""
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Layers, sequences, and KV heads of each."""
+        L, B, G, _, _ = self.store.k_LBGSD.shape
+        return L, B, G
 
     def choose(self, scores_BXS: Tensor | None) -> None:
         """Before every step: choose what it reads where that is due.
@@ -153,3 +160,9 @@ class SelectedCache(KVCache):
     def bytes(self) -> int:
         """Bytes of all rows, and of the sets."""
         return self.store.bytes() + (0 if self.row_sets is None else self.row_sets.bytes())
+
+
+def check_layers(budget: ReadBudget, n_layers: int) -> None:
+    """Refuse a budget that names a layer which there is not."""
+    if any(layer >= n_layers for layer in budget.dense_layers):
+        raise refusal(ConfigError, f"select.dense_layers={list(budget.dense_layers)}", f"0..{n_layers - 1}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
+from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
@@ -230,7 +231,10 @@ class Engine:
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> KVCache:
         """An empty cache for these parts, called as `Target.new_cache` is."""
         if self.parts.cache is not None:
-            return self.parts.cache(batch, max_tokens, max_nodes)
+            cache = self.parts.cache(batch, max_tokens, max_nodes)
+            if isinstance(cache, SelectedCache) and self.parts.selector is not None:
+                cache.reserve(self.parts.selector.budget)
+            return cache
         if self.parts.selector is not None:
             return new_selected_cache(self.target, batch, max_tokens, max_nodes)
         return self.target.new_cache(batch, max_tokens, max_nodes)

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from attention_cases import dense_case, hier_case, mask_named
 from importance_cases import several
+from row_move_cases import case
 
 import longtrain.kernels
 from longtrain import methods
@@ -36,6 +37,7 @@ from longtrain.kernels import importance, tree_attention
 from longtrain.kernels.hierarchical import attention as hier_attention
 from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
+from longtrain.kernels.row_moves import move_rows
 from longtrain.targets.loading import random_target
 
 Jobs: TypeAlias = Iterator[Callable[[], None]]
@@ -177,6 +179,19 @@ def _score(case):
     importance.own_importance(*rows, lse, case.spans, scale=case.scale)
 
 
+def moves() -> Jobs:
+    """Rows at both ends of both blocks, either of them in pages or on the host."""
+    for paged in ("", "goal", "source"):
+        yield partial(_move, paged)
+
+
+def _move(paged):
+    goal, source, lists, pages = case(paged=paged, device=DEVICE)
+    if not (paged or INTERPRETED):
+        source = source.cpu().contiguous().pin_memory()
+    move_rows(goal, source, lists, **pages, programs=1)
+
+
 def texts() -> Jobs:
     """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
     for name, shape in ((None, ()), ("longspec", (3, 2)), ("quantspec", (1, 1, 1))):
@@ -199,7 +214,7 @@ def _text(name, shape, fused):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, texts)
+PARTS = (trees, hierarchies, quantisers, scores, moves, texts)
 
 
 def main(words: list[str]) -> int:

@@ -1,0 +1,53 @@
+"""Launches the Triton kernel of `kernels.row_moves`. Shapes as there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from torch import Tensor
+
+from longtrain.kernels.devices import launched_on
+from longtrain.kernels.row_moves.kernel import _move_kernel
+
+if TYPE_CHECKING:
+    from longtrain.kernels.row_moves import Pages, RowLists
+
+_TILE = 4096
+"""Numbers that a program moves at once, so that enough of them are on their way to hide the bus's latency."""
+
+
+def move_rows(
+    goal_LBGRE: Tensor,
+    source_LBGSE: Tensor,
+    lists: RowLists,
+    goal_pages: Pages | None,
+    source_pages: Pages | None,
+    programs: int | None,
+) -> None:
+    """See `kernels.row_moves.move_rows`."""
+    L, B, G, _, E = goal_LBGRE.shape
+    M = lists.to_BXM.shape[-1]
+    if not (L and B and G and M):
+        return
+    width = triton.next_power_of_2(E)
+    rows = min(triton.next_power_of_2(M), max(1, _TILE // width))
+    chunks = triton.cdiv(M, rows)
+    some = lists.to_BXM  # stands in for pointers that are not read
+    counts, goal_at, source_at = lists.n_BX, goal_pages, source_pages
+    with launched_on(lists.to_BXM):
+        _move_kernel[(L * B * G, chunks if programs is None else min(programs, chunks))](
+            goal_LBGRE, source_LBGSE, lists.to_BXM, lists.from_BXM, lists.sets_LG,
+            some if counts is None else counts,
+            some if goal_at is None else goal_at.at_LC,
+            some if source_at is None else source_at.at_LC,
+            *goal_LBGRE.stride()[:4], *source_LBGSE.stride()[:4],
+            *lists.to_BXM.stride(), *lists.from_BXM.stride(), *lists.sets_LG.stride(),
+            *((0, 0) if counts is None else counts.stride()),
+            0 if goal_at is None else goal_at.at_LC.stride(0),
+            0 if source_at is None else source_at.at_LC.stride(0),
+            B, G, M,
+            E=E, WIDTH=width, ROWS=rows, COUNTED=counts is not None,
+            GOAL_SIZE=0 if goal_at is None else goal_at.size,
+            SOURCE_SIZE=0 if source_at is None else source_at.size,
+        )  # fmt: skip

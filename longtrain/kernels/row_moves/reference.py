@@ -1,0 +1,39 @@
+"""Moves of rows in plain torch. Shapes as in `kernels.row_moves`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from longtrain.kernels.row_moves import Pages, RowLists
+
+
+def move_rows(
+    goal_LBGRE: Tensor,
+    source_LBGSE: Tensor,
+    lists: RowLists,
+    goal_pages: Pages | None,
+    source_pages: Pages | None,
+) -> None:
+    """See `kernels.row_moves.move_rows`."""
+    for layer, sets_G in enumerate(lists.sets_LG):
+        to_BGM, from_BGM = lists.to_BXM[:, sets_G], lists.from_BXM[:, sets_G]
+        moved = (to_BGM >= 0) & (from_BGM >= 0)
+        if lists.n_BX is not None:
+            entry_M = torch.arange(to_BGM.shape[-1], device=to_BGM.device)
+            moved = moved & (entry_M < lists.n_BX[:, sets_G, None])
+        to_BGM, has_goal = _placed(to_BGM.clamp(min=0), goal_pages, layer)
+        from_BGM, has_source = _placed(from_BGM.clamp(min=0), source_pages, layer)
+        b, g, m = (moved & has_goal & has_source).nonzero(as_tuple=True)
+        goal_LBGRE[layer][b, g, to_BGM[b, g, m]] = source_LBGSE[layer][b, g, from_BGM[b, g, m]]
+
+
+def _placed(row_BGM: Tensor, pages: Pages | None, layer: int) -> tuple[Tensor, Tensor]:
+    """Rows of the block, and which of them there are."""
+    if pages is None:
+        return row_BGM, torch.ones_like(row_BGM, dtype=torch.bool)
+    page_BGM = pages.at_LC[layer][row_BGM // pages.size]
+    return page_BGM.clamp(min=0) * pages.size + row_BGM % pages.size, page_BGM >= 0

@@ -1,0 +1,18 @@
+"""Moves of rows: the kernel, interpreted, beside entries moved one by one."""
+
+import pytest
+import torch
+from row_move_cases import case, written_out
+
+from longtrain.kernels.row_moves import move_rows
+
+
+@pytest.mark.parametrize("programs", [None, 1])
+@pytest.mark.parametrize("paged", ["", "goal", "source"])
+def test_rows_are_moved(paged, programs):
+    for seed, counted in ((0, True), (1, False)):
+        goal, source, lists, pages = case(paged=paged, counted=counted, seed=seed)
+        expected = written_out(goal, source, lists, pages)
+        assert not torch.equal(goal, expected)
+        move_rows(goal, source, lists, **pages, programs=programs)
+        assert torch.equal(goal, expected)

@@ -1,0 +1,53 @@
+"""Moves of rows: torch beside entries moved one by one, the kernel compiled for compute capability 9.0 and on
+a GPU."""
+
+import os
+
+import pytest
+import torch
+from row_move_cases import case, written_out
+
+from longtrain.kernels.row_moves import move_rows
+
+
+@pytest.mark.parametrize("paged", ["", "goal", "source"])
+def test_the_twin_moves_rows(paged):
+    for seed, counted in ((0, True), (1, False)):
+        goal, source, lists, pages = case(paged=paged, counted=counted, seed=seed)
+        expected = written_out(goal, source, lists, pages)
+        assert not torch.equal(goal, expected)
+        move_rows(goal, source, lists, **pages)
+        assert torch.equal(goal, expected)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
+@pytest.mark.parametrize("size", [0, 128])
+def test_the_kernel_compiles_for_hopper_without_spills(size):
+    """Rows of 512 bytes, 16 bytes of them a thread and load."""
+    pytest.importorskip("triton")
+    import aot
+
+    from longtrain.kernels.row_moves import kernel as row_moves_triton
+
+    jit = row_moves_triton._move_kernel
+    types = {arg: "*i64" for arg in jit.arg_names if arg.endswith("_ptr")}
+    types |= {"goal_ptr": "*bf16", "source_ptr": "*bf16"}
+    constants = {"E": 256, "WIDTH": 256, "ROWS": 16, "COUNTED": True, "GOAL_SIZE": 0, "SOURCE_SIZE": size}
+    strides = [f"{side}_{dim}" for side in ("goal", "source") for dim in "lbgr"]
+    binary = aot.compile_kernel(jit, types, constants, aligned=strides)
+    assert binary.stack_bytes == 0 and binary.registers <= 128
+    assert binary.count("LDG.E.128") and binary.count("STG.E.128")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("host", ["goal", "source"])
+def test_rows_of_pinned_memory_on_a_gpu(host):
+    goal, source, lists, _ = case(device="cuda")
+    expected = written_out(goal.cpu(), source.cpu(), lists, {})
+    if host == "goal":
+        goal = goal.cpu().contiguous().pin_memory()
+    else:
+        source = source.cpu().contiguous().pin_memory()
+    move_rows(goal, source, lists, programs=1)
+    torch.cuda.synchronize()
+    assert torch.equal(goal.cpu(), expected)
