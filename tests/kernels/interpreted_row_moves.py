@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from row_move_cases import case, written_out
+from row_move_cases import move_case, written_out
 
 from longtrain.kernels.row_moves import move_rows
 
@@ -11,7 +11,7 @@ from longtrain.kernels.row_moves import move_rows
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
 def test_rows_are_moved(paged, programs):
     for seed, counted in ((0, True), (1, False)):
-        goal, source, lists, pages = case(paged=paged, counted=counted, seed=seed)
+        goal, source, lists, pages = move_case(paged=paged, counted=counted, seed=seed)
         expected = written_out(goal, source, lists, pages)
         assert not torch.equal(goal, expected)
         move_rows(goal, source, lists, **pages, programs=programs)

@@ -7,7 +7,7 @@ from longtrain.kernels.row_moves import Pages, RowLists
 L, B, G, E = 3, 2, 2, 24
 
 
-def case(*, paged: str = "", counted: bool = True, seed: int = 0, device="cpu"):
+def move_case(*, paged: str = "", counted: bool = True, seed: int = 0, device="cpu"):
     """Goal, source, lists and pages; either side in pages."""
     coins = torch.Generator().manual_seed(seed)
     rows, entries, size = 37, 21, 5

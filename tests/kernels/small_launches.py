@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from attention_cases import dense_case, hier_case, mask_named
 from importance_cases import several
-from row_move_cases import case
+from row_move_cases import move_case
 
 import longtrain.kernels
 from longtrain import methods
@@ -186,7 +186,7 @@ def moves() -> Jobs:
 
 
 def _move(paged):
-    goal, source, lists, pages = case(paged=paged, device=DEVICE)
+    goal, source, lists, pages = move_case(paged=paged, device=DEVICE)
     if not (paged or INTERPRETED):
         source = source.cpu().contiguous().pin_memory()
     move_rows(goal, source, lists, **pages, programs=1)

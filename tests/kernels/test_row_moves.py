@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from row_move_cases import case, written_out
+from row_move_cases import move_case, written_out
 
 from longtrain.kernels.row_moves import move_rows
 
@@ -13,7 +13,7 @@ from longtrain.kernels.row_moves import move_rows
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
 def test_the_twin_moves_rows(paged):
     for seed, counted in ((0, True), (1, False)):
-        goal, source, lists, pages = case(paged=paged, counted=counted, seed=seed)
+        goal, source, lists, pages = move_case(paged=paged, counted=counted, seed=seed)
         expected = written_out(goal, source, lists, pages)
         assert not torch.equal(goal, expected)
         move_rows(goal, source, lists, **pages)
@@ -42,7 +42,7 @@ def test_the_kernel_compiles_for_hopper_without_spills(size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("host", ["goal", "source"])
 def test_rows_of_pinned_memory_on_a_gpu(host):
-    goal, source, lists, _ = case(device="cuda")
+    goal, source, lists, _ = move_case(device="cuda")
     expected = written_out(goal.cpu(), source.cpu(), lists, {})
     if host == "goal":
         goal = goal.cpu().contiguous().pin_memory()
