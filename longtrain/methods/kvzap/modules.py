@@ -45,6 +45,7 @@ class KVzap(nn.Module):
         """Begin with these scores, whatever a row is: of each layer and KV head."""
         for one, mean_G in zip(self.layers, mean_LG, strict=True):
             last = one[-1] if isinstance(one, nn.Sequential) else one
+            assert isinstance(last, nn.Linear)
             last.bias.copy_(mean_G)
 
     def score(self, layer: int, x_BTE: Tensor) -> Tensor:
