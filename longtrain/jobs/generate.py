@@ -124,6 +124,7 @@ def _entry(cfg: DictConfig) -> Entry:
         typed |= {key: value for key, value in options.items() if value is not None and value is not False}
     if adaptive is not False:
         typed["adaptive"] = adaptive
+    typed |= {key: value for key, value in plain(cfg.select).items() if value is not None}
     return parse(typed)
 
 
@@ -161,8 +162,9 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
             "selects; pass evict=snapkv, say, or an eviction artifact"
         )
     if idle := [key for key in entry.options if key not in taken]:
+        group = "select" if cfg.select.get(idle[0]) is not None else "evict"
         raise ConfigError(
-            f"evict.{idle[0]}={entry.options[idle[0]]} and nothing that takes it; pass the artifact of a "
+            f"{group}.{idle[0]}={entry.options[idle[0]]} and nothing that takes it; pass the artifact of a "
             "method that does, or for a policy evict=adakv evict.over=snapkv, say"
         )
     return parts

@@ -8,6 +8,10 @@ from typing import Annotated, Any
 from longtrain.methods.feature_layers import feature_layers
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, check, wrong
 
+BLOCK_BYTES = 256 << 20
+"""Bytes of the scores of one block of query rows in fp32; several such tensors exist at once."""
+KEY_ROWS = 8192
+"""Rows of a packed row whose keys are computed at once."""
 SHIFTED, EMBEDDING, LAGGED = "shifted", "embedding", "lagged"
 
 

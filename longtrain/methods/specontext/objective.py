@@ -16,6 +16,7 @@ from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.rows import packed_rows
 from longtrain.methods.rope import rope_of
 from longtrain.methods.spec import Loss, Objective
+from longtrain.methods.specontext.config import BLOCK_BYTES, KEY_ROWS
 from longtrain.methods.specontext.modules import RetrievalHead, log_scores
 from longtrain.methods.specontext.rows import Queries, draw, far
 from longtrain.methods.specontext.teacher import Teacher, share_held, soft_share
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from longtrain.methods.specontext.config import Config
     from longtrain.targets.model import Target
 
-BLOCK_BYTES = 256 << 20
-"""Bytes of one block's scores in fp32; several such tensors exist at once."""
-KEY_ROWS = 8192
-"""Rows of the packed row whose keys are computed at once."""
 FIGURES = ("recall", "recall_oracle", "recall_window")
 
 

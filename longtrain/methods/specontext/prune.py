@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, Config
-
-if TYPE_CHECKING:
-    from longtrain.costs.model import Sizes
 
 log = get_logger(__name__)
 
@@ -70,20 +67,3 @@ def pruned(config: Config, tensors: Mapping[str, Tensor], draft: Mapping[str, An
         config.variant, mine, whole, mine / whole,
     )  # fmt: skip
     return found
-
-
-def weights(config: Config, size: Sizes, layers: int) -> int:
-    """Weights of a head for a target.
-
-    Args:
-        config: of the head.
-        size: of the target.
-        layers: the target's layers that it reads.
-    """
-    E, dim = size.hidden_size, config.head_dim or size.head_dim
-    heads, groups = config.n_heads or size.n_heads, config.n_kv_heads or size.n_kv_heads
-    wide = E if config.variant == EMBEDDING else 2 * E
-    keys = 1 if config.share_keys else config.sets
-    projections = wide * dim * (config.sets * heads + keys * groups)
-    fc = layers * E * E if config.variant == SHIFTED else 0
-    return projections + fc + (config.conv * E if config.variant == EMBEDDING else 0)

@@ -13,6 +13,7 @@ from longtrain.errors import TargetMismatchError
 from longtrain.methods.read_budget import READ_KEYS, read_budget
 from longtrain.methods.spec import MethodSpec
 from longtrain.methods.specontext.config import Config
+from longtrain.methods.specontext.cost import training
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective
 from longtrain.methods.specontext.prune import pruned
@@ -70,5 +71,5 @@ SPEC = MethodSpec(
     inference_keys=READ_KEYS,
     golden_keys={"budget_tokens": 48, "window": 8},
     begins={"eagle3": pruned},
-    cost=MethodCost(),
+    cost=MethodCost(training=training, suite="training"),
 )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from longtrain import methods
+from longtrain.artifact import Artifact
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import Parts, TreeShape, Verdict
 from longtrain.decoding.tree import chain
 from longtrain.errors import ConfigError, TargetMismatchError
+from longtrain.jobs import train
 from longtrain.methods.eagle3.config import Config as Eagle3
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
@@ -197,3 +201,26 @@ def test_what_is_refused(llama):
         SPEC.attach(head, other, Config(), KEYS)
     with pytest.raises(ConfigError, match=r"method.layers=.*null where method.variant=embedding"):
         Config(variant="embedding", layers=[1])
+
+
+def test_init_takes_the_artifact_of_a_draft_and_no_other(tmp_path, caplog):
+    """`init=DRAFT` of `train`: the kept weights arrive, the share of the draft is logged."""
+    target = random_target("llama_micro", seed=1)
+    draft, _, settings = drafted(target)
+    Artifact.from_module("eagle3", settings, module=draft, target=target).save(
+        tmp_path / "checkpoints" / "draft"
+    )
+    cfg = OmegaConf.create(
+        {"init": "draft", "home": str(tmp_path), "method": {"name": "specontext", "layers": [0, 1]}}
+    )
+    head = RetrievalHead(Config(layers=[0, 1]), target.info)
+    with caplog.at_level("INFO"):
+        facts = train._load_init(cfg, SPEC, head, target)
+    assert facts["init"]["artifact"] == "draft" and not head.fresh
+    assert torch.equal(head.fc.weight, draft.fc.weight)
+    assert torch.equal(head.k_proj.weight, draft.self_attn.k_proj.weight)
+    kept = sum(p.numel() for p in head.parameters())
+    whole = sum(p.numel() for p in draft.parameters())
+    assert f"weights={kept} draft_weights={whole} share={kept / whole:.4f}" in caplog.text
+    with pytest.raises(ConfigError, match="trained by method=eagle3, this run is method=longspec"):
+        train._load_init(cfg, methods.get("longspec"), head, target)

@@ -1,0 +1,47 @@
+"""What a training step of a retrieval head takes beside the target's pass: arithmetic.
+
+The counts follow `objective` and `chunked`; none has been compared with a measurement yet.
+Shapes: T tokens of a packed row, R query rows of a document, L layers, E hidden dim, H query heads, G KV
+heads, D head dim, n states that a row is made of.
+"""
+
+from __future__ import annotations
+
+from longtrain.costs.model import Sizes
+from longtrain.costs.training import PackedRow, StepCost
+from longtrain.methods.specontext.config import BLOCK_BYTES, EMBEDDING, KEY_ROWS, Config, hidden_of
+
+BLOCKS = 12
+"""Tensors as large as a block of scores that exist at once: teacher's, student's, and gradients."""
+
+
+def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
+    """Keys of all rows without a gradient, blocks of query rows, and keys once more.
+
+    Of the target stay its keys of all layers and the states that the head reads. A block of queries is
+    compared with every key of its document, by the head and by every layer of the target.
+    """
+    E, T = size.hidden_size, row.tokens
+    n = len(hidden_of(config, size.n_layers))
+    heads, dim = config.n_heads or size.n_heads, config.head_dim or size.head_dim
+    keys = (config.n_kv_heads or size.n_kv_heads) * dim * (1 if config.share_keys else config.sets)
+    wide = (config.conv if config.variant == EMBEDDING else 2) * E
+    rows = config.queries * row.documents
+    kept = T * ((size.n_layers * size.n_kv_heads * size.head_dim + n * E) * itemsize + 8)
+    scored = config.sets * heads * row.attended
+    block = min(BLOCK_BYTES, 4 * scored * config.queries)
+    made = min(KEY_ROWS, T) * (3 * n * E + 4 * wide + 3 * keys) * itemsize
+    fc = n * E * E
+    projected = 2 * (fc + (E if config.variant == EMBEDDING else 2 * E) * keys)
+    asked = 2 * (fc + 2 * E * config.sets * heads * dim)
+    compared = 2 * row.attended * dim * (3 * config.sets * heads + size.n_layers * size.n_heads)
+    return StepCost(
+        inputs=kept,
+        module=T * keys * (itemsize + 4) + BLOCKS * block + made,
+        flops=4 * projected * T + rows * (3 * asked + compared),
+        chunk=min(KEY_ROWS, T),
+        backward=made,
+        attention_flops=rows * compared,
+        moved=rows * 4 * row.attended * (BLOCKS * config.sets * heads + 3 * size.n_layers * size.n_heads),
+        chunked=True,
+    )
