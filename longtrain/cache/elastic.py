@@ -340,7 +340,9 @@ class ElasticCache(SelectedCache):
 
     def tensors(self) -> tuple[Tensor, ...] | None:
         """See `KVCache`; None while layers may still leave the device."""
-        if self.row_sets is None or self.slot_map is None or not self._rows.still:
+        if self._budget is None or not self._rows.still:
             return None
-        own = (self.len_B, self._slots_LBGJE, self.moved_rows, self._counts_LBX)
-        return (*own, *self._rows.tensors(), *self.row_sets.tensors(), *self.slot_map.tensors())
+        own = (self.len_B, self._slots_LBGJE, self.moved_rows, *self._rows.tensors())
+        if self.row_sets is None or self.slot_map is None:
+            return own
+        return (*own, self._counts_LBX, *self.row_sets.tensors(), *self.slot_map.tensors())

@@ -1,4 +1,4 @@
-"""Caches that a system can name: `int8`, `int4`, and `rounded` for choices that no kernel serves."""
+"""Caches that a system can name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longtrain.cache.base import KVCache
+from longtrain.cache.elastic import ElasticCache, Offloading
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.cache.readings import RoundedCache, Rounding, UpperHalfCache
 from longtrain.errors import ConfigError
@@ -31,6 +32,7 @@ class Halves:
 CACHES: dict[str, tuple[type, str]] = {
     "int8": (Halves, "the hierarchical cache as the target reads it, at 8 bits"),
     "int4": (Halves, "the hierarchical cache read at 4 bits, as its draft reads it"),
+    "elastic": (Offloading, "rows in host memory, and on the device those that a selector chose"),
     "rounded": (Rounding, "rows in full precision, rounded as a quantised cache would round them"),
 }
 """Name -> the dataclass of its options, and what it is."""
@@ -74,6 +76,10 @@ def cache_maker(
     if isinstance(options, Rounding):
         return lambda batch, max_tokens, max_nodes: RoundedCache(
             rounding=options, **shape, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes
+        )
+    if isinstance(options, Offloading):
+        return lambda batch, max_tokens, max_nodes: ElasticCache(
+            offloading=options, **shape, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes
         )
     kind = HierarchicalCache if name == "int8" else UpperHalfCache
     return lambda batch, max_tokens, max_nodes: kind(

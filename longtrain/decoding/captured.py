@@ -305,9 +305,10 @@ def _places(tensors: Sequence[Tensor]) -> list[Hashable]:
 
 def _held(phases: Phases) -> list[Tensor]:
     """What the operators of a cycle work on from cycle to cycle, the target's weights by two of them."""
-    target, draft, texts = phases.target, phases.draft, phases.texts
+    target, texts = phases.target, phases.texts
+    roles = [role.tensors() or () for role in (phases.draft, phases.selector) if role is not None]
     weights = [target.head_weight, target.final_norm_weight]
     if target.fused is not None:
         weights += target.fused.tensors()
     state = (texts.root_B, texts.left_B, texts.most)
-    return [*(phases.cache.tensors() or ()), *((draft and draft.tensors()) or ()), *state, *weights]
+    return [*(phases.cache.tensors() or ()), *(one for held in roles for one in held), *state, *weights]

@@ -274,8 +274,10 @@ class Engine:
             return None
         reason = ""
         shape = max(shapes, key=lambda one: one.n_nodes)
-        if self.parts.selector is not None:
+        if self.parts.selector is not None and self.parts.cache is None:
             reason = f"'{self.parts.name}' reads chosen rows, whose cache is not one of static buffers"
+        elif self.parts.selector is not None and self.parts.selector.tensors() is None:
+            reason = f"the selector of '{self.parts.name}' does not update its state in place"
         elif self.target.shards is not None:
             reason = "the target's layers are split over ranks, which a graph cannot gather"
         elif draft is not None and draft.tensors() is None:

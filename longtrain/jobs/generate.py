@@ -91,7 +91,7 @@ def _named(widths: Sequence[int]) -> str:
 
 
 def _entry(cfg: DictConfig) -> Entry:
-    """What `artifact`, a method without training and `evict` name, as one entry of `suite.systems`.
+    """What `artifact`, a method without training, `cache` and `evict` name, as one entry of `suite.systems`.
 
     Raises:
         ConfigError: no such policy, or a method that needs an artifact and has none.
@@ -101,7 +101,7 @@ def _entry(cfg: DictConfig) -> Entry:
     from longtrain.systems.system import BUDGET_KEYS, parse
 
     names = artifact_names(cfg)
-    typed: dict[str, Any] = {"artifact": names}
+    typed: dict[str, Any] = {"artifact": names, "cache": plain(cfg.cache)}
     if cfg.method is not None:
         spec = methods.get(str(cfg.method.name))
         if spec.attach is None and not names:

@@ -15,7 +15,7 @@ from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB, Gpu
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
-from longtrain.jobs import outline, plan_advice, plan_training
+from longtrain.jobs import outline, plan_advice, plan_elastic, plan_training
 from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain
 from longtrain.methods.spec import MethodSpec
@@ -149,7 +149,11 @@ def _decoding(plan: RecipePlan) -> list[str]:
                 decoding.CYCLE_COLUMNS,
             ),
         ]
-    return [*lines, "Estimates by arithmetic; measure with: longtrain bench suite=engine"]
+    return [
+        *lines,
+        *plan_elastic.lines_of(plan),
+        "Estimates by arithmetic; measure with: longtrain bench suite=engine",
+    ]
 
 
 def _chain(cfg: DictConfig) -> tuple[int, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from longtrain.cache.elastic import ElasticCache, Offloading
+from longtrain import methods
+from longtrain.cache.named import cache_maker
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, ConflictError
@@ -18,14 +20,13 @@ from .toys import OracleDraft
 
 
 def maker(target, **options):
-    info, made_of = target.info, Offloading(**options)
-    shape = {"n_layers": info.n_layers, "n_kv_heads": info.n_kv_heads, "head_dim": info.head_dim}
-    place = {"device": target.device, "dtype": target.dtype, "offloading": made_of}
+    return cache_maker("elastic", options, **shape_of(target))
 
-    def make(batch, max_tokens, max_nodes):
-        return ElasticCache(**shape, **place, batch=batch, max_tokens=max_tokens, max_nodes=max_nodes)
 
-    return make
+def shape_of(target):
+    info = target.info
+    names = ("n_layers", "n_heads", "n_kv_heads", "head_dim")
+    return {name: getattr(info, name) for name in names} | {"device": target.device, "dtype": target.dtype}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,27 @@ def test_the_text_is_that_without_offloading(options):
         parts = Parts(draft=OracleDraft(target, noise=0.5), selector=rule(), cache=cache)
         drafted = run(parts, shape=shape)
         assert drafted.tokens == plain and drafted.stats.target_forwards < NEW
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1)], ids=["plain", "chain"])
+def test_the_text_of_captured_cycles(shape):
+    """With a retrieval head, whose state is in place: the code of CUDA graphs, without them on a CPU."""
+    target = micro(dtype=torch.float32)
+    spec = methods.get("specontext")
+    config = spec.config(layers=[0])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = spec.build(config, target.info)
+    keys = {"budget_tokens": 14, "sinks": 2, "window": 4, "every": 5}
+    parts = spec.attach(head, target, config, keys)
+    plain = generate(parts, target=target).tokens
+    for options in ({}, {"memory_gib": 1.0}):
+        cache = cache_maker("elastic", options, **shape_of(target))
+        whole = replace(parts, cache=cache, draft=OracleDraft(target, noise=0.5) if shape else None)
+        assert generate(whole, target=target, shape=TreeShape(shape)).tokens == plain
+        if not shape:
+            run = Engine(target, whole, capture=True).generate
+            assert run(PROMPTS, max_new_tokens=NEW, ignore_eos=True).tokens == plain
 
 
 def test_rows_that_follow_a_prompt_are_read_whole():

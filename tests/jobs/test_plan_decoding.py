@@ -92,3 +92,20 @@ def test_what_it_refuses(composed, words, message):
     base = ["target=llama31_8b"] if "target.path=null" in words else ["target=tiny", "target.path=tiny"]
     with pytest.raises(ConfigError, match=message):
         plan.run(composed("plan", *base, *words))
+
+
+def test_an_elastic_cache_has_thresholds(composed, capsys):
+    words = ["target=tiny", "target.path=tiny", "contexts=[1k]", "evict.budget_tokens=512"]
+    plan.run(composed("plan", *words, "cache={name: elastic, memory_gib: 0.02}"))
+    said = capsys.readouterr().out
+    assert "Elastic cache of 1 sequence, 512 rows read a step, at most 0.02 GiB on the device" in said
+    table = said[said.index("layers on the host") :].splitlines()[2:]
+    rows = [[float(word) for word in line.split("|")[1:-1]] for line in table if line.startswith("|")]
+    assert len(rows) > 1 and [row[0] for row in rows] == sorted(row[0] for row in rows)
+    assert all(row[3] <= 0.02 for row in rows)
+    with pytest.raises(ConfigError, match=r"a cap of 0.0001 GiB"):
+        plan.run(composed("plan", *words, "cache={name: elastic, memory_gib: 0.0001}"))
+    with pytest.raises(ConfigError, match="cache=int8; plan knows: elastic"):
+        plan.run(composed("plan", *words, "cache=int8"))
+    plan.run(composed("plan", *words, "cache=elastic"))
+    assert "all layers on the host from the start" in capsys.readouterr().out
