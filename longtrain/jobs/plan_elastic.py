@@ -9,7 +9,7 @@ from longtrain.costs.hardware import GIB
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import plain
 from longtrain.methods.named import named
-from longtrain.settings import Count, convert
+from longtrain.settings import Count, convert, read
 from longtrain.tables import of_rows
 
 if TYPE_CHECKING:
@@ -29,15 +29,14 @@ def lines_of(plan: RecipePlan) -> list[str]:
     Raises:
         ConfigError: another cache, a wrong option, or a cap that the chosen rows alone exceed.
     """
-    from longtrain.cache.elastic import Offloading
-    from longtrain.cache.row_sets import ReadBudget
-    from longtrain.settings import read
-
     cfg = plan.cfg
     if (wanted := named("cache", plain(cfg.cache), "plan")) is None:
         return []
     if wanted.name != "elastic":
         raise ConfigError(f"cache={wanted.name}; plan knows: elastic, or null")
+    from longtrain.cache.elastic import Offloading
+    from longtrain.cache.row_sets import ReadBudget
+
     offloading = read(Offloading, wanted.options, "cache elastic")
     budget = ReadBudget(
         convert(cfg.evict.get("budget_tokens") or ReadBudget.rows, Count, "evict.budget_tokens")
@@ -62,7 +61,7 @@ def lines_of(plan: RecipePlan) -> list[str]:
         ]
     rows = rows_of(memory, offloading.memory_gib * GIB, plan.info.max_positions)
     return [
-        f"{about}, at most {offloading.memory_gib:g} GiB on the device; one layer more leaves it at each line.",
+        f"{about}, at most {offloading.memory_gib:g} GiB on the device; layers leave it from line to line.",
         of_rows(rows, COLUMNS),
     ]
 
