@@ -11,8 +11,17 @@ Shapes: L layers, T thresholds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from longtrain.costs.hardware import GIB
 from longtrain.errors import ConfigError
+
+COLUMNS = {
+    "layers on the host": "on_host",
+    "up to tokens": "tokens",
+    "host GiB": "host_gib",
+    "cache GiB on the device": "device_gib",
+}
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,9 @@ class ElasticMemory:
             ConfigError: the slots and what is fixed take more than the cap.
         """
         if self._still(self.n_layers) > cap_bytes:
-            needed = self._still(self.n_layers) / 2**30
+            needed = self._still(self.n_layers) / GIB
             raise ConfigError(
-                f"a cap of {cap_bytes / 2**30:.3g} GiB, and with all {self.n_layers} layers on the host "
+                f"a cap of {cap_bytes / GIB:.3g} GiB, and with all {self.n_layers} layers on the host "
                 f"{needed:.3g} GiB stay on the device; allowed: more than that, or read fewer rows"
             )
         found: list[int | None] = []
@@ -85,9 +94,29 @@ class ElasticMemory:
         for on_host, most in enumerate(self.thresholds(cap_bytes)):
             if most is None or length <= most:
                 return on_host
-        raise ConfigError(f"texts of {length} tokens do not fit into {cap_bytes / 2**30:.3g} GiB")
+        raise ConfigError(f"texts of {length} tokens do not fit into {cap_bytes / GIB:.3g} GiB")
 
     def _still(self, on_host: int) -> float:
         """Bytes that do not grow with the text."""
         with_slots = self.n_layers if self.every_slot else on_host
         return self.fixed_bytes + with_slots * self.slots * self.row_bytes
+
+
+def threshold_rows(memory: ElasticMemory, cap_bytes: float, longest: int) -> list[dict[str, Any]]:
+    """A row for every number of layers on the host that some length up to `longest` asks for."""
+    rows: list[dict[str, Any]] = []
+    before = 0
+    for on_host, most in enumerate(memory.thresholds(cap_bytes)):
+        tokens = longest if most is None else min(most, longest)
+        if tokens <= before:
+            continue
+        rows.append(
+            {
+                "on_host": on_host,
+                "tokens": tokens,
+                "host_gib": memory.n_layers * tokens * memory.row_bytes / GIB,
+                "device_gib": memory.bytes(tokens, on_host) / GIB,
+            }
+        )
+        before = tokens
+    return rows

@@ -10,14 +10,15 @@ from typing import Annotated, Any
 from omegaconf import DictConfig
 
 from longtrain import files, methods, provenance
-from longtrain.costs import decoding, hardware, ranks, roofline, training
+from longtrain.costs import decoding, elastic, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB, Gpu
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
-from longtrain.jobs import outline, plan_advice, plan_elastic, plan_training
+from longtrain.jobs import outline, plan_advice, plan_training
 from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain
+from longtrain.methods.named import named
 from longtrain.methods.spec import MethodSpec
 from longtrain.settings import Count, Share, Tokens, Words, convert
 from longtrain.settings import read as typed
@@ -151,8 +152,51 @@ def _decoding(plan: RecipePlan) -> list[str]:
         ]
     return [
         *lines,
-        *plan_elastic.lines_of(plan),
+        *_elastic(plan),
         "Estimates by arithmetic; measure with: longtrain bench suite=engine",
+    ]
+
+
+def _elastic(plan: RecipePlan) -> list[str]:
+    """A table of thresholds for `cache=elastic`; nothing without it.
+
+    Raises:
+        ConfigError: another cache, a wrong option, or a cap that the chosen rows alone exceed.
+    """
+    cfg = plan.cfg
+    if (wanted := named("cache", plain(cfg.cache), "plan")) is None:
+        return []
+    if wanted.name != "elastic":
+        raise ConfigError(f"cache={wanted.name}; plan knows: elastic, or null")
+    from longtrain.cache.elastic import Offloading
+    from longtrain.cache.row_sets import ReadBudget
+
+    offloading = typed(Offloading, wanted.options, "cache elastic")
+    budget = ReadBudget(
+        convert(cfg.evict.get("budget_tokens") or ReadBudget.rows, Count, "evict.budget_tokens")
+    )
+    batch, size = convert(cfg.batch, Count, "batch"), plan.size
+    memory = elastic.ElasticMemory(
+        size.n_layers,
+        size.n_kv_heads,
+        size.head_dim,
+        batch,
+        plan.itemsize,
+        slots=budget.rows + 1,
+        page_rows=offloading.page_rows,
+    )
+    about = f"Elastic cache of {batch} sequence{'s' if batch > 1 else ''}, {budget.rows} rows read a step"
+    host = plan.info.max_positions * memory.row_bytes * size.n_layers / GIB
+    if offloading.memory_gib is None:
+        slots = memory.bytes(0, size.n_layers) / GIB
+        return [
+            f"{about}: all layers on the host from the start ({host:.3g} GiB pinned at "
+            f"{plan.info.max_positions} tokens), {slots:.3g} GiB on the device"
+        ]
+    rows = elastic.threshold_rows(memory, offloading.memory_gib * GIB, plan.info.max_positions)
+    return [
+        f"{about}, at most {offloading.memory_gib:g} GiB on the device; layers leave it from line to line.",
+        of_rows(rows, elastic.COLUMNS),
     ]
 
 
