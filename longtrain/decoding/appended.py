@@ -89,6 +89,7 @@ def given_step(
     *,
     want: Want,
     selector: Selector | None = None,
+    watch: Watch | None = None,
 ) -> TargetStep:
     """A step over tokens of a text that is given, not decoded; its valid rows are committed.
 
@@ -98,6 +99,7 @@ def given_step(
         rows: token ids, no more of a sequence than `cache.commit_limit()` says.
         want: what comes back.
         selector: says what the step reads, as in decoding; it was started.
+        watch: sees the step's queries, keys and values.
     """
     assert rows.ids_BT is not None
     ids_BT, n_B = rows.ids_BT, rows.n_B
@@ -107,7 +109,7 @@ def given_step(
         choose(selector, ids_BT[:, 0])
         hidden = (*want.hidden, *Parts(selector=selector).hidden())
         want = replace(want, hidden=tuple(sorted({*hidden})))
-    step = target.forward(rows, cache, want=want)
+    step = target.forward(rows, cache, want=want, watch=watch)
     cache.commit(None, n_B)
     if selector is not None:
         path_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)

@@ -31,6 +31,7 @@ SUITES: dict[str, str] = {
     "multi_lexsum": "longtrain.evaluation.suites.documents",
     "perplexity": "longtrain.evaluation.suites.perplexity",
     "quantspec_quality": "longtrain.evaluation.suites.quantspec_quality",
+    "retrieval": "longtrain.evaluation.suites.retrieval",
     "lm_eval": "longtrain.evaluation.suites.lm_eval",
 }
 """`suite.name` -> module."""

@@ -1,0 +1,183 @@
+"""Recall of the target's attention by whatever selects rows: trained heads and rules alike, on held-out text.
+
+The score is recall far from the query: outside the first 4 rows and the last 64, which any set has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from longtrain.errors import ConfigError
+from longtrain.evaluation.corpora import prefix_of
+from longtrain.evaluation.recall import NEAR, SINKS, recall, roll_out
+from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary, mean_summary
+from longtrain.evaluation.suites.continuation import choose_points, held_out
+from longtrain.evaluation.suites.shared import check_lengths, settings_of
+from longtrain.evaluation.task import Example, Facet, Measured, rows_sha256
+from longtrain.settings import Count, Lengths, Tokens
+from longtrain.systems import SELECTOR, System
+from longtrain.tables import tokens
+
+if TYPE_CHECKING:
+    from longtrain.decoding.roles import Parts
+    from longtrain.decoding.sampling import Sampling
+    from longtrain.targets.model import Target
+
+FIGURES = (
+    Figure("all mass", "total_read", kind="mean", unit="percent"),
+    Figure("gap to the shared oracle closed", "gained", "shared_gap", unit="percent", plotted=True),
+    Figure("gap to the oracle of its own sets closed", "gained", "own_gap", unit="percent"),
+    Figure("window", "window_read", "far_mass", "mean", "percent"),
+    Figure("shared oracle", "shared_read", "far_mass", "mean", "percent"),
+    Figure("oracle of its own sets", "own_read", "far_mass", "mean", "percent"),
+    Figure("oracle of each layer", "oracle_read", "far_mass", "mean", "percent"),
+    Figure("overlap", "overlap", kind="mean", unit="percent"),
+    Figure("oracle's overlap", "oracle_overlap", kind="mean", unit="percent"),
+    Figure("own rollout", "rolled_read", "rolled_mass", unit="percent"),
+    Figure("own rollout, told", "told_read", "rolled_mass", unit="percent"),
+    Figure("own rollout over told", "rolled_read", "told_read", unit="percent"),
+)
+
+
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """The keys of the suite; see conf/suite/retrieval.yaml."""
+
+    lengths: Lengths
+    texts: Count
+    steps: Count
+    rollout: Tokens | None = None
+    text: str | None = None
+    kinds: tuple[str, ...] | None = ()
+    home: str = "."
+    data: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Contexts(Measured):
+    """Texts of one length, each with the tokens after it at which recall is measured.
+
+    Args:
+        name: of the task.
+        rows: a text each.
+        length: tokens before the first that is measured.
+        texts: context and following tokens of each row.
+        rollout: tokens that a system writes itself before recall is measured again; None: it writes none.
+    """
+
+    name: str
+    rows: tuple[Example, ...]
+    length: int
+    texts: tuple[tuple[list[int], list[int]], ...] = field(repr=False)
+    rollout: int | None = None
+
+    def serves(self, system: System) -> bool:
+        """Whether there is anything to recall with."""
+        return system.selects
+
+    def facets(self, example: Example) -> dict[str, Facet]:
+        """The context length."""
+        return {"length": self.length}
+
+    def settings(self) -> dict[str, Any]:
+        """See `Measured`."""
+        rows = {"rows": len(self.rows), "rows_sha256": rows_sha256(self.rows)}
+        far = {"sinks": SINKS, "near": NEAR, "rollout": self.rollout}
+        return {"task": self.name, "metric": "recall", "steps": len(self.texts[0][1]), **far, **rows}
+
+    def score(self, measures: Mapping[str, float], example: Example) -> float | None:
+        """Share of the far mass that is read; None of a text that has none."""
+        return measures["far_read"] / measures["far_mass"] if measures.get("far_mass") else None
+
+    def measure(self, target: Target, parts: Parts, examples: Sequence[Example]) -> list[dict[str, float]]:
+        """See `recall`; after a rollout also `rolled_read` of `rolled_mass`, and `told_read` by sets
+        that were chosen as the target read the same text whole.
+        """
+        if (selector := parts.selector) is None:
+            return [{} for _ in examples]
+        contexts, given = zip(*(self.texts[one.fields["number"]] for one in examples), strict=True)
+        found = recall(target, selector, contexts, given)
+        if self.rollout is None:
+            return found
+        steps = len(given[0])
+        written, sets = roll_out(target, parts, contexts, self.rollout + steps, last=steps)
+        again = recall(target, selector, contexts, written, skip=self.rollout, rolled=sets)
+        for one, other in zip(found, again, strict=True):
+            one["rolled_read"], one["rolled_mass"] = other["rolled_read"], other["far_mass"]
+            one["told_read"] = other["far_read"]
+        return found
+
+
+def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
+    """A task for each context length. The seed is that of the choice of text.
+
+    Raises:
+        ConfigError: a wrong setting, or a length that the target's context does not hold.
+        DataError: there is no held-out text, or not enough of it.
+    """
+    asked = settings_of(RetrievalSettings, settings)
+    beyond = asked.steps + (asked.rollout or 0)
+    check_lengths(asked.lengths, beyond, target)
+    if asked.lengths[0] <= SINKS + NEAR:
+        raise ConfigError(
+            f"suite.lengths={list(asked.lengths)}; allowed: {SINKS + NEAR + 1} or more, since the first "
+            f"{SINKS} rows and the last {NEAR} are not far"
+        )
+    documents = held_out(target, asked.text, asked.kinds or (), home=asked.home, data=asked.data)
+    chosen = choose_points(
+        documents, longest=asked.lengths[-1], count=asked.texts, margin=asked.steps, seed=seed
+    )
+    prefix = prefix_of(target.tokenizer)
+
+    def at(length: int) -> Contexts:
+        texts = tuple(
+            (point.prompt(length, prefix), point.document.ids_T[point.end : point.end + asked.steps].tolist())
+            for point in chosen.points
+        )
+        rows = tuple(
+            Example(f"{number:04d}", {"number": number, "document": point.document.name, "end": point.end})
+            for number, point in enumerate(chosen.points)
+        )
+        return Contexts(tokens(length), rows, length, texts, asked.rollout)
+
+    return Suite(
+        "retrieval",
+        tuple(at(length) for length in asked.lengths),
+        scale=Scale("far recall"),
+        summarise=_summary,
+        title="Recall of attention by what is read",
+        notes=[f"{count} {reason}" for reason, count in chosen.dropped.items()],
+        figures=FIGURES,
+        needs=frozenset({SELECTOR}),
+        full_cache=False,
+        meet=_needs_a_selector,
+    )
+
+
+def _summary(records: ByTask) -> Summary:
+    """Mean scores, and far recall layer by layer over all lengths."""
+    found = mean_summary(records)
+    some = [record.measures for records_of in records.values() for record in records_of if record.measures]
+    layers = sum(1 for name in (some[0] if some else ()) if name.startswith("far_mass_"))
+    columns = {}
+    for layer in range(layers):
+        mass, read = (sum(one[f"{name}_{layer}"] for one in some) for name in ("far_mass", "far_read"))
+        columns[f"layer {layer}"] = 100 * read / mass if mass else None
+    table = {"title": "Far recall by layer", "columns": columns}
+    return Summary(tasks=found.tasks, average=found.average, extra={"table": table} if columns else {})
+
+
+def _needs_a_selector(suite: Suite, systems: Sequence[System]) -> Suite:
+    """Refuse a run in which nothing selects.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    if any(system.selects for system in systems):
+        return suite
+    raise ConfigError(
+        "suite=retrieval measures what selectors read and none is given; pass artifact=NAME, or "
+        "suite.systems=[{name: sparse, rule: quest}], which needs no artifact"
+    )
