@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation import longbench_rows as files
+from longtrain.evaluation.longbench_rows import TEMPLATES, answer_mark, read_tasks, unlike_published
 from longtrain.evaluation.prompts import encode
-from longtrain.evaluation.suites import longbench_rows as files
 from longtrain.evaluation.suites.longbench import NAMES, SPECS, make_task, task_score
-from longtrain.evaluation.suites.longbench_rows import TEMPLATES, answer_mark, read_tasks, unlike_published
 from longtrain.evaluation.task import Example, Task
 
 CLASSES = ["City", "State", "Other"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import DataError
+from longtrain.evaluation.longbench_rows import TEMPLATES, published, read_tasks, unlike_published
 from longtrain.evaluation.metrics.longbench import classification, count, edit_similarity, retrieval, token_f1
 from longtrain.evaluation.metrics.rouge import rouge_l
 from longtrain.evaluation.published import Published
 from longtrain.evaluation.suite import ByTask, Suite, Summary
-from longtrain.evaluation.suites.longbench_rows import TEMPLATES, published, read_tasks, unlike_published
 from longtrain.evaluation.suites.shared import prompts_up_to, settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, Text, some_of, wrong

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from longtrain.errors import DataError
+from longtrain.evaluation.longbench_rows import TEMPLATES, read_tasks
 from longtrain.evaluation.published import Published, not_greedy
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.suites import aime24
@@ -18,7 +19,6 @@ from longtrain.evaluation.suites.drafted import (
     tell_of_drafts,
 )
 from longtrain.evaluation.suites.longbench import SPECS
-from longtrain.evaluation.suites.longbench_rows import TEMPLATES, read_tasks
 from longtrain.evaluation.suites.shared import settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.settings import Count, CountOrZero, Text, some_of, wrong

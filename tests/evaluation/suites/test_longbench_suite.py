@@ -11,9 +11,9 @@ import pytest
 
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation import longbench_rows as files
 from longtrain.evaluation.harness.protocol import prompt_room, protocol_of
 from longtrain.evaluation.suites import longbench
-from longtrain.evaluation.suites import longbench_rows as files
 from longtrain.evaluation.suites.longbench import NAMES, SPECS
 
 
