@@ -77,7 +77,9 @@ def recall(
         rows read of the far mass: `window_read` (sinks and last rows), `shared_read` (the best set of each KV
         head for all layers), `own_read` (the best sets that layers and heads share as the selector's do),
         `oracle_read` (the best set of each layer and KV head); `gained`, `shared_gap` and `own_gap` are what
-        the selector and these have beyond the window. `far_mass_N` and `far_read_N` are those of layer N.
+        the selector and these have beyond the window. Each also as a mean of shares, in which heads, layers
+        and steps count the same however little of their mass is far: `far_share`, ..., `own_gap_share`.
+        `far_mass_N` and `far_read_N` are those of layer N.
         `overlap` and `oracle_overlap`: rows of a set that were in it at the choice before, as a share.
         `rolled_read`: what `rolled` reads of the far mass.
     """
@@ -174,9 +176,12 @@ class _Tally:
         for name in ("far", "rolled"):
             if name in reads and budget.dense_layers:
                 reads[name][:, list(budget.dense_layers)] = True
+        mass_BLG = far_BLGS.sum(-1)
         for name, mask in reads.items():
-            self._sum(f"{name}_read", (far_BLGS * mask.view(B, -1, mask.shape[-2], S)).sum(-1))
-        self._sum("far_mass", far_BLGS.sum(-1))
+            read_BLG = (far_BLGS * mask.view(B, -1, mask.shape[-2], S)).sum(-1)
+            self._sum(f"{name}_read", read_BLG)
+            self._sum(f"{name}_share", read_BLG / mass_BLG.clamp(min=torch.finfo(mass_BLG.dtype).tiny))
+        self._sum("far_mass", mass_BLG)
         self._sum("total_read", (p_BLGS * reads["far"]).sum(-1))
         self.steps += 1
         sets = cache.row_sets
@@ -196,9 +201,10 @@ class _Tally:
                 if name in ("far_mass", "far_read"):
                     one |= {f"{name}_{layer}": value for layer, value in enumerate(layers)}
         for one in found:
-            one["gained"] = one["far_read"] - one["window_read"]
-            for name in ("shared", "own"):
-                one[f"{name}_gap"] = one[f"{name}_read"] - one["window_read"]
+            for kind, tail in (("read", ""), ("share", "_share")):
+                one[f"gained{tail}"] = one[f"far_{kind}"] - one[f"window_{kind}"]
+                for name in ("shared", "own"):
+                    one[f"{name}_gap{tail}"] = one[f"{name}_{kind}"] - one[f"window_{kind}"]
         return found
 
     def _sum(self, name: str, value_BLG: Tensor) -> None:

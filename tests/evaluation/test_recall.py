@@ -54,7 +54,18 @@ def best(scores, length):
 def by_hand(maps_LHTT, every):
     """The figures of one text, written out."""
     sums = dict.fromkeys(
-        ("total_read", "far_mass", "far_read", "window_read", "shared_read", "own_read", "oracle_read"), 0.0
+        (
+            "total_read",
+            "far_mass",
+            "far_read",
+            "window_read",
+            "shared_read",
+            "own_read",
+            "oracle_read",
+            "far_share",
+            "shared_share",
+        ),
+        0.0,
     )
     overlaps, oracle_overlaps, last = [], [], None
     for t in range(STEPS):
@@ -88,7 +99,9 @@ def by_hand(maps_LHTT, every):
                     ("own_read", mine[number]),
                     ("oracle_read", each[layer][g]),
                 ):
-                    sums[name] += float(row[sorted(rows & set(far))].sum())
+                    sums[name] += (mass := float(row[sorted(rows & set(far))].sum()))
+                    if name in ("far_read", "shared_read"):
+                        sums[name.replace("read", "share")] += mass / float(row[far].sum())
     found = {name: value / (4 * STEPS) for name, value in sums.items()}
     mean = [sum(some) / len(some) for some in (overlaps, oracle_overlaps)]
     return found | dict(zip(("overlap", "oracle_overlap"), mean, strict=True))
@@ -106,6 +119,7 @@ def test_figures_are_those_of_eager_attention(every):
             want, abs=1e-6
         )  # eager's softmax is in fp32
         assert one["gained"] == pytest.approx(want["far_read"] - want["window_read"])
+        assert one["shared_gap_share"] == pytest.approx(want["shared_share"] - one["window_share"])
         assert one["own_gap"] == pytest.approx(want["own_read"] - want["window_read"])
         assert sum(one[f"far_read_{layer}"] for layer in (0, 1)) / 2 == pytest.approx(one["far_read"])
         assert want["window_read"] < want["far_read"] < want["own_read"] < want["oracle_read"]

@@ -33,6 +33,19 @@ FIGURES = (
     Figure("shared oracle", "shared_read", "far_mass", "mean", "percent"),
     Figure("oracle of its own sets", "own_read", "far_mass", "mean", "percent"),
     Figure("oracle of each layer", "oracle_read", "far_mass", "mean", "percent"),
+    Figure("mean of heads", "far_share", kind="mean", unit="percent"),
+    Figure("window, mean of heads", "window_share", kind="mean", unit="percent"),
+    Figure("shared oracle, mean of heads", "shared_share", kind="mean", unit="percent"),
+    Figure("oracle of each layer, mean of heads", "oracle_share", kind="mean", unit="percent"),
+    Figure(
+        "gap to the shared oracle closed, mean of heads", "gained_share", "shared_gap_share", unit="percent"
+    ),
+    Figure(
+        "gap to the oracle of its own sets closed, mean of heads",
+        "gained_share",
+        "own_gap_share",
+        unit="percent",
+    ),
     Figure("overlap", "overlap", kind="mean", unit="percent"),
     Figure("oracle's overlap", "oracle_overlap", kind="mean", unit="percent"),
     Figure("own rollout", "rolled_read", "rolled_mass", unit="percent"),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from longtrain.decoding.retrieval.scores import group_scores
 from longtrain.methods.sparse.rules import ALWAYS, LayerRule
 from longtrain.targets.step import TargetStep
 
@@ -28,7 +27,7 @@ class ClusterRule(LayerRule):
     Source: ClusterKV (arXiv 2412.03213) §III.
     Note: `select.sinks` takes the place of the paper's 16 sink tokens. k-means starts from evenly spaced rows
         and not from random ones, so that a text gets the same clusters in any batch. Rows that wait count in
-        the budget. A centroid's score is the highest among the query heads of a KV head (the paper has MHA).
+        the budget. A centroid's score is the mean of the query heads of a KV head (the paper has MHA).
     """
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
@@ -47,10 +46,9 @@ class ClusterRule(LayerRule):
             self._follow(known[b], k_BGSD[b], self._first[b], length)
             one = known[b]
             q_GMD = q_BHD[b].unflatten(0, (G, -1))
-            products = (q_GMD @ one.centroid_GCD.transpose(-1, -2)).flatten(0, 1)
-            best_GC = group_scores(products, G).float()
+            mean_GC = (q_GMD @ one.centroid_GCD.transpose(-1, -2)).mean(1).float()
             done = one.label_GN.shape[1]
-            scores_BGS[b, :, :done] = best_GC.gather(1, one.label_GN)
+            scores_BGS[b, :, :done] = mean_GC.gather(1, one.label_GN)
         return scores_BGS
 
     def _follow(self, one: _Clusters, k_GSD: Tensor, prompt: int, length: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.row_sets import ReadBudget
-from longtrain.decoding.retrieval.scores import group_scores, head_weights
+from longtrain.decoding.retrieval.scores import head_weights
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.sampling import HashCoins
 from longtrain.targets.step import TargetStep
@@ -81,16 +81,17 @@ class QuestRule(LayerRule):
     """Pages by an upper bound of what the query can score in them.
 
     Source: Quest (arXiv 2406.10774) Algorithm 1.
-    Note: a page's score is the highest bound among the query heads of a KV head (the paper has MHA); SGLang
-        averages their queries and gives all KV heads one set. The paper leaves the first two layers dense:
-        `select.dense_layers=[0,1]`. The last page that is read may be read in part.
+    Note: a page's score is the mean bound of the query heads of a KV head (the paper has MHA), which recalls
+        more than the highest one; SGLang averages their queries and gives all KV heads one set. The paper
+        leaves the first two layers dense: `select.dense_layers=[0,1]`. The last page that is read may be read
+        in part.
     """
 
     def scores(self, layer: int, q_BHD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
         """A page's bound for each of its rows."""
         bound_BHP = page_bounds(q_BHD, k_BGSD, len_B, self.config.page)
-        best_BGP = group_scores(bound_BHP, k_BGSD.shape[1])
-        return best_BGP.repeat_interleave(self.config.page, -1)[..., : k_BGSD.shape[2]]
+        mean_BGP = bound_BHP.unflatten(1, (k_BGSD.shape[1], -1)).mean(2)
+        return mean_BGP.repeat_interleave(self.config.page, -1)[..., : k_BGSD.shape[2]]
 
 
 class OracleRule(LayerRule):
