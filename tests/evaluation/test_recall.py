@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from longtrain import methods
 from longtrain.cache.row_sets import ReadBudget
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.retrieval.selector import Selector
@@ -155,3 +156,20 @@ def test_dense_layers_read_everything():
     assert found["far_read_1"] == pytest.approx(found["far_mass_1"])
     assert found["far_read_0"] < found["far_mass_0"]
     assert Parts(selector=BySlot(budget)).selector.budget.dense_layers == (1,)
+
+
+def test_a_head_is_told_the_states_of_the_whole_cache():
+    """An untrained head with two groups of layers, whose oracle is above that of one group. It chooses among
+    rows by what the target left when it read everything: its keys are those of one dense pass."""
+    target, spec = micro(), methods.get("specontext")
+    config = spec.config(sets=2)
+    torch.manual_seed(0)
+    module = spec.build(config, target.info).to(target.dtype)
+    keys = {"budget_tokens": ROWS, "sinks": 2, "window": 4}
+    selector = spec.attach(module, target, config, keys).selector
+    (text,) = prompts_of(PROMPT + STEPS)
+    (found,) = recall(target, selector, [text[:PROMPT]], [text[PROMPT:]])
+    assert 0 < found["far_read"] < found["own_read"] and found["shared_read"] < found["own_read"]
+    (whole,) = recall(target, selector, [text[: PROMPT + 5]], [text[PROMPT + 5 :]])
+    (later,) = recall(target, selector, [text[:PROMPT]], [text[PROMPT:]], skip=5)
+    assert later == pytest.approx(whole, rel=1e-9)
