@@ -125,7 +125,9 @@ def roll_out(
     room = [[0] * tokens for _ in prompts]
     read = read_contexts(target, Parts(selector=selector, name=parts.name), prompts, scored=room)
     assert isinstance(read.cache, SelectedCache) and read.step.logits_BTV is not None
-    new_B, found, kept = read.step.logits_BTV[:, -1].argmax(-1), [], []
+    found: list[Tensor] = []
+    kept: list[Sets] = []
+    new_B = read.step.logits_BTV[:, -1].argmax(-1)
     for t in range(tokens):
         found.append(new_B)
         rows = Rows(read.cache.len_B[:, None].clone(), new_B[:, None])

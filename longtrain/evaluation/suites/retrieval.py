@@ -174,7 +174,7 @@ def _summary(records: ByTask) -> Summary:
     found = mean_summary(records)
     some = [record.measures for records_of in records.values() for record in records_of if record.measures]
     layers = sum(1 for name in (some[0] if some else ()) if name.startswith("far_mass_"))
-    columns = {}
+    columns: dict[str, float | None] = {}
     for layer in range(layers):
         mass, read = (sum(one[f"{name}_{layer}"] for one in some) for name in ("far_mass", "far_read"))
         columns[f"layer {layer}"] = 100 * read / mass if mass else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from longtrain.cache.row_sets import ReadBudget
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts
 from longtrain.methods.read_budget import READ_KEYS, read_budget
@@ -25,7 +27,7 @@ from longtrain.methods.spec import MethodSpec
 from longtrain.settings import wrong
 from longtrain.targets.model import Target
 
-RULES = {
+RULES: dict[str, Callable[[ReadBudget, Config, Target], Selector]] = {
     "window": WindowRule,
     "random": RandomRule,
     "quest": QuestRule,
@@ -44,7 +46,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     layers = target.info.n_layers
     if config.rule == "reused" and config.layer >= layers:
         raise wrong("method.layer", config.layer, f"0 to {layers - 1}, the target's layers")
-    selector: Selector = RULES[config.rule](read_budget("sparse", keys), config, target)
+    selector = RULES[config.rule](read_budget("sparse", keys), config, target)
     return Parts(selector=selector, name=selector.name)
 
 
