@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longtrain.bench import clock
 from longtrain.bench.suites import Row
+from longtrain.cache.elastic import ElasticCache
 from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
@@ -29,6 +30,7 @@ from longtrain.decoding.captured import (
     has_graphs,
     record,
 )
+from longtrain.decoding.engine import Engine
 from longtrain.decoding.phases import Judge, Phases
 from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
@@ -38,6 +40,7 @@ from longtrain.targets.step import TargetStep
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
+    from longtrain.decoding.retrieval.selector import Selector
     from longtrain.targets.attention import Watch
     from longtrain.targets.model import Target
 
@@ -110,7 +113,9 @@ def ready(
     buffers = CaptureBuffers(target)
     draft = parts.draft if shape.widths else None
     room, batch = counts.room(shape), len(prompts)
-    new_cache = parts.cache or (target.new_cache if parts.evictor else buffers.new_cache)
+    new_cache = target.new_cache if parts.evictor else buffers.new_cache
+    if parts.cache is not None or parts.selector is not None:
+        new_cache = Engine(target, parts).new_cache
     if counts.read:
         read = prefill(
             target,
@@ -118,7 +123,7 @@ def ready(
             prompts,
             max_new_tokens=room,
             nodes=shape.n_nodes,
-            hidden=draft.want.hidden if draft else (),
+            hidden=parts.hidden(drafts=draft is not None),
             evictor=parts.evictor,
             onlooker=onlooker(draft),
         )
@@ -135,16 +140,23 @@ def ready(
         step = TargetStep(None, random_states(target, draft, batch, context, seed=counts.seed))
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
-    if not can_capture(cache) or (draft is not None and draft.tensors() is None):
+    roles = [role for role in (draft, parts.selector) if role is not None]
+    adapts = isinstance(cache, ElasticCache)  # its layers leave the device between steps, not within them
+    if not (adapts or can_capture(cache)) or any(role.tensors() is None for role in roles):
         raise ConflictError(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
             "them out (suite=engine: pass suite.cycles=0)"
         )
-    cache = buffers.take_in(cache, room=room + shape.n_nodes)
+    if not adapts:
+        cache = buffers.take_in(cache, room=room + shape.n_nodes)
     if draft is not None:
         draft.start(tokens_BS, n_B, step, cache)
+    if parts.selector is not None:
+        parts.selector.start(tokens_BS, n_B, step, cache)
     min_new = MinNewTokens((), 0, target.device)
-    phases = Phases(target, cache, draft, shape, counts.sampling, min_new, judge=judge)
+    phases = Phases(
+        target, cache, draft, shape, counts.sampling, min_new, judge=judge, selector=parts.selector
+    )
     root_B = tokens_BS[:, -1] if step.logits_BTV is None else step.logits_BTV[:, -1].argmax(-1)
     phases.begin(root_B, HashCoins(counts.seed, torch.arange(batch, device=target.device)), room)
     return phases
@@ -161,7 +173,9 @@ def random_heads(target: Target, batch: int, rows: int, seed: int) -> Callable[[
     return random
 
 
-def random_states(target: Target, draft: Draft | None, batch: int, rows: int, seed: int) -> dict[int, Tensor]:
+def random_states(
+    target: Target, draft: Draft | Selector | None, batch: int, rows: int, seed: int
+) -> dict[int, Tensor]:
     """Random hidden states of the layers that a draft wants; the same in all of them."""
     layers = draft.want.hidden if draft else ()
     if not layers:

@@ -178,14 +178,14 @@ class ElasticCache(SelectedCache):
         self.moved_rows += (self._counts_LBX * self._heads_LX[:, None]).sum()
         self._wait(*self._waiting)
         if self._side is None:
-            self._load()
+            self.load()
             return
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
-            self._load(marked=True)
+            self.load(marked=True)
 
-    def _load(self, *, marked: bool = False) -> None:
-        """Bring all layers' new rows; `marked`: with an event after each."""
+    def load(self, *, marked: bool = False) -> None:
+        """Bring the rows that the last choice lacked; `marked`: with an event after each layer's."""
         slots, table_LG, budget = self.slot_map, self._table_LG, self._budget
         assert slots is not None and table_LG is not None and budget is not None
         for layer in range(len(table_LG)):
@@ -317,9 +317,19 @@ class ElasticCache(SelectedCache):
         return [layer for layer in range(self._shape[0]) if layer not in resident]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of K and V of one row of a head."""
+        return self._shape[4] * self._dtype.itemsize
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all rows on the host."""
+        return self._rows.host_LBGSE.nbytes
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes that choices brought from the host; waits for the device."""
-        return int(self.moved_rows) * self._shape[4] * self._dtype.itemsize
+        return int(self.moved_rows) * self.row_bytes
 
     def keys(self, layer: int) -> Tensor:
         """A layer's keys as k_BGSD, brought to the device for this call."""
@@ -337,6 +347,11 @@ class ElasticCache(SelectedCache):
         """Bytes on the device and of the rows on the host."""
         sets = [one.bytes() for one in (self.row_sets, self.slot_map) if one is not None]
         return sum(tensor.nbytes for tensor in (*self._rows.tensors(), self._slots_LBGJE)) + sum(sets)
+
+    def free(self) -> None:
+        """See `KVCache`; the host's rows go with the last who knows them."""
+        for tensor in (self._slots_LBGJE, self._rows.pool_BGRE):
+            tensor.untyped_storage().resize_(0)
 
     def tensors(self) -> tuple[Tensor, ...] | None:
         """See `KVCache`; None while layers may still leave the device."""

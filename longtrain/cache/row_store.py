@@ -54,7 +54,7 @@ class RowStore:
         check_room(needed, "cpu", what="the host's copy of a KV cache", batch=B, tokens=S)
         self.host_LBGSE = torch.zeros(shape, dtype=dtype)
         if device.type == "cuda":
-            _pin(self.host_LBGSE)
+            _pin(self, self.host_LBGSE)
         self.pool_BGRE = torch.zeros(B, G, pages * page_rows, E, dtype=dtype, device=device)
         self.pages = Pages(torch.full((L, per_layer), -1, dtype=torch.int64, device=device), page_rows)
         self.on_host_L = torch.ones(L, dtype=torch.int64, device=device)
@@ -156,8 +156,8 @@ class RowStore:
         return self.host_LBGSE, self.pool_BGRE, self.pages.at_LC, self.on_host_L
 
 
-def _pin(x: Tensor) -> None:
-    """Let the device read and write a tensor of the host, to its last day.
+def _pin(owner: RowStore, x: Tensor) -> None:
+    """Let the device read and write a tensor of the host, as long as its owner is there.
 
     By registering it, since torch's allocator of pinned memory rounds up to a power of two.
     """
@@ -168,4 +168,4 @@ def _pin(x: Tensor) -> None:
             f"the host cannot pin {x.nbytes / GIB:.1f} GiB for the device to read (CUDA error {code}); "
             "shorten the prompts, lower decode.max_new_tokens or the batch, or leave cache=elastic out"
         )
-    weakref.finalize(x.untyped_storage(), cudart.cudaHostUnregister, x.data_ptr())
+    weakref.finalize(owner, cudart.cudaHostUnregister, x.data_ptr())

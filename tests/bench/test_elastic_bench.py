@@ -1,0 +1,62 @@
+"""`bench suite=elastic` on a shape of a few thousand weights, and the count of its LRU baseline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain.bench import elastic
+from longtrain.bench.suites import Context, bench_of
+from longtrain.errors import ConfigError
+
+CPU = Context(torch.device("cpu"))
+
+
+def rows_of(**changes):
+    values = {"shape": "llama_micro", "lengths": [96], "budgets": [24], "window": 8, "steps": 4, "warmup": 2}
+    bench = bench_of("elastic")
+    settings = bench.read({**values, **changes}, CPU)
+    torch.manual_seed(0)
+    rows = list(bench.run(settings, CPU))
+    return rows, bench.table(rows, settings, CPU)
+
+
+def test_every_mode_moves_what_it_says():
+    rows, table = rows_of(growth=[64, 96, 192], growth_gib=0.0001, overlap=0.5)
+    assert not [row["failed"] for row in rows if "failed" in row]
+    by = {row.get("system", row.get("kind")): row for row in rows}
+    info = CPU.random_target("llama_micro").info
+    whole_mb = info.n_layers * info.n_kv_heads * 24 * 2 * info.head_dim * 4 / 1e6
+    assert by["gpu"]["moved_mb"] == 0
+    for mode in ("sync", "async"):
+        assert by[f"{mode}_all"]["moved_mb"] == pytest.approx(whole_mb)
+        assert 0.05 * whole_mb < by[f"{mode}_difference"]["moved_mb"] < 0.6 * whole_mb
+    traffic = by["traffic"]
+    assert traffic["overlap"] + traffic["difference_share"] == pytest.approx(1)
+    assert 0 < traffic["lru_share"] < traffic["difference_share"]
+    assert min(traffic[key] for key in ("gather_gb_s", "copy_gb_s")) > 0 and traffic["head_ms"]["median"] > 0
+    grown = [row for row in rows if row.get("kind") == "growth"]
+    assert [row["tokens"] for row in grown] == [64, 96, 192]
+    assert [row["on_host"] for row in grown] == sorted(row["on_host"] for row in grown)
+    assert grown[0]["on_host"] < grown[-1]["on_host"]
+    assert "async_difference" in table and "layers on the host" in table
+
+
+def test_an_lru_buffer_loads_what_was_used_least_lately():
+    """Against a list of rows, latest last, of which the last `slots` are there."""
+    coins, slots = torch.Generator().manual_seed(1), 9
+    buffer = elastic.LruBuffer(1, 1, slots, rows=30, device=torch.device("cpu"))
+    held: list[int] = []
+    for step in range(40):
+        rows = sorted(torch.randperm(30, generator=coins)[: 5 if step % 3 else 4].tolist())
+        idx = torch.tensor([[rows + [0] * (6 - len(rows))]])
+        missing = len({*rows} - {*held[-slots:]})
+        assert buffer.use(idx, torch.tensor([len(rows)])) == missing
+        held = [row for row in held if row not in rows] + rows
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match=r"suite.modes.*late"):
+        rows_of(modes=["late"])
+    with pytest.raises(ConfigError, match=r"suite.growth=\[9, 3\]; allowed: lengths, ascending"):
+        rows_of(growth=[9, 3])
