@@ -113,7 +113,7 @@ def ready(
     buffers = CaptureBuffers(target)
     draft = parts.draft if shape.widths else None
     room, batch = counts.room(shape), len(prompts)
-    new_cache = target.new_cache if parts.evictor else buffers.new_cache
+    new_cache: Callable[..., KVCache] = target.new_cache if parts.evictor else buffers.new_cache
     if parts.cache is not None or parts.selector is not None:
         new_cache = Engine(target, parts).new_cache
     if counts.read:

@@ -31,7 +31,7 @@ from longtrain.decoding.prefill import pad
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
-from longtrain.settings import Count, CountOrZero, Counts, Lengths, OneOf, Positive, Share, Tokens
+from longtrain.settings import Count, CountOrZero, Counts, Lengths, OneOf, Positive, Share, Tokens, within
 from longtrain.systems import parse
 from longtrain.tables import of_rows
 from longtrain.targets.model import Target
@@ -70,7 +70,7 @@ TRAFFIC_COLUMNS = {
     "copy GB/s": "copy_gb_s",
     "gather of copy": "gather_share",
     "choose ms": "choose_ms.median",
-    "head ms": "head_ms.median",
+    "scores ms": "head_ms.median",
 }
 GROWTH_COLUMNS = {
     "tokens": "tokens",
@@ -109,7 +109,7 @@ class ElasticSettings:
     batch: Count = 1
     modes: tuple[Annotated[str, OneOf(*MODES)], ...] = tuple(MODES)
     steps: Count = 64
-    warmup: Count = 4
+    warmup: Annotated[int, within(2)] = 4
     growth: tuple[Tokens, ...] = ()
     growth_gib: Positive = 1.0
 
@@ -211,7 +211,7 @@ def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
 
 def _full(target: Target, length: int, settings: ElasticSettings) -> Iterator[Row]:
     """Plain decoding over all rows."""
-    counts = _counts(settings)
+    counts = CycleCounts(settings.steps, settings.warmup, read=False)
     prompts = random_ids(target.info.vocab_size, settings.batch, length, seed=length)
     yield _steps(ready(target, Parts(), prompts, PLAIN, counts), settings)
 
@@ -266,21 +266,17 @@ def _sparse(
     selector = OverlapSelector(budget, target, settings.overlap)
     parts = Parts(cache=maker, selector=selector, name="overlap")
     prompts = random_ids(info.vocab_size, settings.batch, length, seed=length)
-    phases = ready(target, parts, prompts, PLAIN, _counts(settings, grows=grows))
+    counts = CycleCounts(settings.steps + grows, settings.warmup, read=False)
+    phases = ready(target, parts, prompts, PLAIN, counts)
     assert isinstance(phases.cache, ElasticCache)
     return phases, phases.cache
-
-
-def _counts(settings: ElasticSettings, *, grows: int = 0) -> CycleCounts:
-    """Room for the steps, and for a text that grows by so many tokens."""
-    return CycleCounts(settings.steps + grows, max(2, settings.warmup), read=False)
 
 
 @torch.no_grad()
 def _steps(phases: Phases, settings: ElasticSettings, *, warm: Any = lambda: None) -> Row:
     """Spread and 99th percentile of the milliseconds of a step; `warm` is called before those that count."""
     cycles, device = Cycles(phases, captured=True), phases.target.device
-    for _ in range(max(2, settings.warmup)):
+    for _ in range(settings.warmup):
         cycles.run()
     warm()
     return _timed(cycles, settings.steps, device)
@@ -299,7 +295,8 @@ def _moves(
     """What is moved, how fast, and what choosing takes."""
     yield _traffic(target, length, budget, settings)
     yield _gather(target, length, budget, settings)
-    yield _head(target, length, budget, settings, context)
+    if context.method is not None:
+        yield _head(target, length, budget, settings, context)
 
 
 @torch.no_grad()
@@ -342,7 +339,7 @@ def _gather(target: Target, length: int, budget: ReadBudget, settings: ElasticSe
         size / 1e6 / clock.spread([one.device_ms or one.wall_ms for one in runs])["median"]
         for runs in (gather, copy)
     ]
-    found = {"gather_gb_s": speeds[0], "copy_gb_s": speeds[1], "gather_share": speeds[0] / speeds[1]}
+    found: Row = {"gather_gb_s": speeds[0], "copy_gb_s": speeds[1], "gather_share": speeds[0] / speeds[1]}
     found["choose_ms"] = clock.replayed(lambda _: phases.select(), device, calls=1, repeats=20)  # none is due
     return found
 
@@ -351,11 +348,17 @@ def _gather(target: Target, length: int, budget: ReadBudget, settings: ElasticSe
 def _head(
     target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, context: Context
 ) -> Row:
-    """Milliseconds of scoring all rows by SpeContext's head, with random weights."""
-    entry = parse({"method": "specontext", "sinks": budget.sinks, "window": budget.window})
+    """Milliseconds of scoring all rows by what `method` brings, with random weights if it is trained.
+
+    Raises:
+        ConfigError: it scores no rows before the forward.
+    """
+    assert context.method is not None
+    entry = parse({"method": dict(context.method), "sinks": budget.sinks, "window": budget.window})
     (system,) = context.systems(target, entry, budgets=[Budget(budget.rows)])
     head = system.parts.selector
-    assert head is not None
+    if head is None or head.table_LG is None:
+        raise ConfigError(f"method={context.method['name']} scores no rows before the forward; leave it out")
     cache = target.new_cache(settings.batch, length, 1)
     cache.rewind([length] * settings.batch)
     tokens = random_ids(target.info.vocab_size, settings.batch, length, seed=length)
@@ -373,13 +376,12 @@ def _growth(target: Target, budget: ReadBudget, settings: ElasticSettings) -> It
     first, last = settings.growth[0], settings.growth[-1]
     phases, cache = _sparse(target, first, budget, offloading, settings, grows=last - first)
     cycles, before = Cycles(phases, captured=True), None
-    steps = settings.steps + max(2, settings.warmup)
     for length in settings.growth:
-        cache.make_room(length + steps + 1)
+        cache.make_room(length + settings.warmup + settings.steps + 1)
         cache.len_B.fill_(length)
-        for _ in range(max(2, settings.warmup)):
+        for _ in range(settings.warmup):
             cycles.run()
-        row = {"tokens": length, "kind": "growth", "on_host": len(cache.offloaded)}
+        row: Row = {"tokens": length, "kind": "growth", "on_host": len(cache.offloaded)}
         row |= _timed(cycles, settings.steps, target.device)
         ms = row["step_ms"]["median"]
         yield row | {"of_before": None if before is None else ms / before}
@@ -388,11 +390,9 @@ def _growth(target: Target, budget: ReadBudget, settings: ElasticSettings) -> It
 
 def report(rows: Sequence[Row], settings: ElasticSettings, context: Context) -> str:
     """A table of steps, one of what is moved, and one of a growing text."""
-    tables = [of_rows([row for row in rows if "kind" not in row], COLUMNS)]
-    for kind, columns in (("traffic", TRAFFIC_COLUMNS), ("growth", GROWTH_COLUMNS)):
-        if own := [row for row in rows if row.get("kind") == kind]:
-            tables.append(of_rows(own, columns))
-    return "\n\n".join(tables)
+    kinds = {None: COLUMNS, "traffic": TRAFFIC_COLUMNS, "growth": GROWTH_COLUMNS}
+    own = {kind: [row for row in rows if row.get("kind") == kind] for kind in kinds}
+    return "\n\n".join(of_rows(own[kind], columns) for kind, columns in kinds.items() if own[kind])
 
 
 BENCH = Bench(settings=ElasticSettings, run=run, report=report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,16 +11,16 @@ from longtrain.bench import elastic
 from longtrain.bench.suites import Context, bench_of
 from longtrain.errors import ConfigError
 
-CPU = Context(torch.device("cpu"))
+CPU = Context(torch.device("cpu"), method={"name": "specontext"})
 
 
-def rows_of(**changes):
+def rows_of(context=CPU, **changes):
     values = {"shape": "llama_micro", "lengths": [96], "budgets": [24], "window": 8, "steps": 4, "warmup": 2}
     bench = bench_of("elastic")
-    settings = bench.read({**values, **changes}, CPU)
+    settings = bench.read({**values, **changes}, context)
     torch.manual_seed(0)
-    rows = list(bench.run(settings, CPU))
-    return rows, bench.table(rows, settings, CPU)
+    rows = list(bench.run(settings, context))
+    return rows, bench.table(rows, settings, context)
 
 
 def test_every_mode_moves_what_it_says():
@@ -56,6 +58,9 @@ def test_an_lru_buffer_loads_what_was_used_least_lately():
 
 
 def test_what_is_refused():
+    other = replace(CPU, method={"name": "sparse", "rule": "quest"})
+    with pytest.raises(ConfigError, match="method=sparse scores no rows before the forward"):
+        rows_of(other, modes=[])
     with pytest.raises(ConfigError, match=r"suite.modes.*late"):
         rows_of(modes=["late"])
     with pytest.raises(ConfigError, match=r"suite.growth=\[9, 3\]; allowed: lengths, ascending"):
