@@ -13,6 +13,7 @@ from longtrain.cache.named import cache_maker
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.targets.loading import random_target
 
 from .micro import target as micro
 from .test_selector import BUDGET, NEW, PROMPTS, generate, made
@@ -67,6 +68,27 @@ def test_the_text_of_captured_cycles(shape):
         if not shape:
             run = Engine(target, whole, capture=True).generate
             assert run(PROMPTS, max_new_tokens=NEW, ignore_eos=True).tokens == plain
+
+
+@pytest.mark.gpu
+def test_the_text_on_a_gpu():
+    """From pinned memory: prefetched, before the step, in one graph a step, and with some layers resident."""
+    target = random_target("llama_micro", seed=0, dtype=torch.float32, device="cuda")
+    spec = methods.get("specontext")
+    config = spec.config(layers=[0])
+    keys = {"budget_tokens": 14, "sinks": 2, "window": 4, "every": 5}
+    parts = spec.attach(spec.build(config, target.info).cuda(), target, config, keys)
+
+    def text(capture, **options):
+        whole = replace(parts, cache=maker(target, **options)) if options else parts
+        run = Engine(target, whole, capture=capture).generate
+        return run(PROMPTS, max_new_tokens=NEW, ignore_eos=True).tokens
+
+    plain = text(False)
+    for capture in (False, True):
+        for prefetch in (False, True):
+            assert text(capture, prefetch=prefetch) == plain
+    assert text(False, memory_gib=0.00018, page_rows=16) == plain
 
 
 def test_rows_that_follow_a_prompt_are_read_whole():
