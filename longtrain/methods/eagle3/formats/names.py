@@ -64,7 +64,8 @@ def format_of(folder: Path) -> str | None:
     config = read_config(folder)
     if "speculators_model_type" in config:
         return SPECULATORS if config["speculators_model_type"] == "eagle3" else None
-    known = any(name in FLAT_ARCHITECTURES for name in config.get("architectures") or [])
+    names = config.get("architectures")
+    known = isinstance(names, list) and any(name in FLAT_ARCHITECTURES for name in names)
     return FLAT if known or "draft_vocab_size" in config else None
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.log import get_logger
 from longtrain.methods.eagle3.config import Config, draft_vocab
+from longtrain.methods.eagle3.formats.keys import Keys
 from longtrain.methods.eagle3.formats.names import (
     CONFIG,
     FLAT,
@@ -35,6 +36,7 @@ from longtrain.methods.eagle3.formats.names import (
 from longtrain.methods.eagle3.modules import Eagle3Draft
 from longtrain.methods.spec import Imported
 from longtrain.targets.info import TargetSketch
+from longtrain.targets.rotary import Rotary
 
 log = get_logger(__name__)
 
@@ -44,7 +46,10 @@ TRAINERS = ("longtrain", "speculators", "specforge", "eagle", "modelopt", "angel
 """Trainers whose folders are understood; `trained_by=` takes one of them."""
 LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")
 """A folder's tensors that are no part of the draft."""
+LAYER_KEY = "transformer_layer_config"
 DEPTHS = 7
+LEAST_WINDOW = 3
+"""Of `sliding_window`: the token itself, and more tokens before it than the one depth that is then read."""
 
 
 def read_folder(folder: Path, trained_by: str | None) -> Imported:
@@ -63,15 +68,20 @@ def read_folder(folder: Path, trained_by: str | None) -> Imported:
         raise ArtifactError(
             f"{folder / CONFIG} describes no EAGLE-3 draft; allowed: {SPECULATORS}, {FLAT} folders"
         )
-    trainer = trained_by or raw.get("trained_by")
-    if trainer is not None and trainer not in TRAINERS:
-        raise ConfigError(f"trained_by={trainer} is no trainer that is known; allowed: {', '.join(TRAINERS)}")
-    layer = raw["transformer_layer_config"] if form == SPECULATORS else raw
-    keys = FolderKeys(folder, form, raw, layer, trainer)
-    config = keys.config()
-    tensors = _checked(folder, config, keys.sketch(config), read_tensors(folder))
-    about = {"format": form, "trained_by": trainer or "not stated", "folder": folder.name}
-    return Imported(dataclasses.asdict(config), tensors, keys.sketch(config), about)
+    keys = FolderKeys.of(folder, form, raw, trained_by)
+    try:
+        config = keys.config()
+        sketch = keys.sketch(config)
+        want = expected_shapes(config, sketch)
+        Rotary(sketch.rope, head_dim=sketch.head_dim, max_positions=sketch.max_positions)
+    except ArtifactError:
+        raise
+    except (LongtrainError, KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise keys.raw.error(f"describes no draft that can be built: {said}; copy it again") from None
+    tensors = _checked(folder, config, sketch, want, read_tensors(folder))
+    about = {"format": form, "trained_by": keys.trainer or "not stated", "folder": folder.name}
+    return Imported(dataclasses.asdict(config), tensors, sketch, about)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,101 +98,111 @@ class FolderKeys:
 
     folder: Path
     form: str
-    raw: Json
-    layer: Json
+    raw: Keys
+    layer: Keys
     trainer: str | None
+
+    @classmethod
+    def of(cls, folder: Path, form: str, values: Json, trained_by: str | None) -> FolderKeys:
+        """The keys of a folder.
+
+        Raises:
+            ConfigError: `trained_by` is no trainer that is known.
+            ArtifactError: the folder names such a one, or does not describe its layer.
+        """
+        raw = Keys(folder / CONFIG, values)
+        trainer = trained_by or raw.text("trained_by") or None
+        if trainer is not None and trainer not in TRAINERS:
+            allowed = ", ".join(TRAINERS)
+            if trained_by is None:
+                raise raw.wrong("trained_by", f"{allowed}; say who trained it, trained_by=NAME")
+            raise ConfigError(f"trained_by={trainer} is no trainer that is known; allowed: {allowed}")
+        if form == SPECULATORS and not raw.has(LAYER_KEY):
+            raise raw.wrong(LAYER_KEY, "a mapping of keys; copy the folder again")
+        return cls(folder, form, raw, raw.part(LAYER_KEY) if form == SPECULATORS else raw, trainer)
 
     def config(self) -> Config:
         """The hyperparameters."""
-        if self.count("num_hidden_layers", 1) != 1:
-            raise self.error(f"num_hidden_layers={self.layer['num_hidden_layers']}; allowed: 1")
-        if self.layer.get("mlp_bias"):
-            raise self.error("mlp_bias=true; allowed: false")
-        size, vocab = (
-            self.count("draft_vocab_size", self.need("vocab_size"), self.raw),
-            self.need("vocab_size"),
-        )
-        target_size = self.raw.get("target_hidden_size") or self.need("hidden_size")
-        if target_size != self.need("hidden_size"):
-            raise self.error(
-                f"its hidden size is {self.need('hidden_size')}, its target's {target_size}; allowed: the "
-                "same"
-            )
+        raw, layer = self.raw, self.layer
+        if layer.whole("num_hidden_layers", 1) != 1:
+            raise layer.wrong("num_hidden_layers", "1")
+        if layer.switch("mlp_bias"):
+            raise layer.wrong("mlp_bias", "false")
+        vocab, hidden = layer.whole("vocab_size"), layer.whole("hidden_size")
+        size = raw.whole("draft_vocab_size", vocab)
+        target_size = raw.whole("target_hidden_size", hidden)
+        if target_size != hidden:
+            raise raw.error(f"its hidden size is {hidden}, its target's {target_size}; allowed: the same")
         window = self.window()
-        heads = self.need("num_attention_heads")
-        dim = self.layer.get("head_dim") or self.need("hidden_size") // heads
+        heads = layer.whole("num_attention_heads")
         return Config(
             layers=self.layers(),
             draft_vocab_size=0 if size == vocab else size,
             depths=DEPTHS if not window else max(1, min(DEPTHS, window - 1)),
-            fc_norm=bool(self.flag("fc_norm") or self.raw.get("use_aux_norm")),
+            fc_norm=raw.switch("fc_norm") or raw.switch("use_aux_norm"),
             norm_output=self.norm_output(),
-            norm_before_fc=bool(self.eagle().get("norm_before_fc", self.flag("norm_before_fc"))),
+            norm_before_fc=self.eagle().switch("norm_before_fc", raw.switch("norm_before_fc")),
             norm_before_residual=self.norm_before_residual(),
             window=window,
-            intermediate_size=self.need("intermediate_size"),
+            intermediate_size=layer.whole("intermediate_size"),
             n_heads=heads,
-            n_kv_heads=self.count("num_key_value_heads", heads),
-            head_dim=dim,
-            attention_bias=bool(self.layer.get("attention_bias", False)),
-            qk_norm=self.layer.get("model_type") == "qwen3" or "Qwen3" in str(self.raw.get("architectures")),
-            rms_norm_eps=float(self.layer.get("rms_norm_eps", 1e-6)),
+            n_kv_heads=layer.whole("num_key_value_heads", heads),
+            head_dim=layer.whole("head_dim", max(1, hidden // heads)),
+            attention_bias=layer.switch("attention_bias"),
+            qk_norm=layer.text("model_type") == "qwen3"
+            or any("Qwen3" in name for name in raw.texts("architectures")),
+            rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
             rope=self.rope(),
-            own_embeddings=bool(self.raw.get("embed_requires_grad", False)),
+            own_embeddings=raw.switch("embed_requires_grad"),
         )
 
     def sketch(self, config: Config) -> TargetSketch:
         """What the folder says of the target."""
-        verifier = (self.raw.get("speculators_config") or {}).get("verifier") or {}
         return TargetSketch(
-            name=verifier.get("name_or_path") or "",
+            name=self.raw.part("speculators_config").part("verifier").text("name_or_path"),
             family="llama",
             n_layers=max(config.layers) + 1 if config.layers else 8,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
-            hidden_size=self.need("hidden_size"),
+            hidden_size=self.layer.whole("hidden_size"),
             intermediate_size=config.intermediate_size,
-            vocab_size=self.need("vocab_size"),
-            max_positions=self.count("max_position_embeddings", 2048),
+            vocab_size=self.layer.whole("vocab_size"),
+            max_positions=self.layer.whole("max_position_embeddings", 2048),
             rms_norm_eps=config.rms_norm_eps,
             rope=config.rope or {},
             qk_norm=config.qk_norm,
             attention_bias=config.attention_bias,
-            hidden_act=str(self.layer.get("hidden_act", "silu")),
+            hidden_act=self.layer.text("hidden_act", "silu"),
         )
 
     def layers(self) -> list[int] | None:
         """Layers whose outputs are read; None: those that every engine takes where no key is there."""
-        inputs = self.raw.get("eagle_aux_hidden_state_layer_ids")
-        inputs = self.layer.get("eagle_aux_hidden_state_layer_ids") if inputs is None else inputs
-        outputs = self.eagle().get("eagle_aux_hidden_state_layer_ids")
-        if inputs is not None and outputs is not None and [one - 1 for one in inputs] != list(outputs):
-            raise self.error(
+        key = "eagle_aux_hidden_state_layer_ids"
+        inputs = (self.raw if self.raw.has(key) else self.layer).wholes(key, least=1)
+        outputs = self.eagle().wholes(key, least=0)
+        if inputs is not None and outputs is not None and [one - 1 for one in inputs] != outputs:
+            raise self.raw.error(
                 f"eagle_aux_hidden_state_layer_ids={inputs} counts inputs of layers, eagle_config has "
                 f"{outputs}, "
                 f"which counts outputs: they must differ by one; allowed: {[one - 1 for one in inputs]} there"
             )
         if inputs is not None:
-            return [int(one) - 1 for one in inputs]
-        if outputs is None:
-            return None
-        if self.trainer is None:
-            raise self.error(
+            return [one - 1 for one in inputs]
+        if outputs is not None and self.trainer is None:
+            raise self.raw.error(
                 f"layer ids {outputs} stand in eagle_config alone: SGLang reads them as outputs of "
                 "layers, vLLM as "
                 "inputs; say who trained it, trained_by=specforge (outputs), or add the top-level key"
             )
-        return [int(one) for one in outputs]
+        return outputs
 
     def norm_before_residual(self) -> bool:
         """Whether the residual begins with the normed feature."""
-        if "norm_before_residual" in self.raw:
-            return bool(self.raw["norm_before_residual"])
-        if self.form == FLAT:
-            return False
+        if self.raw.has("norm_before_residual") or self.form == FLAT:
+            return self.raw.switch("norm_before_residual")
         if self.trainer != "speculators":
-            raise self.error(
+            raise self.raw.error(
                 "norm_before_residual is missing: vLLM takes true, the speculators class false; say who "
                 "trained "
                 "it, trained_by=speculators (true), or add the key"
@@ -191,15 +211,16 @@ class FolderKeys:
 
     def norm_output(self) -> bool:
         """Whether the next depth reads the normed state; SpecForge's trainer never fed it back (its #879)."""
+        said = self.raw.switch("norm_output")
         if self.trainer != "specforge":
-            return self.flag("norm_output")
-        if self.raw.get("norm_output", True) is False:
-            raise self.error(
+            return said
+        if self.raw.has("norm_output") and not said:
+            raise self.raw.error(
                 "norm_output=false of SpecForge trains without a norm before the head, and no engine "
                 "decodes so; "
                 "train it again with SpecForge after its change 879"
             )
-        if self.raw.get("norm_output"):
+        if said:
             log.warning(
                 "folder=%s norm_output=true is read as false: SpecForge did not train it", self.folder
             )
@@ -207,61 +228,47 @@ class FolderKeys:
 
     def window(self) -> int:
         """Rows seen before the row itself; engines count the row too."""
-        kinds, size = self.layer.get("layer_types"), self.layer.get("sliding_window")
-        slides = "sliding_attention" in (kinds or [])
+        layer = self.layer
+        slides = "sliding_attention" in layer.texts("layer_types")
+        size = layer.whole("sliding_window", 0, least=0)
         if slides and not size:
-            raise self.error("layer_types says sliding_attention and sliding_window is missing")
-        if self.layer.get("use_sliding_window") and size and not slides:
-            raise self.error(
+            raise layer.error("layer_types says sliding_attention and sliding_window is missing")
+        if slides and size < LEAST_WINDOW:
+            raise layer.wrong("sliding_window", f"{LEAST_WINDOW} or more: it counts the token itself")
+        if layer.switch("use_sliding_window") and size and not slides:
+            raise layer.error(
                 f"use_sliding_window=true and sliding_window={size} without layer_types: engines differ "
                 "in what "
                 'they make of it; add layer_types=["sliding_attention"]'
             )
-        return int(size) - 1 if slides and size else 0
+        return size - 1 if slides else 0
 
     def rope(self) -> Json:
         """`rope_parameters`, from either spelling."""
-        new = self.layer.get("rope_parameters")
-        old = dict(self.layer.get("rope_scaling") or {})
+        layer = self.layer
+        theta = layer.number("rope_theta", 1.0) if layer.has("rope_theta") else None
+        old = dict(layer.part("rope_scaling").values)
         if old.get("type") and not old.get("rope_type"):
             old["rope_type"] = old["type"]
         old.pop("type", None)
-        theta = self.layer.get("rope_theta")
-        if new is None:
-            return {"rope_type": "default", "rope_theta": float(theta or 10000.0), **old}
-        new = {"rope_type": "default", **new}
-        if "rope_theta" not in new:
-            new["rope_theta"] = float(theta or 10000.0)
-        clash = {"rope_theta": theta, **old}
-        for key, value in clash.items():
+        if not layer.has("rope_parameters"):
+            return {"rope_type": "default", "rope_theta": theta or 10000.0, **old}
+        part = layer.part("rope_parameters")
+        new = {
+            "rope_type": "default",
+            **part.values,
+            "rope_theta": part.number("rope_theta", theta or 10000.0),
+        }
+        for key, value in {"rope_theta": theta, **old}.items():
             if value is not None and new.get(key, value) != value:
-                raise self.error(
+                raise layer.error(
                     f"rope_parameters has {key}={new.get(key)}, the older keys have {value}; make them equal"
                 )
         return new
 
-    def eagle(self) -> Json:
+    def eagle(self) -> Keys:
         """`eagle_config`, or nothing."""
-        return self.layer.get("eagle_config") or self.raw.get("eagle_config") or {}
-
-    def flag(self, key: str) -> bool:
-        """A switch that is off where it is missing, in every engine."""
-        return bool(self.raw.get(key, False))
-
-    def count(self, key: str, default: int, where: Json | None = None) -> int:
-        """A whole number, or what a missing key stands for."""
-        value = (self.layer if where is None else where).get(key)
-        return int(default if value is None else value)
-
-    def need(self, key: str) -> int:
-        """A whole number that must be there."""
-        if not isinstance(self.layer.get(key), int):
-            raise self.error(f"{key}={self.layer.get(key)}; allowed: a whole number")
-        return int(self.layer[key])
-
-    def error(self, what: str) -> ArtifactError:
-        """The error of a folder."""
-        return ArtifactError(f"{self.folder / CONFIG}: {what}")
+        return (self.layer if self.layer.has("eagle_config") else self.raw).part("eagle_config")
 
 
 def expected_shapes(config: Config, sketch: TargetSketch) -> dict[str, tuple[int, ...]]:
@@ -276,10 +283,13 @@ def expected_shapes(config: Config, sketch: TargetSketch) -> dict[str, tuple[int
 
 
 def _checked(
-    folder: Path, config: Config, sketch: TargetSketch, found: Mapping[str, Tensor]
+    folder: Path,
+    config: Config,
+    sketch: TargetSketch,
+    want: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """The module's tensors, all of them and in its shapes."""
-    want = expected_shapes(config, sketch)
     size = draft_vocab(config, sketch.vocab_size)
     tensors = {IDS: vocabulary(found, size=size, whole=sketch.vocab_size, where=folder)}
     problems = []
