@@ -49,7 +49,7 @@ LEFT_OUT = ("verifier_norm.weight", "verifier_lm_head.weight")
 LAYER_KEY = "transformer_layer_config"
 DEPTHS = 7
 LEAST_WINDOW = 3
-"""Of `sliding_window`: the token itself, and more tokens before it than the one depth that is then read."""
+"""The smallest `sliding_window`: the token itself, and two before it, more than the one depth then read."""
 
 
 def read_folder(folder: Path, trained_by: str | None) -> Imported:
