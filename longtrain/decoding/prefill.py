@@ -100,10 +100,9 @@ def prefill(
         )
         keep = evictor.select(run)
         if keep is not None:
-            going_on = isinstance(evictor, GoingOn) and evictor.decoding
             cache = (
                 evictor.thinning(run, keep, nodes=nodes)
-                if going_on
+                if isinstance(evictor, GoingOn) and evictor.decoding
                 else compact(run.cache, keep, lengths, room=room + nodes)
             )
             kept_rows = cache.n_LBG.double().mean((0, 2)).tolist()

@@ -97,8 +97,9 @@ def run(cfg: DictConfig) -> None:
         )
     for name, (its_spec, its_config) in members.items():
         part = module.get_submodule(name)
-        about = {"target": target, "folder": folder / name, "facts": facts, "pictures": pictures}
-        artifact = _write(its_spec, its_config, part, **about)
+        artifact = _write(
+            its_spec, its_config, part, target=target, folder=folder / name, facts=facts, pictures=pictures
+        )
         if cfg.push:
             log.info("pushed=%s", artifact.push(f"{cfg.push}-{name}"))
 

@@ -10,6 +10,7 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.features.settings import FeatureSettings
 from longtrain.jobs.setup import load_target_from, plain
 from longtrain.log import get_logger
+from longtrain.methods.views import FULL
 from longtrain.settings import read
 
 if TYPE_CHECKING:
@@ -33,6 +34,23 @@ def settings_of(cfg: DictConfig) -> FeatureSettings:
     if settings.mode != "online" and settings.folder is None:
         raise ConfigError(f"features={settings.mode} needs a folder; pass features.folder=FOLDER")
     return settings
+
+
+def check_views(settings: FeatureSettings, config: Any) -> None:
+    """Refuse stored features for a method that has the target read documents on other caches than the full.
+
+    Args:
+        settings: of `features`.
+        config: the method's settings.
+
+    Raises:
+        ConfigError: `method.views` names more than the full cache, and features are stored.
+    """
+    if settings.mode != "online" and any(view != FULL for view in getattr(config, "views", ())):
+        raise ConfigError(
+            "method.views has the target read documents on other caches than the full one, and stored "
+            "features are those of the full cache; pass features=online or method.views=[full]"
+        )
 
 
 def form_of(settings: FeatureSettings) -> Form:
@@ -98,15 +116,10 @@ class Stored:
 
         Raises:
             ConfigError: the law's likeliest tokens are stored, and the objective reads hidden states; or it
-                asks the target, whose layers are not loaded; or documents are read in views.
+                asks the target, whose layers are not loaded.
         """
         if self.shards is None:
             return
-        if objective.in_views:
-            raise ConfigError(
-                "method.views has the target read documents on other caches than the full one, and stored "
-                "features are those of the full cache; pass features=online or method.views=[full]"
-            )
         top_k = self.target.form.top_k
         if top_k and not objective.reads_top_law:
             raise ConfigError(

@@ -8,7 +8,7 @@ from longtrain.errors import ArtifactError, ConfigError
 from longtrain.settings import AUTO, Count, convert, one_of, wrong
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from omegaconf import DictConfig
     from torch import Tensor, nn
@@ -197,7 +197,7 @@ def load_artifact(name: str, cfg: DictConfig) -> Artifact:
     return Artifact.load(name, home=str(cfg.home), trained_by=cfg.get("trained_by"))
 
 
-def load_tensors(module: nn.Module, tensors: dict[str, Tensor], where: str, advice: str) -> None:
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], where: str, advice: str) -> None:
     """Give a module its trained tensors.
 
     Raises:

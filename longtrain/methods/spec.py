@@ -58,9 +58,6 @@ class Objective(nn.Module):
     asks_target: bool = False
     """Whether it also measures the target itself while it trains, which stored features cannot stand for."""
 
-    in_views: bool = False
-    """Whether documents are read on evicted or quantised caches, of which stored features know nothing."""
-
     parts: tuple[str, ...] = ()
     """Children of `module` whose gradients are clipped each by its own norm; none: all by one norm."""
 

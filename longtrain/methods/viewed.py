@@ -31,11 +31,16 @@ READ = 1024
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive places of a document at which the target's cache has the same old rows.
+    """Consecutive rows of a document at which the target's cache has the same old rows.
+
+    For example, a document that is read on an int4 cache has one block of 128 positions quantised while its
+    rows 256..383 are decoded, and two blocks while its rows 384..511 are. These are two
+    stretches, with `old` 128 and 256.
 
     Args:
-        start: first row of the packed row that a draft's tree may have as its root here.
-        stop: one past the last.
+        start: the stretch's first row, counted in the packed row. When a draft's tree has its root at a row
+            of the stretch, the rows before the root are in the cache, and the first `old` of them are old.
+        stop: one past the stretch's last row.
         old: positions from the document's first one on that are read from the old rows (`KVCache.old_rows`);
             those after them are read as they were written.
     """

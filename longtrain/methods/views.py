@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from longtrain.log import get_logger
 from longtrain.methods.named import Named, named
 from longtrain.settings import wrong
 
@@ -23,11 +25,17 @@ if TYPE_CHECKING:
 KEY = "method.views"
 FULL = "full"
 ALLOWED = (
-    "full, {policy: NAME, budget: ROWS} (a number of rows, or a share of the prompt below 1), {cache: NAME}; "
-    "NAME may be {name: NAME, option: value}"
+    "full, {policy: NAME, budget: ROWS} (a number of rows, or a share of the prompt up to 1.0), "
+    "{cache: NAME}; NAME may be {name: NAME, option: value}"
 )
 EARLIEST, LATEST = 0.25, 0.95
-"""Where a document without a prompt is cut into what is read before eviction and after it: share of it."""
+"""A document without a prompt is cut at a drawn share of its tokens between these two.
+
+What lies before the cut is read as a prompt. For example, a document of 1000 tokens whose drawn share is 0.4
+is evicted after its first 400 tokens, and the 600 others are read over what is left of them.
+"""
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class View:
 
     Args:
         policy: an eviction policy, applied where the prompt ends.
-        budget: rows that it keeps, or below 1 a share of the prompt's.
+        budget: how many rows of the prompt it keeps: an int is their number, a float up to 1.0 their share.
         cache: a cache by its name.
     """
 
@@ -74,7 +82,8 @@ def views_of(values: Any) -> tuple[View | None, ...]:
     """
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise wrong(KEY, values, f"a list of {ALLOWED}")
-    return tuple(None if value == FULL else _view(value) for value in values)
+    views = [None if value == FULL else _view(value) for value in values]
+    return tuple(views[views.index(view)] for view in views)  # equal entries are one object
 
 
 def _view(value: Any) -> View:
@@ -103,10 +112,13 @@ class Drawn:
     Args:
         view: which.
         start: the packed row's first row that is read over the view's cache; those before are its prompt.
+        changed: the packed row's first row that is read over a cache that lost or quantised something; where
+            no row of the document is, the one past its last.
     """
 
     view: View
     start: int
+    changed: int
 
 
 def draw(views: Sequence[View | None], batch: Batch) -> dict[int, Drawn]:
@@ -116,6 +128,8 @@ def draw(views: Sequence[View | None], batch: Batch) -> dict[int, Drawn]:
     none, and is cut at a drawn place. A document is read in full, whatever is drawn, where it has no labels,
     fewer than two tokens behind its prompt, or a prompt of which the policy's budget keeps fewer rows than
     the policy needs.
+
+    Logs a warning, once in a process, where views were drawn for documents of a row and change none of them.
     """
     if not any(views):
         return {}
@@ -128,29 +142,56 @@ def draw(views: Sequence[View | None], batch: Batch) -> dict[int, Drawn]:
     chosen = torch.randint(len(views), (documents,), generator=coins).tolist()
     shares = torch.rand(documents, dtype=torch.float64, generator=coins).tolist()
     mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
-    found = {}
+    found: dict[int, Drawn] = {}
+    tried = changed = 0
     for d, (a, b) in enumerate(pairwise(batch.bounds)):
         view, labels = views[chosen[d]], mask_T[a:b].nonzero()[:, 0]
         if view is None or not len(labels):
             continue
+        tried += 1
         prompt = int(labels[0])
         if prompt == 1:
             prompt = int((b - a) * (EARLIEST + (LATEST - EARLIEST) * shares[d]))
         if prompt >= 1 and b - a - prompt >= 2 and _takes(view, prompt):
-            found[d] = Drawn(view, a + prompt)
+            found[d] = Drawn(view, a + prompt, int(min(a + _first_changed(view, prompt), b)))
+            changed += found[d].changed < b
+    if tried and not changed:
+        _warn_of_no_effect()
     return found
 
 
+@cache
+def _warn_of_no_effect() -> None:
+    """Log it the first time; later calls do nothing."""
+    log.warning(
+        "%s changes no document of a row: a policy changes none whose prompt is within its budget, or of "
+        "which the budget is fewer rows than it keeps in any case; a quantised cache changes none of up to "
+        "256 tokens; if in_views stays 0 in the metrics, change the budget or train on longer documents",
+        KEY,
+    )
+
+
 def in_views(label_Y: Tensor, batch: Batch, drawn: Mapping[int, Drawn]) -> int:
-    """How many labels are predicted with nothing but a view's cache: those behind a view's first row.
+    """How many labels are predicted from rows that were read over an evicted or quantised cache.
+
+    A label is predicted from the row before it. Documents whose view evicts and quantises nothing count none.
 
     Args:
         label_Y: the labels' places in the packed row, on the host.
         batch: the row.
         drawn: its documents in a view.
     """
-    ends = [(one.start, batch.bounds[d + 1]) for d, one in drawn.items()]
+    ends = [(one.changed, batch.bounds[d + 1]) for d, one in drawn.items()]
     return sum(int(((label_Y > start) & (label_Y < stop)).sum()) for start, stop in ends)
+
+
+def _first_changed(view: View, prompt: int) -> float:
+    """How many tokens of a document are committed when a step first reads changed rows; infinite: never."""
+    if view.evictor is not None:
+        return prompt if view.evictor.budget.of(prompt) < prompt else inf
+    from longtrain.kernels.hierarchical.layout import BLOCK
+
+    return max(prompt, 2 * BLOCK)  # the newest whole block is not quantised yet (`KVCache.old_positions`)
 
 
 def _takes(view: View, prompt: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError
 from longtrain.methods import get
+from longtrain.methods import viewed as viewed_module
+from longtrain.methods import views as views_module
 from longtrain.methods.eagle3 import objective as eagle3_objective
 from longtrain.methods.longspec import indices
 from longtrain.methods.target_cache import named_cache
 from longtrain.methods.viewed import viewed
-from longtrain.methods.views import draw, views_of
+from longtrain.methods.views import draw, in_views, views_of
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import Want
 
@@ -211,7 +214,8 @@ def test_a_view_that_evicts_nothing_changes_nothing(target, method, offset, monk
     torch.testing.assert_close(same.total, plain.total, rtol=1e-11, atol=0)
     assert ((got - want).norm() / want.norm()) <= 1e-10
     assert same.tokens == plain.tokens
-    assert int(same.figures["in_views"][0]) > 50 and "in_views" not in plain.figures
+    assert len(draw(views_of([EVERYTHING]), batch)) == 3
+    assert int(same.figures["in_views"][0]) == 0 and "in_views" not in plain.figures
     listed, bits = gradients(target, method, batch, views=["full"], **options)
     assert torch.equal(listed.total, plain.total) and torch.equal(bits, want)
 
@@ -262,6 +266,30 @@ def test_views_follow_from_the_row_alone():
     assert not any(draw(views, replace(unlabelled, seed=seed)) for seed in range(20))
 
 
+def test_documents_of_equal_views_are_read_together():
+    views = views_of([VIEWS["snapkv"], "full", dict(VIEWS["snapkv"]), VIEWS["int4"]])
+    assert views[0] is views[2] and views[1] is None and views[3] is not views[0]
+    batch = row_of([90, 91, 92, 93], prompts=[70] * 4)
+    spans = list(pairwise(batch.bounds))
+    drawn = draw([views[0], views[2]], batch)
+    assert [documents for _, documents in viewed_module._alike(drawn, spans)] == [[0, 1, 2, 3]]
+
+
+def test_only_labels_that_a_view_changes_are_counted_and_none_is_told_once(caplog):
+    """Of 40 tokens nothing is quantised, and of 300 the last 44 rows are read over a quantised block."""
+    views_module._warn_of_no_effect.cache_clear()
+    short, long = row_of([40, 40], prompts=[20, 20]), row_of([40, 300], prompts=[20, 250])
+    for name, count in {"int4": 43, "int8": 43, "snapkv": 49}.items():
+        options = views_of([VIEWS[name]])
+        label_Y = long.loss_mask_T.nonzero()[:, 0]
+        assert in_views(label_Y, long, draw(options, long)) == count, name
+        assert not caplog.records
+    for _ in range(2):
+        drawn = draw(views_of([VIEWS["int4"]]), short)
+        assert len(drawn) == 2 and in_views(short.loss_mask_T.nonzero()[:, 0], short, drawn) == 0
+    assert len(caplog.records) == 1 and "method.views changes no document" in caplog.text
+
+
 @pytest.mark.parametrize("method", SMALL)
 @pytest.mark.parametrize(
     ("views", "message"),
@@ -273,7 +301,7 @@ def test_views_follow_from_the_row_alone():
         ([{"policy": "snapkv", "budget": 1.5}], r"budget=1.5; allowed: rows of 1 or more, or a share"),
         ([{"policy": "snapkv", "budget": 16}], "budget=16; allowed: 32 or more: snapkv keeps as many"),
         ([{"policy": {"name": "snapkv", "windw": 3}, "budget": 64}], "has no option 'windw'; known: window"),
-        ([{"cache": "int3"}], "unknown cache 'int3'; known: int8, int4, rounded"),
+        ([{"cache": "int3"}], "unknown cache 'int3'; known: int8, int4, elastic, rounded"),
         ([{"cache": "int4", "budget": 0.2}], "method.views: entry=.*allowed: full, "),
     ],
 )
@@ -305,6 +333,7 @@ def test_documents_that_are_read_together_are_read_as_if_alone(target, name):
         for got, expected in zip(together.kv[1], alone.kv[1], strict=True):
             torch.testing.assert_close(got[a:b], expected[a:b], rtol=1e-9, atol=1e-10)
         assert seen[d].stretches == other[d].stretches
+        assert one.changed == next(stretch.start for stretch in seen[d].stretches if stretch.old)
         old = max(stretch.old for stretch in seen[d].stretches)
         assert len(seen[d].old[1]) == 2 and old
         for heads, single in zip(seen[d].old[1], other[d].old[1], strict=True):

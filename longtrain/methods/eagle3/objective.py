@@ -90,15 +90,17 @@ class Eagle3Objective(Objective):
         self.module, self.target, self.config = module, target, config
         self.rope = rope_of(config, target)
         self.views = views_for(config.views, target)
-        self.in_views = any(self.views)
         check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over labels; figures `loss`, `accuracy` over all depths, `acc/depth_k` and `tau`.
 
-        `acc/depth_k` is the share of right guesses at depth k among rows whose depths before were right;
-        `tau` the tokens that a greedy chain from a row would gain, the target's own token included. With
-        `method.views`, `in_views` is the share of labels behind a view's first row.
+        `acc/depth_k` is the share of right guesses at depth k among rows whose depths before were right.
+        `tau` is the mean, over rows that predict a label at depth 0, of 1 (the target's own token) and the
+        depths that are right before the first wrong one. It is a little low: a row near its document's end
+        has no labels at its later depths, and these add nothing. For example, a row with a label at depth 0
+        alone, which it guesses, counts 2, whatever `depths` is. With `method.views`, `in_views` is the share
+        of labels that are predicted from rows read over an evicted or quantised cache.
         """
         row = self._read(batch)
         device, depths, chunk = batch.ids_T.device, self.config.depths, self.config.chunk_tokens
@@ -119,7 +121,7 @@ class Eagle3Objective(Objective):
         figures = {"loss": (total.detach(), labels), "accuracy": (right, asked)}
         figures |= {f"acc/depth_{k}": (counts[0, k], counts[1, k]) for k in range(depths)}
         figures["tau"] = (counts[0].sum() + counts[1, 0], counts[1, 0])
-        if self.in_views:
+        if any(self.views):
             viewed_labels = in_views(row.labels.token_Y, batch, row.drawn)
             figures["in_views"] = (torch.full_like(labels, viewed_labels), labels)
         return Loss(total, tokens, figures)

@@ -65,9 +65,11 @@ def labels_of(
         bounds: document bounds.
         depths: J.
         chunk_tokens: most rows of a range; 0: one range.
-        cuts: the first rows that are read in a view, of documents that are. A draft of the row before knows
-            the root that stands there; rows further back belong to the full cache, and predict no label whose
-            law follows from the view.
+        cuts: the first row behind the prompt of each document that is read in a view. The target reads it
+            and all later rows over the view's cache. The row before a cut is the last of the prompt; it may
+            predict labels behind the cut, since the engine drafts from it after the prompt was evicted.
+            Earlier rows of the prompt may not: the engine drafts from them on the full cache alone. For
+            example, with a cut at row 6, row 5 predicts tokens 7, 8, ..., and row 4 predicts token 6 only.
     """
     token_Y = mask_T.nonzero()[:, 0]
     firsts = sorted([(edge, edge) for edge in bounds] + [(cut + 1, cut - 1) for cut in cuts])

@@ -25,8 +25,9 @@ def warm_start(draft: Eagle3Draft, target: Target) -> None:
         draft: changed in place; it may be on another device and in another dtype than the target.
         target: gives the weights. A draft's own embeddings begin as the target's.
 
-    Note: this project's. Early in training of the bundled target's draft it was closer to the target than
-        random weights, fewer of these copies, or the last layer's MLP or attention copied instead.
+    Note: this project's own. Early in training for the bundled target, a draft that began with all of these
+        copies was closer to the target than one that began with random weights, than one that began with only
+        some of the copies, and than one whose MLP or attention was copied from the target's last layer.
     """
     first, E = target.layer_state(0), draft.norm.weight.numel()
     draft.fc.weight.zero_()

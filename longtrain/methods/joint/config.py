@@ -58,6 +58,8 @@ def _settings(name: str, value: Any) -> Any:
     """A member's settings; a member that is not named is left out."""
     if value is None or isinstance(value, KINDS[name]):
         return value
+    if not isinstance(value, Mapping):
+        raise wrong(f"method.members.{name}", value, "a mapping of keys to values, or null to leave it out")
     with member_keys(name):
         return read(KINDS[name], value, f"method.members.{name}")
 

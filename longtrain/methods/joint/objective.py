@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from longtrain.methods.joint.config import member_keys
 from longtrain.methods.joint.shared import SharedPass
 from longtrain.methods.spec import Loss, MethodSpec, Objective
 
@@ -47,7 +48,8 @@ class JointObjective(Objective):
         for name, (spec, settings) in members.items():
             assert spec.objective is not None
             seat: Any = self.shared.seats[name]
-            self.objectives[name] = spec.objective(module[name], seat, settings)
+            with member_keys(name):
+                self.objectives[name] = spec.objective(module[name], seat, settings)
         every = self.members.values()
         self.per_document = any(one.per_document for one in every)
         self.reads_top_law = all(one.reads_top_law for one in every)
@@ -82,7 +84,13 @@ class JointObjective(Objective):
         return Loss(total, max(loss.tokens for loss in losses.values()), figures)
 
     def _scale(self, name: str, batch: Batch) -> float:
-        """What makes the trainer's division by its count the division by the member's."""
+        """The factor on a member's summed loss that makes its gradient the one of training alone.
+
+        The trainer divides the joint sum by one count: by the documents of the step where any member counts
+        documents, else by its labels. A member that counts labels beside one that counts documents is
+        therefore multiplied by documents / labels. For example, a sum of 60 over 30 labels of 3 documents is
+        multiplied by 3 / 30; the trainer divides the product, 6, by 3 documents and gets 2, which is 60 / 30.
+        """
         if self.members[name].per_document == self.per_document:
             return 1.0
         return batch.documents_in_step / max(batch.tokens_in_step, 1)

@@ -7,7 +7,7 @@ objectives are not changed, and one that works inside of the pass (`watch`) does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,7 @@ class SharedPass:
         names: of the members.
     """
 
-    def __init__(self, target: Target, names: Mapping[str, Any]) -> None:
+    def __init__(self, target: Target, names: Iterable[str]) -> None:
         self.target = target
         self.seats = {name: Seat(target) for name in names}
         self._compared = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class KVzapEvictor:
         config: Config,
         budget: Budget,
         *,
-        adaptive: bool | str = "layers",
+        adaptive: Literal[False, "heads", "layers"] = "layers",
         window: int | None = None,
         threshold: float | None = None,
         decoding: bool = False,

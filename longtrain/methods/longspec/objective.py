@@ -83,13 +83,13 @@ class LongSpecObjective(Objective):
         self.asks_target = config.anchor_offset and config.guard_every > 0
         self.kv_layer = config.kv_source_layer % target.info.n_layers
         self.views = views_for(config.views, target)
-        self.in_views = any(self.views)
         check_offsets(config, target.info)
 
     def forward(self, batch: Batch) -> Loss:
         """The sum over labels, with `loss`, `accuracy`, `acc/depth_j` and the offset guard as figures.
 
-        With `method.views`, `in_views` is the share of labels behind a view's first row.
+        With `method.views`, `in_views` is the share of labels that are predicted from rows read over an
+        evicted or quantised cache.
         """
         row = self._read(batch)
         device, depths = batch.ids_T.device, self.config.max_depth if self.config.flash_noisy else 1
@@ -117,7 +117,7 @@ class LongSpecObjective(Objective):
         count = torch.full((), tokens, device=device)
         figures = {"loss": (total.detach(), count), "accuracy": (hits_J.sum(), count)}
         figures |= {f"acc/depth_{j}": (hits_J[j], count_J[j]) for j in range(depths)}
-        if self.in_views:
+        if any(self.views):
             viewed_labels = in_views(row.rows_W + 1, batch, row.drawn)
             figures["in_views"] = (torch.full_like(count, viewed_labels), count)
         if self.training and self.asks_target:

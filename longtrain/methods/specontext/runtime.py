@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.arena import rounded_slots
+from longtrain.cache.dense import DenseCache
 from longtrain.cache.room import check_room
+from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConflictError
 from longtrain.methods.rope import rope_of
@@ -99,6 +101,7 @@ class RetrievalSelector(Selector):
             ConflictError: called before `start`.
         """
         k_BSGD, cache = self._state()
+        assert isinstance(cache, DenseCache | SelectedCache)
         entry, shift = self._entries(root_B[:, None], self._before), int(self.config.row == "feature")
         q_BRHD = self.head.query(entry, self._rope(cache.len_B[:, None]))
         seen_BS = torch.arange(cache.used, device=root_B.device) < cache.len_B[:, None] - shift

@@ -201,6 +201,10 @@ def test_wants_together():
             {"members": {"eagle3": {"views": [{"cache": "int4"}]}}},
             "eagle3.views=[{'cache': 'int4'}]; allowed: [full]",
         ),
+        (
+            {"members": {"eagle3": "x"}},
+            "method.members.eagle3=x; allowed: a mapping of keys to values, or null",
+        ),
         ({"members": {}}, "leaves out every method"),
         ({"members": ["eagle3", "eagle3"]}, "allowed: a mapping"),
         ({"lr_scales": {"pretrain": 2}}, "unknown key 'method.lr_scales.pretrain'; known: longspec, eagle3"),
@@ -216,6 +220,12 @@ def test_refusals_are_one_line(settings, said):
     with pytest.raises(ConfigError) as caught:
         Config(**settings)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_a_member_refuses_of_the_target_names_its_key(target):
+    far = {**SMALL["longspec"], "anchor_offset": True, "offset_max_tokens": 999_999}
+    with pytest.raises(ConfigError, match=r"^method\.members\.longspec\.offset_max_tokens=999999 is beyond"):
+        joint(target, {"longspec": far})
 
 
 def test_members_that_place_tokens_differently_are_refused(target, batch, monkeypatch):
