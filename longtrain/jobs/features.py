@@ -10,7 +10,6 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.features.settings import FeatureSettings
 from longtrain.jobs.setup import load_target_from, plain
 from longtrain.log import get_logger
-from longtrain.methods.views import FULL
 from longtrain.settings import read
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from longtrain.features.forms import Form
     from longtrain.features.shards import FeatureFiles
-    from longtrain.methods.spec import Objective
+    from longtrain.methods.spec import MethodSpec, Objective
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -36,17 +35,18 @@ def settings_of(cfg: DictConfig) -> FeatureSettings:
     return settings
 
 
-def check_views(settings: FeatureSettings, config: Any) -> None:
+def check_views(settings: FeatureSettings, spec: MethodSpec, config: Any) -> None:
     """Refuse stored features for a method that has the target read documents on other caches than the full.
 
     Args:
         settings: of `features`.
-        config: the method's settings.
+        spec: the method.
+        config: its settings.
 
     Raises:
         ConfigError: `method.views` names more than the full cache, and features are stored.
     """
-    if settings.mode != "online" and any(view != FULL for view in getattr(config, "views", ())):
+    if settings.mode != "online" and spec.has_views is not None and spec.has_views(config):
         raise ConfigError(
             "method.views has the target read documents on other caches than the full one, and stored "
             "features are those of the full cache; pass features=online or method.views=[full]"

@@ -54,7 +54,7 @@ def run(cfg: DictConfig) -> None:
         spec.check_data(config, data_config(cfg))
     optim = typed(Optim, plain(cfg.optim), "optim")
     settings, keeping = _loop(cfg), features.settings_of(cfg)
-    features.check_views(keeping, config)
+    features.check_views(keeping, spec, config)
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
     trainer = training.build_trainer(

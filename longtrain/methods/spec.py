@@ -180,6 +180,8 @@ class MethodSpec:
             None where they depend on the draft too. None: it brings no cache.
         golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
         check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
+        has_views: config -> whether the target reads documents on other caches than the full one, of which
+            stored features know nothing; None: it never does.
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
         formats: folders of other tools that it reads and writes; None: there are none.
@@ -205,6 +207,7 @@ class MethodSpec:
     cache_law: Callable[[Any], dict[str, Any] | None] | None = None
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
     check_data: Callable[[Any, DataConfig], None] | None = None
+    has_views: Callable[[Any], bool] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
     formats: Formats | None = None
     from_data: Callable[[nn.Module, Any, TargetInfo, Prepared], dict[str, Any]] | None = None

@@ -86,6 +86,11 @@ def views_of(values: Any) -> tuple[View | None, ...]:
     return tuple(views[views.index(view)] for view in views)  # equal entries are one object
 
 
+def has_views(config: Any) -> bool:
+    """Whether a method's settings name more than the full cache (`MethodSpec.has_views`)."""
+    return any(view != FULL for view in config.views)
+
+
 def _view(value: Any) -> View:
     if not isinstance(value, Mapping) or not {*value} <= {"policy", "budget", "cache"}:
         raise wrong(f"{KEY}: entry", value, ALLOWED)

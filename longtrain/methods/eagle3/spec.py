@@ -22,6 +22,7 @@ from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.methods.eagle3.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
+from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -95,6 +96,7 @@ SPEC = MethodSpec(
     formats=FORMATS,
     attach=_attach,
     check_data=_check_data,
+    has_views=has_views,
     cost=MethodCost(training=training, cycle=cycle, suite="training"),
     from_data=from_data,
 )

@@ -21,6 +21,7 @@ from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.warm_start import warm_start
 from longtrain.methods.spec import MethodSpec
+from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -103,6 +104,7 @@ SPEC = MethodSpec(
     build=_build,
     objective=_objective,
     attach=_attach,
+    has_views=has_views,
     inference_keys=("head_bits",),
     cost=MethodCost(training=training, cycle=cycle),
 )
