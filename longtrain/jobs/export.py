@@ -76,8 +76,13 @@ def run(cfg: DictConfig) -> None:
         log.info("exported=%s", folder)
         return
     _same_settings(saved, settings["method"], trained)
+    single = spec.members is None
+    if form is not None and single:
+        export_formats.check(spec.name, form, config, None)
     target = load_target_from(cfg, path=settings["target"]["path"], fuse=False)
     _same_target(saved, target)
+    if form is not None and single:
+        export_formats.check(spec.name, form, config, target.info)
     module = spec.build(config, target.info)
     load_tensors(module, tensors, str(path), "pass the settings of the run")
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)

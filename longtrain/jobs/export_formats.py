@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -16,6 +16,7 @@ from longtrain.settings import wrong
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Formats
+    from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -58,6 +59,8 @@ def source(cfg: DictConfig) -> str | None:
 def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = None) -> None:
     """Write an artifact as the folder `checkpoints/NAME-FORMAT`, whole or not at all, and check it.
 
+    NAME is the artifact's place under `checkpoints`, with `-` for `/`: `runA/eagle3` becomes `runA-eagle3`.
+
     Args:
         cfg: the resolved configuration.
         form: the format.
@@ -73,9 +76,10 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
 
     artifact = load_artifact(where, cfg)
     formats = _formats(artifact.method, form)
+    formats.refuse(form, artifact.typed_config(), None)
     target = target or load_target_from(cfg, path=artifact.target.name, fuse=False)
     artifact.build(target)
-    folder = Path(cfg.home) / "checkpoints" / f"{Path(where).name}-{form}"
+    folder = Path(cfg.home) / "checkpoints" / f"{_name(where, Path(cfg.home) / 'checkpoints')}-{form}"
     if folder.exists() and not (folder / OURS).is_dir() and any(folder.iterdir()):
         raise ArtifactError(
             f"{folder} exists and was not written by longtrain; move it, or pass another name"
@@ -90,6 +94,21 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
     log.info("exported=%s format=%s bytes=%d", folder, form, sum(map(len, files.values())))
     if cfg.push:
         log.info("pushed=%s", upload(folder, str(cfg.push), patterns=[*formats.patterns, "README.md"]))
+
+
+def check(method: str, form: str, config: Any, info: TargetInfo | None) -> None:
+    """Refuse a format before anything is written.
+
+    Args:
+        method: the method's name.
+        form: the format.
+        config: the method's hyperparameters.
+        info: the target; None: it is not at hand yet, so what depends on it is not checked.
+
+    Raises:
+        ConfigError: the method has no such format, or an engine that reads it would drop something silently.
+    """
+    _formats(method, form).refuse(form, config, info)
 
 
 def verify(cfg: DictConfig) -> None:
@@ -115,6 +134,14 @@ def verify(cfg: DictConfig) -> None:
     target = load_target_from(cfg, fuse=False) if cfg.target and cfg.target.path else None
     lines = spec.formats.verify(folder, target, cfg.get("trained_by"))
     log.info("verified=%s method=%s %s", folder, spec.name, "; ".join(lines))
+
+
+def _name(where: str, checkpoints: Path) -> str:
+    """The name of an artifact's folder in a format: its place under `checkpoints`, or its own name."""
+    for folder in (Path(where), checkpoints / where):
+        if folder.is_dir() and folder.resolve().is_relative_to(checkpoints.resolve()):
+            return "-".join(folder.resolve().relative_to(checkpoints.resolve()).parts)
+    return Path(where).resolve().name
 
 
 def _check_names(files: dict[str, bytes], target: Target) -> None:

@@ -128,6 +128,8 @@ class Formats:
             not say what was trained.
         check: (tensors, the target's facts) -> None; raises TargetMismatchError where a module that was read
             cannot serve the target.
+        refuse: (format, config, the target's facts or None) -> None; raises ConfigError for what an engine
+            that reads the format would drop silently. Without the facts it checks what the settings tell.
         write: (format, tensors, config, target, provenance, the folder's name) -> its files, by their path
             in it; raises ConfigError for what an engine would drop silently.
         verify: (folder, target or None, who trained it or None) -> a line on each thing that was compared;
@@ -139,6 +141,7 @@ class Formats:
     reads: Callable[[Path], bool]
     read: Callable[[Path, str | None], Imported]
     check: Callable[[Mapping[str, Tensor], TargetInfo], None]
+    refuse: Callable[[str, Any, TargetInfo | None], None]
     write: Callable[[str, Mapping[str, Tensor], Any, Target, dict[str, Any], str], dict[str, bytes]]
     verify: Callable[[Path, Target | None, str | None], list[str]]
 

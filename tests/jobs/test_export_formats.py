@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -17,10 +18,20 @@ from longtrain.training.tensor_file import pieces_of
 
 
 @pytest.fixture
-def eagle(tmp_path, target_folder):
+def eagle(trained_draft):
     """What a training run of a draft leaves behind."""
+    return trained_draft()
+
+
+@pytest.fixture
+def trained_draft(tmp_path, target_folder):
+    """`trained_draft(**hyperparameters)`: leaves behind what a training run does, and gives the module."""
+    return lambda **fields: _leave_a_run(tmp_path, target_folder, fields)
+
+
+def _leave_a_run(tmp_path, target_folder, fields):
     target = load_target(target_folder)
-    config = Config(layers=[0, 1], draft_vocab_size=0, window=20)
+    config = Config(**{"layers": [0], "draft_vocab_size": 0, "window": 20, **fields})
     module = methods.get("eagle3").build(config, target.info)
     folder = tmp_path / "runs" / "one" / "train"
     (folder / "checkpoints").mkdir(parents=True)
@@ -129,3 +140,24 @@ def test_verify_may_be_typed_as_a_flag(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["longtrain"])
     with pytest.raises(SystemExit):
         cli._ordered(["--verify"])
+
+
+@pytest.mark.parametrize("fields", [{"sinks": 4}, {"layers": [0, 1]}], ids=["sinks", "last layer"])
+def test_a_refused_format_of_a_run_leaves_no_artifact(composed, trained_draft, tmp_path, fields):
+    trained_draft(**fields)
+    with pytest.raises(ConfigError, match=r"method.(sinks|layers)"):
+        export.run(composed("export", "format=flat"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_folders_of_two_runs_do_not_replace_each_other(composed, eagle, tmp_path):
+    export.run(composed("export"))
+    checkpoints = tmp_path / "checkpoints"
+    for run in ("runA", "runB"):
+        shutil.copytree(checkpoints / "one", checkpoints / run / "eagle3")
+    export.run(composed("export", "artifact=runA/eagle3", "format=flat"))
+    export.run(composed("export", f"artifact={checkpoints / 'runB' / 'eagle3'}", "format=flat"))
+    assert {path.name for path in checkpoints.iterdir() if path.name.endswith("-flat")} == {
+        "runA-eagle3-flat",
+        "runB-eagle3-flat",
+    }

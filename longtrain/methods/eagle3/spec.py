@@ -76,7 +76,7 @@ def _check_data(config: Config, data: DataConfig) -> None:
     """Refuse documents that are too short for any row to predict a label at every depth.
 
     Raises:
-        ConfigError: a stage cuts documents into pieces of no more tokens than there are depths, plus two.
+        ConfigError: a stage cuts documents into pieces of fewer than `depths + 2` tokens.
     """
     shortest = min((stage.doc_tokens for stage in data.stages), default=0)
     if 0 < shortest < config.depths + 2:

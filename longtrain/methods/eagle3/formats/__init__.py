@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 DRAFTED = 4
-"""Tokens of a chain that a server drafts unless it is told otherwise."""
+"""Tokens of a chain that a server drafts unless it is told otherwise; fewer where fewer were trained."""
 
 
 def format_files(
@@ -61,7 +61,7 @@ def format_files(
         ConfigError: an engine that reads this format would drop something silently.
         TargetMismatchError: the vocabulary map is not of this target.
     """
-    refuse(form, config)
+    refuse(form, config, target.info)
     check_target(tensors, target.info)
     own = tensors.get("embed_tokens.weight")
     embed_VE = target.model.model.embed_tokens.weight.detach() if own is None else own
@@ -75,8 +75,9 @@ def format_files(
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     at_hand = Path(target.info.name)
     known = replace(target.info, name=str(at_hand.absolute())) if at_hand.is_dir() else target.info
+    drafted = min(DRAFTED, config.depths)
     outer = folder_config(
-        config, known, form=form, dtype=dtype, trained_tokens=longest_document(facts), drafted=DRAFTED
+        config, known, form=form, dtype=dtype, trained_tokens=longest_document(facts), drafted=drafted
     )
     stored_VE = embed_VE.to(tensors["fc.weight"].dtype)
     golden = Proposals.record(tensors, config, target.info, stored_VE)
@@ -99,7 +100,7 @@ def format_files(
         "files": {file: hashlib.sha256(content).hexdigest() for file, content in files.items()},
     }
     shown = replace(target.info, name=at_hand.name) if at_hand.is_dir() else target.info
-    card = serving_card(form, name, config, shown, facts=facts, drafted=DRAFTED)
+    card = serving_card(form, name, config, shown, facts=facts, drafted=drafted)
     return {**files, RECORD: as_json(record), "README.md": card.encode()}
 
 
@@ -115,6 +116,7 @@ FORMATS = Formats(
     reads=lambda folder: format_of(folder) is not None,
     read=read_folder,
     check=check_target,
+    refuse=refuse,
     write=format_files,
     verify=verify_folder,
 )

@@ -97,6 +97,41 @@ class Proposals:
             raise ArtifactError(f"{GOLDEN} lacks {', '.join(missing)}; export the folder again")
         return cls(**{name: tensors[name] for name in names})
 
+    def misshapen(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
+        """What cannot be replayed: tensors of other shapes or kinds than this draft's, or tokens that are none.
+
+        Args:
+            tensors: the module's state, as it was read from the folder.
+            config: as it was read from the folder.
+            info: the target, as far as it is known.
+        """
+        T, E, V = self.rows_T.numel(), info.hidden_size, info.vocab_size
+        heads, dim = config.n_heads or info.n_heads, config.head_dim or info.head_dim
+        want = {
+            "rows_T": (T,),
+            "states_TN": (T, tensors["fc.weight"].shape[1]),
+            "ids_T": (T,),
+            "first_TE": (T, E),
+            "later_ids_KR": (DEPTHS - 1, CHAINS),
+            "later_KRE": (DEPTHS - 1, CHAINS, E),
+            "logits_KRV": (DEPTHS, CHAINS, len(tensors["draft_ids_K"])),
+            "mixed_KRHD": (DEPTHS, CHAINS, heads, dim),
+            "tokens_KR": (DEPTHS, CHAINS),
+        }
+        whole = ("rows_T", "ids_T", "later_ids_KR", "tokens_KR")
+        wrong = []
+        for name, shape in want.items():
+            found, kind = getattr(self, name), torch.int64 if name in whole else torch.float32
+            if tuple(found.shape) != shape or found.dtype != kind:
+                wrong.append(
+                    f"{GOLDEN}: {name} is {found.dtype} {tuple(found.shape)}; allowed: {kind} {shape}"
+                )
+            elif name in whole and not bool(((found >= 0) & ((found < V) | (name == "rows_T"))).all()):
+                wrong.append(
+                    f"{GOLDEN}: {name} holds {int(found.min())} to {int(found.max())}, which are none"
+                )
+        return wrong
+
     def replay(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
         """What a module makes of the inputs now that it did not then; nothing where all is alike.
 
@@ -105,11 +140,6 @@ class Proposals:
             config: as it was read from the folder.
             info: the target, as far as it is known.
         """
-        if tensors["fc.weight"].shape[1] != self.states_TN.shape[1]:
-            return [
-                f"fc reads {tensors['fc.weight'].shape[1]} numbers, golden states have "
-                f"{self.states_TN.shape[1]}"
-            ]
         made = _ask(tensors, config, info, self.states_TN, (self.first_TE, self.later_KRE), self.rows_T)
         wrong = []
         pairs = (

@@ -28,6 +28,7 @@ PREFIX = {SPECULATORS: "layers.0.", FLAT: "midlayer."}
 LAYER = ("input_layernorm", "hidden_norm", "self_attn", "post_attention_layernorm", "mlp")
 """Modules of the draft that a folder counts to its layer."""
 IDS = "draft_ids_K"
+EMBEDDINGS = "embed_tokens.weight"
 OFFSETS, MASK = "d2t", "t2d"
 OLD_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 """Names of the norms before `fc` that SGLang still reads."""

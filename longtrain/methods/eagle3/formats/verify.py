@@ -16,7 +16,17 @@ from torch import Tensor
 
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
 from longtrain.methods.eagle3.formats.golden import FOLDER, GOLDEN, RECORD, Proposals
-from longtrain.methods.eagle3.formats.names import CONFIG, FLAT, IDS, format_of, read_config, read_tensors
+from longtrain.methods.eagle3.formats.names import (
+    CONFIG,
+    EMBEDDINGS,
+    FLAT,
+    IDS,
+    MODEL,
+    format_of,
+    inside,
+    read_config,
+    read_tensors,
+)
 from longtrain.methods.eagle3.formats.read import read_folder
 from longtrain.methods.eagle3.formats.sglang import sglang_problems
 from longtrain.methods.eagle3.formats.smoke import smoke
@@ -60,13 +70,15 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
     except LongtrainError as error:
         raise ArtifactError("; ".join([str(error), *wrong])) from None
     wrong += unhealthy(found.tensors)
+    embed_VE, misshapen = _embeddings(folder, found)
+    wrong += misshapen
     fresh = fresh_norms(found.tensors)
     said.append(f"tensors={len(found.tensors)} format={found.about['format']}")
     if record is not None:
         wrong += [
             f"{name} is as fresh (all ones) and was trained" for name in fresh if name not in record["fresh"]
         ]
-        wrong += _replay(folder, found)
+        wrong += _replay(folder, found, embed_VE)
         said.append("golden proposals replayed")
     elif fresh:
         said.append(f"norms that are all ones: {', '.join(fresh)} (perhaps not trained)")
@@ -75,7 +87,7 @@ def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -
         said.append("SGLang's rules of loading hold")
     if target is not None:
         try:
-            wrong += _with_target(folder, found, target, said)
+            wrong += _with_target(found, target, embed_VE, said)
         except TargetMismatchError as error:
             wrong.append(str(error))
     if wrong:
@@ -134,6 +146,8 @@ def _record(folder: Path) -> Json | None:
         kinds = {"config": dict, "files": dict, "fresh": list}
         if not all(isinstance(record[key], kind) for key, kind in kinds.items()):
             raise ValueError("a key is of another kind")
+        if lost := [name for name in (CONFIG, MODEL, GOLDEN) if name not in record["files"]]:
+            raise ValueError(f"files has no checksum of {', '.join(lost)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} cannot be read: {error}; export the folder again") from None
     return record
@@ -170,32 +184,50 @@ def _changed_keys(then: Json, now: Json, before: str = "") -> list[str]:
     return wrong
 
 
-def _replay(folder: Path, found: Imported) -> list[str]:
+def _embeddings(folder: Path, found: Imported) -> tuple[Tensor | None, list[str]]:
+    """The folder's embeddings [V, E], where it holds good ones, and what is wrong with them."""
+    named = {inside(name): tensor for name, tensor in read_tensors(folder).items()}
+    embed_VE, shape = named.get(EMBEDDINGS), (found.target.vocab_size, found.target.hidden_size)
+    if embed_VE is None:
+        if found.about["format"] == FLAT:
+            return None, []
+        return None, [f"{EMBEDDINGS} is missing, and a speculators folder must hold it"]
+    if tuple(embed_VE.shape) != shape or not embed_VE.is_floating_point():
+        return None, [f"{EMBEDDINGS} is {embed_VE.dtype} {tuple(embed_VE.shape)}; allowed: floats {shape}"]
+    return embed_VE, []
+
+
+def _replay(folder: Path, found: Imported, embed_VE: Tensor | None) -> list[str]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     from longtrain.methods.eagle3.config import Config
 
     try:
-        from safetensors.torch import load_file
-
         golden = Proposals.from_tensors(load_file(folder / GOLDEN))
-    except (OSError, ValueError, RuntimeError) as error:
+    except ArtifactError as error:
+        return [str(error)]
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         return [f"{GOLDEN} cannot be read: {error}"]
+    if problems := golden.misshapen(found.tensors, Config(**found.config), found.target):
+        return problems
     wrong = golden.replay(found.tensors, Config(**found.config), found.target)
-    embed_VE = read_tensors(folder).get("embed_tokens.weight") if found.about["format"] != FLAT else None
-    if embed_VE is not None and not torch.equal(embed_VE[golden.ids_T].float(), golden.first_TE):
+    if found.about["format"] == FLAT or embed_VE is None:
+        return wrong
+    if not torch.equal(embed_VE[golden.ids_T].float(), golden.first_TE):
         wrong.append("embed_tokens.weight has other rows than were exported")
     return wrong
 
 
 def _weight_names(folder: Path) -> list[str]:
-    return [name for name in read_tensors(folder) if name != "embed_tokens.weight"]
+    return [name for name in read_tensors(folder) if inside(name) != EMBEDDINGS]
 
 
-def _with_target(folder: Path, found: Imported, target: Target, said: list[str]) -> list[str]:
+def _with_target(found: Imported, target: Target, embed_VE: Tensor | None, said: list[str]) -> list[str]:
     """Shapes, vocabulary and embeddings against a target, and the draft's agreement with it on text."""
     found.target.check(target.info)
     check_target(found.tensors, target.info)
     wrong = []
-    embed_VE = read_tensors(folder).get("embed_tokens.weight")
     mine_VE = target.model.model.embed_tokens.weight
     if embed_VE is not None and not found.config["own_embeddings"]:
         mine_VE = mine_VE.detach().cpu().float()

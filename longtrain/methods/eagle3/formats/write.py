@@ -35,8 +35,13 @@ SPECULATORS_VERSION = "0.9.0"
 TRAINER = "longtrain"
 
 
-def refuse(form: str, config: Config) -> None:
+def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
     """Refuse what the engines that read a format would leave out without a word.
+
+    Args:
+        form: the format.
+        config: hyperparameters.
+        info: the target; None: what depends on its number of layers is not checked.
 
     Raises:
         ConfigError: the format cannot say what the draft does.
@@ -61,6 +66,12 @@ def refuse(form: str, config: Config) -> None:
                 "format=speculators "
                 f"and vLLM, or train with method.{key}=false"
             )
+    if info is not None and (last := layers_of(config, info.n_layers)[-1]) == info.n_layers - 1:
+        raise ConfigError(
+            f"format=flat: SGLang never captures the output of the target's last layer, and method.layers "
+            f"reads it ({last} of 0..{info.n_layers - 1}); use format=speculators and vLLM, or train with "
+            "method.layers below it"
+        )
 
 
 def folder_tensors(
@@ -90,7 +101,7 @@ def folder_tensors(
 
 
 def folder_config(
-    config: Config, info: TargetInfo, *, form: str, dtype: str, trained_tokens: int | None, drafted: int = 4
+    config: Config, info: TargetInfo, *, form: str, dtype: str, trained_tokens: int | None, drafted: int
 ) -> Json:
     """A format's `config.json`.
 

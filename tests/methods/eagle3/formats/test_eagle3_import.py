@@ -96,6 +96,19 @@ def test_no_engine_keeps_sinks(export, form):
         export(form, window=16, sinks=4)
 
 
+def test_sglang_never_captures_the_last_layer(export):
+    export("speculators", layers=[1, 2, 5])
+    with pytest.raises(ConfigError, match=r"method.layers reads it \(5 of 0..5\); use format=speculators"):
+        export("flat", layers=[1, 2, 5])
+
+
+def test_a_server_drafts_no_more_than_was_trained(export):
+    folder = export("speculators", depths=2)[0]
+    methods = folder.config["speculators_config"]["proposal_methods"]
+    assert methods[0]["speculative_tokens"] == 2
+    assert '"num_speculative_tokens": 2' in (folder.path / "README.md").read_text()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_that_engines_need(export, form):
     config = export(form, window=9)[0].config

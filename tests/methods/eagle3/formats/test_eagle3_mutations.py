@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from longtrain.errors import ArtifactError
 from longtrain.methods.eagle3.formats import FORMATS
@@ -175,4 +178,56 @@ def test_embeddings_of_another_target(export):
     changed(folder, "speculators")
     folder.reseal()
     with pytest.raises(ArtifactError, match=r"embed_tokens.weight has other rows"):
+        FORMATS.verify(folder.path, None, None)
+
+
+@pytest.mark.parametrize("what", ["missing", "shape"])
+def test_embeddings_that_are_missing_or_of_another_shape(export, target, what):
+    folder, _, _ = export("speculators")
+    tensors = folder.tensors
+    embed_VE = tensors.pop("embed_tokens.weight")
+    folder.write(tensors=tensors if what == "missing" else {**tensors, "embed_tokens.weight": embed_VE[:50]})
+    folder.reseal()
+    said = {
+        "missing": "is missing, and a speculators",
+        "shape": r"float32 \(50, 48\); allowed: floats \(97, 48\)",
+    }
+    for with_target in (None, target):
+        with pytest.raises(ArtifactError, match=f"embed_tokens.weight {said[what]}"):
+            FORMATS.verify(folder.path, with_target, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("states_TN", lambda t: t[:-1], "states_TN is torch.float32"),
+        (
+            "logits_KRV",
+            lambda t: t[..., :-1],
+            "logits_KRV is torch.float32 .4, 4, 39.; allowed: .* .4, 4, 40.",
+        ),
+        ("mixed_KRHD", lambda t: t[:, :, 0], "mixed_KRHD is"),
+        ("tokens_KR", lambda t: t.float(), "tokens_KR is torch.float32"),
+        ("ids_T", lambda t: t + 97, "ids_T holds"),
+        ("rows_T", None, "lacks rows_T"),
+    ],
+)
+def test_damaged_golden_tensors(export, name, change, said):
+    folder, _, _ = export("speculators")
+    path = folder.path / "longtrain" / "golden.safetensors"
+    golden = load_file(path)
+    part = golden.pop(name)
+    save_file(golden if change is None else {**golden, name: change(part).contiguous()}, path)
+    folder.reseal()
+    with pytest.raises(ArtifactError, match=f"golden.safetensors:? {said}"):
+        FORMATS.verify(folder.path, None, None)
+
+
+def test_a_record_without_checksums_is_not_trusted(export):
+    folder, _, _ = export("flat")
+    path = folder.path / "longtrain" / "record.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
+    with pytest.raises(
+        ArtifactError, match=r"no checksum of config.json, model.safetensors, longtrain/golden"
+    ):
         FORMATS.verify(folder.path, None, None)
