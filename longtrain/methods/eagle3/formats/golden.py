@@ -98,7 +98,7 @@ class Proposals:
         return cls(**{name: tensors[name] for name in names})
 
     def misshapen(self, tensors: Mapping[str, Tensor], config: Config, info: TargetInfo) -> list[str]:
-        """What cannot be replayed: tensors of other shapes or kinds than this draft's, or tokens that are none.
+        """What cannot be replayed: tensors of other shapes than this draft's, or ids that are no tokens.
 
         Args:
             tensors: the module's state, as it was read from the folder.
@@ -128,7 +128,7 @@ class Proposals:
                 )
             elif name in whole and not bool(((found >= 0) & ((found < V) | (name == "rows_T"))).all()):
                 wrong.append(
-                    f"{GOLDEN}: {name} holds {int(found.min())} to {int(found.max())}, which are none"
+                    f"{GOLDEN}: {name} holds {int(found.min())} to {int(found.max())}, which are no ids"
                 )
         return wrong
 

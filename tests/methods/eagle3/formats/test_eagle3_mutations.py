@@ -190,7 +190,7 @@ def test_embeddings_that_are_missing_or_of_another_shape(export, target, what):
     folder.reseal()
     said = {
         "missing": "is missing, and a speculators",
-        "shape": r"float32 \(50, 48\); allowed: floats \(97, 48\)",
+        "shape": r"is torch.float32 \(50, 48\); allowed: floats \(97, 48\)",
     }
     for with_target in (None, target):
         with pytest.raises(ArtifactError, match=f"embed_tokens.weight {said[what]}"):
