@@ -175,9 +175,6 @@ class Artifact:
             ArtifactError: the golden outputs are not reproduced.
         """
         self.target.check(target.info)
-        formats = methods.get(self.method).formats
-        if isinstance(self.target, TargetSketch) and formats is not None:
-            formats.check(self.tensors, target.info)
         if verify and self.golden is not None:
             self.golden.verify(self._parts, target)
         return self._module(target)

@@ -126,8 +126,6 @@ class Formats:
         reads: folder -> whether it holds a module of this method.
         read: (folder, who trained it or None) -> the module; raises ArtifactError where it is damaged or does
             not say what was trained.
-        check: (tensors, the target's facts) -> None; raises TargetMismatchError where a module that was read
-            cannot serve the target.
         refuse: (format, config, the target's facts or None) -> None; raises ConfigError for what an engine
             that reads the format would drop silently. Without the facts it checks what the settings tell.
         write: (format, tensors, config, target, provenance, the folder's name) -> its files, by their path
@@ -140,7 +138,6 @@ class Formats:
     patterns: tuple[str, ...]
     reads: Callable[[Path], bool]
     read: Callable[[Path, str | None], Imported]
-    check: Callable[[Mapping[str, Tensor], TargetInfo], None]
     refuse: Callable[[str, Any, TargetInfo | None], None]
     write: Callable[[str, Mapping[str, Tensor], Any, Target, dict[str, Any], str], dict[str, bytes]]
     verify: Callable[[Path, Target | None, str | None], list[str]]

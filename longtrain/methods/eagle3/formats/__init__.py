@@ -18,6 +18,7 @@ from longtrain.methods.eagle3.formats.card import serving_card
 from longtrain.methods.eagle3.formats.golden import GOLDEN, RECORD, Proposals
 from longtrain.methods.eagle3.formats.names import (
     CONFIG,
+    IDS,
     INDEX,
     MODEL,
     NAMES,
@@ -26,8 +27,9 @@ from longtrain.methods.eagle3.formats.names import (
     format_of,
 )
 from longtrain.methods.eagle3.formats.read import read_folder
-from longtrain.methods.eagle3.formats.verify import check_target, fresh_norms, verify_folder
+from longtrain.methods.eagle3.formats.verify import fresh_norms, verify_folder
 from longtrain.methods.eagle3.formats.write import folder_config, folder_tensors, refuse
+from longtrain.methods.eagle3.vocabulary import check_vocabulary
 from longtrain.methods.spec import Formats
 
 if TYPE_CHECKING:
@@ -59,10 +61,10 @@ def format_files(
 
     Raises:
         ConfigError: an engine that reads this format would drop something silently.
-        TargetMismatchError: the vocabulary map is not of this target.
+        TargetMismatchError: the draft's vocabulary lacks a token that ends texts of the target.
     """
     refuse(form, config, target.info)
-    check_target(tensors, target.info)
+    check_vocabulary(tensors[IDS], target.info)
     own = tensors.get("embed_tokens.weight")
     embed_VE = target.model.model.embed_tokens.weight.detach() if own is None else own
     inner = folder_tensors(
@@ -115,7 +117,6 @@ FORMATS = Formats(
     patterns=(CONFIG, MODEL, INDEX, "model-*.safetensors", PICKLED, "longtrain/*"),
     reads=lambda folder: format_of(folder) is not None,
     read=read_folder,
-    check=check_target,
     refuse=refuse,
     write=format_files,
     verify=verify_folder,

@@ -30,10 +30,10 @@ from longtrain.methods.eagle3.formats.names import (
 from longtrain.methods.eagle3.formats.read import read_folder
 from longtrain.methods.eagle3.formats.sglang import sglang_problems
 from longtrain.methods.eagle3.formats.smoke import smoke
+from longtrain.methods.eagle3.vocabulary import lacking
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Imported
-    from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
 Json = dict[str, Any]
@@ -116,23 +116,6 @@ def unhealthy(tensors: Mapping[str, Tensor]) -> list[str]:
         elif wide.ndim == 2 and float(wide.std()) == 0:
             wrong.append(f"{name} holds one number everywhere")
     return wrong
-
-
-def check_target(tensors: Mapping[str, Tensor], info: TargetInfo) -> None:
-    """Refuse a draft that can never draft the end of a text.
-
-    Raises:
-        TargetMismatchError: its vocabulary holds none of the target's end tokens.
-    """
-    known = {*tensors[IDS].tolist()}
-    if info.eos_ids and not known & {*info.eos_ids}:
-        raise TargetMismatchError(
-            f"the draft's vocabulary of {len(known)} tokens holds none of {info.name}'s special tokens "
-            "that end a "
-            f"text ({', '.join(map(str, info.eos_ids))}); its map (d2t) is another tokenizer's, or was "
-            "made without "
-            "them"
-        )
 
 
 def _record(folder: Path) -> Json | None:
@@ -226,8 +209,8 @@ def _weight_names(folder: Path) -> list[str]:
 def _with_target(found: Imported, target: Target, embed_VE: Tensor | None, said: list[str]) -> list[str]:
     """Shapes, vocabulary and embeddings against a target, and the draft's agreement with it on text."""
     found.target.check(target.info)
-    check_target(found.tensors, target.info)
-    wrong = []
+    missing = lacking(found.tensors[IDS], target.info)
+    wrong = [missing] if missing else []
     mine_VE = target.model.model.embed_tokens.weight
     if embed_VE is not None and not found.config["own_embeddings"]:
         mine_VE = mine_VE.detach().cpu().float()

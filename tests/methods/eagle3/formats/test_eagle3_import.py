@@ -195,13 +195,18 @@ def test_another_target(export, target):
         Artifact.load(folder.path).build(random_target(few))
 
 
-def test_a_vocabulary_without_the_end_of_texts(export, target):
+def test_a_vocabulary_without_an_end_of_texts(export, target, caplog):
     folder, _, _ = export("flat")
-    other = random_target({**shape_of(target), "eos_token_id": 0})
-    known = {*Artifact.load(folder.path).tensors["draft_ids_K"].tolist()}
-    assert 0 not in known
-    with pytest.raises(TargetMismatchError, match=r"holds none of .*special tokens that end a text \(0\)"):
-        Artifact.load(folder.path).build(other)
+    other = random_target({**shape_of(target), "eos_token_id": [0, 1]})
+    artifact = Artifact.load(folder.path)
+    known = {*artifact.tensors["draft_ids_K"].tolist()}
+    assert 0 not in known and 1 in known, "one of the two is missing"
+    artifact.attach(other)
+    assert "lacks token 0, which ends texts of" in caplog.text
+    with pytest.raises(TargetMismatchError, match="lacks token 0, which ends texts of"):
+        FORMATS.write("flat", artifact.tensors, artifact.typed_config(), other, {}, "draft")
+    with pytest.raises(ArtifactError, match="lacks token 0, which ends texts of"):
+        FORMATS.verify(folder.path, other, None)
 
 
 def shape_of(target):
