@@ -110,6 +110,11 @@ def ready(
     Raises:
         ConflictError: such cycles cannot be captured, or an evictor needs prompts that were read.
     """
+    if parts.evictor is not None and not counts.read:
+        raise ConflictError(
+            f"a part of '{parts.name}' chooses among rows that were read, and rows are random here; pass "
+            "suite.fill=prompt"
+        )
     buffers = CaptureBuffers(target)
     draft = parts.draft if shape.widths else None
     room, batch = counts.room(shape), len(prompts)
@@ -129,11 +134,6 @@ def ready(
         )
         cache, step, tokens_BS, n_B = read.cache, read.step, read.tokens_BS, read.n_B
     else:
-        if parts.evictor is not None:
-            raise ConflictError(
-                f"a part of '{parts.name}' chooses among rows that were read, and rows are random here; pass "
-                "suite.fill=prompt"
-            )
         tokens_BS, n_B = pad(prompts, target.device)
         context, looking = len(prompts[0]), onlooker(draft)
         cache = new_cache(batch, context + room, shape.n_nodes)

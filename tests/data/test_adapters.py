@@ -32,6 +32,7 @@ ROWS = {
     "fewshot_arc": {"prompt": "Question. Answer. Question.", "chosen": "Right", "rejected": "Wrong"},
     "fewshot_hellaswag": {"prompt": "She sat down and", "chosen": "read.", "rejected": "flew."},
     "code_permissive": {"content": "x = 1", "license": "mit"},
+    "nemotron_sample": {"text": "A page."},
     "wikitext2": {"text": " = Robert Boulter = \n"},
     "c4": {"text": "A page.", "timestamp": "2019-04-24T02:17:53Z", "url": "http://a.b"},
     "pg19_test": {"text": "A book.", "short_book_title": "t", "publication_date": 1884},

@@ -93,7 +93,7 @@ def test_eviction_reaches_the_figures(target, text):
     later = build(target, text, first_windows=False)
     assert [row.id for row in later.tasks[0].rows] == [row.id for row in suite.tasks[0].rows][1:]
     assert any("left out" in note for note in later.summary({}).notes)
-    assert suite.needs == {"evictor"} and not suite.scale.higher_is_better
+    assert suite.needs == {"evictor", "selector"} and not suite.scale.higher_is_better
 
 
 def test_windows_and_texts_are_pinned_and_limits_are_told(target, text, tmp_path):

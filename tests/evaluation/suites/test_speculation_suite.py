@@ -101,7 +101,7 @@ def test_tasks_give_long_answers_to_long_prompts(target, data):
     assert contest.facets(next(contest.examples())) == {"length": 1024}
     notes = " ".join(suite.summary({}).notes)
     assert "answers of 12 tokens, the end of text ignored" in notes and "5 prompts of at most 400" in notes
-    assert suite.needs == {"draft", "evictor"}
+    assert suite.needs == {"draft", "evictor", "selector"}
 
 
 def test_figures_are_those_of_the_cycles(target, data, systems):
