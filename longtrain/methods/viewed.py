@@ -132,14 +132,14 @@ def _alike(drawn: Mapping[int, Drawn], spans: Sequence[tuple[int, int]]) -> list
 def _read(
     target: Target, ids_T: Tensor, spans: Sequence[tuple[int, int, int]], view: View, want: Want
 ) -> list[tuple[PackedStep, Seen]]:
-    """Documents of one view.
+    """What the target gives for documents that are read in the same view.
 
     Args:
         target: the frozen model.
         ids_T: the packed row.
         spans: each document's first row, the one past its last, and the first behind its prompt.
-        view: theirs.
-        want: what is wanted of them.
+        view: the evictor or the cache that all these documents are read with.
+        want: hidden states and K and V that are wanted of every document.
     """
     sizes = [(cut - a, b - cut) for a, b, cut in spans]
     prompts = [ids_T[a:cut].tolist() for a, _, cut in spans]
