@@ -54,6 +54,18 @@ class LastQueries:
             [k[b, start:stop].clone(memory_format=torch.contiguous_format) for b, start, stop in ends],
         )
 
+    def narrowed(self, window: int) -> LastQueries:
+        """The last `window` of these rows, of a window that is no smaller; it shares their memory."""
+        found = LastQueries([p + n for p, n in zip(self.prefix, self.rows, strict=True)], 0)
+        found.rows = [min(window, n) for n in self.rows]
+        found.prefix = [p + n - m for p, n, m in zip(self.prefix, self.rows, found.rows, strict=True)]
+        for layer, (q, k) in self._kept.items():
+            found._kept[layer] = (
+                [x[len(x) - n :] for x, n in zip(q, found.rows, strict=True)],
+                [x[len(x) - n :] for x, n in zip(k, found.rows, strict=True)],
+            )
+        return found
+
     def pieces(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         """Queries and keys prompt by prompt."""
         return self._kept[layer]

@@ -83,7 +83,7 @@ def test_the_cache_is_as_it_was_after_scoring():
         assert torch.equal(first, policy.scores(run))
 
 
-def laq_reference(target, prompt, *, plus):
+def laq_reference(target, prompt, *, second, softmax):
     """Kept rows and pseudo answer of LAQ, step by step with whole matrices."""
     eager, n = Eager(target), len(prompt)
     A_LHTT = eager.attention(prompt)
@@ -92,17 +92,23 @@ def laq_reference(target, prompt, *, plus):
     evicted = Evicted(target, first, n)
     tokens = evicted.answer(prompt, M)
     A_LHTT = evicted.looks([*prompt, *tokens])
-    if plus:
-        scores = group_mean(A_LHTT[:, :, n - WINDOW :, : n - WINDOW].mean(2), 2)
-        return top_with_window(scores, n, lambda _: TOKENS - WINDOW, WINDOW, kernel=7), tokens
-    return top_with_window(rows_on_prompt(A_LHTT, n, n), n, lambda _: TOKENS, 0, kernel=7), tokens
+    rows = A_LHTT[:, :, n - second :, :n]
+    if softmax == "shifted":  # row i stands where the prompt's N - i last row stands
+        count = rows.shape[2]
+        rows = rows.masked_fill(torch.ones(count, n).triu(n - count + 1).bool(), 0)
+    if softmax != "answer":  # a softmax over fewer keys: the same weights, made to sum to 1 again
+        rows = rows / rows.sum(-1, keepdim=True)
+    scores = group_mean(rows.mean(2), 2)
+    return top_with_window(scores, n, lambda _: TOKENS - second, second, kernel=7), tokens
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("plus", [False, True])
-def test_laq_scores_with_queries_of_the_evicted_copy(shape, plus, monkeypatch):
+@pytest.mark.parametrize("second", [0, 3, WINDOW])
+@pytest.mark.parametrize("softmax", ["answer", "prompt", "shifted"])
+def test_laq_scores_with_queries_of_the_evicted_copy(shape, second, softmax, monkeypatch):
     target = micro(shape)
-    policy = policies.get("laq", budget=Budget(TOKENS), window=WINDOW, n_tokens=M, plus=plus)
+    options = {"n_tokens": M, "second_window": second, "softmax": softmax}
+    policy = policies.get("laq", budget=Budget(TOKENS), window=WINDOW, **options)
     prompts = prompts_of(*MIXED)
     decoded = answers_of(monkeypatch, "decode")
     keep = policy.select(prefilled(target, prompts, policy))
@@ -110,9 +116,21 @@ def test_laq_scores_with_queries_of_the_evicted_copy(shape, plus, monkeypatch):
         if len(prompt) <= TOKENS:
             assert kept(keep, seq) == [[list(range(len(prompt)))] * 2] * 2
             continue
-        expected, tokens = laq_reference(target, prompt, plus=plus)
+        expected, tokens = laq_reference(target, prompt, second=second, softmax=softmax)
         assert decoded[0][seq] == tokens
         assert kept(keep, seq) == expected
+
+
+def test_laqs_softmaxes_keep_different_rows():
+    target, prompts = micro(), prompts_of(90, 80)
+    found = []
+    for softmax in ("answer", "prompt", "shifted"):
+        policy = policies.get("laq", budget=Budget(9), window=WINDOW, n_tokens=12, softmax=softmax)
+        found.append(policy.scores(prefilled(target, prompts, policy)))
+    totals = [scores[:, 0].sum(-1) for scores in found]
+    assert (totals[0] < 0.99).all()  # the pseudo rows' own keys have their share
+    torch.testing.assert_close(totals[1:], [torch.ones_like(totals[0])] * 2)
+    assert found[2][:, 0, :, 89].max() < found[1][:, 0, :, 89].max()
 
 
 def test_laq_decodes_another_answer_than_the_whole_cache(monkeypatch):
@@ -212,6 +230,8 @@ def test_an_answer_that_ends_at_once_is_one_row():
         ("oracle", {"n_tokens": 0}, "n_tokens"),
         ("speckv", {}, "evict.draft"),
         ("speckv", {"draft": "x", "reduction": "median"}, "reduction"),
+        ("laq", {"second_window": 33}, "second_window"),
+        ("laq", {"softmax": "rows"}, "softmax"),
         ("speckv", {"draft": "x", "window": 0}, "window"),
         ("speckv", {"draft": "x", "drafts": "y"}, "drafts"),
     ],
@@ -223,7 +243,7 @@ def test_bad_options_are_refused(name, options, word):
 
 def test_a_budget_below_the_window_is_refused():
     target = micro()
-    for name, options in (("laq", {}), ("laq", {"plus": True}), ("speckv", {"draft": micro(seed=2)})):
+    for name, options in (("laq", {}), ("laq", {"second_window": 8}), ("speckv", {"draft": micro(seed=2)})):
         policy = policies.get(name, budget=Budget(7), window=8, **options)
         with pytest.raises(ConfigError, match="budget"):
             policy.select(prefilled(target, prompts_of(40), policy))
