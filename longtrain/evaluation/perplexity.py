@@ -229,11 +229,32 @@ def foretold(
         Number of a window, number of the first of its scored tokens, and logits_TV in fp32 (fp64 for fp64)
         for this and the following ones.
     """
-    targets_BT, n_B = pad(scored, target.device)
     assert read.step.logits_BTV is not None
     wide = torch.promote_types(target.dtype, torch.float32)
     for row, logits_V in enumerate(read.step.logits_BTV[:, -1].to(wide)):
         yield row, 0, logits_V[None]
+    for at_B, m_B, hidden_BTE in told(target, read, scored, rows=rows, selector=selector):
+        for row, (at, count) in enumerate(zip(at_B.tolist(), m_B.tolist(), strict=True)):
+            if count:
+                yield row, at, target.head(hidden_BTE[row, :count]).to(wide)
+
+
+@torch.no_grad()
+def told(
+    target: Target,
+    read: Prefilled,
+    scored: Sequence[Sequence[int]],
+    *,
+    rows: int = ROWS,
+    selector: Selector | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Final hidden states at the tokens after the contexts, step by step; see `foretold`.
+
+    Yields:
+        at_B, numbers of the first scored tokens that the step's rows foretell, from 1 on; m_B, how many of
+        its rows count; hidden_BTE.
+    """
+    targets_BT, n_B = pad(scored, target.device)
     last, at_B = n_B - 1, torch.zeros_like(n_B)  # the last token is foretold, never given
     rows = min(rows, read.cache.step_limit() or rows)
     while bool((at_B < last).any()):
@@ -245,9 +266,7 @@ def foretold(
         ids_BT, pos_BT = targets_BT.gather(1, from_BT), (read.n_B + at_B)[:, None] + step_T
         given, want = Rows(pos_BT, ids_BT, n_B=m_B), Want("none", hidden=(-1,))
         step = given_step(target, read.cache, given, want=want, selector=selector)
-        for row, (at, count) in enumerate(zip(at_B.tolist(), m_B.tolist(), strict=True)):
-            if count:
-                yield row, at + 1, target.head(step.hidden[-1][row, :count]).to(wide)
+        yield at_B + 1, m_B, step.hidden[-1]
         at_B = at_B + m_B
 
 

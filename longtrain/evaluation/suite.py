@@ -17,6 +17,10 @@ Advance = Callable[[str, int], None]
 """Called with (what is running, how many are done since the last call)."""
 
 
+AGREEMENT = "agreement"
+"""Scale of suites that ask whether systems do as the full cache does."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """What a suite's figures are.
@@ -49,8 +53,9 @@ class Figure:
             each record is a yes or no; `change`: minus the full cache's over the same examples; `quotient`:
             the sum over that of the full cache.
         unit: `number`, `percent` (of a share) or `bytes`.
-        growth: whether a change is told as growth in percent, of figures that are logarithms.
-        plotted: whether it is drawn by context length.
+        growth: whether it is a logarithm, such as nats a token: told as its exponential, and a change as
+            growth in percent.
+        plotted: whether it is drawn by context length, or by position in a text.
     """
 
     name: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +85,30 @@ def numbers_of(record: Record) -> dict[str, float]:
         if found.get("repeated_tokens", 0) <= LOOPING * max(1, record.output_tokens):
             found |= {"fresh_tokens": found["cycle_tokens"], "fresh_cycles": found["cycles"]}
     return found | dict(record.measures or {})
+
+
+POSITION = "position"
+"""Facet of a stretch of a text: where it ends."""
+
+
+def stretches_of(record: Record) -> list[Record]:
+    """A record for each stretch of a text whose numbers are among the measures, as `NAME@END`; in order."""
+    found: dict[int, dict[str, float]] = {}
+    for key, value in (record.measures or {}).items():
+        name, at, end = key.partition("@")
+        if at:
+            found.setdefault(int(end), {})[name] = value
+    return [
+        replace(
+            record,
+            facets={POSITION: end},
+            turns=(),
+            cycles=None,
+            score=some.pop("score", None),
+            measures=some,
+        )
+        for end, some in sorted(found.items())
+    ]
 
 
 def kept_share(record: Record) -> float | None:

@@ -119,7 +119,8 @@ def _interval(figure: Figure, rows: Sequence[tuple[Numbers, ...]], draw: Bootstr
     if figure.kind == "wilson":
         return wilson(round(sum(above)), round(sum(below)))
     if figure.kind == "pooled":
-        return pooled_ratio((above, below), draw)
+        pooled = pooled_ratio((above, below), draw)
+        return pooled.through(math.exp) if figure.growth else pooled
     total = math.fsum(below)
     return Interval(math.fsum(above) / total, math.nan, math.nan, len(above)) if total else NOTHING
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.decoding.stats import Cycle
 from longtrain.evaluation.figures.acceptance import acceptance_of, position_edges, tau_of
 from longtrain.evaluation.figures.outcomes import (
+    POSITION,
     Numbers,
     Parting,
     Table,
@@ -22,6 +23,7 @@ from longtrain.evaluation.figures.outcomes import (
     numbers_of,
     parting,
     plain,
+    stretches_of,
 )
 from longtrain.evaluation.figures.readings import Pair, change_of, figures_of, reading_of
 from longtrain.evaluation.figures.statistics import (
@@ -137,6 +139,7 @@ class _Figures:
         self.full, self.strict, self.judge = full, strict, judge
         self.reading = reading_of(asdict(suite.scale))
         self.known: dict[int, Numbers] = {}
+        self.parts: dict[int, list[Record]] = {}
         self.longest = {task.name: task.max_new_tokens for task in suite.tasks if isinstance(task, Task)}
 
     def system(self, system: System, official: Mapping[str, float]) -> Json:
@@ -208,7 +211,7 @@ class _Figures:
 
     def _facets(self, strata: Sequence[Sequence[Record]]) -> list[Json]:
         """Figures by one facet at a time: the mean over the tasks that have it, and what is pooled."""
-        every = [record for some in strata for record in some]
+        every = [part for some in strata for record in some for part in (record, *self._stretches(record))]
         groups = _grouped(every, lambda record: record.facets.items())
         return [
             {"facet": facet, "value": value} | self._part(_by_task(groups[facet, value]))
@@ -276,10 +279,19 @@ class _Figures:
             self.known[id(record)] = numbers_of(record)
         return self.known[id(record)]
 
+    def _stretches(self, record: Record) -> list[Record]:
+        """Stretches of a record's text, which are made once."""
+        if id(record) not in self.parts:
+            self.parts[id(record)] = stretches_of(record)
+        return self.parts[id(record)]
+
     def _pairs(self, some: Sequence[Record], other: str) -> list[tuple[Record, Record]]:
-        """Records of a task with another system's of the same examples, where neither failed."""
-        there = {one.example: one for one in self.found[other].get(some[0].task, [])} if some else {}
-        pairs = [(record, there[record.example]) for record in some if record.example in there]
+        """Records of a task, or stretches of them, with another system's of the same examples, where neither
+        failed.
+        """
+        whole = self.found[other].get(some[0].task, []) if some else []
+        there = {_place(part): part for one in whole for part in (one, *self._stretches(one))}
+        pairs = [(record, there[_place(record)]) for record in some if _place(record) in there]
         return [(a, b) for a, b in pairs if not (a.failed or b.failed)]
 
     def _numbers_of_pairs(self, some: Sequence[Record], other: str) -> list[Pair]:
@@ -302,6 +314,11 @@ def verdict(difference: Interval) -> Json:
 def _rows(strata: Iterable[Sequence[Record]]) -> list[list[Cycle]]:
     """The cycles of every turn; empty where no draft ran."""
     return [row for some in strata for record in some for row in record.rows()]
+
+
+def _place(record: Record) -> tuple[str, Any]:
+    """The example, and the stretch of its text."""
+    return record.example, record.facets.get(POSITION)
 
 
 def _by_task(some: Iterable[Record]) -> list[list[Record]]:

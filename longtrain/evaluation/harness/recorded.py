@@ -16,7 +16,7 @@ from longtrain.errors import DataError, LongtrainError
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.harness.protocol import Protocol, json_hash
-from longtrain.evaluation.suite import Scale, Suite
+from longtrain.evaluation.suite import AGREEMENT, Scale, Suite
 from longtrain.evaluation.task import Task
 from longtrain.files import as_json, lock, write_files
 from longtrain.log import get_logger
@@ -111,6 +111,8 @@ def exempt(suite: Suite) -> str:
     """Why no score of a suite's full cache says anything; empty where one does."""
     if suite.scale.name == ACCEPTANCE:
         return "plain decoding gives one token a forward whatever the target, so there is nothing to compare"
+    if suite.scale.name == AGREEMENT:
+        return "the full cache agrees with itself whatever the target, so there is nothing to compare"
     if not suite.full_cache:
         return "the full cache is not run, so there is nothing to compare"
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.figures.outcomes import POSITION
 from longtrain.plots import label, lengths_axis, panels, plain, png, points
 from longtrain.tables import tokens
 
@@ -29,6 +30,7 @@ def pictures(results: Json, timings: Json | None = None) -> dict[str, bytes]:
         "needle.png": _needle(results),
         "overhead.png": _overhead(results, timings or {}),
         "figures.png": _figures(results),
+        "positions.png": _positions(results),
     }
     return {name: content for name, content in made.items() if content is not None}
 
@@ -147,11 +149,7 @@ def _figures(results: Json) -> bytes | None:
     """Figures beside the score by context length, where their suite wants them drawn."""
     drawn = [figure["name"] for figure in results["figures"] if figure["plotted"]]
     lines = {
-        (system["name"], name): [
-            (facet["value"], facet["figures"][name])
-            for facet in system["facets"]
-            if facet["facet"] == "length" and name in facet["figures"]
-        ]
+        (system["name"], name): _figure_by(system, "length", name)
         for system in results["systems"]
         for name in drawn
     }
@@ -166,6 +164,34 @@ def _figures(results: Json) -> bytes | None:
         lengths_axis(one, lengths)
         label(one, "context length, tokens", f"{name} (95% interval)")
     return png(figure)
+
+
+def _positions(results: Json) -> bytes | None:
+    """The score and figures beside it by position in a text: a row of panels for each budget."""
+    score, systems = results["scale"]["name"], results["systems"]
+    drawn = [score, *(figure["name"] for figure in results["figures"] if figure["plotted"])]
+    lines = {
+        (system["name"], name): _known(
+            _facet(system, POSITION, "score") if name == score else _figure_by(system, POSITION, name)
+        )
+        for system in systems
+        for name in drawn
+    }
+    places = sorted({place for found in lines.values() for place, _ in found})
+    if not places:
+        return None
+    budgets = sorted({one["budget"] for one in systems if one["budget"] is not None}, key=budget_rank)
+    rows: list[str | None] = [*budgets] or [None]
+    figure, axes = panels(len(rows) * len(drawn), columns=len(drawn))
+    for at, one in enumerate(axes):
+        budget, name = rows[at // len(drawn)], drawn[at % len(drawn)]
+        for system in systems:
+            if system["budget"] in (None, budget):
+                _line(one, lines[system["name"], name], system["family"])
+        lengths_axis(one, places)
+        title = "" if budget is None else f"budget {budget}"
+        label(one, "new tokens up to", f"{name} (95% interval)", title=title, legend=False)
+    return png(figure, legend=True)
 
 
 def _score(system: Json, task: str | None) -> Json | None:
@@ -183,6 +209,15 @@ def _length_of(results: Json, task: str) -> int | None:
 
 def _facet(system: Json, facet: str, key: str) -> Points:
     return [(one["value"], one[key]) for one in system["facets"] if one["facet"] == facet and one[key]]
+
+
+def _figure_by(system: Json, facet: str, name: str) -> Points:
+    """A figure beside the score by the values of a facet."""
+    return [
+        (one["value"], one["figures"][name])
+        for one in system["facets"]
+        if one["facet"] == facet and name in one["figures"]
+    ]
 
 
 def _known(found: Points) -> Points:

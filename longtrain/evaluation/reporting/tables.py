@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.figures.outcomes import POSITION
 from longtrain.evaluation.figures.statistics import LEAST
 from longtrain.tables import DASH, escaped, fixed, interval, markdown, percent, without_empty
 
@@ -271,6 +272,24 @@ def _facets(results: Json) -> list[str]:
                 rows = [[escaped(one), *(interval(found.get((one, v))) for v in values)] for one in own]
                 title = f"{name.capitalize()} by {escaped(facet)}"
                 parts.append(section(title, (["system", *map(str, values)], rows)))
+    return [*parts, *_by_position(results)]
+
+
+def _by_position(results: Json) -> list[str]:
+    """A table for each figure beside the score that is drawn: systems by position in a text."""
+    parts = []
+    for figure in results["figures"]:
+        found = {
+            (system["name"], one["value"]): _figure(figure, one["figures"].get(figure["name"]))
+            for system in results["systems"]
+            for one in system["facets"]
+            if one["facet"] == POSITION and figure["plotted"]
+        }
+        places = sorted({place for _, place in found})
+        own = dict.fromkeys(system for system, _ in found)
+        rows = [[escaped(one), *(found.get((one, place), DASH) for place in places)] for one in own]
+        title = f"{figure['name'].capitalize()} by {POSITION}"
+        parts.append(section(title, (["system", *map(str, places)], rows)))
     return parts
 
 

@@ -32,6 +32,7 @@ SUITES: dict[str, str] = {
     "perplexity": "longtrain.evaluation.suites.perplexity",
     "quantspec_quality": "longtrain.evaluation.suites.quantspec_quality",
     "retrieval": "longtrain.evaluation.suites.retrieval",
+    "generated": "longtrain.evaluation.suites.generated",
     "lm_eval": "longtrain.evaluation.suites.lm_eval",
 }
 """`suite.name` -> module."""

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.ranking import RECALLS
 from longtrain.errors import ConfigError
-from longtrain.evaluation.prompts import Encoded
-from longtrain.evaluation.records import Record, Turn, ids_sha256
-from longtrain.evaluation.suite import Figure, Scale, Suite, mean_summary
-from longtrain.evaluation.suites.continuation import texts_of
-from longtrain.evaluation.suites.eviction_prompts import (
+from longtrain.evaluation.eviction_prompts import (
     CONTINUE,
     QUOTED,
     TASKS,
@@ -27,6 +23,10 @@ from longtrain.evaluation.suites.eviction_prompts import (
     judge,
     make_prompts,
 )
+from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.records import Record, Turn, ids_sha256
+from longtrain.evaluation.suite import Figure, Scale, Suite, mean_summary
+from longtrain.evaluation.suites.continuation import texts_of
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Task
 from longtrain.methods import policies

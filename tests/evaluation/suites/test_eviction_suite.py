@@ -13,12 +13,12 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
+from longtrain.evaluation.eviction_prompts import Judged, Prompt, agreement, judge, make_prompts
 from longtrain.evaluation.harness.session import Session
 from longtrain.evaluation.harness.speed import SpeedTest
 from longtrain.evaluation.reporting.pictures import pictures
 from longtrain.evaluation.reporting.tables import table
 from longtrain.evaluation.suites import eviction
-from longtrain.evaluation.suites.eviction_prompts import Judged, Prompt, agreement, judge, make_prompts
 from longtrain.methods import policies
 from longtrain.methods.policies.oracle import ToldOracle
 from longtrain.systems import Builder
