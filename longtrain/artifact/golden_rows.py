@@ -26,7 +26,10 @@ FLOOR = -25.0
 
 @dataclass(frozen=True)
 class RowGolden(Golden):
-    """A prompt, the target's hidden states of it, and the scores that its last token gives the rows before.
+    """A prompt, what a selector reads of it, and the scores that its last token gives the rows before.
+
+    One that scores before the forward reads hidden states of the rows; one that is asked in each layer the
+    rows' keys and the last token's queries.
 
     Args:
         ids_T: the prompt, int64; the last token is the root of a step.
@@ -38,7 +41,7 @@ class RowGolden(Golden):
     who: ClassVar[str] = "selector"
     outputs: ClassVar[str] = "scores"
     own: ClassVar[tuple[str, ...]] = ("ids_T", "scores_XS")
-    pattern: ClassVar[str] = r"hidden_-?\d+"
+    pattern: ClassVar[str] = r"hidden_-?\d+|[kq]_\d+"
 
     @classmethod
     def record(cls, attach: Attach, target: Target, *, tokens: int) -> Self:
@@ -53,7 +56,8 @@ class RowGolden(Golden):
     @classmethod
     def _made_of(cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str) -> Self:
         ids_T, scores_XS = own.values()
-        lengths = {len(tensor) for tensor in inputs.values()} | {scores_XS.shape[-1]}
+        rows = {len(tensor) for name, tensor in inputs.items() if name[0] != "q"}
+        lengths = rows | {scores_XS.shape[-1]}
         if ids_T.dim() != 1 or lengths != {len(ids_T) - 1} or scores_XS.dim() != 2:
             raise cls._unfitting(prompt=tuple(ids_T.shape), scores=tuple(scores_XS.shape))
         return cls(inputs, dtype, ids_T, scores_XS)
@@ -79,36 +83,53 @@ class RowGolden(Golden):
 
 def _selector(attach: Attach, target: Any) -> Selector:
     selector = attach(target).selector
-    if selector is None or selector.table_LG is None:
+    if selector is None:
         raise ArtifactError("golden scores of rows need a method that brings a selector; this one does not")
     return selector
 
 
 @torch.no_grad()
 def _native(selector: Selector, target: Target, ids_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scores with the target at hand, and the hidden states that it gave, on the CPU."""
-    ids_BS = ids_T[None, :-1].to(target.device)
+    """Scores with the target at hand, and what it gave for them, on the CPU."""
+    S, inputs = len(ids_T) - 1, {}
+
+    def look(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+        if selector.table_LG is None:
+            inputs[f"k_{layer}"] = k_BGTD[0, :, :S].transpose(0, 1)
+            inputs[f"q_{layer}"] = q_BHTD[0, :, S:].transpose(0, 1)
+
     want = Want("none", hidden=selector.want.hidden)
-    pos_BS = torch.arange(ids_BS.shape[1], device=target.device)[None]
-    cache = target.new_cache(1, ids_BS.shape[1], 0)
-    hidden = target.forward(Rows(pos_BS, ids_BS), cache, want=want).hidden
-    inputs = {f"hidden_{layer}": state[0].cpu().contiguous() for layer, state in hidden.items()}
+    ids_BT = ids_T[None].to(target.device)
+    pos_BT = torch.arange(S + 1, device=target.device)[None]
+    step = target.forward(Rows(pos_BT, ids_BT), target.new_cache(1, S + 1, 0), want=want, watch=look)
+    inputs |= {f"hidden_{layer}": state[0, :S] for layer, state in step.hidden.items()}
+    inputs = {name: tensor.cpu().contiguous() for name, tensor in inputs.items()}
     return _scores(selector, target, ids_T, inputs), inputs
 
 
 @torch.no_grad()
 def _scores(selector: Selector, target: Target, ids_T: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Scores of the prompt's rows in fp32, on the CPU, on these hidden states."""
+    """Scores of the prompt's rows in fp32, on the CPU, on what the target gave."""
     device, S = target.device, len(ids_T) - 1
     store = target.new_cache(1, S, 1)
     store.rewind([S])
-    names = {layer: f"hidden_{layer}" for layer in selector.want.hidden}
-    if missing := [name for name in names.values() if name not in inputs]:
+    ahead, dtype = selector.table_LG is not None, getattr(selector, "dtype", target.dtype)
+    layers = [] if ahead else [*range(target.info.n_layers)]
+    wanted = [f"hidden_{layer}" for layer in selector.want.hidden]
+    wanted += [f"{kind}_{layer}" for layer in layers for kind in "kq"]
+    if missing := [name for name in wanted if name not in inputs]:
         raise ArtifactError(f"the selector reads {missing[0]}, which it was not exported with; export again")
-    dtype = getattr(selector, "dtype", target.dtype)
-    hidden = {layer: inputs[name][None].to(device, dtype) for layer, name in names.items()}
-    ids_BT = ids_T[None].to(device)
-    selector.start(
-        ids_BT[:, :-1], torch.tensor([S], device=device), TargetStep(None, hidden), SelectedCache(store)
-    )
-    return selector.ahead(ids_BT[:, -1])[0, :, :S].float().clamp_min(FLOOR).cpu()
+    given = {name: inputs[name].to(device, dtype) for name in wanted}
+    for layer in layers:
+        store.k_LBGSD[layer, 0, :, :S] = given[f"k_{layer}"].transpose(0, 1)
+    hidden = {layer: given[f"hidden_{layer}"][None] for layer in selector.want.hidden}
+    ids_BT, cache = ids_T[None].to(device), SelectedCache(store)
+    n_B = torch.tensor([S], device=device)
+    selector.start(ids_BT[:, :-1], n_B, TargetStep(None, hidden), cache)
+    if ahead:
+        scores_BXS = selector.ahead(ids_BT[:, -1])
+    else:
+        roots = [given[f"q_{layer}"].transpose(0, 1)[None] for layer in layers]
+        found = [selector.at_layer(n, q_BHTD, cache.keys(n), cache.len_B) for n, q_BHTD in enumerate(roots)]
+        scores_BXS = torch.cat(found, 1)
+    return scores_BXS[0, :, :S].float().clamp_min(FLOOR).cpu()

@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from longtrain.methods.feature_layers import feature_layers
-from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, check, wrong
+from longtrain.methods.set_learning import SetLearning
+from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, wrong
 
-BLOCK_BYTES = 256 << 20
-"""Bytes of the scores of one block of query rows in fp32; several such tensors exist at once."""
-KEY_ROWS = 8192
-"""Rows of a packed row whose keys are computed at once."""
 SHIFTED, EMBEDDING, LAGGED = "shifted", "embedding", "lagged"
 
 
 @dataclass
-class Config:
+class Config(SetLearning):
     """A retrieval head and how it is trained (SpeContext, arXiv 2512.00722, §4; its training is ours)."""
 
     variant: Annotated[str, OneOf(SHIFTED, EMBEDDING, LAGGED)] = SHIFTED  # what a token's row is made of:
@@ -34,12 +31,6 @@ class Config:
     row: Annotated[str, OneOf("token", "feature")] = "token"  # the target's row that a row of the head stands
     # for: that of its token, or that of its feature, one before (a draft's rows say neither)
     conv: Count = 4  # embedding: embeddings that a row is mixed of, its own the last
-    pool: Annotated[str, OneOf("max", "mean")] = "max"  # teacher: over the query heads of a KV head
-    queries: Count = 128  # sampled query rows of a document
-    sinks: CountOrZero = 4  # first rows that nothing is learned of, at most an eighth: they are always read
-    window: CountOrZero = 64  # last rows likewise, at most half
-    recall_weight: NotNegative = 0.0  # of 1 - the soft share of the teacher's mass in a set
-    recall_rows: Count = 512  # rows of that set, and of the figures, sinks and window included
     n_heads: CountOrZero = 0  # query heads; 0: the target's
     n_kv_heads: CountOrZero = 0  # KV heads; 0: the target's
     head_dim: CountOrZero = 0  # size of a head; 0: the target's
@@ -52,15 +43,9 @@ class Config:
     # paper does: {rope_type: yarn, rope_theta: 10000.0, factor: 64.0, original_max_position_embeddings: 2048}
 
     def __post_init__(self) -> None:
-        check(self, "method")
+        super().__post_init__()
         if self.layers is not None and self.variant != SHIFTED:
             raise wrong("method.layers", self.layers, f"null where method.variant={self.variant}")
-        if self.recall_rows <= self.sinks + self.window:
-            raise wrong(
-                "method.recall_rows",
-                self.recall_rows,
-                f"more than sinks and window, {self.sinks + self.window}",
-            )
 
 
 def hidden_of(config: Config, n_layers: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import PackedRow, StepCost
-from longtrain.methods.specontext.config import BLOCK_BYTES, EMBEDDING, KEY_ROWS, Config, hidden_of
+from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
+from longtrain.methods.specontext.config import EMBEDDING, Config, hidden_of
 
 BLOCKS = 12
 """Tensors as large as a block of scores that exist at once: teacher's, student's, and gradients."""

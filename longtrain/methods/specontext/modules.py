@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.layers import RMSNorm, apply_rope
+from longtrain.methods.set_objective import SetScorer
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, group_of, hidden_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 
-class RetrievalHead(nn.Module):
+class RetrievalHead(SetScorer):
     """Trainable tensors, under the names of the draft's layer, and the table of sets.
 
     The row of token s holds the embedding of token s and what the target left at token s - 1:
@@ -41,7 +42,6 @@ class RetrievalHead(nn.Module):
         enter is not said there.
     """
 
-    table_LG: Tensor
     evidence_LGX: Tensor
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
@@ -95,11 +95,6 @@ class RetrievalHead(nn.Module):
         """How much of each KV head's attention each set held, over training; `table_LG` follows from it."""
         self.register_load_state_dict_post_hook(_loaded)
 
-    @property
-    def n_sets(self) -> int:
-        """Sets of a sequence: of each group of layers one a KV head."""
-        return self.sets * self.heads[1]
-
     @torch.no_grad()
     def remap(self) -> None:
         """Each KV head reads the set that held most of its attention so far."""
@@ -134,33 +129,6 @@ class RetrievalHead(nn.Module):
         """Turned keys [..., G, D], or [..., X * G, D] where each group has its own."""
         k = self.k_proj(entry).unflatten(-1, (-1, self.dim))
         return apply_rope(k if self.k_norm is None else self.k_norm(k), rope)
-
-
-def log_scores(head: RetrievalHead, q_RHD: Tensor, k_SGD: Tensor, visible_RS: Tensor) -> Tensor:
-    """Scores of rows: of each KV head the highest log-weight among its query heads.
-
-    Weights are those of a softmax over the visible rows; heads can be compared only after it. Products run in
-    the tensors' own dtype, the rest in fp32 or wider.
-
-    Args:
-        head: says which keys belong to which queries.
-        q_RHD: query rows, [..., R, X * H, D].
-        k_SGD: keys, [..., S, G, D] or [..., S, X * G, D].
-        visible_RS: bool, [..., R, S]; which rows each query may be compared with.
-
-    Returns: scores_XRS, [..., X * G, R, S]; -inf where not visible.
-
-    Source: SpeContext §4.3 (MHA, GQA and MQA are one rule).
-    """
-    (heads, groups), keys = head.heads, head.key_sets
-    q = q_RHD.unflatten(-2, (keys, head.sets // keys, groups, heads // groups))
-    q = q.movedim(-6, -2).movedim(-5, -4)  # ... keys, G, groups that share them, heads of each, R, D
-    k = k_SGD.unflatten(-2, (keys, groups)).movedim(-4, -2)  # ... keys, G, S, D
-    score = (q.flatten(-4, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-4:-1])
-    score = score.to(torch.promote_types(score.dtype, torch.float32)) * head.dim**-0.5
-    score = score.masked_fill(~visible_RS[..., None, None, None, None, :, :], -torch.inf)
-    log_weight = score - score.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
-    return log_weight.amax(-3).movedim(-3, -4).flatten(-5, -3)
 
 
 def _loaded(module: nn.Module, _incompatible: object) -> None:

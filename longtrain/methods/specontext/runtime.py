@@ -19,10 +19,11 @@ from longtrain.cache.arena import rounded_slots
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.room import check_room
 from longtrain.cache.selected import SelectedCache
+from longtrain.decoding.retrieval.scores import log_scores
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConflictError
 from longtrain.methods.rope import rope_of
-from longtrain.methods.specontext.modules import RetrievalHead, log_scores
+from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class RetrievalSelector(Selector):
         q_BRHD = self.head.query(entry, self._rope(cache.len_B[:, None]))
         seen_BS = torch.arange(cache.used, device=root_B.device) < cache.len_B[:, None] - shift
         k_BSGD = k_BSGD[:, shift : cache.used + shift]
-        return log_scores(self.head, q_BRHD, k_BSGD, seen_BS[:, None])[:, :, 0]
+        sets, groups = self.head.sets, self.head.heads[1]
+        return log_scores(q_BRHD, k_BSGD, seen_BS[:, None], sets=sets, groups=groups)[:, :, 0]
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Keys of the accepted nodes, and what the next row is made of.

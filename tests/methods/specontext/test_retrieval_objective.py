@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from longtrain.data.rows.batch import Batch
-from longtrain.methods.specontext import objective as objectives
+from longtrain.methods import set_objective as objectives
+from longtrain.methods.query_rows import draw, far
 from longtrain.methods.specontext.config import Config
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective
-from longtrain.methods.specontext.rows import draw, far
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import Want
 
@@ -53,7 +53,7 @@ def by_hand(head, target, config, batch):
             watch=lambda layer, q, k, v, seen=seen: seen.update({layer: (q[0], k[0])}),
         )  # fmt: skip
         alone = Batch(ids, (0, n), batch.loss_mask_T[one.start : one.stop], seed=0, tokens_in_step=1)
-        row = objectives._Row(alone, step.hidden, [])
+        row = objectives.ReadRow(alone, step.hidden, [])
         entry = objective._entry(row, torch.arange(n))
         rope = objective.rope(torch.arange(n))
         q_all, k_all = head.query(entry, rope), head.key(entry, rope)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
-    from longtrain.methods.specontext.config import Config
+    from longtrain.methods.set_learning import SetLearning
 
 
 LEAST = 4
@@ -39,7 +39,7 @@ class Queries:
     labels: int
 
 
-def draw(config: Config, batch: Batch) -> list[Queries]:
+def draw(config: SetLearning, batch: Batch) -> list[Queries]:
     """Query rows of every document with labels that is long enough, evenly spread over the log of positions.
 
     They begin where there are twice as many rows as are read in any case, or in short documents with their
@@ -62,7 +62,7 @@ def draw(config: Config, batch: Batch) -> list[Queries]:
     return found
 
 
-def far(config: Config, at_R: Tensor, rows: int) -> Tensor:
+def far(config: SetLearning, at_R: Tensor, rows: int) -> Tensor:
     """bool_RS: rows that are not read in any case, for query rows at these positions; each has some.
 
     Args:

@@ -1,0 +1,15 @@
+"""Hyperparameters of the indexer. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longtrain.methods.set_learning import SetLearning
+from longtrain.settings import Count
+
+
+@dataclass
+class Config(SetLearning):
+    """A low-dimensional indexer and how it is trained (RTPurbo, arXiv 2605.16928)."""
+
+    dims: Count = 16  # size of a query head's and of a KV head's index (the paper's, of heads of 128)

@@ -1,0 +1,37 @@
+"""What a training step of an indexer takes beside the target's pass: arithmetic.
+
+The counts follow `methods.set_objective` and `chunked`; none has been compared with a measurement yet.
+"""
+
+from __future__ import annotations
+
+from longtrain.costs.model import Sizes
+from longtrain.costs.training import PackedRow, StepCost
+from longtrain.methods.indexer.config import Config
+from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
+
+BLOCKS = 12
+"""Tensors as large as a block of scores that exist at once: teacher's, student's, and gradients."""
+
+
+def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
+    """Index keys of all rows without a gradient, blocks of query rows, and keys once more.
+
+    The target's keys of all layers stay. A block of queries is compared with every key of its document, in
+    each layer by the target's dimensions and by the index's.
+    """
+    heads, kv_heads = size.n_layers * size.n_heads, size.n_layers * size.n_kv_heads
+    rows, T, D, dims = config.queries * row.documents, row.tokens, size.head_dim, config.dims
+    block = min(BLOCK_BYTES, 4 * heads * row.attended * config.queries)
+    made = min(KEY_ROWS, T) * kv_heads * (D + 3 * dims) * itemsize
+    compared = 2 * row.attended * heads * (3 * dims + D)
+    return StepCost(
+        inputs=T * kv_heads * D * itemsize,
+        module=T * kv_heads * dims * (itemsize + 4) + BLOCKS * block + made,
+        flops=2 * D * dims * (4 * kv_heads * T + 3 * heads * rows) + rows * compared,
+        chunk=min(KEY_ROWS, T),
+        backward=made,
+        attention_flops=rows * compared,
+        moved=rows * 4 * row.attended * (BLOCKS + 3) * heads,
+        chunked=True,
+    )

@@ -1,0 +1,97 @@
+"""The indexer at work: index keys of every committed row, and scores within each layer.
+
+Shapes: L layers, B batch, T rows of a step, S slots, P rows of a path, H query heads, G KV heads, D head dim,
+I index dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.room import check_room
+from longtrain.decoding.retrieval.scores import log_scores
+from longtrain.decoding.retrieval.selector import Selector
+from longtrain.errors import ConflictError
+
+if TYPE_CHECKING:
+    from longtrain.cache.base import KVCache
+    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.selected import SelectedCache
+    from longtrain.decoding.roles import TokenTree, Verdict
+    from longtrain.methods.indexer.modules import Indexer
+    from longtrain.targets.step import TargetStep
+
+
+class IndexerSelector(Selector):
+    """Scores a layer's rows with an indexer (`decoding.retrieval.selector.Selector`).
+
+    Args:
+        module: the indexer, in the target's dtype and on its device.
+        budget: see `Selector`.
+    """
+
+    name = "indexer"
+
+    def __init__(self, module: Indexer, budget: ReadBudget) -> None:
+        super().__init__(budget)
+        self.module = module
+        self.k_LBSGI: Tensor | None = None
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """Index the prompts' keys."""
+        super().start(tokens_BS, n_B, step, cache)
+        weight, (B, S) = self.module.k_proj, tokens_BS.shape
+        L, G, _, dims = weight.shape
+        slots = S + cache.rows_left()
+        self.k_LBSGI = None  # before the memory of the next is taken
+        needed = L * B * slots * G * dims * weight.itemsize
+        check_room(needed, weight.device, what="the keys of an indexer", batch=B, tokens=slots)
+        self.k_LBSGI = weight.new_zeros(L, B, slots, G, dims)
+        self._index(torch.arange(S, device=tokens_BS.device).expand(B, -1))
+
+    def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
+        """See `Selector`: log-weights of the root's index query."""
+        k_LBSGI, _ = self._state()
+        (G, S), one = k_BGSD.shape[1:3], slice(layer, layer + 1)
+        q_BHI = self.module.query(q_BHTD[:, :, 0].transpose(0, 1)[None], one)
+        seen_BS = torch.arange(S, device=len_B.device) < len_B[:, None]
+        scores_BGRS = log_scores(q_BHI[:, None], k_LBSGI[layer, :, :S], seen_BS[:, None], sets=1, groups=G)
+        return scores_BGRS[:, :, 0]
+
+    def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
+        """Index the keys of the accepted nodes; slots beyond the length are written over in their turn."""
+        _, cache = self._state()
+        first_B = cache.len_B - verdict.n_B
+        path_P = torch.arange(verdict.path_BP.shape[1], device=first_B.device)
+        self._index(first_B[:, None] + path_P)
+
+    @torch.no_grad()
+    def _index(self, slot_BP: Tensor) -> None:
+        """Index keys of these slots in every layer."""
+        k_LBSGI, cache = self._state()
+        row_B1 = torch.arange(len(slot_BP), device=slot_BP.device)[:, None]
+        for layer, k_BSGI in enumerate(k_LBSGI):
+            k_BPGD = cache.keys(layer)[row_B1, :, slot_BP]
+            found = self.module.key(k_BPGD.flatten(0, 1).transpose(0, 1)[None], slice(layer, layer + 1))
+            k_BSGI[row_B1, slot_BP] = found.unflatten(0, slot_BP.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its index."""
+        return self.module.k_proj.dtype
+
+    def bytes(self) -> int:
+        """Bytes of the index."""
+        return 0 if self.k_LBSGI is None else self.k_LBSGI.nbytes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The index."""
+        return () if self.k_LBSGI is None else (self.k_LBSGI,)
+
+    def _state(self) -> tuple[Tensor, SelectedCache]:
+        if self.k_LBSGI is None or self.cache is None:
+            raise ConflictError("an indexer was asked before start(); run it through Engine.generate")
+        return self.k_LBSGI, self.cache

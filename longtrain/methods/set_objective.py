@@ -1,0 +1,195 @@
+"""What modules that choose rows learn: where the target's attention goes beyond what is read in any case.
+
+Shapes: T tokens of a packed row, S rows of a document, R query rows, X sets, L layers, H query heads, G KV
+heads, D head dim, E hidden dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from longtrain.chunked import SharedRows, chunked_sum
+from longtrain.data.rows import packed_rows
+from longtrain.decoding.retrieval.scores import log_scores
+from longtrain.methods.attention_teacher import Teacher, share_held, soft_share
+from longtrain.methods.query_rows import Queries, draw, far
+from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
+from longtrain.methods.spec import Loss, Objective
+from longtrain.targets.step import Want
+
+if TYPE_CHECKING:
+    from longtrain.data.rows.batch import Batch
+    from longtrain.methods.set_learning import SetLearning
+    from longtrain.targets.model import Target
+
+FIGURES = ("recall", "recall_oracle", "recall_window")
+
+
+class SetScorer(nn.Module):
+    """A module whose queries and keys score rows (`log_scores`)."""
+
+    sets: int
+    """Groups of layers, each with sets of its own."""
+    heads: tuple[int, int]
+    """Query heads and KV heads of such a group."""
+    table_LG: Tensor
+    """The set that each KV head of the target reads."""
+
+    @property
+    def n_sets(self) -> int:
+        """Sets of a sequence: of each group of layers one a KV head."""
+        return self.sets * self.heads[1]
+
+
+@dataclass
+class ReadRow:
+    """A batch and what the target said about it.
+
+    `q_LHRD` are its queries at the query rows of all documents, one document after another.
+    """
+
+    batch: Batch
+    hidden: dict[int, Tensor]
+    queries: list[Queries]
+    k_LGTD: dict[int, Tensor] = field(default_factory=dict)
+    q_LHRD: dict[int, Tensor] = field(default_factory=dict)
+
+
+class SetObjective(Objective):
+    """KL of a module's weights from the target's attention, sampled query rows, sets and KV heads.
+
+    The teacher of a set is the mean over the layers' KV heads that read it: the target's attention of the
+    query row, without the rows that are read in any case, made to sum to one, the highest (or mean) of a KV
+    head's query heads. The student are the scores that choose, over the same rows. A document's loss is the
+    mean over its query rows and over sets, times its labels. Subclasses say what queries and keys are
+    made of.
+
+    Args:
+        module: scores rows.
+        target: frozen.
+        config: hyperparameters.
+
+    Note: KL to a mean over layers differs from the mean of KLs by what does not depend on the module.
+    """
+
+    module: SetScorer
+    target: Target
+    hidden: tuple[int, ...] = ()
+    """The target's outputs that are wanted."""
+    shift = 0
+    """A row of the target is scored by the key so many rows behind it."""
+
+    def __init__(self, module: SetScorer, target: Target, config: SetLearning) -> None:
+        super().__init__()
+        self.module, self.target, self.learning = module, target, config
+
+    def queries(self, row: ReadRow, at_R: Tensor, drawn: slice) -> Tensor:
+        """The module's queries q_RHD, [R, X * H, D].
+
+        Args:
+            row: what the target said.
+            at_R: the query rows, counted from the packed row's first.
+            drawn: which they are among those that were drawn.
+        """
+        raise NotImplementedError
+
+    def keys(self, row: ReadRow, start: int, stop: int) -> Tensor:
+        """The module's keys of packed rows start..stop, [stop - start, G or X * G, D]."""
+        raise NotImplementedError
+
+    def learned(self, teacher: Teacher, law_XRS: Tensor, rows: int) -> None:
+        """While training, after some query rows: the log-weights of far rows, of which so many are chosen."""
+
+    def forward(self, batch: Batch) -> Loss:
+        """The sum over documents.
+
+        Figures: `loss`; `recall`, the share of the far attention in the module's sets of `recall_rows` rows;
+        `recall_oracle`, that in the teacher's own sets; `recall_window`, that in the last rows.
+        """
+        row = self._read(batch)
+        tokens = sum(one.labels for one in row.queries)
+        device, T = batch.ids_T.device, len(batch.ids_T)
+        sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=device)
+        blocks = self._blocks(row.queries)
+
+        def step(i: int, k_TGD: Tensor) -> Tensor:
+            doc, start, stop = blocks[i]
+            return self._block(row, doc, start, stop, k_TGD, sums)
+
+        edges = [*range(0, T, KEY_ROWS), T]
+        shared = SharedRows(lambda b: (self.keys(row, *edges[b : b + 2]),), len(edges) - 1)
+        total = chunked_sum(step, len(blocks), self.module.parameters(), shared=shared)
+        *held, rows = sums
+        figures = {"loss": (total.detach(), torch.full((), tokens, device=device))}
+        figures |= {name: (value, rows) for name, value in zip(FIGURES, held, strict=True)}
+        labels = int((batch.loss_mask_T if batch.host_mask_T is None else batch.host_mask_T).sum())
+        return Loss(total, labels, figures)
+
+    @torch.no_grad()
+    def _read(self, batch: Batch) -> ReadRow:
+        """Draw query rows and run the target over the packed row, keeping its keys and those queries."""
+        row = ReadRow(batch, {}, draw(self.learning, batch))
+        at_R = torch.cat([one.start + one.at_R for one in row.queries] or [torch.zeros(0).long()])
+        at_R = at_R.to(batch.ids_T.device, non_blocking=True)
+
+        def watch(layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
+            row.q_LHRD[layer], row.k_LGTD[layer] = q_BHTD[0][:, at_R], k_BGTD[0]
+
+        pos_T = packed_rows.positions(batch.bounds).to(batch.ids_T.device, non_blocking=True)
+        want = Want("none", hidden=self.hidden)
+        row.hidden = self.target.packed(batch.ids_T, pos_T, batch.bounds, want, watch=watch).hidden
+        return row
+
+    def _blocks(self, queries: list[Queries]) -> list[tuple[int, int, int]]:
+        """(document, first query row, end) of blocks whose scores have a bounded size."""
+        heads = self.module.sets * self.module.heads[0]
+        found = []
+        for doc, one in enumerate(queries):
+            size = max(1, BLOCK_BYTES // (4 * heads * (one.stop - one.start)))
+            rows = len(one.at_R)
+            found += [(doc, at, min(at + size, rows)) for at in range(0, rows, size)]
+        return found
+
+    def _block(self, row: ReadRow, doc: int, start: int, stop: int, k_TGD: Tensor, sums: Tensor) -> Tensor:
+        """The loss of some query rows of a document."""
+        one, config, module = row.queries[doc], self.learning, self.module
+        device = k_TGD.device
+        at_R = one.at_R[start:stop].to(device, non_blocking=True)
+        before = sum(len(other.at_R) for other in row.queries[:doc])
+        drawn = slice(before + start, before + stop)
+        slot_S = torch.arange(one.stop - one.start, device=device)
+        past_RS, far_RS = slot_S < at_R[:, None], far(config, at_R, one.stop - one.start)
+        teacher = Teacher(
+            {layer: q_HRD[:, drawn] for layer, q_HRD in row.q_LHRD.items()},
+            {layer: k_GTD[:, one.start : one.stop] for layer, k_GTD in row.k_LGTD.items()},
+            at_R,
+            far_RS,
+            mean=config.pool == "mean",
+        )
+        mass_XRS, members_X = teacher.sets(module.table_LG, module.n_sets)
+        q_RHD = self.queries(row, one.start + at_R, drawn)
+        k_SGD = k_TGD[one.start : one.stop].roll(-self.shift, 0)
+        past_RS = slot_S < at_R[:, None] - self.shift
+        score_XRS = log_scores(q_RHD, k_SGD, past_RS, sets=module.sets, groups=module.heads[1])
+        law_XRS = score_XRS.masked_fill(~far_RS, -torch.inf).log_softmax(-1)
+        cross_XR = -(mass_XRS * law_XRS.masked_fill(~far_RS, 0.0)).sum(-1)
+        own_XR = -torch.special.entr(mass_XRS).sum(-1)
+        loss_XR = cross_XR + own_XR
+        budget = config.recall_rows - config.sinks - config.window
+        if config.recall_weight:
+            loss_XR = loss_XR + config.recall_weight * (1 - soft_share(mass_XRS, law_XRS, far_RS, budget))
+        used_X = members_X > 0
+        with torch.no_grad():
+            chosen = law_XRS[used_X]
+            latest = slot_S.to(chosen.dtype).expand_as(chosen).masked_fill(~far_RS, -torch.inf)
+            for i, order in enumerate((chosen, mass_XRS[used_X].masked_fill(~far_RS, -1.0), latest)):
+                sums[i] += share_held(mass_XRS[used_X], order, budget).mean(0).sum()
+            sums[-1] += len(at_R)
+            if module.training:
+                self.learned(teacher, law_XRS, budget)
+        weight = one.labels / len(one.at_R)
+        return weight * loss_XR[used_X].mean(0).sum()
