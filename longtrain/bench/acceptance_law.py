@@ -167,10 +167,8 @@ class GivenAcceptance:
         """The next cycle's verdict; the token after the path is that of the real one."""
         n_B = self.n_CB.index_select(0, self.at)[0]
         self.at.add_(1).remainder_(len(self.n_CB))
-        if most_B is not None:
-            n_B = n_B.minimum(most_B)
         path_BP = self._path(tree) * (self.slot_P < n_B[:, None])
-        return Verdict(path_BP, n_B, verdict.next_B)
+        return Verdict(path_BP, n_B if most_B is None else n_B.minimum(most_B), verdict.next_B)
 
     def _path(self, tree: TokenTree) -> Tensor:
         """A whole path from the root to the last level; int64_BP."""

@@ -234,7 +234,7 @@ def whole(phases: Phases, counts: CycleCounts) -> Row:
             idle.append(Stopwatch(device))
             transfer.send(phases.news_BX)
             for emitted in transfer.arrived(rest=i == count - 1):
-                tokens += sum(map(len, emitted))
+                tokens += sum(len(one.tokens) for one in emitted)
         return tokens
 
     go(counts.warmup)

@@ -21,6 +21,7 @@ from torch import Tensor
 from longtrain.cache.arena import ArenaCache, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
+from longtrain.decoding.output import Emitted
 from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.roles import TreeShape
 
@@ -287,10 +288,10 @@ class TokenTransfer:
 
         self._sent.append(read)
 
-    def arrived(self, *, rest: bool) -> Iterator[list[list[int]]]:
-        """The tokens of each row, cycle by cycle: of all but the last `late` cycles, or of the rest."""
+    def arrived(self, *, rest: bool) -> Iterator[list[Emitted]]:
+        """What each row emitted, cycle by cycle: of all but the last `late` cycles, or of the rest."""
         while len(self._sent) > (0 if rest else self._late):
-            yield [row[1 : 1 + row[0]] for row in self._sent.popleft()()]
+            yield [Emitted(row[2 : 2 + row[0]], row[1]) for row in self._sent.popleft()()]
 
 
 def can_capture(cache: KVCache) -> bool:

@@ -345,7 +345,7 @@ def _decode(
             used[shape] += 1
         for emitted in transfer.arrived(rest=used.total() == most - 1):
             shape, watch = sent.popleft()
-            accepted = [len(new) - 1 for new, end in zip(emitted, out.finish, strict=True) if not end]
+            accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
             seconds = watch.seconds() if watch else None
             control.learn(shape, accepted, length=before + max(lengths), seconds=seconds)
             texts.close(out.take(emitted, shape))

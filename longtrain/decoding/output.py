@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.stats import Cycle
@@ -19,6 +19,24 @@ class Decodes(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
         """The text of some tokens."""
+
+
+class Emitted(NamedTuple):
+    """What a cycle gives one text, before the text's end is looked for.
+
+    Args:
+        tokens: accepted drafts, and one token after them.
+        accepted: drafts that the target accepted: one fewer than the tokens, or no fewer than these where the
+            cache's limit put some off to the next cycle (`KVCache.commit_limit`).
+    """
+
+    tokens: list[int]
+    accepted: int
+
+    @property
+    def put_off(self) -> int:
+        """Tokens that the cycle found and the text has to wait for."""
+        return self.accepted + 1 - len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -121,24 +139,25 @@ class Output:
 
     def begin(self, first_B: list[int]) -> list[int]:
         """Take in prefill's token of each row; returns the rows that it ends."""
-        return [row for row, token in enumerate(first_B) if self._extend(row, [token])[1]]
+        return [row for row, token in enumerate(first_B) if self._extend(row, [token], drafted=0)[1]]
 
-    def take(self, emitted: list[list[int]], shape: TreeShape) -> list[int]:
-        """Take in what a cycle of a shape emitted, uncut, row by row; returns the rows that it ends."""
+    def take(self, emitted: list[Emitted], shape: TreeShape) -> list[int]:
+        """Take in what a cycle of a shape emitted, row by row; returns the rows that it ends."""
         over = []
-        for row, tokens in enumerate(emitted):
+        for row, new in enumerate(emitted):
             if self.finish[row]:
                 continue
-            position, n = len(self.tokens[row]), len(tokens)
-            kept, why = self._extend(row, tokens)
+            position, n = len(self.tokens[row]), len(new.tokens)
+            kept, why = self._extend(row, new.tokens, drafted=min(new.accepted, n))
             self.cycles[row].append(
                 Cycle(
                     position=position,
                     drafted=shape.depth,
                     nodes=shape.n_nodes - 1,
-                    accepted=n - 1,
+                    accepted=new.accepted,
                     emitted=kept,
                     ended=why in ("stop_id", "stop_string") and kept < n,
+                    put_off=new.put_off,
                 )
             )
             if why:
@@ -150,8 +169,8 @@ class Output:
         texts = [self.ending.text(tokens, why) for tokens, why in zip(self.tokens, self.finish, strict=True)]
         return None if self.ending.tokenizer is None else [text or "" for text in texts]
 
-    def _extend(self, row: int, new: list[int]) -> tuple[int, str]:
-        """Add tokens up to the end of the text; how many were kept, and why it is over if it is."""
+    def _extend(self, row: int, new: list[int], *, drafted: int) -> tuple[int, str]:
+        """Add tokens, the first of them drafts, up to the end; how many were kept, and why it is over."""
         tokens = self.tokens[row]
         before = len(tokens)
         tokens.extend(new)
@@ -159,6 +178,5 @@ class Output:
         del tokens[end:]
         self.finish[row] = why
         if self.stream is not None:
-            drafted = [True] * (len(new) - 1) + [False]
-            self.stream(row, tokens[before:], drafted[: end - before])
+            self.stream(row, tokens[before:], [at < drafted for at in range(end - before)])
         return end - before, why

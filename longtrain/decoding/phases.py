@@ -4,7 +4,7 @@ Plain decoding is the same cycle with a tree of one node. What a cycle leaves to
 that are updated in place, and nothing is read back to the host: so where cache and draft keep to that too, a
 CUDA graph of one cycle is every cycle (`decoding.captured`).
 
-Shapes: B batch, N tree nodes, P path, X = 1 + P.
+Shapes: B batch, N tree nodes, P path, X = 2 + P.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Phases:
         self.texts = texts or CycleState(cache.len_B)
         self.root_B, self.left_B = self.texts.root_B, self.texts.left_B
         self.most, self.coins = self.texts.most, self.texts.coins
-        self.news_BX = self.root_B.new_zeros(len(self.root_B), 2 + shape.depth)
-        """What the last cycle emitted: how many tokens, then the tokens (those beyond mean nothing)."""
+        self.news_BX = self.root_B.new_zeros(len(self.root_B), 3 + shape.depth)
+        """What the last cycle emitted, as `kernels.greedy.emitted` writes it."""
 
     def begin(self, root_B: Tensor, coins: HashCoins, max_new_tokens: int) -> None:
         """Texts begin with `root_B`, which prefill gave; the first of `max_new_tokens` of each."""
@@ -140,7 +140,7 @@ class Phases:
         return Causal() if self._is_chain else Tree(visible(tree.parents_BN))
 
     def accept(self, tree: TokenTree, step: TargetStep) -> Verdict:
-        """The path that the target accepts, and its own token after it; uncut."""
+        """The path that the target accepts, as much of it as the cache takes, and the token after it."""
         assert step.logits_BTV is not None
         logits_BNV = self.min_new.in_tree(step.logits_BTV, tree.depth_N, self.most - self.left_B)
         most_B = self.cache.commit_limit()

@@ -102,8 +102,9 @@ class Verdict:
     """What the target accepted of a tree.
 
     Args:
-        path_BP: accepted nodes in order, root first, padded with 0 beyond `n_B`; P = depth + 1.
-        n_B: accepted nodes including the root, 1..P. The engine hands drafts 0 for a finished row, where
+        path_BP: accepted nodes in order, root first, padded with 0; P = depth + 1.
+        n_B: nodes of it that are committed, the root included, 1..P: all of them, unless a cache's limit
+            (`KVCache.commit_limit`) puts some off. The engine hands drafts 0 for a finished row, where
             nothing was committed.
         next_B: the token the target adds after them (the next root; of no meaning in a finished row).
     """

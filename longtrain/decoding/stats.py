@@ -1,13 +1,15 @@
 """What a run of the engine did, cycle by cycle, and the figures people quote.
 
 A cycle is one verified draft: it emits the accepted drafts and one token of the target's own. The token that
-prefill gives belongs to no cycle. Two rules keep the figures fair where a text ends inside a cycle:
+prefill gives belongs to no cycle. Three rules keep the figures fair where a cycle is cut:
 
 - cut by the maximum length: what the verification accepted counts whole, though the surplus is not output.
   The cycle that crosses the line is a stopping time, so by Wald's identity the pooled ratio has no bias;
   without that cycle, long ones would be left out more often than short ones.
 - ended by a stop id or stop string before its last token: left out of every acceptance figure, because what
   follows the end is not text. `ended` counts them.
+- cut by the cache, which quantises a block just there (QuantSpec's strict flushing): accepted drafts count as
+  accepted, level by level, but not as tokens of the cycle: the next one finds them anew.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Cycle:
         accepted: drafts accepted by the target, before any cut; the target's own token is not counted.
         emitted: tokens of it that became output.
         ended: the text ended before the cycle's last token, by a stop id or a stop string.
+        put_off: tokens of it, drafts or the target's own, that the cache's limit left to the next cycle.
     """
 
     position: int
@@ -36,6 +39,12 @@ class Cycle:
     accepted: int
     emitted: int
     ended: bool = False
+    put_off: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it gave the text, before a cut by the maximum length: 1 or more."""
+        return self.accepted + 1 - self.put_off
 
     @property
     def depth_hits(self) -> tuple[bool, ...]:
@@ -45,7 +54,7 @@ class Cycle:
     @property
     def cut(self) -> bool:
         """Whether the maximum length cut accepted tokens away."""
-        return not self.ended and self.emitted < self.accepted + 1
+        return not self.ended and self.emitted < self.tokens
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,7 @@ class Stats:
 
 def tau(cycles: Iterable[Cycle]) -> float:
     """Acceptance length of some cycles: accepted drafts and the target's own token; nan without any."""
-    return _ratio((cycle.accepted + 1, 1) for cycle in cycles)
+    return _ratio((cycle.tokens, 1) for cycle in cycles)
 
 
 def repeated(tokens: Sequence[int], n: int = 8) -> int:

@@ -102,6 +102,6 @@ def emitted(tree: TokenTree, verdict: Verdict) -> Tensor:
     Returns:
         int64_BP; the first `verdict.n_B` of each row count, the others repeat the target's token.
     """
-    news_BX = verdict.path_BP.new_empty(len(verdict.path_BP), 1 + verdict.path_BP.shape[1])
+    news_BX = verdict.path_BP.new_empty(len(verdict.path_BP), 2 + verdict.path_BP.shape[1])
     greedy.emitted(tree.tokens_BN, verdict.path_BP, verdict.n_B, verdict.next_B, news_BX)
-    return news_BX[:, 1:]
+    return news_BX[:, 2:]

@@ -153,9 +153,10 @@ def _numbers(cycle: Cycle) -> list[int]:
         cycle.accepted,
         cycle.emitted,
         int(cycle.ended),
+        cycle.put_off,
     ]
 
 
 def _cycle(numbers: list[int]) -> Cycle:
-    position, drafted, nodes, accepted, emitted, ended = numbers
-    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended))
+    position, drafted, nodes, accepted, emitted, ended, *put_off = numbers  # older records lack the last
+    return Cycle(position, drafted, nodes, accepted, emitted, bool(ended), *put_off)

@@ -176,7 +176,7 @@ def test_replayed_paths_lead_from_the_root_to_the_last_level():
     assert third.n_B.tolist() == first.n_B.tolist()
     assert torch.equal(first.next_B, real.next_B)
     capped = judge(tree, real, torch.tensor([2, 5]))
-    assert capped.n_B.tolist() == [2, 1] and capped.path_BP[0].tolist() == [0, 2, 0, 0]
+    assert capped.n_B.tolist() == [2, 1] and capped.path_BP[0].tolist() == [0, 2, 5, 0]
 
 
 def runner(target, counts=FEW):
@@ -210,6 +210,7 @@ def test_the_cap_of_strict_flushing_holds(target):
         before = int(phases.cache.len_B)
         phases()
         seen.append((before, int(phases.cache.len_B)))
+        assert phases.news_BX[0, :2].tolist() == [seen[-1][1] - before, 6]  # what is cut was accepted
         assert before // 128 == (seen[-1][1] - 1) // 128  # at most up to a multiple of 128
     assert {b - a for a, b in seen} >= {7} and any(b - a < 7 and b % 128 == 0 for a, b in seen)
 

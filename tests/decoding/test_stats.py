@@ -7,7 +7,7 @@ from math import isnan
 
 import pytest
 
-from longtrain.decoding.output import Ending, Output
+from longtrain.decoding.output import Emitted, Ending, Output
 from longtrain.decoding.roles import TreeShape
 from longtrain.decoding.stats import Cycle, Stats, repeated, tau
 
@@ -22,7 +22,7 @@ def run(lengths: list[int], limit: int, shape: TreeShape, **ending) -> Output:
     for n in lengths:
         if out.done:
             break
-        out.take([list(range(token, token + n))], shape)
+        out.take([Emitted(list(range(token, token + n)), n - 1)], shape)
         token += n
     return out
 
@@ -39,6 +39,20 @@ def test_figures_of_hand_made_cycles():
     assert stats.tokens_per_s == 4.0 and stats.end_to_end_tokens_per_s == 3.0
     both = stats + stats
     assert both.tau == stats.tau and both.decode_tokens == 16 and both.tokens_per_s == 4.0
+
+
+def test_a_cycle_cut_by_the_cache_accepted_its_drafts_but_gave_fewer_tokens():
+    flags: list[bool] = []
+    out = Output(Ending(9), 1, stream=lambda row, new, drafted: flags.extend(drafted))
+    out.begin([0])
+    shape = TreeShape((1, 1, 1, 1))
+    out.take([Emitted([1, 2], 4)], shape)  # two rows were left before the flush; all four drafts are right
+    out.take([Emitted([3, 4, 5], 2)], shape)
+    stats = Stats(rows=out.cycles)
+    assert [c.put_off for c in out.cycles[0]] == [3, 0] and stats.cut == 0
+    assert stats.tau == 2.5 and stats.acceptance_rate == 6 / 8
+    assert stats.by_depth() == [(2, 2), (2, 2), (1, 2), (1, 1)]
+    assert flags == [False, True, True, True, True, False]
 
 
 def test_a_cycle_that_the_text_ends_in_is_left_out():

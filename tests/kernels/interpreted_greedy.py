@@ -40,15 +40,19 @@ def test_tokens_of_a_chain_may_be_views():
     assert path.tolist() == [[0, 1, 2], [0, 1, 0]] and n.tolist() == [3, 2] and after.tolist() == [9, 4]
 
 
-def test_what_is_emitted(monkeypatch):
+@pytest.mark.parametrize("most", [None, 2])
+def test_what_is_emitted(most, monkeypatch):
     best, tokens, parents, levels = trees(5, 21, 2, 1)
-    path, n, after = greedy.follow(best, tokens, parents, levels, None)
-    assert n.unique().numel() > 1
-    got, expected = torch.full((2, 5, levels + 2), -1, dtype=torch.int64)
+    limit = None if most is None else torch.full((5,), most)
+    path, n, after = greedy.follow(best, tokens, parents, levels, limit)
+    assert n.unique().numel() > 1 or most is not None
+    got, expected = torch.full((2, 5, levels + 3), -1, dtype=torch.int64)
     greedy.emitted(tokens, path, n, after, got)
     monkeypatch.setattr(greedy, "runs_on", lambda device: False)
     greedy.emitted(tokens, path, n, after, expected)
     assert torch.equal(got, expected) and (got >= 0).all()
+    whole = greedy.follow(best, tokens, parents, levels, None)[1]
+    assert torch.equal(got[:, 1], whole - 1) and ((whole > n).any() == (most is not None))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 17, 70])

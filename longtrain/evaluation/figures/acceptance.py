@@ -76,7 +76,7 @@ def position_edges(tokens: int, parts: int | None = None) -> list[int]:
 
 def tau_of(rows: Iterable[Sequence[Cycle]]) -> Sums:
     """For each text: tokens emitted by cycles (the target's own counts, prefill's does not), and cycles."""
-    return _sums(rows, lambda cycle: (cycle.accepted + 1, 1))
+    return _sums(rows, lambda cycle: (cycle.tokens, 1))
 
 
 def _sums(rows: Iterable[Sequence[Cycle]], of: Callable[[Cycle], tuple[int, int]]) -> Sums:

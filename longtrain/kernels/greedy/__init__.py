@@ -66,14 +66,15 @@ def follow(
 
 
 def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
-    """What an accepted path adds to the text: how many tokens, the nodes' below the root, the one after them.
+    """What a path adds to the text: counts, the tokens of its nodes below the root, and the one after them.
 
     Args:
         tokens_BN: token of each node, int64.
-        path_BP: accepted nodes, root first.
-        n_B: how many of them count, 1 or more.
+        path_BP: accepted nodes, root first; 0 beyond the last.
+        n_B: how many of them count, 1 or more; fewer than were accepted where a limit cut the path.
         next_B: token after them.
-        out_BX: written: n_B, then P tokens; those beyond n_B repeat the last. Contiguous int64.
+        out_BX: written: n_B; how many nodes below the root were accepted, counting those that a limit cut
+            off; P tokens, of which those beyond n_B repeat the last. Contiguous int64.
     """
     if runs_on(tokens_BN.device):
         from longtrain.kernels.greedy import kernel
@@ -82,8 +83,8 @@ def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out
         return
     drafted_BP = tokens_BN.gather(1, path_BP).roll(-1, dims=1)
     slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
-    out_BX[:, 0] = n_B
-    out_BX[:, 1:] = torch.where(slot_P < n_B[:, None] - 1, drafted_BP, next_B[:, None])
+    out_BX[:, 0], out_BX[:, 1] = n_B, (path_BP > 0).sum(1)
+    out_BX[:, 2:] = torch.where(slot_P < n_B[:, None] - 1, drafted_BP, next_B[:, None])
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:

@@ -98,11 +98,12 @@ def _emitted_kernel(
     slot = tl.arange(0, WIDTH)
     n = tl.load(n_ptr + b)
     drafted = slot < n - 1
-    node = tl.load(path_ptr + b * path_b + slot + 1, mask=drafted & (slot < P - 1), other=0)
+    node = tl.load(path_ptr + b * path_b + slot + 1, mask=slot < P - 1, other=0)
     token = tl.load(token_ptr + b * token_b + node * token_n, mask=drafted, other=0)
-    out = out_ptr + b * (P + 1)
+    out = out_ptr + b * (P + 2)
     tl.store(out, n)
-    tl.store(out + 1 + slot, tl.where(drafted, token, tl.load(next_ptr + b)), mask=slot < P)
+    tl.store(out + 1, tl.sum((node > 0).to(tl.int64), 0))
+    tl.store(out + 2 + slot, tl.where(drafted, token, tl.load(next_ptr + b)), mask=slot < P)
 
 
 @triton.jit

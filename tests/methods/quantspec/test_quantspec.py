@@ -93,10 +93,13 @@ def test_a_step_stops_where_plain_decoding_would_quantise(target):
     """With 254 tokens in the cache two more rows fit before the flush, however many are accepted."""
     engine = Engine(target, parts_of(target, weight_bits=16))
     out = engine.generate(prompts(254), max_new_tokens=20, shape=TreeShape((1,) * 6), ignore_eos=True)
-    assert out.stats.rows[0][0].emitted <= 2
+    first = out.stats.rows[0][0]
     free = Engine(target, parts_of(target, weight_bits=16, strict_flush=False))
     loose = free.generate(prompts(254), max_new_tokens=20, shape=TreeShape((1,) * 6), ignore_eos=True)
     assert loose.stats.rows[0][0].emitted > 2
+    assert (first.accepted, first.drafted) == (loose.stats.rows[0][0].accepted, 6)  # the cut is no rejection
+    assert first.tokens == first.emitted == 2 and first.put_off == first.accepted - 1
+    assert loose.stats.rows[0][0].put_off == 0
 
 
 @pytest.mark.parametrize("capture", [False, True])
