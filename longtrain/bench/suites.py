@@ -31,7 +31,7 @@ from longtrain.targets.shapes import SHAPES
 
 SUITES = {
     "draft_memory": "training",
-    "elastic": "elastic",
+    "elastic": "elastic.suite",
     "engine": "engine",
     "eviction": "eviction",
     "kernels": "decoding_attention",

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KernelMask, Mask, PrefixOnly
 from longtrain.cache.room import GIB, check_room
 from longtrain.cache.row_sets import ReadBudget
-from longtrain.cache.row_store import RowStore
+from longtrain.cache.row_store import RowStore, groups
 from longtrain.cache.selected import LayerScores, SelectedCache, check_layers
 from longtrain.cache.slots import SlotMap
 from longtrain.errors import ConfigError, ConflictError
@@ -161,7 +161,9 @@ class ElasticCache(SelectedCache):
         self._counts_LBX = torch.zeros(L, B, X, dtype=torch.int64, device=self._device)
         self.moved_rows.zero_()
         cuda = self._device.type == "cuda" and self.offloading.prefetch
-        self._side = torch.cuda.Stream(self._device) if cuda else None
+        self._side = torch.cuda.Stream(self._device, priority=-1) if cuda else None
+        others = [layer for layer in range(L) if layer not in budget.dense_layers]
+        self._groups = groups(others)
 
     def _sizes(self) -> tuple[int, int, int]:
         return self._shape[:3]
@@ -185,23 +187,23 @@ class ElasticCache(SelectedCache):
             self.load(marked=True)
 
     def load(self, *, marked: bool = False) -> None:
-        """Bring the rows that the last choice lacked; `marked`: with an event after each layer's."""
-        slots, table_LG, budget = self.slot_map, self._table_LG, self._budget
-        assert slots is not None and table_LG is not None and budget is not None
-        for layer in range(len(table_LG)):
-            if layer in budget.dense_layers:
-                continue
-            lists = RowLists(slots.to_BXK, slots.from_BXK, table_LG[layer : layer + 1], slots.n_BX)
-            self._rows.load(layer, self._slots_LBGJE[layer], lists, self._counts_LBX[layer])
+        """Bring the rows that the last choice lacked, group by group; `marked`: with an event after each."""
+        slots, table_LG = self.slot_map, self._table_LG
+        assert slots is not None and table_LG is not None
+        for group in self._groups:
+            lists = RowLists(slots.to_BXK, slots.from_BXK, table_LG[group], slots.n_BX[None])
+            self._rows.load(group, self._slots_LBGJE[group], lists, self._counts_LBX[group])
             if marked:
-                self._waiting[layer] = torch.cuda.Event()
-                self._waiting[layer].record()
+                event = torch.cuda.Event()
+                event.record()
+                self._waiting |= dict.fromkeys(range(group.start, group.stop), event)
 
     def _wait(self, *layers: int) -> None:
         """These layers' rows are there when what is launched from here on runs."""
         for layer in layers:
-            if event := self._waiting.pop(layer, None):
+            if event := self._waiting.get(layer):
                 torch.cuda.current_stream(self._device).wait_event(event)
+                self._waiting = {key: one for key, one in self._waiting.items() if one is not event}
 
     def write(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """See `KVCache`: to the slots in a sparse step, else to where all rows are.

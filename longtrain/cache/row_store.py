@@ -9,18 +9,20 @@ Shapes: L layers, B batch, G KV heads, S rows of a sequence, P pages, C pages of
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from longtrain.cache.room import GIB, check_room
+from longtrain.cache.pinned import lent
+from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError
 from longtrain.kernels.row_moves import Pages, RowLists, move_rows
 
-HOST_PROGRAMS = 2
-"""Programs that read the host's memory for a KV head: with 8 heads 16, on as few of the GPU's cores."""
+HOST_PROGRAMS = 16
+"""Programs that read the host's memory beside other work, on as few of the GPU's cores."""
+MOST_LAYERS = 8
+"""Layers whose rows are brought by one launch."""
 
 
 class RowStore:
@@ -51,10 +53,11 @@ class RowStore:
         L, B, G, S, E = shape
         per_layer = -(-S // page_rows)
         needed = L * B * G * S * E * dtype.itemsize
-        check_room(needed, "cpu", what="the host's copy of a KV cache", batch=B, tokens=S)
-        self.host_LBGSE = torch.zeros(shape, dtype=dtype)
         if device.type == "cuda":
-            _pin(self, self.host_LBGSE)
+            self.host_LBGSE = lent(self, needed, batch=B, tokens=S).view(dtype).view(shape)
+        else:
+            check_room(needed, "cpu", what="the host's copy of a KV cache", batch=B, tokens=S)
+            self.host_LBGSE = torch.zeros(shape, dtype=dtype)
         self.pool_BGRE = torch.zeros(B, G, pages * page_rows, E, dtype=dtype, device=device)
         self.pages = Pages(torch.full((L, per_layer), -1, dtype=torch.int64, device=device), page_rows)
         self.on_host_L = torch.ones(L, dtype=torch.int64, device=device)
@@ -119,36 +122,48 @@ class RowStore:
 
     def write_all(self, source_LBGJE: Tensor, to_BP: Tensor, from_BP: Tensor, n_B: Tensor) -> None:
         """Write rows of all layers, the first `n_B` of each list."""
-        lists = RowLists(to_BP[:, None], from_BP[:, None], self.first_LG, n_B[:, None])
+        lists = RowLists(to_BP[:, None], from_BP[:, None], self.first_LG, n_B[None, :, None])
         move_rows(self.host_LBGSE, source_LBGJE, lists)
         if self._held:
             pool = self.pool_BGRE.expand(len(self.host_LBGSE), *self.pool_BGRE.shape)
             move_rows(pool, source_LBGJE, lists, goal_pages=self.pages)
 
-    def load(self, layer: int, goal_BGJE: Tensor, lists: RowLists, n_host_BX: Tensor) -> None:
-        """Bring rows of a layer to the device, from wherever they are.
+    def load(
+        self,
+        layers: slice,
+        goal_LBGJE: Tensor,
+        lists: RowLists,
+        n_host_LBX: Tensor,
+        *,
+        programs: int | None = HOST_PROGRAMS,
+    ) -> None:
+        """Bring rows of some layers to the device, from wherever they are.
 
         Args:
-            layer: which.
-            goal_BGJE: written.
-            lists: what goes where, with its counts.
-            n_host_BX: the same counts where the layer is on the host, else 0.
+            layers: which, one after another.
+            goal_LBGJE: written, of these layers.
+            lists: what goes where in them, with its counts.
+            n_host_LBX: the same counts for each of them that is on the host, else 0.
+            programs: see `move_rows`, where rows come from the host.
         """
-        goal = goal_BGJE[None]
-        if layer in self._held or (self._held and not self.still):
-            pages = Pages(self.pages.at_LC[layer : layer + 1], self.pages.size)
-            move_rows(goal, self.pool_BGRE[None], lists, source_pages=pages)
-        if layer not in self._held or not self.still:
-            away = RowLists(lists.to_BXM, lists.from_BXM, lists.sets_LG, n_host_BX)
-            move_rows(goal, self.host_LBGSE[layer : layer + 1], away, programs=HOST_PROGRAMS)
+        held = [layer in self._held for layer in range(len(self.on_host_L))[layers]]
+        moving = bool(self._held) and not self.still
+        if moving or any(held):
+            pool = self.pool_BGRE.expand(len(held), *self.pool_BGRE.shape)
+            pages = Pages(self.pages.at_LC[layers], self.pages.size)
+            move_rows(goal_LBGJE, pool, lists, source_pages=pages)
+        if moving or not all(held):
+            away = RowLists(lists.to_BXM, lists.from_BXM, lists.sets_LG, n_host_LBX)
+            move_rows(goal_LBGJE, self.host_LBGSE[layers], away, programs=programs)
 
     def whole(self, layer: int, n_B: Tensor) -> Tensor:
         """The first `n_B` rows of a layer as rows_BGSE on the device, zeros behind them."""
         _, B, G, S, E = self.host_LBGSE.shape
         found = torch.zeros(B, G, S, E, dtype=self.host_LBGSE.dtype, device=n_B.device)
         at_B1S = torch.arange(S, device=n_B.device).expand(B, 1, S)
-        lists = RowLists(at_B1S, at_B1S, self.first_LG[:1], n_B[:, None])
-        self.load(layer, found, lists, n_B[:, None] * self.on_host_L[layer])
+        n_LBX = n_B[None, :, None]
+        lists, own = RowLists(at_B1S, at_B1S, self.first_LG[:1], n_LBX), slice(layer, layer + 1)
+        self.load(own, found[None], lists, n_LBX * self.on_host_L[layer], programs=None)
         return found
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -156,16 +171,22 @@ class RowStore:
         return self.host_LBGSE, self.pool_BGRE, self.pages.at_LC, self.on_host_L
 
 
-def _pin(owner: RowStore, x: Tensor) -> None:
-    """Let the device read and write a tensor of the host, as long as its owner is there.
+def groups(layers: Sequence[int]) -> list[slice]:
+    """Layers whose rows are brought together: one, one, 2, 4, 8, 8 .. that follow one another.
 
-    By registering it, since torch's allocator of pinned memory rounds up to a power of two.
+    The first ones are waited for, the others have the time of those before them; and what is launched at once
+    leaves no gap on the bus.
+
+    Args:
+        layers: ascending.
     """
-    cudart = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(x.data_ptr(), x.nbytes, 0))
-    if code:
-        raise ConfigError(
-            f"the host cannot pin {x.nbytes / GIB:.1f} GiB for the device to read (CUDA error {code}); "
-            "shorten the prompts, lower decode.max_new_tokens or the batch, or leave cache=elastic out"
-        )
-    weakref.finalize(owner, cudart.cudaHostUnregister, x.data_ptr())
+    found: list[slice] = []
+    size = 1
+    for layer in layers:
+        last = found[-1] if found else slice(0, 0)
+        if found and last.stop == layer and layer - last.start < size:
+            found[-1] = slice(last.start, layer + 1)
+            continue
+        size = min(MOST_LAYERS, sum(one.stop - one.start for one in found)) or 1
+        found.append(slice(layer, layer + 1))
+    return found

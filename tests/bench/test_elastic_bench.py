@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtrain.bench import elastic
+from longtrain.bench.elastic.overlap import LruBuffer
 from longtrain.bench.suites import Context, bench_of
 from longtrain.errors import ConfigError
 
@@ -47,7 +47,7 @@ def test_every_mode_moves_what_it_says():
 def test_an_lru_buffer_loads_what_was_used_least_lately():
     """Against a list of rows, latest last, of which the last `slots` are there."""
     coins, slots = torch.Generator().manual_seed(1), 9
-    buffer = elastic.LruBuffer(1, 1, slots, rows=30, device=torch.device("cpu"))
+    buffer = LruBuffer(1, 1, slots, rows=30, device=torch.device("cpu"))
     held: list[int] = []
     for step in range(40):
         rows = sorted(torch.randperm(30, generator=coins)[: 5 if step % 3 else 4].tolist())
@@ -65,3 +65,33 @@ def test_what_is_refused():
         rows_of(modes=["late"])
     with pytest.raises(ConfigError, match=r"suite.growth=\[9, 3\]; allowed: lengths, ascending"):
         rows_of(growth=[9, 3])
+
+
+def test_requests_of_mixes():
+    """As many as the caps hold; more layers on the device never mean more rows moved from the host."""
+    kept, host = 0.0012, 0.0006
+    systems = ["full", "full_host", "sync_all", "async_difference", "adaptive"]
+    rows, table = rows_of(
+        replace(CPU, method=None),
+        lengths=[],
+        mixes=[[32, 64], [64, 32]],
+        mix_systems=systems,
+        mix_gib=kept,
+        mix_host_gib=host,
+    )
+    assert not [row["failed"] for row in rows if "failed" in row]
+    info = CPU.random_target("llama_micro").info
+    token = 2 * info.n_layers * info.n_kv_heads * info.head_dim * 4
+    assert [row["system"] for row in rows] == 2 * systems and "full_host" in table
+    for row in rows:
+        assert [point["tokens"] for point in row["points"]] in ([32, 64, 96], [64, 80, 96])
+        on_device, whole = row["system"] == "full", row["batch"] * token * 96
+        assert whole <= 2**30 * (kept if on_device else host)
+        assert row["batch"] * token * 25 <= kept * 2**30
+        first, middle, last = (point["step_ms"]["median"] for point in row["points"])
+        whole_ms = row["batch"] * row["prefill_ms"] + row["output"] * (first + 2 * middle + last) / 4
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * row["output"] / whole_ms)
+    away = [[point["on_host"] for point in row["points"]] for row in rows if row["system"] == "adaptive"]
+    assert all(counts == sorted(counts) and counts[0] < info.n_layers for counts in away)
+    with pytest.raises(ConfigError, match="hold no request of 96 tokens for 'full'"):
+        rows_of(lengths=[], mixes=[[32, 64]], mix_gib=1e-6)

@@ -7,10 +7,10 @@ from row_move_cases import move_case, written_out
 from longtrain.kernels.row_moves import move_rows
 
 
-@pytest.mark.parametrize("programs", [None, 1])
+@pytest.mark.parametrize("programs", [None, 1, 5, 24])
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
 def test_rows_are_moved(paged, programs):
-    for seed, counted in ((0, True), (1, False)):
+    for seed, counted in ((0, True), (1, True), (2, False)):
         goal, source, lists, pages = move_case(paged=paged, counted=counted, seed=seed)
         expected = written_out(goal, source, lists, pages)
         assert not torch.equal(goal, expected)

@@ -28,10 +28,10 @@ def move_case(*, paged: str = "", counted: bool = True, seed: int = 0, device="c
         for _ in range(2)
     )
     to[0, 1, 3] = source_rows[1, 2, 4] = -1
-    n = torch.randint(0, entries + 4, (B, 4), generator=coins) if counted else None
+    n = torch.randint(0, entries + 4, (1 if seed else L, B, 4), generator=coins) if counted else None
     sets = torch.randint(0, 4, (L, G), generator=coins)
     if paged == "goal":  # layers share a block: one of them alone, or they would write over each other
-        goal, source, sets = goal[:1], source[:1], sets[:1]
+        goal, source, sets, n = goal[:1], source[:1], sets[:1], n if n is None else n[:1]
     lists = RowLists(to.to(device), source_rows.to(device), sets.to(device), n if n is None else n.to(device))
     return goal, source, lists, {f"{paged}_pages": pages()} if paged else {}
 
@@ -51,7 +51,8 @@ def written_out(goal, source, lists, pages):
         for b in range(B):
             for g in range(G):
                 x = int(lists.sets_LG[layer, g])
-                count = lists.to_BXM.shape[-1] if lists.n_BX is None else int(lists.n_BX[b, x])
+                n = lists.n_LBX
+                count = lists.to_BXM.shape[-1] if n is None else int(n[min(layer, len(n) - 1), b, x])
                 pairs = zip(lists.to_BXM[b, x].tolist(), lists.from_BXM[b, x].tolist(), strict=True)
                 for to, row in list(pairs)[:count]:
                     to, row = placed(to, layer, "goal"), placed(row, layer, "source")

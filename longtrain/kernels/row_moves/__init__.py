@@ -45,13 +45,13 @@ class RowLists:
         to_BXM: row of the goal, int64; below 0: the entry is left out.
         from_BXM: row of the source, likewise.
         sets_LG: the list that each KV head of each layer follows, int64.
-        n_BX: entries of each list that count, int64; None: all.
+        n_LBX: entries of each list that count, int64, in each layer (L may be 1 here: in all); None: all.
     """
 
     to_BXM: Tensor
     from_BXM: Tensor
     sets_LG: Tensor
-    n_BX: Tensor | None = None
+    n_LBX: Tensor | None = None
 
 
 def move_rows(
@@ -73,8 +73,9 @@ def move_rows(
         lists: on the device that moves the rows.
         goal_pages: where the goal's rows lie; None: at their own numbers.
         source_pages: where the source's rows lie.
-        programs: most of the kernel's programs for each layer, sequence and KV head: few of them leave the
-            GPU to others while they wait for the host's memory. None: as many as there are rows to move.
+        programs: most of the kernel's programs, each of which then moves more rows at once: few of them leave
+            the GPU to others while they wait for the host's memory. Layers are moved in their order. None: as
+            many as there are rows to move.
 
     Raises:
         ConfigError: a CUDA device without Triton's kernels.

@@ -18,35 +18,35 @@ def _placed(row, page_ptr, inside, SIZE: tl.constexpr):
     return row, inside
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["ONES", "M"])
 def _move_kernel(
     goal_ptr, source_ptr, to_ptr, from_ptr, set_ptr, n_ptr, goal_page_ptr, source_page_ptr,
     goal_l, goal_b, goal_g, goal_r, source_l, source_b, source_g, source_r,
-    to_b, to_x, to_m, from_b, from_x, from_m, set_l, set_g, n_b, n_x, goal_page_l, source_page_l,
-    B, G, M,
+    to_b, to_x, to_m, from_b, from_x, from_m, set_l, set_g, n_l, n_b, n_x, goal_page_l, source_page_l,
+    ONES, B, G, M,
     E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
     GOAL_SIZE: tl.constexpr, SOURCE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Some entries of one list, for one layer, sequence and KV head."""
-    one = tl.program_id(0)
-    layer, b, g = (one // (B * G)).to(tl.int64), (one // G % B).to(tl.int64), (one % G).to(tl.int64)
-    x = tl.load(set_ptr + layer * set_l + g * set_g)
-    n = M
-    if COUNTED:
-        n = tl.minimum(tl.load(n_ptr + b * n_b + x * n_x), M).to(tl.int32)
-    to_ptr += b * to_b + x * to_x
-    from_ptr += b * from_b + x * from_x
-    goal_ptr += layer * goal_l + b * goal_b + g * goal_g
-    source_ptr += layer * source_l + b * source_b + g * source_g
+    """Some entries of some lists, each for one layer, sequence and KV head: layer by layer."""
     at = tl.arange(0, WIDTH)
     first = tl.program_id(1) * ROWS
-    for start in range(first, n, tl.num_programs(1) * ROWS):
-        entry = start + tl.arange(0, ROWS)
-        inside = entry < n
-        to = tl.load(to_ptr + entry * to_m, mask=inside, other=-1)
-        source = tl.load(from_ptr + entry * from_m, mask=inside, other=-1)
-        to, inside = _placed(to, goal_page_ptr + layer * goal_page_l, inside, GOAL_SIZE)
-        source, inside = _placed(source, source_page_ptr + layer * source_page_l, inside, SOURCE_SIZE)
-        keep = inside[:, None] & (at < E)[None, :]
-        row = tl.load(source_ptr + source[:, None] * source_r + at[None, :], mask=keep)
-        tl.store(goal_ptr + to[:, None] * goal_r + at[None, :], row, mask=keep)
+    for one in range(tl.program_id(0), ONES, tl.num_programs(0)):
+        layer, b, g = (one // (B * G)).to(tl.int64), (one // G % B).to(tl.int64), (one % G).to(tl.int64)
+        x = tl.load(set_ptr + layer * set_l + g * set_g)
+        n = M
+        if COUNTED:
+            n = tl.minimum(tl.load(n_ptr + layer * n_l + b * n_b + x * n_x), M).to(tl.int32)
+        to_row_ptr = to_ptr + b * to_b + x * to_x
+        from_row_ptr = from_ptr + b * from_b + x * from_x
+        goal_row_ptr = goal_ptr + layer * goal_l + b * goal_b + g * goal_g
+        source_row_ptr = source_ptr + layer * source_l + b * source_b + g * source_g
+        for start in range(first, n, tl.num_programs(1) * ROWS):
+            entry = start + tl.arange(0, ROWS)
+            inside = entry < n
+            to = tl.load(to_row_ptr + entry * to_m, mask=inside, other=-1)
+            source = tl.load(from_row_ptr + entry * from_m, mask=inside, other=-1)
+            to, inside = _placed(to, goal_page_ptr + layer * goal_page_l, inside, GOAL_SIZE)
+            source, inside = _placed(source, source_page_ptr + layer * source_page_l, inside, SOURCE_SIZE)
+            keep = inside[:, None] & (at < E)[None, :]
+            row = tl.load(source_row_ptr + source[:, None] * source_r + at[None, :], mask=keep)
+            tl.store(goal_row_ptr + to[:, None] * goal_r + at[None, :], row, mask=keep)

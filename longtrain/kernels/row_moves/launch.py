@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -13,8 +14,24 @@ from longtrain.kernels.row_moves.kernel import _move_kernel
 if TYPE_CHECKING:
     from longtrain.kernels.row_moves import Pages, RowLists
 
-_TILE = 4096
-"""Numbers that a program moves at once, so that enough of them are on their way to hide the bus's latency."""
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program moves at once, so that enough is on its way to hide the latency of the memory.
+
+    Args:
+        numbers: of rows.
+        warps: of the program.
+    """
+
+    numbers: int
+    warps: int
+
+
+MANY = Tile(4096, 4)
+"""Where there are as many programs as it takes."""
+FEW = Tile(16384, 8)
+"""Where few of them must keep the host's bus busy: 32 KiB of bf16 each."""
 
 
 def move_rows(
@@ -30,24 +47,35 @@ def move_rows(
     M = lists.to_BXM.shape[-1]
     if not (L and B and G and M):
         return
-    width = triton.next_power_of_2(E)
-    rows = min(triton.next_power_of_2(M), max(1, _TILE // width))
+    ones, width = L * B * G, triton.next_power_of_2(E)
+    tile = MANY if programs is None else FEW
+    rows = min(triton.next_power_of_2(M), max(1, tile.numbers // width))
     chunks = triton.cdiv(M, rows)
+    grid = (
+        (ones, chunks) if programs is None else (min(ones, programs), min(chunks, max(1, programs // ones)))
+    )
     some = lists.to_BXM  # stands in for pointers that are not read
-    counts, goal_at, source_at = lists.n_BX, goal_pages, source_pages
+    counts, goal_at, source_at = lists.n_LBX, goal_pages, source_pages
     with launched_on(lists.to_BXM):
-        _move_kernel[(L * B * G, chunks if programs is None else min(programs, chunks))](
+        _move_kernel[grid](
             goal_LBGRE, source_LBGSE, lists.to_BXM, lists.from_BXM, lists.sets_LG,
             some if counts is None else counts,
             some if goal_at is None else goal_at.at_LC,
             some if source_at is None else source_at.at_LC,
             *goal_LBGRE.stride()[:4], *source_LBGSE.stride()[:4],
             *lists.to_BXM.stride(), *lists.from_BXM.stride(), *lists.sets_LG.stride(),
-            *((0, 0) if counts is None else counts.stride()),
+            *((0, 0, 0) if counts is None else _over_layers(counts)),
             0 if goal_at is None else goal_at.at_LC.stride(0),
             0 if source_at is None else source_at.at_LC.stride(0),
-            B, G, M,
+            ones, B, G, M,
             E=E, WIDTH=width, ROWS=rows, COUNTED=counts is not None,
             GOAL_SIZE=0 if goal_at is None else goal_at.size,
             SOURCE_SIZE=0 if source_at is None else source_at.size,
+            num_warps=tile.warps,
         )  # fmt: skip
+
+
+def _over_layers(n_LBX: Tensor) -> tuple[int, ...]:
+    """Its strides; 0 over layers where all have the same counts."""
+    layer, b, x = n_LBX.stride()
+    return layer if len(n_LBX) > 1 else 0, b, x

@@ -22,9 +22,10 @@ def move_rows(
     for layer, sets_G in enumerate(lists.sets_LG):
         to_BGM, from_BGM = lists.to_BXM[:, sets_G], lists.from_BXM[:, sets_G]
         moved = (to_BGM >= 0) & (from_BGM >= 0)
-        if lists.n_BX is not None:
+        if lists.n_LBX is not None:
             entry_M = torch.arange(to_BGM.shape[-1], device=to_BGM.device)
-            moved = moved & (entry_M < lists.n_BX[:, sets_G, None])
+            n_BX = lists.n_LBX[layer if len(lists.n_LBX) > 1 else 0]
+            moved = moved & (entry_M < n_BX[:, sets_G, None])
         to_BGM, has_goal = _placed(to_BGM.clamp(min=0), goal_pages, layer)
         from_BGM, has_source = _placed(from_BGM.clamp(min=0), source_pages, layer)
         b, g, m = (moved & has_goal & has_source).nonzero(as_tuple=True)

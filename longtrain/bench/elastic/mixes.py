@@ -1,0 +1,157 @@
+"""Throughput of requests with a prompt and an output of given lengths, by arithmetic from sampled steps.
+
+As many requests are served at once as a cap on the device's keys and values allows, and one on the host's
+where rows lie there. Steps are timed at some lengths from the prompt to the last token; between them their
+time is taken to be linear. Prompts are read one after another, each in the time of one, measured on a plain
+cache. Nothing is generated to the end.
+Source: SpeContext (arXiv 2512.00722) Table 3 and Fig. 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from longtrain.bench import clock
+from longtrain.bench.cycles import random_ids
+from longtrain.bench.elastic.growth import at_length
+from longtrain.bench.elastic.settings import ADAPTIVE, FULL, FULL_HOST, MODES, ElasticSettings
+from longtrain.bench.elastic.steps import plain, room, sparse, timed
+from longtrain.bench.suites import Row
+from longtrain.cache.elastic import Offloading
+from longtrain.cache.row_sets import ReadBudget
+from longtrain.costs.hardware import GIB
+from longtrain.decoding.captured import Cycles
+from longtrain.decoding.prefill import prefill
+from longtrain.errors import ConfigError
+from longtrain.targets.model import Target
+
+COLUMNS = {
+    "prompt": "prompt",
+    "output": "output",
+    "system": "system",
+    "requests": "batch",
+    "step ms, first": "first_ms",
+    "last": "last_ms",
+    "prompt ms": "prefill_ms",
+    "tokens/s": "tokens_per_s",
+    "of full": "of_full",
+    "of the row before": "of_before",
+}
+
+
+def measure(target: Target, budget: ReadBudget, settings: ElasticSettings) -> Iterator[Row]:
+    """A row for every mix and system.
+
+    Raises:
+        ConfigError: a cap that does not hold one request.
+    """
+    for prompt, output in settings.mixes:
+        read_ms = _prefill_ms(target, prompt)
+        found: dict[str, float] = {}
+        for system in settings.mix_systems:
+            about = {"kind": "mix", "prompt": prompt, "output": output, "system": system}
+            parts = _served(target, budget, settings, system, prompt, output, read_ms)
+            row = clock.filled(about, parts, target.device)
+            if (speed := row.get("tokens_per_s")) is not None:
+                if found:
+                    row["of_before"] = speed / list(found.values())[-1]
+                found[system] = speed
+                if FULL in found:
+                    row["of_full"] = speed / found[FULL]
+            yield row
+
+
+def _served(
+    target: Target,
+    budget: ReadBudget,
+    settings: ElasticSettings,
+    system: str,
+    prompt: int,
+    output: int,
+    read_ms: float,
+) -> Iterator[Row]:
+    """What a system makes of a mix."""
+    batch = requests(target, budget, settings, system, prompt + output)
+    yield {"batch": batch, "mix_gib": settings.mix_gib, "mix_host_gib": settings.mix_host_gib}
+    count = settings.mix_points - 1
+    lengths = [prompt + output * i // count for i in range(settings.mix_points)]
+    steps = list(_steps(target, budget, settings, system, lengths, batch))
+    ms = [row["step_ms"]["median"] for row in steps]
+    mean_ms = sum(
+        (b - a) * (x + y) / 2 for (a, b), (x, y) in zip(pairwise(lengths), pairwise(ms), strict=True)
+    )
+    mean_ms /= lengths[-1] - lengths[0]
+    yield {
+        "points": [{"tokens": length, **row} for length, row in zip(lengths, steps, strict=True)],
+        "first_ms": ms[0],
+        "last_ms": ms[-1],
+        "mean_ms": mean_ms,
+        "prefill_ms": read_ms,
+        "tokens_per_s": 1e3 * batch * output / (batch * read_ms + output * mean_ms),
+    }
+
+
+def _steps(
+    target: Target,
+    budget: ReadBudget,
+    settings: ElasticSettings,
+    system: str,
+    lengths: Sequence[int],
+    batch: int,
+) -> Iterator[Row]:
+    """Steps of so many texts at growing lengths."""
+    if system == FULL:
+        for length in lengths:
+            yield timed(Cycles(plain(target, length, batch, settings), captured=True), settings)
+            clock.release(target.device)
+        return
+    offloading = MODES.get(system, Offloading(memory_gib=settings.mix_gib if system == ADAPTIVE else None))
+    phases, cache = sparse(
+        target,
+        lengths[0],
+        budget,
+        offloading,
+        settings,
+        batch=batch,
+        grows=lengths[-1] - lengths[0],
+        selects=system != FULL_HOST,
+    )
+    cycles = Cycles(phases, captured=True)
+    for length in lengths:
+        yield at_length(cycles, cache, length, settings)
+
+
+def requests(target: Target, budget: ReadBudget, settings: ElasticSettings, system: str, tokens: int) -> int:
+    """Requests of so many tokens that are served at once.
+
+    Raises:
+        ConfigError: not even one.
+    """
+    info = target.info
+    row = 2 * info.n_layers * info.n_kv_heads * info.head_dim * target.dtype.itemsize
+    on_device, on_host = settings.mix_gib * GIB / row, settings.mix_host_gib * GIB / row
+    if system == FULL:
+        found = int(on_device / tokens)
+    else:
+        found = int(min(on_device / (budget.rows + budget.every), on_host / (tokens + room(settings))))
+    if not found:
+        raise ConfigError(
+            f"suite.mix_gib={settings.mix_gib:g} and mix_host_gib={settings.mix_host_gib:g} hold no request "
+            f"of {tokens} tokens for '{system}'; raise them"
+        )
+    return found
+
+
+@torch.no_grad()
+def _prefill_ms(target: Target, prompt: int) -> float:
+    """Milliseconds of reading one prompt."""
+    prompts = random_ids(target.info.vocab_size, 1, prompt, seed=prompt)
+
+    def read() -> None:
+        prefill(target, target.new_cache, prompts, max_new_tokens=1, nodes=1)
+
+    runs = clock.repeated(read, target.device, warmup=1, repeats=2)
+    return min(one.device_ms or one.wall_ms for one in runs)

@@ -1,0 +1,88 @@
+"""The keys of `suite=elastic`, and where rows may lie and how they may come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from longtrain.cache.elastic import Offloading
+from longtrain.cache.row_sets import ReadBudget
+from longtrain.errors import ConfigError
+from longtrain.settings import Count, CountOrZero, Counts, OneOf, Positive, Share, Tokens, Words, within
+
+RESIDENT_GIB = 2.0**20
+"""A cap that nothing meets: every layer stays on the device."""
+MODES = {
+    "gpu": Offloading(memory_gib=RESIDENT_GIB),
+    "sync_all": Offloading(prefetch=False, difference=False),
+    "sync_difference": Offloading(prefetch=False),
+    "async_all": Offloading(difference=False),
+    "async_difference": Offloading(),
+}
+"""Where rows are and how they come: all resident; on the host, all of a set or what is new of it, before the
+step or on a side stream."""
+FULL, FULL_HOST, ADAPTIVE = "full", "full_host", "adaptive"
+SYSTEMS = (FULL, FULL_HOST, *MODES, ADAPTIVE)
+"""What serves requests: all rows read, from the device or brought from the host layer by layer; sparse
+decoding in a mode; and with as many layers on the device as a cap allows."""
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """The keys of `suite=elastic`.
+
+    Args:
+        shape: a published shape with random weights, or the keys of a `config.json`.
+        lengths: tokens in the cache; empty: no steps at fixed lengths.
+        budgets: rows that a KV head reads at each step.
+        overlap: share of a set's rows that are chosen again at the next step.
+        sinks: first rows that are always read.
+        window: last rows that are always read.
+        batch: sequences.
+        modes: which of `MODES` are timed.
+        steps: steps counted.
+        warmup: steps before them.
+        growth: lengths at which steps are timed under a cap, ascending; empty: none.
+        growth_gib: that cap, in GiB of keys and values on the device.
+        mixes: requests as tokens of the prompt and tokens written, whose throughput is worked out.
+        mix_systems: which of `SYSTEMS` serve them.
+        mix_gib: GiB of keys and values on the device, by which the number of requests at once is chosen.
+        mix_host_gib: GiB of them on the host, likewise.
+        mix_points: lengths from a prompt to its last token at which steps are timed.
+
+    Budgets after the first are not for `growth` and `mixes`.
+    """
+
+    shape: str | dict[str, Any]
+    lengths: tuple[Tokens, ...]
+    budgets: Counts
+    overlap: Share = 0.65
+    sinks: CountOrZero = 4
+    window: CountOrZero = 64
+    batch: Count = 1
+    modes: tuple[Annotated[str, OneOf(*MODES)], ...] = tuple(MODES)
+    steps: Count = 64
+    warmup: Annotated[int, within(2)] = 4
+    growth: tuple[Tokens, ...] = ()
+    growth_gib: Positive = 1.0
+    mixes: Annotated[
+        tuple[tuple[Tokens, Tokens], ...],
+        Words("pairs of token counts, prompt and output, such as [[2k, 16k]]"),
+    ] = ()
+    mix_systems: tuple[Annotated[str, OneOf(*SYSTEMS)], ...] = (FULL, ADAPTIVE)
+    mix_gib: Positive = 16.0
+    mix_host_gib: Positive = 48.0
+    mix_points: Annotated[int, within(2)] = 3
+
+    def __post_init__(self) -> None:
+        if list(self.growth) != sorted(set(self.growth)):
+            raise ConfigError(f"suite.growth={list(self.growth)}; allowed: lengths, ascending")
+
+    @property
+    def read_budgets(self) -> list[ReadBudget]:
+        """What steps read.
+
+        Raises:
+            ConfigError: a budget that leaves nothing to choose.
+        """
+        return [ReadBudget(rows, self.sinks, self.window) for rows in self.budgets]

@@ -1,0 +1,196 @@
+"""Steps of plain and of sparse decoding behind random rows, each a CUDA graph; on a CPU as they are.
+
+The share of a transfer that is hidden: what it adds to a step whose rows are all on the GPU is measured
+twice, with the rows moved before the step and with the same rows moved beside it; the share is what the
+second saves of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from longtrain.bench import clock
+from longtrain.bench.cycles import CycleCounts, random_ids, ready
+from longtrain.bench.elastic.overlap import OverlapSelector
+from longtrain.bench.elastic.settings import MODES, ElasticSettings
+from longtrain.bench.suites import Context, Row
+from longtrain.cache.base import KVCache
+from longtrain.cache.elastic import ElasticCache, Offloading
+from longtrain.cache.named import cache_maker
+from longtrain.cache.row_sets import ReadBudget
+from longtrain.costs import roofline
+from longtrain.costs.hardware import GIB
+from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
+from longtrain.decoding.captured import Cycles
+from longtrain.decoding.phases import Phases
+from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.targets.model import Target
+
+PLAIN = TreeShape(())
+COLUMNS = {
+    "tokens": "tokens",
+    "rows": "rows",
+    "system": "system",
+    "step ms": "step_ms.median",
+    "p99": "p99_ms",
+    "of full": "of_full",
+    "of rows on the GPU": "of_gpu",
+    "of the roofline": "of_roofline",
+    "MB moved a step": "moved_mb",
+    "ms moved before": "transfer_ms",
+    "ms left beside": "exposed_ms",
+    "hidden": "hidden",
+}
+
+
+def measure(
+    target: Target, length: int, budgets: Sequence[ReadBudget], settings: ElasticSettings, context: Context
+) -> Iterator[Row]:
+    """Rows of steps that read everything, and of sparse ones in every mode.
+
+    Args:
+        target: the model.
+        length: tokens in the cache.
+        budgets: rows that steps read.
+        settings: see there.
+        context: of the suite.
+    """
+    about: Row = {"tokens": length, "system": "full"}
+    full = clock.filled(about, _full(target, length, settings), context.device)
+    yield _beside(full, full, target, length, settings, context)
+    for budget in budgets:
+        for row in _modes(target, length, budget, settings):
+            yield _beside(row, full, target, budget.rows, settings, context)
+
+
+def _full(target: Target, length: int, settings: ElasticSettings) -> Iterator[Row]:
+    """Plain decoding over all rows."""
+    yield timed(Cycles(plain(target, length, settings.batch, settings), captured=True), settings)
+
+
+def _beside(
+    row: Row, full: Row, target: Target, rows: int, settings: ElasticSettings, context: Context
+) -> Row:
+    """The row with its share of the full step and of the least time of a step that reads so many rows."""
+    if "step_ms" not in row:
+        return row
+    ms = row["step_ms"]["median"]
+    if "step_ms" in full:
+        row["of_full"] = ms / full["step_ms"]["median"]
+    if context.gpu is not None:
+        bits = 8 * target.dtype.itemsize
+        size, width = Sizes.of(target.info), Width(bits, bits)
+        step = roofline.step(size, batch=settings.batch, context=rows, width=width)
+        row["of_roofline"] = ms / roofline.figures(step, context.gpu)["ms"]
+    return row
+
+
+def _modes(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Iterator[Row]:
+    """Sparse decoding in every mode."""
+    found: dict[str, Row] = {}
+    for mode in settings.modes:
+        about = {"tokens": length, "rows": budget.rows, "system": mode}
+        row = clock.filled(about, _mode(target, length, budget, mode, settings), target.device)
+        if "step_ms" in row:
+            found[mode] = row
+            row |= _shares(row, found.get("gpu"), found.get(mode.replace("async", "sync")))
+        yield row
+
+
+def _shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
+    """What a step takes beside one whose rows are on the GPU, and what of the transfer is hidden."""
+    if gpu is None:
+        return {}
+    ms, base_ms = row["step_ms"]["median"], gpu["step_ms"]["median"]
+    found: Row = {"of_gpu": ms / base_ms}
+    if sync is not None and sync is not row:
+        added = sync["step_ms"]["median"] - base_ms
+        found |= {"transfer_ms": added, "exposed_ms": ms - base_ms}
+        found["hidden"] = 1 - (ms - base_ms) / added if added > 0 else None
+    return found
+
+
+def _mode(
+    target: Target, length: int, budget: ReadBudget, mode: str, settings: ElasticSettings
+) -> Iterator[Row]:
+    phases, cache = sparse(target, length, budget, MODES[mode], settings)
+    before: list[int] = []
+    cycles = Cycles(phases, captured=True)
+    row = timed(cycles, settings, warm=lambda: before.append(cache.moved_bytes))
+    row["moved_mb"] = (cache.moved_bytes - before[0]) / settings.steps / 1e6
+    row["device_gib"] = (cache.bytes() - cache.host_bytes) / GIB
+    yield row
+
+
+def plain(target: Target, length: int, batch: int, settings: ElasticSettings) -> Phases:
+    """Cycles that read all rows of a text of random ones."""
+    prompts = random_ids(target.info.vocab_size, batch, length, seed=length)
+    return ready(target, Parts(), prompts, PLAIN, _counts(settings))
+
+
+def sparse(
+    target: Target,
+    length: int,
+    budget: ReadBudget,
+    offloading: Offloading,
+    settings: ElasticSettings,
+    *,
+    batch: int | None = None,
+    grows: int = 0,
+    selects: bool = True,
+) -> tuple[Phases, ElasticCache]:
+    """Cycles behind a text of random rows in an elastic cache.
+
+    Args:
+        target: the model.
+        length: tokens in the cache.
+        budget: rows that steps read.
+        offloading: where rows are and how they come.
+        settings: see there.
+        batch: sequences; None: those of the settings.
+        grows: tokens that the text may grow by, beside those of the steps.
+        selects: whether steps read what was chosen; False: all rows, brought to the device layer by layer.
+    """
+    info = target.info
+    names = ("n_layers", "n_heads", "n_kv_heads", "head_dim")
+    shape: dict[str, Any] = {name: getattr(info, name) for name in names}
+    maker = cache_maker("elastic", vars(offloading), **shape, device=target.device, dtype=target.dtype)
+
+    def reserved(*sizes: int) -> KVCache:
+        cache = maker(*sizes)
+        assert isinstance(cache, ElasticCache)
+        cache.reserve(budget)
+        return cache
+
+    chooses = OverlapSelector(budget, target, settings.overlap) if selects else None
+    parts = Parts(cache=reserved, selector=chooses, name="overlap")
+    prompts = random_ids(info.vocab_size, batch or settings.batch, length, seed=length)
+    phases = ready(target, parts, prompts, PLAIN, _counts(settings, grows))
+    assert isinstance(phases.cache, ElasticCache)
+    return phases, phases.cache
+
+
+def room(settings: ElasticSettings, grows: int = 0) -> int:
+    """Tokens that `sparse` keeps room for behind a text."""
+    return _counts(settings, grows).room(PLAIN)
+
+
+def _counts(settings: ElasticSettings, grows: int = 0) -> CycleCounts:
+    return CycleCounts(settings.steps + (grows + 1) // 2, settings.warmup, read=False)
+
+
+@torch.no_grad()
+def timed(cycles: Cycles, settings: ElasticSettings, *, warm: Callable[[], object] = lambda: None) -> Row:
+    """Spread and 99th percentile of the milliseconds of a step; `warm` is called before those that count."""
+    device = cycles.phases.target.device
+    for _ in range(settings.warmup):
+        cycles.run()
+    warm()
+    watches = [clock.watched(cycles.run, device) for _ in range(settings.steps)]
+    clock.wait(device)
+    ms = sorted(1e3 * watch.seconds() for watch in watches)
+    return {"step_ms": clock.spread(ms), "p99_ms": ms[min(len(ms) - 1, int(0.99 * len(ms)))]}

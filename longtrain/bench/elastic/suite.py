@@ -1,0 +1,55 @@
+"""Steps of sparse decoding with rows on the GPU and on the host, and what moves between them.
+
+Then steps of a text that grows under a cap, and the throughput of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from longtrain.bench import clock
+from longtrain.bench.elastic import growth, mixes, steps, traffic
+from longtrain.bench.elastic.settings import ElasticSettings
+from longtrain.bench.suites import Bench, Context, Row, shape_keys
+from longtrain.tables import of_rows
+
+TABLES = {None: steps.COLUMNS, "traffic": traffic.COLUMNS, "growth": growth.COLUMNS, "mix": mixes.COLUMNS}
+"""Kind of a row -> columns of its table."""
+
+
+def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
+    """Rows of steps, then of what is moved, for each length; then of a growing text, and of requests.
+
+    Raises:
+        ConfigError: a budget that leaves nothing to choose.
+    """
+    keys, budgets = shape_keys(settings.shape), settings.read_budgets
+    target = context.random_target(keys)
+    for length in settings.lengths:
+        step_ms: dict[int, float] = {}
+        for row in steps.measure(target, length, budgets, settings, context):
+            if "step_ms" in row and "rows" in row:
+                step_ms[row["rows"]] = row["step_ms"]["median"]  # of the last mode
+            yield row
+        for budget in budgets:
+            about: Row = {"tokens": length, "rows": budget.rows, "kind": "traffic"}
+            parts = traffic.measure(target, length, budget, settings, context)
+            yield traffic.selection(clock.filled(about, parts, context.device), step_ms.get(budget.rows))
+    if settings.growth:
+        yield from growth.measure(target, budgets[0], settings)
+    yield from mixes.measure(target, budgets[0], settings)
+
+
+def report(rows: Sequence[Row], settings: ElasticSettings, context: Context) -> str:
+    """A table of steps, one of what is moved, one of a growing text, and one of requests."""
+    own = {kind: [row for row in rows if row.get("kind") == kind] for kind in TABLES}
+    return "\n\n".join(of_rows(own[kind], columns) for kind, columns in TABLES.items() if own[kind])
+
+
+def pictures(rows: Sequence[Row]) -> dict[str, bytes]:
+    """Steps of a growing text, where there are some."""
+    grown = [row for row in rows if row.get("kind") == "growth"]
+    return {"elastic_growth.png": growth.picture(grown)} if grown else {}
+
+
+BENCH = Bench(settings=ElasticSettings, run=run, report=report, pictures=pictures)

@@ -1,0 +1,151 @@
+"""What sparse decoding moves, how fast, and what scoring and choosing its rows takes.
+
+Shapes: B batch, X sets, K rows of a set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from longtrain.bench import clock
+from longtrain.bench.cycles import random_ids, random_states
+from longtrain.bench.elastic.overlap import LruBuffer, overlapping
+from longtrain.bench.elastic.settings import MODES, ElasticSettings
+from longtrain.bench.elastic.steps import sparse
+from longtrain.bench.suites import Context, Row
+from longtrain.cache.row_sets import ReadBudget, RowSets
+from longtrain.cache.selected import SelectedCache
+from longtrain.cache.slots import SlotMap
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.prefill import pad
+from longtrain.errors import ConfigError
+from longtrain.systems import parse
+from longtrain.targets.model import Target
+from longtrain.targets.step import TargetStep
+
+COLUMNS = {
+    "tokens": "tokens",
+    "rows": "rows",
+    "rows kept": "overlap",
+    "MB of all rows": "whole_mb",
+    "moved of them": "difference_share",
+    "by an LRU buffer of twice the rows": "lru_share",
+    "gather GB/s": "gather_gb_s",
+    "copy GB/s": "copy_gb_s",
+    "gather of copy": "gather_share",
+    "scores ms": "head_ms.median",
+    "choice ms": "choose_ms.median",
+    "of a step": "selection_share",
+}
+
+
+def measure(
+    target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, context: Context
+) -> Iterator[Row]:
+    """Figures of one row, part by part: what is moved, how fast, and what choosing takes."""
+    yield _moved(target, length, budget, settings)
+    yield _gather(target, length, budget, settings)
+    yield _choose(target, length, budget, settings)
+    if context.method is not None:
+        yield _head(target, length, budget, settings, context)
+
+
+def selection(row: Row, step_ms: float | None) -> Row:
+    """The row with the share of a step that scores and choice take, where all three are known."""
+    if step_ms is not None and "head_ms" in row and "choose_ms" in row:
+        row["selection_share"] = (row["head_ms"]["median"] + row["choose_ms"]["median"]) / step_ms
+    return row
+
+
+@torch.no_grad()
+def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
+    """Rows moved, as shares of all rows of the sets: by the difference of sets, and by an LRU buffer."""
+    B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
+    rows, steps = length + settings.steps + 1, settings.steps
+    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, rows=rows, most_moved=K, device=device)
+    lru = LruBuffer(B, X, 2 * K, rows=rows, device=device)
+    len_B = torch.full((B,), length, dtype=torch.int64, device=device)
+    moved = kept = loaded = wanted = 0
+    for step in range(steps + 1):
+        before = sets.idx_BXK.clone()
+        sets.open(len_B)
+        sets.put(overlapping(sets.idx_BXK, sets.n_B if step else 0 * sets.n_B, rows, settings.overlap))
+        slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
+        missing = lru.use(sets.idx_BXK, sets.n_B)
+        if step:  # the first sets come in full
+            moved, loaded = moved + int(slots.n_BX.sum()), loaded + missing
+            kept += sum(
+                int(torch.isin(sets.idx_BXK[b, x], before[b, x]).sum()) for b in range(B) for x in range(X)
+            )
+            wanted += B * X * K
+        len_B = len_B + 1
+    info = target.info
+    whole = info.n_layers * B * X * K * 2 * info.head_dim * target.dtype.itemsize
+    return {
+        "overlap": kept / wanted,
+        "whole_mb": whole / 1e6,
+        "difference_share": moved / wanted,
+        "lru_share": loaded / wanted,
+    }
+
+
+@torch.no_grad()
+def _gather(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
+    """Bandwidth of the gather kernel over whole sets of all layers, beside a copy of pinned memory."""
+    phases, cache = sparse(target, length, budget, MODES["sync_all"], settings)
+    phases.select()
+    device, info = target.device, target.info
+    size = info.n_layers * settings.batch * info.n_kv_heads * budget.rows * cache.row_bytes
+    gather = clock.repeated(cache.load, device, warmup=2, repeats=7)
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    goal = torch.empty(size, dtype=torch.uint8, device=device)
+    copy = clock.repeated(lambda: goal.copy_(host, non_blocking=True), device, warmup=2, repeats=7)
+    speeds = [
+        size / 1e6 / clock.spread([one.device_ms or one.wall_ms for one in runs])["median"]
+        for runs in (gather, copy)
+    ]
+    return {"gather_gb_s": speeds[0], "copy_gb_s": speeds[1], "gather_share": speeds[0] / speeds[1]}
+
+
+@torch.no_grad()
+def _choose(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
+    """Milliseconds of choosing rows by their scores, and of finding what has to be moved into which slot."""
+    B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
+    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, rows=length, most_moved=K, device=device)
+    scores = [torch.rand(B, X, length, device=device) for _ in range(2)]
+    len_B = torch.full((B,), length // 2, dtype=torch.int64, device=device)
+
+    def choose(call: int) -> None:
+        len_B.add_(1)  # or nothing would be due
+        sets.open(len_B)
+        sets.put(scores[call % 2])
+        slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
+
+    return {"choose_ms": clock.replayed(choose, device, calls=2, repeats=20)}
+
+
+@torch.no_grad()
+def _head(
+    target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, context: Context
+) -> Row:
+    """Milliseconds of scoring all rows by what `method` brings, with random weights if it is trained.
+
+    Raises:
+        ConfigError: it scores no rows before the forward.
+    """
+    assert context.method is not None
+    entry = parse({"method": dict(context.method), "sinks": budget.sinks, "window": budget.window})
+    (system,) = context.systems(target, entry, budgets=[Budget(budget.rows)])
+    head = system.parts.selector
+    if head is None or head.table_LG is None:
+        raise ConfigError(f"method={context.method['name']} scores no rows before the forward; leave it out")
+    cache = target.new_cache(settings.batch, length, 1)
+    cache.rewind([length] * settings.batch)
+    tokens = random_ids(target.info.vocab_size, settings.batch, length, seed=length)
+    tokens_BS, n_B = pad(tokens, target.device)
+    step = TargetStep(None, random_states(target, head, settings.batch, length, seed=0))
+    head.start(tokens_BS, n_B, step, SelectedCache(cache))
+    root_B = tokens_BS[:, -1].clone()
+    return {"head_ms": clock.replayed(lambda _: head.ahead(root_B), target.device, calls=1, repeats=20)}
