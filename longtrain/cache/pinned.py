@@ -49,7 +49,7 @@ def release() -> None:
 
 
 def _keep(block: Tensor) -> None:
-    """Of this block and the one that is kept the larger."""
+    """Keep this block, or the one that is kept already where that is larger."""
     _KEPT.append(block)
     _KEPT.sort(key=lambda one: one.nbytes)
     while len(_KEPT) > 1:
