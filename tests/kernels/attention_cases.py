@@ -40,6 +40,33 @@ def dense_case(
     return (x.to(device) for x in (q_BHTD, k_BGSD, v_BGSD, torch.tensor(lens)))
 
 
+def grown(widths):
+    """visible_NN of a tree as drafts grow it: each level's nodes below random nodes of the level above."""
+    parents, above = [-1], [0]
+    for width in widths:
+        chosen = torch.randint(len(above), (width,)).sort().values
+        first = len(parents)
+        parents += [above[int(i)] for i in chosen]
+        above = list(range(first, first + width))
+    visible_NN = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], 1):
+        visible_NN[node] |= visible_NN[parent]
+    return visible_NN
+
+
+def rows_alone(q_BHTD, k_BGSD, v_BGSD, len_B, visible_BTT):
+    """For each row of a step, its inputs in plain decoding: what it sees lies at the end of the prefix."""
+    for row in range(q_BHTD.shape[2]):
+        k_own, v_own, before_B = k_BGSD.clone(), v_BGSD.clone(), len_B.clone()
+        for b, n in enumerate(len_B.tolist()):
+            seen = visible_BTT[b, row].nonzero()[:, 0].tolist()
+            for x, own in ((k_BGSD, k_own), (v_BGSD, v_own)):
+                own[b, :, n:] = float("nan")
+                own[b, :, n : n + len(seen)] = x[b][:, [n + node for node in seen]]
+            before_B[b] += len(seen) - 1
+        yield q_BHTD[:, :, row : row + 1], k_own, v_own, before_B
+
+
 def hier_case(
     *, split, B=1, H=4, G=2, T=3, D=64, blocks=(2,), recent=(140,), dtype=torch.float32, device="cpu"
 ):

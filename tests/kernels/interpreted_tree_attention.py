@@ -4,9 +4,16 @@ import warnings
 
 import pytest
 import torch
-from attention_cases import dense_case, mask_named
+from attention_cases import dense_case, grown, mask_named, rows_alone
 
-from longtrain.kernels.tree_attention import kernel_serves, launch, reference, tree_attention
+from longtrain.kernels.tree_attention import (
+    CAUSAL,
+    kernel_serves,
+    launch,
+    reference,
+    tree_attention,
+    tree_bits,
+)
 
 CASES = {
     "one row, no prefix": ("causal", 1, {"lens": (0,), "T": 1}),
@@ -55,6 +62,21 @@ def test_tiles_of_half_precision(bulk):
     want, want_lse = reference.tree_attention(q, k, v, lens, bits, scale=0.125)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("widths", "batch", "lens", "G"),
+    [((2, 4, 4), 1, (30,), 1), ((2, 4, 4), 1, (92,), 1), ((1, 3, 2), 2, (28, 61), 2)],
+)
+def test_a_row_of_a_tree_has_the_bits_of_the_row_alone(widths, batch, lens, G):
+    """Where both splits have ragged tiles: a CPU's product rounds by a row's place among the others."""
+    visible_BTT = torch.stack([grown(widths) for _ in range(batch)])
+    T = visible_BTT.shape[1]
+    q, k, v, len_B = dense_case(B=batch, T=T, H=4, G=G, D=16, lens=lens, S=max(lens) + T + 3)
+    out, lse = tree_attention(q, k, v, len_B, tree_bits(visible_BTT), scale=0.3, splits=2)
+    for row, case in enumerate(rows_alone(q, k, v, len_B, visible_BTT)):
+        own, own_lse = tree_attention(*case, CAUSAL, scale=0.3, splits=2)
+        assert torch.equal(own[:, :, 0], out[:, :, row]) and torch.equal(own_lse[:, :, 0], lse[:, :, row])
 
 
 def test_peaky_scores():

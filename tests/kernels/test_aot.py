@@ -23,7 +23,7 @@ from longtrain.kernels.tree_attention import launch as tree_attention_launch
 STRIDES = ("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s")
 
 
-def compiled_tree(tile):
+def compiled_tree(tile, *, alone=False):
     kind = f"tensordesc<bf16[1,1,{tile.keys},128]>" if tile.bulk else "*bf16"
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")}
     types |= {"k_tiles": kind, "v_tiles": kind, "len_ptr": "*i64", "bits_ptr": "*i64"}
@@ -31,7 +31,7 @@ def compiled_tree(tile):
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
         "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
-        "EARLY": True,
+        "EARLY": True, "ALONE": alone,
     }  # fmt: skip
     return compile_kernel(
         tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
@@ -61,10 +61,11 @@ def compiled_hier(tile, bits):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("tile", tree_attention_launch.TILES, ids=lambda tile: f"{tile.rows} rows")
-def test_tree_attention(tile):
+def test_tree_attention(tile, alone):
     """Nothing is spilled; tiles come by bulk copies; tiles of 64 rows or more use the warp-group products."""
-    built = compiled_tree(tile)
+    built = compiled_tree(tile, alone=alone)
     assert built.stack_bytes == 0 and built.registers <= 255
     assert built.shared_bytes * tile.resident <= 227 * 1024
     assert built.registers * 32 * tile.warps * tile.resident <= 65536

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from attention_cases import dense_case, distance, forest, mask_named
+from attention_cases import dense_case, distance, forest, grown, mask_named, rows_alone
 
 from longtrain.errors import DataError
 from longtrain.kernels.tree_attention import CAUSAL, reference, tree_attention, tree_bits
@@ -125,3 +125,31 @@ def test_one_captured_graph_serves_every_length():
         )
         assert distance(out, want) <= 4e-3
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [0, 5, 61, 64, 2040, 2044, 8185, 9000])
+@pytest.mark.parametrize(
+    ("widths", "batch", "H", "G", "D"),
+    [
+        ((2, 4, 4), 1, 32, 8, 128),
+        ((2, 4, 4), 1, 8, 2, 64),
+        ((3, 6, 6), 1, 16, 8, 64),
+        ((4, 8, 3), 1, 16, 2, 128),
+        ((2, 2), 3, 8, 4, 64),
+        ((1,) * 15, 1, 32, 8, 128),
+    ],
+)
+def test_a_row_of_a_step_has_the_bits_of_the_row_alone(widths, batch, H, G, D, n):
+    """Steps of up to 16 rows, at the ends of tiles and where the tiles of each split become one more."""
+    visible_BTT = torch.stack([grown(widths) for _ in range(batch)])
+    T = visible_BTT.shape[1]
+    lens = tuple(n + 7 * b for b in range(batch))
+    q, k, v, len_B = dense_case(
+        B=batch, T=T, H=H, G=G, D=D, lens=lens, S=max(lens) + T + 9, dtype=torch.bfloat16, device="cuda"
+    )
+    mask = CAUSAL if max(widths) == 1 else tree_bits(visible_BTT).cuda()
+    out, lse = tree_attention(q, k, v, len_B, mask, scale=D**-0.5)
+    for row, case in enumerate(rows_alone(q, k, v, len_B, visible_BTT)):
+        own, own_lse = tree_attention(*case, CAUSAL, scale=D**-0.5)
+        assert torch.equal(own[:, :, 0], out[:, :, row]) and torch.equal(own_lse[:, :, 0], lse[:, :, row])

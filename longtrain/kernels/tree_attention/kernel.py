@@ -2,8 +2,13 @@
 
 A tile of ROWS packed rows m = i * GROUP + r holds query i under query head r of one KV head, so that K and V
 are read once for a group. Keys are cut into tiles of KEYS slots; tiles that lie whole inside of the prefix
-need no mask, and the rest (the prefix's ragged end and the new rows) is tested slot by slot. A program takes
-an equal share of a sequence's tiles. Partial results lie at ((b * G + kv) * tiles + tile) * splits + split.
+need no mask, and the rest (the prefix's ragged end and the new rows) is tested slot by slot. Tile t of the
+keys belongs to split t % splits, so that more keys change nothing of what the others' sums are made of.
+Partial results lie at ((b * G + kv) * tiles + tile) * splits + split.
+
+ALONE: a row's result has the bits that it has when the rows it sees are the cache's last ones. Tensor cores
+and the sums of weights round by where in a tile a key stands, and a tree has its nodes side by side. So the
+splits with ragged tiles have programs for each node, which gather what it sees, in order, behind the prefix.
 Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
 Offsets that may exceed 2^31 are 64-bit. Nothing beyond a sequence's own slots enters a result.
 """
@@ -64,6 +69,34 @@ def _visible(slot, n, query, low_bits, high_bits, N, MASK: tl.constexpr, WORDS: 
     return seen
 
 
+@triton.jit
+def _turn(tile, place, whole, count, splits, T, tiles):
+    """Split of an ALONE program, its node (-1: it has a tile of rows), and whether it has nothing to do."""
+    nodes = tl.cdiv(2 * T, tiles)
+    turn = place * tiles + tile
+    node, later = turn // 2, turn % 2
+    if place < nodes:
+        split = (whole + later) % splits
+        idle = (node >= T) | (whole + later >= count) | (later >= splits)
+    else:
+        split = place - nodes
+        node = -1
+        idle = (split + splits - whole % splits) % splits < count - whole
+    return split, node, idle
+
+
+@triton.jit
+def _ancestors(own, bits, N):
+    """The nodes of a mask's row, in order, at places 0, 1, ...: `source` for each place, and their count."""
+    source = tl.zeros_like(own)
+    place = 0
+    for node in range(N):
+        bit = ((bits >> node) & 1).to(tl.int32)
+        source = tl.where((own == place) & (bit == 1), node, source)
+        place += bit
+    return source, place
+
+
 @triton.jit(do_not_specialize=["splits", "T", "N", "base"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N, base,
@@ -71,6 +104,7 @@ def attend_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
@@ -79,21 +113,31 @@ def attend_kernel(
         when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
         prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
         it still runs.
+    ALONE: see above; of the second dimension's programs the first cdiv(2 * T, tiles) are those of nodes, two
+        for each. N is at most KEYS, so ragged tiles are one or two.
     """
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
     kv, b = pid // tiles % G, pid // (tiles * G)
-    query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     n = tl.load(len_ptr + b).to(tl.int32) + base
     end = n + N if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
-    share = tl.cdiv(count, splits)
-    first = split * share
-    last = tl.minimum(first + share, count)
+    m = pid % tiles * ROWS + tl.arange(0, ROWS)
+    exists = m < T * GROUP
+    node = -1
+    if ALONE:
+        split, node, idle = _turn(pid % tiles, split, whole, count, splits, T, tiles)
+        if idle:
+            return
+        if node >= 0:
+            m = node * GROUP + tl.arange(0, ROWS)
+            exists = tl.arange(0, ROWS) < GROUP
+    query, member = m // GROUP, m % GROUP
     if CHAINED:
         if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
-            if first + AHEAD <= whole:
-                slot = (first * KEYS + tl.arange(0, AHEAD * KEYS)).to(tl.int64)
+            if split + (AHEAD - 1) * splits < whole:
+                slot = tl.arange(0, AHEAD * KEYS)
+                slot = ((split + slot // KEYS * splits) * KEYS + slot % KEYS).to(tl.int64)
                 head_at = b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
                 _prefetch(k_ptr + head_at + slot * k_s, WIDTH)
                 head_at = b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
@@ -101,8 +145,9 @@ def attend_kernel(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    slot_ptr = lse_ptr + (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if first >= last:
+    out_at = ((pid - pid % tiles + m // ROWS) * splits + split).to(tl.int64) * ROWS + m % ROWS
+    slot_ptr = lse_ptr + out_at
+    if split >= count:
         tl.store(slot_ptr, tl.full((ROWS,), float("-inf"), tl.float32), mask=exists)
         return
 
@@ -118,7 +163,7 @@ def attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    for tile in tl.range(first, tl.minimum(last, whole), num_stages=STAGES):
+    for tile in tl.range(split, whole, splits, num_stages=STAGES):
         if BULK:
             k = tl.reshape(k_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
             v = tl.reshape(v_tiles.load([b, kv, tile * KEYS, 0]), (KEYS, WIDTH))
@@ -134,14 +179,27 @@ def attend_kernel(
                 k, v = tl.load(k_at, mask=wide, other=0.0), tl.load(v_at, mask=wide, other=0.0)
         top, total, acc = _step(q, k, v, scale2, top, total, acc, True, False)
 
-    if last > whole:
+    ragged = whole + (split + splits - whole % splits) % splits
+    if ALONE:
+        if node >= 0:
+            bits = tl.load(bits_ptr + b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t)
+            for tile in tl.range(ragged, count, splits, num_stages=1):
+                own = tile * KEYS + key - n
+                source, seen_count = _ancestors(own, bits, N)
+                seen = own < seen_count
+                far = (n + tl.where(own < 0, own, source)).to(tl.int64)[:, None]
+                keep = seen[:, None] & wide
+                k = tl.load(k_ptr + far * k_s + dim[None, :], mask=keep, other=0.0)
+                v = tl.load(v_ptr + far * v_s + dim[None, :], mask=keep, other=0.0)
+                top, total, acc = _step(q, k, v, scale2, top, total, acc, seen[None, :], True)
+    elif ragged < count:
         low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
         if MASK == 2:
             bits_at = bits_ptr + b.to(tl.int64) * bits_b + query.to(tl.int64) * bits_t
             low_bits = tl.load(bits_at, mask=exists, other=0)
             if WORDS == 2:
                 high_bits = tl.load(bits_at + 1, mask=exists, other=0)
-        for tile in tl.range(tl.maximum(first, whole), last, num_stages=1):
+        for tile in tl.range(ragged, count, splits, num_stages=1):
             slot = tile * KEYS + key
             keep = (slot < end)[:, None] & wide
             far = slot.to(tl.int64)[:, None]
@@ -154,7 +212,6 @@ def attend_kernel(
         gdc_launch_dependents()
     tl.store(slot_ptr, top + tl.log2(total), mask=exists)
     some = tl.where(total > 0, total, 1.0)
-    out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(out_ptr + out_at[:, None] * WIDTH + dim[None, :], acc / some[:, None], mask=exists[:, None])
 
 

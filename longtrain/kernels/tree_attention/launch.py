@@ -63,11 +63,15 @@ TILES = (
 )
 """In half precision: the first that holds all packed rows, or else one of the last two.
 
-The first two cut the keys into the same splits, so that a row comes out the same to the bit whether it is
-alone or one of a few: a verified token is then the one that plain decoding gives.
+The first two cut the keys into the same splits and sum a row in the same order, so that it comes out the same
+to the bit whether it is alone or one of a few.
 """
 FLOAT = TreeTile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
+FEW_ROWS = 16
+"""Most rows of a step, over all sequences, whose results have the bits of a row alone with the slots it sees
+as the cache's last ones: a verified token is then the one that plain decoding gives. `small_linear.MAX_ROWS`
+is as many. More rows are attended to faster than so, and up to rounding."""
 BLOCK = 64
 """Most partial results that a merging program reads at once."""
 CHUNK = 1
@@ -95,12 +99,15 @@ def tree_attention(
     B, H, T, D = q_BHTD.shape
     G = k_BGSD.shape[1]
     group = H // G
-    tile = tile or tile_for(T * group, k_BGSD.dtype)
+    nodes = T if nodes is None else nodes
+    few = tile is None and mask is not None and nodes == T and B * T <= FEW_ROWS
+    tile = tile or (tile_of_few(T, group, k_BGSD.dtype) if few else tile_for(T * group, k_BGSD.dtype))
     tiles = -(-T * group // tile.rows)
-    splits = splits or splits_for(B * G * tiles, tile.resident, q_BHTD.device)
+    together = -(-group // tile.rows) if few else tiles
+    splits = splits or splits_for(B * G * together, tile.resident, q_BHTD.device)
+    alone = few and isinstance(mask, Tensor) and T > 1 and group <= tile.rows
     width = width_of(D)
     q_BHTD = dense_rows(q_BHTD)
-    nodes = T if nodes is None else nodes
     bits, bits_strides, of_mask = mask_arguments(mask, nodes, len_B)
     programs = B * G * tiles
     part_lse, part_out = partial_results(q_BHTD, programs * splits * tile.rows, width)
@@ -110,14 +117,14 @@ def tree_attention(
     chained = chaining(q_BHTD.device)
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with launched_on(q_BHTD):
-        kernels.attend_kernel[(programs, splits)](
+        kernels.attend_kernel[(programs, splits + (-(-2 * T // tiles) if alone else 0))](
             q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
             scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk,
             STAGES=_stages(tile, width, k_BGSD), AHEAD=tile.ahead if bulk else 0,
-            EARLY=EARLY[0],
+            EARLY=EARLY[0], ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
@@ -166,6 +173,12 @@ def tile_for(rows: int, dtype: torch.dtype) -> TreeTile:
         return FLOAT
     some = [tile for tile in TILES if rows <= tile.rows] or TILES[-2:]
     return min(some, key=lambda tile: (-(-rows // tile.rows) * tile.rows, -tile.rows))
+
+
+def tile_of_few(rows: int, group: int, dtype: torch.dtype) -> TreeTile:
+    """The tile for a step of up to `FEW_ROWS` rows: one that sums a row as the tile of a row alone does."""
+    alone = tile_for(group, dtype)
+    return TILES[1] if alone is TILES[0] and rows * group > alone.rows else alone
 
 
 def candidates(rows: int) -> tuple[TreeTile, ...]:
