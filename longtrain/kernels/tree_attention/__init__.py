@@ -7,8 +7,8 @@ Nothing of the length is known to the host: `len_B` lies on the device, so that 
 length. Triton on a GPU of compute capability 8.0 or more for head dims up to 128 in fp32, bf16 and fp16
 (interpreted under TRITON_INTERPRET=1 on any device, but not in bf16, which the interpreter cannot multiply);
 `tree_attention_reference` everywhere else.
-Products run in the dtype of the keys with fp32 sums, exponentials in fp32. On a GPU the rows of a chain, or of
-a whole tree, up to 16 over all sequences, have the bits that plain decoding computes for each of them.
+Products run in the dtype of the keys with fp32 sums, exponentials in fp32. On a GPU the rows of a chain,
+or of a whole tree, up to 16 over all sequences, have the bits that plain decoding computes for each of them.
 Shapes: B batch, T new rows, N tree nodes (N = T, or the rows are some of them), S slots, H query heads,
 G KV heads (H a multiple of G), D head dim, W 64-bit words of a row's mask.
 """
