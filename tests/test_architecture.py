@@ -71,7 +71,11 @@ TRANSFORMERS = {
 }
 """Part -> the names of transformers it may use; None: any. Modelling stays in `targets`."""
 
-STANDALONE = {"methods/longspec/vllm_proposer.py", "methods/lookaheadkv/press.py"}
+STANDALONE = {
+    "methods/longspec/vllm_proposer.py",
+    "methods/lookaheadkv/press.py",
+    "methods/specontext/specontext_sglang.py",
+}
 """Files for another library's users, who copy them: they may know its models and nothing of longtrain, and no
 file of longtrain imports them."""
 

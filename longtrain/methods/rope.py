@@ -10,6 +10,7 @@ from torch import Tensor
 from longtrain.targets.rotary import Rotary
 
 if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
 
 
@@ -35,10 +36,16 @@ def rope_of(config: RotarySettings, target: Target) -> Callable[[Tensor], tuple[
             return cos.view(*pos.shape, -1), sin.view(*pos.shape, -1)
 
         return of_target
-    own = Rotary(config.rope or target.info.rope, head_dim=head_dim, max_positions=target.info.max_positions)
+    own = rotary_of(config, target.info)
 
     def of_draft(pos: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = own(pos.reshape(-1), target.dtype)
         return cos.view(*pos.shape, -1), sin.view(*pos.shape, -1)
 
     return of_draft
+
+
+def rotary_of(config: RotarySettings, info: TargetInfo) -> Rotary:
+    """The same angles from parameters alone, where they are computed without the target."""
+    head_dim = config.head_dim or info.head_dim
+    return Rotary(config.rope or info.rope, head_dim=head_dim, max_positions=info.max_positions)

@@ -43,6 +43,16 @@ class Rotary:
         )
         self._module = LlamaRotaryEmbedding(config)
 
+    @property
+    def frequencies(self) -> Tensor:
+        """Radians a position of each pair of dims, fp32 [D / 2]."""
+        return self._module.inv_freq
+
+    @property
+    def scaling(self) -> float:
+        """Factor on cos and sin."""
+        return float(self._module.attention_scaling)
+
     def __call__(self, pos_T: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cos and sin, each [T, D] in `dtype` (computed in fp32, as targets do), of positions [T]."""
         module = self._module.to(pos_T.device)

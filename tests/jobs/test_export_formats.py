@@ -118,15 +118,35 @@ def test_another_folder_is_not_overwritten(composed, eagle, tmp_path):
     assert (theirs / "notes.txt").read_text() == "mine"
 
 
+def test_a_retrieval_head_becomes_a_folder_for_sglang(composed, tmp_path, target_folder):
+    target, one = load_target(target_folder), {"n_kv_heads": 1, "mapping": "calibrated"}
+    for name, fields in {"served": {"variant": "embedding", **one}, "own": {"layers": [0]}}.items():
+        config = methods.config_class("specontext")(**fields)
+        module = methods.get("specontext").build(config, target.info)
+        made = Artifact.from_module("specontext", config, module=module, target=target)
+        made.save(tmp_path / "checkpoints" / name)
+    words = ("export", "format=sglang")
+    for _ in range(2):  # its own folder is written again
+        export.run(composed(*words, f"artifact={tmp_path / 'checkpoints' / 'served'}"))
+    folder = tmp_path / "checkpoints" / "served-sglang"
+    card = (folder / "README.md").read_text()
+    assert "specontext_sglang.register()" in card and str(target_folder.parent) not in card
+    export.run(composed("export", f"verify={folder}"))
+    with pytest.raises(ConfigError, match="tokens and no hidden states"):
+        export.run(composed(*words, f"artifact={tmp_path / 'checkpoints' / 'own'}"))
+    assert not (tmp_path / "checkpoints" / "own-sglang").exists()
+
+
 def test_what_has_no_such_format(composed, trained, tmp_path):
-    with pytest.raises(ConfigError, match="format=onnx; allowed: flat, speculators"):
+    with pytest.raises(ConfigError, match="format=onnx; allowed: flat, sglang, speculators"):
         export.run(composed("export", "format=onnx"))
     with pytest.raises(ConfigError, match="format=flat: method longspec has no such format"):
         export.run(composed("export", "format=flat"))
-    with pytest.raises(ArtifactError, match=r"is in no format that is known \(flat, speculators\)"):
+    with pytest.raises(ArtifactError, match=r"is in no format that is known \(flat, sglang, speculators\)"):
         export.run(composed("export", f"verify={tmp_path}"))
     with pytest.raises(
-        ArtifactError, match=r"nothing else that a method reads \(eagle3: speculators, flat\)"
+        ArtifactError,
+        match=r"nothing else that a method reads \(eagle3: speculators, flat; specontext: sglang\)",
     ):
         Artifact.load(tmp_path)
 

@@ -18,6 +18,7 @@ from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective
 from longtrain.methods.specontext.prune import pruned
 from longtrain.methods.specontext.runtime import RetrievalSelector
+from longtrain.methods.specontext.sglang import FORMATS
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -71,5 +72,6 @@ SPEC = MethodSpec(
     inference_keys=READ_KEYS,
     golden_keys={"budget_tokens": 48, "window": 8},
     begins={"eagle3": pruned},
+    formats=FORMATS,
     cost=MethodCost(training=training, suite="training"),
 )

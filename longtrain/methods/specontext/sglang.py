@@ -1,0 +1,215 @@
+"""A retrieval head as a folder for SGLang's sparsity framework: weights, settings and the class that runs it.
+
+SGLang hands its algorithms the tokens of a step and no hidden states, and takes one set for a layer. So only
+heads that read embeddings alone, and whose KV heads share a set, can be served.
+
+Source: `sglang/srt/mem_cache/sparsity` of SGLang 0.5.23.
+Shapes: L layers, G KV heads, V vocabulary, E hidden dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError
+from longtrain.files import as_json
+from longtrain.methods.rope import rotary_of
+from longtrain.methods.spec import Formats, Imported
+from longtrain.methods.specontext.config import EMBEDDING, Config
+from longtrain.methods.specontext.modules import RetrievalHead
+from longtrain.targets.info import TargetSketch
+
+if TYPE_CHECKING:
+    from longtrain.targets.info import TargetInfo
+    from longtrain.targets.model import Target
+
+FORM = "sglang"
+ABOUT, WEIGHTS, CODE = "specontext.json", "model.safetensors", "specontext_sglang.py"
+RECORD = "longtrain/record.json"
+EMBEDDINGS, FREQUENCIES = "embed_tokens.weight", "inv_freq"
+ONE_SET = "train with method.sets=1 method.n_kv_heads=1 method.mapping=calibrated"
+
+
+def refuse(form: str, config: Config, info: TargetInfo | None) -> None:
+    """Refuse a head that SGLang's interface cannot serve.
+
+    Raises:
+        ConfigError: it reads hidden states, or gives each KV head a set of its own.
+    """
+    if config.variant != EMBEDDING:
+        raise ConfigError(
+            f"format={form}: SGLang gives its selection algorithms tokens and no hidden states, and "
+            f"method.variant={config.variant} reads the target's; {ONE_SET} method.variant={EMBEDDING}"
+        )
+    if config.mapping == "identity" and info is not None and info.n_kv_heads > 1:
+        raise ConfigError(
+            f"format={form}: SGLang reads one set in all KV heads of a layer, and method.mapping=identity "
+            f"gives each of {info.n_kv_heads} its own; {ONE_SET}"
+        )
+
+
+def sglang_files(
+    form: str, tensors: Mapping[str, Tensor], config: Config, target: Target, facts: dict[str, Any], name: str
+) -> dict[str, bytes]:
+    """The files of a folder, by their path in it.
+
+    Args:
+        form: `sglang`.
+        tensors: the head's state, by name.
+        config: hyperparameters.
+        target: the frozen target: its embeddings, which are written too, its dtype and its facts.
+        facts: provenance of the training run.
+        name: the folder's name.
+
+    Raises:
+        ConfigError: a head that SGLang's interface cannot serve.
+    """
+    info = target.info
+    refuse(form, config, info)
+    head = RetrievalHead(config, info)
+    head.load_state_dict(dict(tensors))
+    head = head.to(target.dtype)
+    rotary = rotary_of(config, info)
+    embed_VE = target.embed(torch.arange(info.vocab_size, device=target.device)).detach()
+    about = {
+        "set_of_layer": _set_of_layer(form, head.table_LG),
+        "groups_of_layers": head.sets,
+        "key_groups": head.key_sets,
+        "heads": head.heads[0],
+        "kv_heads": head.heads[1],
+        "head_dim": head.dim,
+        "rms_norm_eps": head.input_layernorm.eps,
+        "shift": int(config.row == "feature"),
+        "rope_scaling": rotary.scaling,
+    }
+    kept = {**head.state_dict(), EMBEDDINGS: embed_VE, FREQUENCIES: rotary.frequencies}
+    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in kept.items()}
+    files = {
+        ABOUT: as_json(about),
+        WEIGHTS: save(weights, metadata={"format": "pt"}),
+        CODE: Path(__file__).with_name(CODE).read_bytes(),
+    }
+    sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
+    record = {"method": vars(config), "target": info.to_json(), "steps": facts.get("step"), "files": sums}
+    return {**files, RECORD: as_json(record), "README.md": _card(name, config, info).encode()}
+
+
+def verify_folder(folder: Path, target: Target | None, trained_by: str | None) -> list[str]:
+    """Compare a folder with its record, and with a target.
+
+    Raises:
+        ArtifactError: a file is missing or another, or the embeddings are another target's.
+    """
+    found = read_folder(folder, trained_by)
+    said = [f"{len(found.tensors)} tensors as they were exported", "SGLang's interface serves the head"]
+    if target is not None:
+        found.target.check(target.info)
+        embed_VE = load_file(folder / WEIGHTS)[EMBEDDINGS]
+        own_VE = target.embed(torch.arange(target.info.vocab_size, device=target.device)).detach().cpu()
+        if not torch.allclose(embed_VE.float(), own_VE.float(), rtol=1e-2, atol=1e-3):
+            raise ArtifactError(f"{folder / WEIGHTS}: {EMBEDDINGS} is no copy of {target.info.name}'s")
+        said.append("embeddings are the target's")
+    return said
+
+
+def read_folder(folder: Path, trained_by: str | None) -> Imported:
+    """The head in a folder, to be run in an artifact's place.
+
+    Raises:
+        ConfigError: a trainer is named.
+        ArtifactError: the folder is damaged, or was changed after the export.
+    """
+    if trained_by is not None:
+        raise ConfigError(f"trained_by={trained_by}: {folder} was written by longtrain; leave trained_by out")
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        for name in (ABOUT, WEIGHTS, CODE):
+            with (folder / name).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != record["files"][name]:
+                    raise ArtifactError(f"{folder / name} is not what was exported (sha256 differs)")
+        config, sketch = Config(**record["method"]), TargetSketch.from_json(record["target"])
+        refuse(FORM, config, sketch)
+        tensors = load_file(folder / WEIGHTS)
+        embed, _ = tensors.pop(EMBEDDINGS), tensors.pop(FREQUENCIES)
+        if embed.shape != (sketch.vocab_size, sketch.hidden_size):
+            raise ValueError(f"{EMBEDDINGS} is {tuple(embed.shape)}")
+        RetrievalHead(config, sketch).load_state_dict(tensors)
+    except ArtifactError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, LongtrainError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ArtifactError(f"{folder} cannot be read: {said}; export it again, or copy it whole") from None
+    about = {"format": FORM, "trained_by": "longtrain", "folder": folder.name}
+    return Imported(vars(config), tensors, sketch, about)
+
+
+def _set_of_layer(form: str, table_LG: Tensor) -> list[int]:
+    """The set that all KV heads of each layer read.
+
+    Raises:
+        ConfigError: they read several.
+    """
+    for layer, sets_G in enumerate(table_LG.tolist()):
+        if len({*sets_G}) > 1:
+            raise ConfigError(
+                f"format={form}: SGLang reads one set in all KV heads of a layer, and those of layer {layer} "
+                f"read sets {', '.join(map(str, sorted({*sets_G})))}; {ONE_SET}"
+            )
+    return [sets_G[0] for sets_G in table_LG.tolist()]
+
+
+def _card(name: str, config: Config, info: TargetInfo) -> str:
+    """The README.md of a folder."""
+    target = Path(info.name).name if Path(info.name).is_dir() else info.name or "TARGET"
+    settings = {"algorithm": "specontext", "backend": "fa3", "page_size": 1, "top_k": 2048}
+    settings |= {"min_sparse_prompt_len": 4096, "sinks": config.sinks, "window": config.window}
+    settings |= {"head": name}
+    return f"""---
+tags: [specontext, sparse-attention, longtrain]
+library_name: sglang
+---
+# {name}
+
+A retrieval head for **{target}** ({info.n_layers} layers, hidden {info.hidden_size}), trained with
+longtrain: it says before each decoding step which tokens of the text the attention reads. It works with that
+target only.
+
+`{CODE}` is an algorithm of SGLang's sparsity framework (`sglang.srt.mem_cache.sparsity`):
+
+```python
+import specontext_sglang
+
+specontext_sglang.register()  # the factory now knows "specontext"
+```
+
+Its settings, as `--hisparse-config` takes them:
+
+```json
+{json.dumps(settings)}
+```
+
+SGLang 0.5.23 has the framework, and no attention backend of it asks the coordinator: serving needs a build
+that calls `SparseCoordinator.attention_begin` and `attention_end` around attention. Without CUDA graphs.
+
+`longtrain export verify={name}` compares the folder with its record.
+"""
+
+
+FORMATS = Formats(
+    names=(FORM,),
+    patterns=(ABOUT, WEIGHTS, CODE, "longtrain/*"),
+    reads=lambda folder: (folder / ABOUT).is_file(),
+    read=read_folder,
+    refuse=refuse,
+    write=sglang_files,
+    verify=verify_folder,
+)
