@@ -236,7 +236,7 @@ class RetrievalWeights:
         return self._turned("k", ids_RW, at_R)
 
     def scores(self, q_BHD: Tensor, k_BSGD: Tensor, visible_BS: Tensor) -> Tensor:
-        """Of each set the highest log-weight among its query heads, [B, X, S]; -inf where not visible."""
+        """The highest log-weight among each set's query heads, [B, X, S]; -inf where not visible."""
         per, shared = self.heads // self.groups, self.sets // self.key_sets
         q = q_BHD.unflatten(1, (self.key_sets, shared, self.groups, per)).transpose(2, 3)
         k = k_BSGD.unflatten(2, (self.key_sets, self.groups)).permute(0, 2, 3, 4, 1)
