@@ -22,6 +22,7 @@ class Teacher:
         at_R: positions of the query rows.
         far_RS: bool, the rows that are not read in any case; each query row has some.
         mean: of a KV head's query heads the mean, not the highest.
+        by_mass: each row keeps its far attention, of which the rest to 1 is near; False: it is made to sum to 1.
     """
 
     q_LHRD: Mapping[int, Tensor]
@@ -29,10 +30,11 @@ class Teacher:
     at_R: Tensor
     far_RS: Tensor
     mean: bool = False
+    by_mass: bool = False
 
     @torch.no_grad()
     def layer(self, layer: int) -> Tensor:
-        """mass_GRS in fp32 or wider: each row sums to 1 over the far rows."""
+        """mass_GRS in fp32 or wider: the attention that falls on far rows."""
         q_HRD, k_GSD = self.q_LHRD[layer], self.k_LGSD[layer]
         wide = torch.promote_types(q_HRD.dtype, torch.float32)
         (H, R, D), (G, S, _) = q_HRD.shape, k_GSD.shape
@@ -40,6 +42,8 @@ class Teacher:
         seen_RS = torch.arange(S, device=score.device) <= self.at_R[:, None]
         weight = (score.to(wide) * D**-0.5).masked_fill(~seen_RS, -torch.inf).softmax(-1)
         mass_GRS = (weight.mean(1) if self.mean else weight.amax(1)).masked_fill(~self.far_RS, 0.0)
+        if self.by_mass:
+            return mass_GRS
         return mass_GRS / mass_GRS.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
 
     def layers(self) -> Iterator[tuple[int, Tensor]]:

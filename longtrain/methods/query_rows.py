@@ -42,8 +42,9 @@ class Queries:
 def draw(config: SetLearning, batch: Batch) -> list[Queries]:
     """Query rows of every document with labels that is long enough, evenly spread over the log of positions.
 
-    They begin where there are twice as many rows as are read in any case, or in short documents with their
-    last three quarters. The draw follows from the batch's seed.
+    They are rows before a label, as the rows are that a decoder asks for. They begin where there are twice as
+    many rows as are read in any case, or in short documents with their last three quarters. The draw follows
+    from the batch's seed.
     """
     mask_T = batch.loss_mask_T.cpu() if batch.host_mask_T is None else batch.host_mask_T
     coins = torch.Generator().manual_seed(batch.seed)
@@ -51,13 +52,16 @@ def draw(config: SetLearning, batch: Batch) -> list[Queries]:
     for start, stop in pairwise(batch.bounds):
         labels = int(mask_T[start:stop].sum())
         first = min(2 * (config.sinks + config.window), (stop - start) // 4)
-        if not labels or first < LEAST:
+        before_R = mask_T[start + 1 : stop].nonzero()[:, 0] if labels and first >= LEAST else mask_T[:0]
+        before_R = before_R[before_R >= first]
+        if not len(before_R):
             continue
-        low, high = math.log(first), math.log(stop - start)
+        low, high = math.log(int(before_R[0])), math.log(int(before_R[-1]) + 1)
         share_R = (
             torch.arange(config.queries) + torch.rand(config.queries, generator=coins)
         ) / config.queries
-        at_R = (low + share_R * (high - low)).exp().long().clamp(first, stop - start - 1).unique()
+        drawn_R = torch.searchsorted(before_R, (low + share_R * (high - low)).exp().long())
+        at_R = before_R[drawn_R.clamp(max=len(before_R) - 1)].unique()
         found.append(Queries(start, stop, at_R, labels))
     return found
 

@@ -18,7 +18,9 @@ class SetLearning:
     """Which query rows are learned of, and what of their attention (`methods.set_objective`)."""
 
     pool: Annotated[str, OneOf("max", "mean")] = "max"  # teacher: over the query heads of a KV head
-    queries: Count = 128  # sampled query rows of a document
+    queries: Count = 128  # sampled query rows of a document, from which a label is told
+    by_mass: bool = True  # a query row counts as much as the attention that it has beyond the rows that are
+    # read in any case; False: all count alike, though most rows of most layers need nothing more
     sinks: CountOrZero = 4  # first rows that nothing is learned of, at most an eighth: they are always read
     window: CountOrZero = 64  # last rows likewise, at most half
     recall_weight: NotNegative = 0.0  # of 1 - the soft share of the teacher's mass in a set

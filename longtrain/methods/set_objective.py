@@ -63,10 +63,10 @@ class SetObjective(Objective):
     """KL of a module's weights from the target's attention, sampled query rows, sets and KV heads.
 
     The teacher of a set is the mean over the layers' KV heads that read it: the target's attention of the
-    query row, without the rows that are read in any case, made to sum to one, the highest (or mean) of a KV
-    head's query heads. The student are the scores that choose, over the same rows. A document's loss is the
-    mean over its query rows and over sets, times its labels. Subclasses say what queries and keys are
-    made of.
+    query row, without the rows that are read in any case, the highest (or mean) of a KV head's query heads.
+    The student are the scores that choose, over the same rows. A query row counts as much as the attention
+    that its teacher has, or with `by_mass=False` all alike. A document's loss is the mean over its query rows
+    and over sets, times its labels. Subclasses say what queries and keys are made of.
 
     Args:
         module: scores rows.
@@ -107,7 +107,7 @@ class SetObjective(Objective):
     def forward(self, batch: Batch) -> Loss:
         """The sum over documents.
 
-        Figures: `loss`; `recall`, the share of the far attention in the module's sets of `recall_rows` rows;
+        Figures: `loss`; `recall`, the share of the teacher's attention in the module's sets of `recall_rows` rows;
         `recall_oracle`, that in the teacher's own sets; `recall_window`, that in the last rows.
         """
         row = self._read(batch)
@@ -169,6 +169,7 @@ class SetObjective(Objective):
             at_R,
             far_RS,
             mean=config.pool == "mean",
+            by_mass=config.by_mass,
         )
         mass_XRS, members_X = teacher.sets(module.table_LG, module.n_sets)
         q_RHD = self.queries(row, one.start + at_R, drawn)
@@ -177,18 +178,19 @@ class SetObjective(Objective):
         score_XRS = log_scores(q_RHD, k_SGD, past_RS, sets=module.sets, groups=module.heads[1])
         law_XRS = score_XRS.masked_fill(~far_RS, -torch.inf).log_softmax(-1)
         cross_XR = -(mass_XRS * law_XRS.masked_fill(~far_RS, 0.0)).sum(-1)
-        own_XR = -torch.special.entr(mass_XRS).sum(-1)
+        whole_XR = mass_XRS.sum(-1)
+        own_XR = -torch.special.entr(mass_XRS).sum(-1) + torch.special.entr(whole_XR)
         loss_XR = cross_XR + own_XR
         budget = config.recall_rows - config.sinks - config.window
         if config.recall_weight:
-            loss_XR = loss_XR + config.recall_weight * (1 - soft_share(mass_XRS, law_XRS, far_RS, budget))
+            loss_XR = loss_XR + config.recall_weight * (whole_XR - soft_share(mass_XRS, law_XRS, far_RS, budget))
         used_X = members_X > 0
         with torch.no_grad():
             chosen = law_XRS[used_X]
             latest = slot_S.to(chosen.dtype).expand_as(chosen).masked_fill(~far_RS, -torch.inf)
             for i, order in enumerate((chosen, mass_XRS[used_X].masked_fill(~far_RS, -1.0), latest)):
                 sums[i] += share_held(mass_XRS[used_X], order, budget).mean(0).sum()
-            sums[-1] += len(at_R)
+            sums[-1] += whole_XR[used_X].mean(0).sum()
             if module.training:
                 self.learned(teacher, law_XRS, budget)
         weight = one.labels / len(one.at_R)

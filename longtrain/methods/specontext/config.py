@@ -31,6 +31,7 @@ class Config(SetLearning):
     row: Annotated[str, OneOf("token", "feature")] = "token"  # the target's row that a row of the head stands
     # for: that of its token, or that of its feature, one before (a draft's rows say neither)
     conv: Count = 4  # embedding: embeddings that a row is mixed of, its own the last
+    mlp: CountOrZero = 0  # width of a gated MLP before queries and keys; 0: none, as in the paper
     n_heads: CountOrZero = 0  # query heads; 0: the target's
     n_kv_heads: CountOrZero = 0  # KV heads; 0: the target's
     head_dim: CountOrZero = 0  # size of a head; 0: the target's

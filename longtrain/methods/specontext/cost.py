@@ -31,9 +31,11 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
     kept = T * ((size.n_layers * size.n_kv_heads * size.head_dim + n * E) * itemsize + 8)
     scored = config.sets * heads * row.attended
     block = min(BLOCK_BYTES, 4 * scored * config.queries)
-    made = min(KEY_ROWS, T) * (3 * n * E + 4 * wide + 3 * keys) * itemsize
+    made = min(KEY_ROWS, T) * (3 * n * E + 4 * wide + 4 * config.mlp + 3 * keys) * itemsize
     fc = n * E * E
-    projected = 2 * (fc + (E if config.variant == EMBEDDING else 2 * E) * keys)
+    size_of_entry = E if config.variant == EMBEDDING else 2 * E
+    fc += 3 * size_of_entry * config.mlp
+    projected = 2 * (fc + size_of_entry * keys)
     asked = 2 * (fc + 2 * E * config.sets * heads * dim)
     compared = 2 * row.attended * dim * (3 * config.sets * heads + size.n_layers * size.n_heads)
     return StepCost(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
-from longtrain.layers import RMSNorm, apply_rope
+from longtrain.layers import RMSNorm, SwiGLU, apply_rope
 from longtrain.methods.set_objective import SetScorer
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, group_of, hidden_of
 
@@ -27,7 +27,7 @@ class RetrievalHead(SetScorer):
     """Trainable tensors, under the names of the draft's layer, and the table of sets.
 
     The row of token s holds the embedding of token s and what the target left at token s - 1:
-    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, turned by position s. The pair is that of EAGLE-3,
+    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, turned by position s; with `mlp` u is `u + MLP(u)`. The pair is that of EAGLE-3,
     whose row i holds the feature of token i and the embedding of token i + 1. So it is known as soon as
     token s is, before the target reads it.
 
@@ -78,6 +78,7 @@ class RetrievalHead(SetScorer):
         self.input_layernorm = RMSNorm(E, eps)
         self.hidden_norm = RMSNorm(E, eps) if n else None
         self.mix = nn.Parameter(torch.zeros(config.conv, E)) if config.variant == EMBEDDING else None
+        self.mlp = SwiGLU(size, config.mlp) if config.mlp else None
         self.q_proj = nn.Linear(size, self.sets * heads * self.dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(size, self.key_sets * groups * self.dim, bias=config.attention_bias)
         self.q_norm = RMSNorm(self.dim, eps) if config.qk_norm else None
@@ -85,9 +86,11 @@ class RetrievalHead(SetScorer):
         for tensor in self.parameters():
             if tensor.ndim == 2:
                 nn.init.normal_(tensor, std=0.02)
-        if self.mix is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self.mix is not None:
                 self.mix[-1] = 1.0
+            if self.mlp is not None:
+                self.mlp.down_proj.weight.zero_()
         own = torch.tensor([[group_of(layer, self.sets, L)] for layer in range(L)]) * groups
         self.register_buffer("table_LG", own + torch.arange(info.n_kv_heads) % groups)
         """The set that each KV head of the target reads."""
@@ -107,6 +110,11 @@ class RetrievalHead(SetScorer):
             embed: embeddings [..., E]; with `mix` those of the last W tokens, [..., W, E].
             states: the target's outputs at the token before, of `hidden`, each [..., E].
         """
+        joined = self._joined(embed, states)
+        return joined if self.mlp is None else joined + self.mlp(joined)
+
+    def _joined(self, embed: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """The normed embedding and what stands beside it; arguments: `entry`."""
         normed = self.input_layernorm(embed)
         if self.mix is not None:
             return (normed * self.mix).sum(-2)

@@ -82,19 +82,19 @@ def by_hand(module, target, config, batch):
                         -1
                     )
                     pooled = (weights.mean(0) if config.pool == "mean" else weights.amax(0))[:t][inside]
-                    teacher = pooled / pooled.sum()
+                    teacher = pooled if config.by_mass else pooled / pooled.sum()
                     law = log_weights(module, layer, g, q[:, t], k[g, :t])[inside].log_softmax(0)
-                    loss = (teacher * (teacher.log() - law)).sum()
+                    loss = (teacher * ((teacher / teacher.sum()).log() - law)).sum()
                     if config.recall_weight:
                         rows = config.recall_rows - config.sinks - config.window
                         edge = law.detach().topk(rows).values[-1] if len(law) >= rows else -1e4
-                        loss = loss + config.recall_weight * (1 - (teacher * torch.sigmoid(law - edge)).sum())
+                        loss = loss + config.recall_weight * (teacher * (1 - torch.sigmoid(law - edge))).sum()
                     total = total + loss * one.labels / len(one.at_R)
     return total / module.n_sets
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"pool": "mean", "recall_weight": 0.5}], ids=["max", "mean, soft recall"]
+    "more", [{"by_mass": False}, {"pool": "mean", "recall_weight": 0.5}], ids=["max", "mean, soft recall"]
 )
 def test_loss_and_gradient_are_those_of_the_sum_written_out(more, target, monkeypatch):
     """Three documents, one too short to be learned of, in many blocks of queries and keys."""

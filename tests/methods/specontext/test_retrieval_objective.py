@@ -18,8 +18,8 @@ from .test_retrieval_head import head_of
 
 SMALL = {"queries": 6, "sinks": 2, "window": 4, "recall_rows": 12}
 CONFIGS = {
-    "shifted": Config(layers=[0, 1], **SMALL),
-    "groups, own keys, mean": Config(layers=[1], sets=2, share_keys=False, pool="mean", **SMALL),
+    "shifted, rows alike": Config(layers=[0, 1], by_mass=False, **SMALL),
+    "groups, own keys, mean, mlp": Config(layers=[1], sets=2, share_keys=False, pool="mean", mlp=8, **SMALL),
     "embedding, soft recall": Config(variant="embedding", recall_weight=0.5, **SMALL),
     "lagged, of the feature's row": Config(variant="lagged", row="feature", **SMALL),
 }
@@ -76,7 +76,7 @@ def by_hand(head, target, config, batch):
                     own = torch.zeros(n, dtype=torch.float64)
                     own[: t + 1] = pooled
                     own = own * inside
-                    mass += own / own.sum() / len(layers)
+                    mass += (own if config.by_mass else own / own.sum()) / len(layers)
                 set_, g = divmod(x, groups)
                 key = k_all[:, g if head.key_sets == 1 else x][shift:t]
                 weights = []
@@ -86,11 +86,14 @@ def by_hand(head, target, config, batch):
                 score = torch.stack(weights).amax(0)
                 law = score[inside[: t - shift]].log_softmax(0)
                 teacher = mass[inside]
-                loss = (teacher * (teacher.clamp_min(1e-300).log() - law)).sum()
+                whole = teacher.sum()
+                loss = (teacher * ((teacher / whole).clamp_min(1e-300).log() - law)).sum()
                 if config.recall_weight:
                     rows = config.recall_rows - config.sinks - config.window
                     edge = law.detach().topk(rows).values[-1] if len(law) >= rows else -1e4
-                    loss = loss + config.recall_weight * (1 - (teacher * torch.sigmoid(law - edge)).sum())
+                    loss = loss + config.recall_weight * (
+                        whole - (teacher * torch.sigmoid(law - edge)).sum()
+                    )
                 total = total + loss * one.labels / len(one.at_R)
     return total / head.n_sets
 
