@@ -22,7 +22,7 @@ class Teacher:
         at_R: positions of the query rows.
         far_RS: bool, the rows that are not read in any case; each query row has some.
         mean: of a KV head's query heads the mean, not the highest.
-        by_mass: each row keeps its far attention, of which the rest to 1 is near; False: it is made to sum to 1.
+        by_mass: a row's far attention as it is, below 1 by what is near; False: it is made to sum to 1.
     """
 
     q_LHRD: Mapping[int, Tensor]

@@ -107,8 +107,8 @@ class SetObjective(Objective):
     def forward(self, batch: Batch) -> Loss:
         """The sum over documents.
 
-        Figures: `loss`; `recall`, the share of the teacher's attention in the module's sets of `recall_rows` rows;
-        `recall_oracle`, that in the teacher's own sets; `recall_window`, that in the last rows.
+        Figures: `loss`; `recall`, the share of the teacher's attention in the module's sets of `recall_rows`
+        rows; `recall_oracle`, that in the teacher's own sets; `recall_window`, that in the last rows.
         """
         row = self._read(batch)
         tokens = sum(one.labels for one in row.queries)
@@ -183,7 +183,8 @@ class SetObjective(Objective):
         loss_XR = cross_XR + own_XR
         budget = config.recall_rows - config.sinks - config.window
         if config.recall_weight:
-            loss_XR = loss_XR + config.recall_weight * (whole_XR - soft_share(mass_XRS, law_XRS, far_RS, budget))
+            held_XR = soft_share(mass_XRS, law_XRS, far_RS, budget)
+            loss_XR = loss_XR + config.recall_weight * (whole_XR - held_XR)
         used_X = members_X > 0
         with torch.no_grad():
             chosen = law_XRS[used_X]

@@ -27,9 +27,9 @@ class RetrievalHead(SetScorer):
     """Trainable tensors, under the names of the draft's layer, and the table of sets.
 
     The row of token s holds the embedding of token s and what the target left at token s - 1:
-    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, turned by position s; with `mlp` u is `u + MLP(u)`. The pair is that of EAGLE-3,
-    whose row i holds the feature of token i and the embedding of token i + 1. So it is known as soon as
-    token s is, before the target reads it.
+    `u = [norm(e) ; norm(f)]`, `q = Wq u`, `k = Wk u`, turned by position s; with `mlp` u is `u + MLP(u)`. The
+    pair is that of EAGLE-3, whose row i holds the feature of token i and the embedding of token i + 1. So it
+    is known as soon as token s is, before the target reads it.
 
     Args:
         config: hyperparameters.

@@ -91,9 +91,7 @@ def by_hand(head, target, config, batch):
                 if config.recall_weight:
                     rows = config.recall_rows - config.sinks - config.window
                     edge = law.detach().topk(rows).values[-1] if len(law) >= rows else -1e4
-                    loss = loss + config.recall_weight * (
-                        whole - (teacher * torch.sigmoid(law - edge)).sum()
-                    )
+                    loss = loss + config.recall_weight * (whole - (teacher * torch.sigmoid(law - edge)).sum())
                 total = total + loss * one.labels / len(one.at_R)
     return total / head.n_sets
 
