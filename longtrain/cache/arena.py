@@ -43,6 +43,11 @@ class ArenaCache(KVCache):
         """Slots of a sequence."""
         return self.store.capacity
 
+    @property
+    def claimed(self) -> int:
+        """Slots that the present texts will need at most."""
+        return self._claimed
+
     def take(self, cache: KVCache, *, room: int) -> None:
         """Move in what a cache holds: nothing but lengths if that is `store`, else its rows too.
 

@@ -232,6 +232,9 @@ class ElasticCache(SelectedCache):
             lists = RowLists(self._after(self._near(), T)[:, None], from_B1T, self._rows.first_LG[:1])
             move_rows(self._slots_LBGJE[layer : layer + 1], rows_BGTE[None], lists)
 
+    def tail_slots(self, layer: int, rows: int) -> None:
+        """See `KVCache`: rows go through `write`."""
+
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """See `SelectedCache`."""
         new, self._new = self._new, None

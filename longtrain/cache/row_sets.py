@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ConfigError
+from longtrain.kernels import row_choice
 from longtrain.settings import Count, CountOrZero, Words, check
-
-_SIGN = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -57,30 +56,20 @@ class ReadBudget:
 def choose_rows(scores_BXS: Tensor, len_B: Tensor, budget: ReadBudget) -> Tensor:
     """The rows with the highest scores, beside those that are read in any case.
 
-    Of equal scores the later row is taken, so that the choice does not depend on the number of slots.
+    Of equal scores the later row is taken, so that the choice does not depend on the number of slots
+    (`kernels.row_choice`).
 
     Args:
-        scores_BXS: of the rows in slots 0..S-1, in fp32 or wider; of slots from `len_B` on of no meaning.
+        scores_BXS: of the rows in slots 0..S-1, in fp32 or wider, compared in fp32; of slots from `len_B` on of no meaning.
         len_B: committed rows, int64.
         budget: see `ReadBudget`.
 
     Returns:
         idx_BXK, int64, K = `budget.rows`: `min(K, len_B)` rows, ascending; what follows is 0.
     """
-    S = scores_BXS.shape[-1]
-    slot_S = torch.arange(S, device=scores_BXS.device)
-    forced_BS = (slot_S < budget.sinks) | (slot_S >= len_B[:, None] - budget.window)
-    most = torch.finfo(torch.float32).max
-    score = scores_BXS.float().nan_to_num(-most).clamp(-most, most) + 0.0  # of two zeros one
-    score = score.masked_fill(forced_BS[:, None], torch.inf)
-    score = score.masked_fill((slot_S >= len_B[:, None])[:, None], -torch.inf)
-    bits = score.view(torch.int32)
-    order = (bits ^ ((bits >> 31) & _SIGN)).long() << 32 | slot_S  # as the scores, then as the slots
-    top_BXK = order.topk(min(budget.rows, S), -1).indices
-    beyond_BXK = top_BXK >= len_B[:, None, None]
-    found = top_BXK.masked_fill(beyond_BXK, S).sort(-1).values
-    found = found.masked_fill(found == S, 0)
-    return torch.nn.functional.pad(found, (0, budget.rows - found.shape[-1]))
+    found = len_B.new_empty(*scores_BXS.shape[:2], budget.rows, dtype=torch.int64)
+    row_choice.choose_rows(scores_BXS, len_B, found, sinks=budget.sinks, window=budget.window)
+    return found
 
 
 class RowSets:
@@ -104,6 +93,12 @@ class RowSets:
         """Sequences whose sets are chosen at this step."""
         self._until_B = torch.zeros_like(self.n_B)
 
+    def forget(self) -> None:
+        """Nothing is chosen: new texts begin."""
+        for tensor in self.tensors():
+            tensor.zero_()
+        self.due_B.fill_(True)
+
     def open(self, len_B: Tensor) -> None:
         """A step over `len_B` committed rows begins."""
         self.due_B.copy_(len_B >= self._until_B)
@@ -126,19 +121,21 @@ class RowSets:
             raise ConfigError(
                 f"scores of [sequences, sets] = {list(scores_BXS.shape[:2])}; allowed: {list(own.shape[:2])}"
             )
-        found = choose_rows(scores_BXS, self.since_B, self.budget)
-        own.copy_(torch.where(self.due_B[:, None, None], found, own))
+        sinks, window = self.budget.sinks, self.budget.window
+        row_choice.choose_rows(
+            scores_BXS, self.since_B, own, sinks=sinks, window=window, due_B=self.due_B
+        )
 
     def limit(self, len_B: Tensor) -> Tensor:
         """Rows of each sequence that may be committed before a choice other than that of the coming step."""
         left_B = self._until_B - len_B
         return left_B.where(left_B > 0, self.budget.every)
 
-    def rows(self, sets_G: Tensor, slots: int, new_rows: int) -> Tensor:
+    def rows(self, sets_G: Tensor | slice, slots: int, new_rows: int) -> Tensor:
         """Slots that a step reads: of each set's rows, then of all rows since, new ones included.
 
         Args:
-            sets_G: the set that each KV head reads, int64.
+            sets_G: the set that each KV head reads, int64; or a slice of the sets themselves.
             slots: slots of a sequence; those beyond are not named.
             new_rows: T.
 

@@ -12,10 +12,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from longtrain.cache.arena import ArenaCache
 from longtrain.cache.base import KernelMask, KVCache, Mask, PrefixOnly
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.row_sets import ReadBudget, RowSets
 from longtrain.errors import ConfigError, refusal
+from longtrain.kernels.devices import runs_on
+from longtrain.kernels.fused_layer import Slots
+from longtrain.kernels.row_moves import RowLists, move_rows
 from longtrain.kernels.tree_attention import tree_attention
 
 LayerScores: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -30,17 +34,21 @@ class SelectedCache(KVCache):
     those of `store`, bit by bit.
 
     Args:
-        store: holds the rows, none before position 0.
+        store: holds the rows, none before position 0. Over an arena a step is the same operations for every
+            length, and what it leaves to the next is updated in place (`tensors`).
     """
 
-    def __init__(self, store: DenseCache) -> None:
+    def __init__(self, store: DenseCache | ArenaCache) -> None:
         self.store = store
+        self.held = store.store if isinstance(store, ArenaCache) else store
+        """Where the rows lie."""
         self.len_B = store.len_B
         self.row_sets: RowSets | None = None
         self._table_LG: Tensor | None = None
         self._ask: LayerScores | None = None
         self._masks = KernelMask()
         self._dense = False
+        self._step_rows: tuple[int, Tensor] | None = None
 
     def begin(self, budget: ReadBudget, *, table_LG: Tensor | None, ask: LayerScores | None = None) -> None:
         """Decode sparsely from now on.
@@ -64,16 +72,22 @@ class SelectedCache(KVCache):
                 f"{[L, G]} (layers, KV heads), numbers from 0",
             )
         check_layers(budget, L)
-        device = self.len_B.device
-        self._table_LG, self._ask = table_LG.to(device), ask
-        self.row_sets = RowSets(budget, B, 1 + int(table_LG.max()), device)
+        device, n_sets = self.len_B.device, 1 + int(table_LG.max())
+        if self._table_LG is None or not torch.equal(self._table_LG, table_LG.to(device)):
+            self._table_LG = table_LG.to(device)
+        self._ask, self._step_rows = ask, None
+        known = self.row_sets
+        if known is not None and (known.budget, *known.idx_BXK.shape[:2]) == (budget, B, n_sets):
+            known.forget()  # a graph of a step may know its tensors
+        else:
+            self.row_sets = RowSets(budget, B, n_sets, device)
 
     def reserve(self, budget: ReadBudget) -> None:
         """Told before prompts are read what steps will read."""
 
     def _sizes(self) -> tuple[int, int, int]:
         """Layers, sequences, and KV heads of each."""
-        L, B, G, _, _ = self.store.k_LBGSD.shape
+        L, B, G, _, _ = self.held.k_LBGSD.shape
         return L, B, G
 
     def choose(self, scores_BXS: Tensor | None) -> None:
@@ -87,6 +101,7 @@ class SelectedCache(KVCache):
             ConfigError: scores of fewer slots, or of another number of sets.
         """
         assert self.row_sets is not None, "begin() comes first"
+        self._step_rows = None
         self.row_sets.open(self.len_B)
         if scores_BXS is None:
             return
@@ -108,15 +123,19 @@ class SelectedCache(KVCache):
         """See `DenseCache`."""
         self.store.write(layer, k_BGTD, v_BGTD)
 
+    def tail_slots(self, layer: int, rows: int) -> Slots | None:
+        """See `KVCache`."""
+        return self.store.tail_slots(layer, rows)
+
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """Attention over the chosen rows, those that were committed since, and the new ones."""
-        sets, G = self.row_sets, self.store.k_LBGSD.shape[2]
+        sets, G = self.row_sets, self.held.k_LBGSD.shape[2]
         if sets is None or self._dense or isinstance(mask, PrefixOnly):
             return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
         if self._ask is not None:
             scores_BGS = self._ask(layer, q_BHTD, self.keys(layer), self.len_B)
             sets.put(scores_BGS, slice(layer * G, (layer + 1) * G))
-        if layer in sets.budget.dense_layers or self.used <= sets.budget.rows:
+        if layer in sets.budget.dense_layers or self._fits:
             return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
         k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
         count_B = sets.n_B + self.len_B - sets.since_B
@@ -124,20 +143,46 @@ class SelectedCache(KVCache):
 
     @property
     def used(self) -> int:
-        """Slots that may hold committed rows, as far as the host knows."""
-        return self.store.used
+        """Slots that may hold committed rows, as far as the host knows: all of an arena's."""
+        return self.store.slots if isinstance(self.store, ArenaCache) else self.store.used
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the host knows that every text fits the budget; of an arena's texts, until they end."""
+        assert self.row_sets is not None
+        most = self.store.claimed if isinstance(self.store, ArenaCache) else self.store.used
+        return most <= self.row_sets.budget.rows
 
     def keys(self, layer: int) -> Tensor:
         """A layer's keys as k_BGSD, in the `used` slots; those from `len_B` on mean nothing."""
-        return self.store.k_LBGSD[layer, :, :, : self.used]
+        return self.held.k_LBGSD[layer, :, :, : self.used]
 
     def chosen(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
         """K and V of the rows that a step of `new_rows` reads, each [B, G, J, D] (`RowSets.rows`)."""
-        assert self.row_sets is not None and self._table_LG is not None
-        store = self.store
-        rows_BGJ = self.row_sets.rows(self._table_LG[layer], store.capacity, new_rows)
-        index = rows_BGJ[..., None].expand(-1, -1, -1, store.k_LBGSD.shape[-1])
-        return store.k_LBGSD[layer].gather(2, index), store.v_LBGSD[layer].gather(2, index)
+        rows_BXJ, sets_G = self._rows_of(layer, new_rows)
+        buffers = (self.held.k_LBGSD, self.held.v_LBGSD)
+        if not runs_on(self.len_B.device):
+            index = rows_BXJ[:, sets_G, :, None].expand(-1, -1, -1, buffers[0].shape[-1])
+            return buffers[0][layer].gather(2, index), buffers[1][layer].gather(2, index)
+        (B, X, J), (_, _, G, _, D) = rows_BXJ.shape, buffers[0].shape
+        at_BXJ = torch.arange(J, device=rows_BXJ.device).expand(B, X, J)
+        lists = RowLists(at_BXJ, rows_BXJ, sets_G[None])
+        goals = buffers[0].new_empty(2, 1, B, G, J, D)
+        for goal, buffer in zip(goals, buffers, strict=True):
+            move_rows(goal, buffer[layer : layer + 1], lists)
+        return goals[0, 0], goals[1, 0]
+
+    def _rows_of(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
+        """Rows of sets, rows_BXJ, and the set of each KV head of a layer; made once a step for all layers."""
+        sets, table_LG = self.row_sets, self._table_LG
+        assert sets is not None and table_LG is not None
+        if self._ask is not None:  # sets of the layer's own, chosen in it
+            G = table_LG.shape[1]
+            own = sets.rows(slice(layer * G, (layer + 1) * G), self.held.capacity, new_rows)
+            return own, table_LG[layer] - layer * G
+        if self._step_rows is None or self._step_rows[0] != new_rows:
+            self._step_rows = new_rows, sets.rows(slice(None), self.held.capacity, new_rows)
+        return self._step_rows[1], table_LG[layer]
 
     def expect(self, n_B: Tensor | None) -> None:
         """See `KVCache`."""
@@ -146,7 +191,7 @@ class SelectedCache(KVCache):
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """See `KVCache`."""
         self.store.commit(path_BP, n_B)
-        self.len_B = self.store.len_B
+        self.len_B, self._step_rows = self.store.len_B, None
         self._masks.forget()
 
     def commit_limit(self) -> Tensor | None:
@@ -160,6 +205,13 @@ class SelectedCache(KVCache):
     def bytes(self) -> int:
         """Bytes of all rows, and of the sets."""
         return self.store.bytes() + (0 if self.row_sets is None else self.row_sets.bytes())
+
+    def tensors(self) -> tuple[Tensor, ...] | None:
+        """See `KVCache`; None over a cache that is not an arena."""
+        own = self.store.tensors()
+        if own is None or self.row_sets is None or self._table_LG is None or self._fits:
+            return own
+        return (*own, self._table_LG, *self.row_sets.tensors())
 
 
 def check_layers(budget: ReadBudget, n_layers: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from longtrain.cache.arena import ArenaCache, movable, rounded_slots
 from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
+from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.output import Emitted
 from longtrain.decoding.phases import CycleState, Phases
 from longtrain.decoding.roles import TreeShape
@@ -196,6 +197,7 @@ class CaptureBuffers:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.arena: ArenaCache | None = None
+        self._selected: SelectedCache | None = None
         self._cycles: dict[Hashable, Cycles] = {}
         self._texts: CycleState | None = None
 
@@ -205,12 +207,13 @@ class CaptureBuffers:
         store.rewind([0] * batch)
         return store
 
-    def take_in(self, cache: KVCache, *, room: int) -> KVCache:
+    def take_in(self, cache: KVCache, *, room: int, selects: bool = False) -> KVCache:
         """A cache that cycles can be captured over, with the rows of `cache` in it.
 
         Args:
             cache: committed prompts; `can_capture` was asked.
             room: slots needed after them.
+            selects: steps will read chosen rows.
         """
         if cache.tensors() is not None:
             return cache
@@ -220,7 +223,11 @@ class CaptureBuffers:
         if arena is None or dense is not arena.store:
             arena = self._reserve(len(cache.len_B), dense.used + room)
         arena.take(cache, room=room)
-        return arena
+        if not selects:
+            return arena
+        if self._selected is None or self._selected.store is not arena:
+            self._selected = SelectedCache(arena)
+        return self._selected
 
     def texts(self, len_B: Tensor) -> CycleState:
         """What cycles of all shapes share; at the same place from call to call, for as many sequences."""
@@ -254,7 +261,7 @@ class CaptureBuffers:
             if like and arena.slots >= slots:
                 return arena
             arena.free()  # before the memory of the next is taken
-        self.arena = None
+        self.arena = self._selected = None
         self._cycles.clear()
         self.arena = ArenaCache(target.new_cache(batch, rounded_slots(slots), 0))
         return self.arena

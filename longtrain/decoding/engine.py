@@ -184,7 +184,9 @@ class Engine:
         )
         stage = self._served(stage, read.cache)
         if stage:
-            read = replace(read, cache=stage.take_in(read.cache, room=max_new_tokens + most_nodes))
+            room = max_new_tokens + most_nodes
+            taken = stage.take_in(read.cache, room=room, selects=selector is not None)
+            read = replace(read, cache=taken)
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
@@ -274,9 +276,7 @@ class Engine:
             return None
         reason = ""
         shape = max(shapes, key=lambda one: one.n_nodes)
-        if self.parts.selector is not None and self.parts.cache is None:
-            reason = f"'{self.parts.name}' reads chosen rows, whose cache is not one of static buffers"
-        elif self.parts.selector is not None and self.parts.selector.tensors() is None:
+        if self.parts.selector is not None and self.parts.selector.tensors() is None:
             reason = f"the selector of '{self.parts.name}' does not update its state in place"
         elif self.target.shards is not None:
             reason = "the target's layers are split over ranks, which a graph cannot gather"

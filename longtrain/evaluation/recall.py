@@ -250,7 +250,7 @@ def _best(scores: Tensor, table_LG: Tensor | None, budget: ReadBudget, slots: in
 
 def _weights(queries: dict[int, Tensor], cache: SelectedCache) -> Tensor:
     """Attention of the row that was committed last on all rows and itself, mean over query heads, p_BLGS."""
-    S, store = cache.used, cache.store
+    S, store = cache.used, cache.held
     seen_S = torch.arange(S, device=cache.len_B.device) < cache.len_B[0]
     layers = []
     for layer in sorted(queries):

@@ -193,7 +193,7 @@ def test_what_does_not_go_together():
         generate(Parts(draft=OracleDraft(micro()), selector=once))
     with pytest.raises(ConflictError, match="DenseCache cannot read chosen rows"):
         generate(Parts(cache=micro().new_cache, selector=rule))
-    with pytest.raises(ConflictError, match="capture=True, but 'head' reads chosen rows"):
+    with pytest.raises(ConflictError, match="the selector of 'head' does not update its state in place"):
         Engine(micro(), Parts(selector=rule, name="head"), capture=True).generate([[1]], max_new_tokens=2)
     with pytest.raises(ConfigError, match=r"the budget is 0.1 of the prompt"):
         rule.with_budget(Budget(ratio=0.1))

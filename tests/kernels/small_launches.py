@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from attention_cases import dense_case, hier_case, mask_named
 from importance_cases import several
+from row_choice_cases import KINDS, SINKS, WINDOW, scores_of
+from row_choice_cases import K as CHOSEN
 from row_move_cases import move_case
 
 import longtrain.kernels
@@ -37,7 +39,9 @@ from longtrain.kernels import importance, tree_attention
 from longtrain.kernels.hierarchical import attention as hier_attention
 from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
+from longtrain.kernels.row_choice import choose_rows
 from longtrain.kernels.row_moves import move_rows
+from longtrain.kernels.row_scores import row_scores
 from longtrain.targets.loading import random_target
 
 Jobs: TypeAlias = Iterator[Callable[[], None]]
@@ -192,6 +196,27 @@ def _move(paged):
     move_rows(goal, source, lists, **pages, programs=1)
 
 
+def choices() -> Jobs:
+    """Rows of scores that fill no chunk, texts of every length; scores of keys whose last row is the last."""
+    for kind in KINDS:
+        yield partial(_choice, kind)
+    for sets, keys, heads, dim in ((4, 2, 2, 64), (2, 2, 3, 40)):
+        yield partial(_row_scores, sets, keys, heads, dim)
+
+
+def _choice(kind):
+    scores = scores_of(kind, 3, 2, 2500).to(DEVICE)
+    len_B = torch.tensor([2500, CHOSEN + 1, 7], device=DEVICE)
+    out = torch.zeros(3, 2, CHOSEN, dtype=torch.int64, device=DEVICE)
+    choose_rows(scores, len_B, out, sinks=SINKS, window=WINDOW, due_B=len_B > 0)
+
+
+def _row_scores(sets, keys, heads, dim):
+    q = torch.randn(2, sets, heads, dim, device=DEVICE, dtype=DTYPE)
+    k = torch.randn(2, 1300, keys, dim, device=DEVICE, dtype=DTYPE)
+    row_scores(q, k, torch.tensor([1300, 5], device=DEVICE), groups=2, scale=0.1)
+
+
 def texts() -> Jobs:
     """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
     for name, shape in ((None, ()), ("longspec", (3, 2)), ("quantspec", (1, 1, 1))):
@@ -214,7 +239,7 @@ def _text(name, shape, fused):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, moves, texts)
+PARTS = (trees, hierarchies, quantisers, scores, moves, choices, texts)
 
 
 def main(words: list[str]) -> int:

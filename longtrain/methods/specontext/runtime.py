@@ -19,9 +19,9 @@ from longtrain.cache.arena import rounded_slots
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.room import check_room
 from longtrain.cache.selected import SelectedCache
-from longtrain.decoding.retrieval.scores import log_scores
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConflictError
+from longtrain.kernels.row_scores import row_scores
 from longtrain.methods.rope import rope_of
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.step import TargetStep, Want
@@ -103,12 +103,13 @@ class RetrievalSelector(Selector):
         """
         k_BSGD, cache = self._state()
         assert isinstance(cache, DenseCache | SelectedCache)
-        entry, shift = self._entries(root_B[:, None], self._before), int(self.config.row == "feature")
-        q_BRHD = self.head.query(entry, self._rope(cache.len_B[:, None]))
-        seen_BS = torch.arange(cache.used, device=root_B.device) < cache.len_B[:, None] - shift
+        head, shift = self.head, int(self.config.row == "feature")
+        entry = self._entries(root_B[:, None], self._before)
+        q_BRHD = head.query(entry, self._rope(cache.len_B[:, None]))
+        q_BXHD = q_BRHD.view(len(root_B), head.n_sets, -1, head.dim)
         k_BSGD = k_BSGD[:, shift : cache.used + shift]
-        sets, groups = self.head.sets, self.head.heads[1]
-        return log_scores(q_BRHD, k_BSGD, seen_BS[:, None], sets=sets, groups=groups)[:, :, 0]
+        seen_B = cache.len_B - shift if shift else cache.len_B
+        return row_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Keys of the accepted nodes, and what the next row is made of.

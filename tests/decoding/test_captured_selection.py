@@ -1,0 +1,94 @@
+"""Decoding from chosen rows, captured: the texts of steps that are launched operator by operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longtrain import methods
+from longtrain.decoding.engine import PLAIN, Engine
+from longtrain.decoding.roles import Parts, TreeShape
+from longtrain.decoding.sampling import Sampling
+from longtrain.targets.loading import random_target
+
+from .micro import prompts_of
+from .micro import target as micro
+from .test_captured import both, everywhere, tapes  # noqa: F401 (a fixture)
+
+PROMPTS = prompts_of(90, 7, 33)
+WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
+HEADS = [
+    {"layers": [0, 1]},
+    {"variant": "embedding", "sets": 2},
+    {"variant": "lagged", "row": "feature"},
+]
+
+
+@pytest.fixture
+def made(monkeypatch, tapes):  # noqa: F811
+    """Recorded steps; the twin of tree attention does not look at the lengths."""
+    monkeypatch.setattr("longtrain.cache.selected.tree_attention", everywhere)
+    return tapes
+
+
+def head(keys, target, *, rows=14, every=1) -> Parts:
+    """A retrieval head whose parts all matter."""
+    spec = methods.get("specontext")
+    config = spec.config(**keys)
+    module = spec.build(config, target.info).to(target.dtype)
+    coins = torch.Generator().manual_seed(5)
+    for name, param in module.named_parameters():
+        noise = torch.randn(param.shape, generator=coins, dtype=torch.float64)
+        param.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(target.device, target.dtype)
+    limits = {"budget_tokens": rows, "sinks": 2, "window": 4, "every": every}
+    return spec.attach(module.to(target.device), target, config, limits)
+
+
+@pytest.mark.parametrize("keys", HEADS, ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+def test_a_step_can_be_replayed(keys, sampling, made):
+    """Texts below and above the budget; then the same graph again."""
+    target = micro()
+    options = {"max_new_tokens": 24, "sampling": sampling, "ignore_eos": True}
+    found = both(target, head(keys, target), PROMPTS, **options)
+    assert len(made) == 1
+    assert found.tokens != Engine(target).generate(PROMPTS, **options).tokens
+
+
+def test_speculation_on_chosen_rows(made):
+    """Sets that are good for some positions, a draft beside them, plain steps between."""
+    target = micro()
+    spec = methods.get("prompt_lookup")
+    config = spec.config()
+    draft = spec.attach(spec.build(config, target.info), target, config, {})
+    parts = head(HEADS[0], target, every=4).merge(draft)
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = Engine(target, head(HEADS[0], target, every=4)).generate(PROMPTS, **options).tokens
+    for shape in (TreeShape((1, 1, 1)), PLAIN):
+        assert both(target, parts, PROMPTS, shape=shape, **options).tokens == plain
+
+
+def test_one_graph_serves_texts_until_they_fit_the_budget(made):
+    """Other prompts of the same kind take it again; where all fit, everything is read and another is made."""
+    target = micro()
+    static = Engine(target, head(HEADS[0], target, rows=60), capture=True)
+    plain = Engine(target, head(HEADS[0], target, rows=60), capture=False)
+    for prompts, count in ((prompts_of(90, 7), 1), (prompts_of(50, 70), 1), (prompts_of(9, 20), 2)):
+        options = {"max_new_tokens": 20, "ignore_eos": True}
+        found = static.generate(prompts, **options).tokens
+        assert found == plain.generate(prompts, **options).tokens
+        assert len(made) == count
+    assert found == Engine(target).generate(prompts, **options).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("keys", HEADS, ids=str)
+def test_cuda_graphs_give_the_same_texts(keys, every):
+    """In fp32: kernels that sum in another order move logits by 1e-6, and texts of 48 tokens stay."""
+    target = random_target("llama_micro", dtype=torch.float32, device="cuda")
+    for prompts in (PROMPTS, prompts_of(200)):
+        both(target, head(keys, target, every=every), prompts, max_new_tokens=48, ignore_eos=True)
+    auto = Engine(target, head(keys, target, every=every))
+    auto.generate(PROMPTS, max_new_tokens=48, ignore_eos=True)
+    assert auto._kept is not None and auto._kept.arena is not None
