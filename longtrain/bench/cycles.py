@@ -119,7 +119,7 @@ def ready(
     draft = parts.draft if shape.widths else None
     room, batch = counts.room(shape), len(prompts)
     new_cache: Callable[..., KVCache] = target.new_cache if parts.evictor else buffers.new_cache
-    if parts.cache is not None or parts.selector is not None:
+    if parts.cache is not None:
         new_cache = Engine(target, parts).new_cache
     if counts.read:
         read = prefill(
@@ -137,18 +137,22 @@ def ready(
         tokens_BS, n_B = pad(prompts, target.device)
         context, looking = len(prompts[0]), onlooker(draft)
         cache = new_cache(batch, context + room, shape.n_nodes)
-        step = TargetStep(None, random_states(target, draft, batch, context, seed=counts.seed))
+        roles = (draft, parts.selector)
+        states = [random_states(target, role, batch, context, seed=counts.seed) for role in roles]
+        step = TargetStep(None, states[0] | states[1])
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
-    roles = [role for role in (draft, parts.selector) if role is not None]
     adapts = isinstance(cache, ElasticCache)  # its layers leave the device between steps, not within them
-    if not (adapts or can_capture(cache)) or any(role.tensors() is None for role in roles):
+    if not (adapts or can_capture(cache)) or any(
+        role is not None and role.tensors() is None for role in (draft, parts.selector)
+    ):
         raise ConflictError(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
             "them out (suite=engine: pass suite.cycles=0)"
         )
     if not adapts:
-        cache = buffers.take_in(cache, room=room + shape.n_nodes)
+        selects = parts.selector is not None
+        cache = buffers.take_in(cache, room=room + shape.n_nodes, selects=selects)
     if draft is not None:
         draft.start(tokens_BS, n_B, step, cache)
     if parts.selector is not None:

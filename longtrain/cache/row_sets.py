@@ -60,7 +60,8 @@ def choose_rows(scores_BXS: Tensor, len_B: Tensor, budget: ReadBudget) -> Tensor
     (`kernels.row_choice`).
 
     Args:
-        scores_BXS: of the rows in slots 0..S-1, in fp32 or wider, compared in fp32; of slots from `len_B` on of no meaning.
+        scores_BXS: of the rows in slots 0..S-1, in fp32 or wider, compared in fp32; of slots from `len_B` on
+            of no meaning.
         len_B: committed rows, int64.
         budget: see `ReadBudget`.
 
@@ -122,9 +123,7 @@ class RowSets:
                 f"scores of [sequences, sets] = {list(scores_BXS.shape[:2])}; allowed: {list(own.shape[:2])}"
             )
         sinks, window = self.budget.sinks, self.budget.window
-        row_choice.choose_rows(
-            scores_BXS, self.since_B, own, sinks=sinks, window=window, due_B=self.due_B
-        )
+        row_choice.choose_rows(scores_BXS, self.since_B, own, sinks=sinks, window=window, due_B=self.due_B)
 
     def limit(self, len_B: Tensor) -> Tensor:
         """Rows of each sequence that may be committed before a choice other than that of the coming step."""

@@ -13,11 +13,15 @@ FEW, MANY = ChoiceTile(64, 1, 4), ChoiceTile(32, 1, 2)
 
 @pytest.mark.parametrize(
     ("kind", "tile", "forced"),
-    [*((kind, FEW, (SINKS, WINDOW)) for kind in KINDS), ("few values", MANY, (0, 0)), ("equal", FEW, (18, 1))],
+    [
+        *((kind, FEW, (SINKS, WINDOW)) for kind in KINDS),
+        ("few values", MANY, (0, 0)),
+        ("equal", FEW, (18, 1)),
+    ],
     ids=str,
 )
 def test_the_sets_are_the_twins(kind, tile, forced):
-    """Texts below and above the budget, slots that fill no chunk, a sequence that is not due, other strides."""
+    """Texts below and above the budget, slots that fill no chunk, a sequence that is not due, strides."""
     len_B = torch.tensor([150, 61, K + 1, K, 70])
     due_B = torch.tensor([True, True, True, True, False])
     scores = scores_of(kind, 5, 1, 301, seed=1)[..., :151]

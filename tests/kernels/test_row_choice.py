@@ -1,4 +1,4 @@
-"""The choice of rows: the twin beside a sort, the kernels compiled for compute capability 9.0 and on a GPU."""
+"""The choice of rows: the twin beside a sort, the kernels compiled for capability 9.0 and on a GPU."""
 
 import os
 

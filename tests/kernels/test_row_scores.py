@@ -57,7 +57,7 @@ def test_the_kernels_compile_for_hopper_without_spills():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kernels_on_a_gpu(dtype):
-    """Beside the twin in fp64, whose order of sums is another: 1e-4; a row's score is the same in any batch."""
+    """Beside the twin in fp64, with sums in another order: 1e-4; a row's score is the same in any batch."""
     for sets, keys, heads, dim in ((8, 8, 4, 128), (16, 8, 4, 128), (4, 2, 1, 64), (6, 3, 3, 40)):
         groups = min(keys, 8)
         q = torch.randn(3, sets, heads, dim, device="cuda", dtype=dtype)

@@ -3,7 +3,8 @@
 The queries that share a key head are packed into the rows of one tile, so that keys are read once. Sums over
 a sequence are put together from chunks of a fixed size in a fixed order; what lies beyond the visible rows
 adds zeros. Logits are kept natural.
-Shapes: as there; M packed queries (groups of sets that share a key head x query heads), chunks of CHUNK slots.
+Shapes: as there; M packed queries (groups of sets that share a key head x query heads of a set), chunks of
+CHUNK slots.
 """
 
 # mypy: disable-error-code="no-untyped-def"

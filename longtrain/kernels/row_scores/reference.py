@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def row_scores(q_BXHD: Tensor, k_BSCD: Tensor, n_B: Tensor, groups: int, scale: float) -> Tensor:
-    """See `kernels.row_scores.row_scores`. Products run in the tensors' own dtype, the rest in fp32 or wider."""
+    """See `kernels.row_scores.row_scores`. Products run in the tensors' dtype, the rest in fp32 or wider."""
     (B, X, H, D), (S, C) = q_BXHD.shape, k_BSCD.shape[1:3]
     keys, share = C // groups, X // C
     q = q_BXHD.view(B, keys, share, groups, H, D).transpose(2, 3).reshape(B, C, share * H, D)
