@@ -82,7 +82,8 @@ class QuestRule(LayerRule):
 
     Source: Quest (arXiv 2406.10774) Algorithm 1.
     Note: a page's score is the mean bound of the query heads of a KV head (the paper has MHA), which recalls
-        more than the highest one; SGLang averages their queries and gives all KV heads one set. The paper
+        more than the highest one; SGLang averages their queries and gives all KV heads one set, and
+        sparse-attention-hub chooses for each query head (tests/interop/test_quest.py compares). The paper
         leaves the first two layers dense: `select.dense_layers=[0,1]`. The last page that is read may be read
         in part.
     """
