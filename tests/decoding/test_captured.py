@@ -5,6 +5,7 @@ A CUDA graph repeats operators on the same memory; on a CPU `Tape` does so, and 
 
 from __future__ import annotations
 
+from functools import cache
 from weakref import WeakSet
 
 import pytest
@@ -42,10 +43,10 @@ class Recall:
 
     want = Want()
 
-    def __init__(self, texts: list[list[int]], room: int = 8) -> None:
+    def __init__(self, texts: list[list[int]], room: int = 8, device: str = "cpu") -> None:
         longest = max(map(len, texts)) + room
-        self.text_BS = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-        self.first_B = torch.zeros(len(texts), dtype=torch.int64)
+        self.text_BS = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
+        self.first_B = torch.zeros(len(texts), dtype=torch.int64, device=device)
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: object, cache: KVCache) -> None:
         self.cache = cache
@@ -57,13 +58,14 @@ class Recall:
             at_B = self.cache.len_B - self.first_B + depth
             right_B1 = self.text_BS.gather(1, at_B.clamp(max=self.text_BS.shape[1] - 1)[:, None])
             wrong_B1 = ((at_B * 7 + self.first_B) % 11 < 3)[:, None]
-            slot_BW = torch.arange(width).expand(len(root_B), width)
+            slot_BW = torch.arange(width, device=root_B.device).expand(len(root_B), width)
             on_B1 = (at_B % width)[:, None]
             token_BW = torch.where(slot_BW == on_B1, right_B1 + wrong_B1, right_B1 + 2 + slot_BW)
             tokens.append(token_BW % 97)
             parents.append(torch.zeros_like(token_BW) + parent_B)
             parent_B, first = first + on_B1, first + width
-        return TokenTree(torch.cat(tokens, 1), torch.cat(parents, 1), _depths(shape), Law.POINT)
+        depth_N = _depths(shape, root_B.device)
+        return TokenTree(torch.cat(tokens, 1), torch.cat(parents, 1), depth_N, Law.POINT)
 
     def observe(self, tree: TokenTree, verdict: object, step: object) -> None:
         pass
@@ -75,13 +77,9 @@ class Recall:
         return self.text_BS, self.first_B
 
 
-def _depths(shape: TreeShape) -> Tensor:
-    if shape not in _DEPTHS:
-        _DEPTHS[shape] = depths(shape)
-    return _DEPTHS[shape]
-
-
-_DEPTHS: dict[TreeShape, Tensor] = {}
+@cache
+def _depths(shape: TreeShape, device: torch.device) -> Tensor:
+    return depths(shape, device)
 
 
 def longspec(target) -> LongSpecRuntime:

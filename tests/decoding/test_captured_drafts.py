@@ -14,7 +14,7 @@ from longtrain.targets.shapes import SHAPES
 
 from .micro import prompts_of, snapkv
 from .micro import target as micro
-from .test_captured import both, tapes  # noqa: F401 (a fixture)
+from .test_captured import Recall, both, tapes  # noqa: F401 (a fixture)
 
 CHAIN = TreeShape((1, 1, 1, 1))
 WARM = Sampling(temperature=0.9, top_p=0.95, seed=3)
@@ -101,3 +101,31 @@ def test_cuda_graphs_over_a_quantised_cache(name, keys):
     target = random_target(shape, dtype=torch.float32, device="cuda").fuse()
     parts = parts_of(name, {**keys, "cache": "hierarchical"}, target)
     both(target, parts, prompts_of(400, 250), max_new_tokens=40, shape=CHAIN, ignore_eos=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2), (16, 2)], ids=str)
+@pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
+def test_an_accepted_row_has_plain_decodings_bits(family, heads):
+    """Keys and values of whole texts in bf16, from chains and trees of up to 16 nodes."""
+    shape = {**SHAPES[family], "hidden_size": 128, "intermediate_size": 192, "head_dim": 64}
+    shape |= {
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": 8192,
+    }
+    target = random_target(shape, dtype=torch.bfloat16, device="cuda").fuse()
+    options = {"max_new_tokens": 160, "ignore_eos": True}
+    for prompt in prompts_of(200, 4000):
+        plain = Engine(target, capture=True)
+        text = plain.generate([prompt], **options).tokens
+        draft = Recall(text, room=24, device="cuda")
+        for widths in ((2, 4, 4), (3, 6, 6), (1,) * 7, (1,) * 15):
+            engine = Engine(target, Parts(draft=draft, name="recall"), capture=True)
+            assert engine.generate([prompt], shape=TreeShape(widths), **options).tokens == text
+            for name in ("k_LBGSD", "v_LBGSD"):
+                rows = [
+                    getattr(one._kept.arena.store, name)[..., : len(prompt) + 159, :]
+                    for one in (plain, engine)
+                ]
+                assert torch.equal(*rows)
