@@ -152,10 +152,10 @@ class ElasticCache(SelectedCache):
             raise ConfigError(f"cache=elastic was made for {self._budget} and is to read {budget}")
         super().begin(budget, table_LG=table_LG)
         assert self.row_sets is not None and self._table_LG is not None
-        L, B, _, S, _ = self._shape
+        L, B, _, _, _ = self._shape
         K, X = budget.rows, self.row_sets.idx_BXK.shape[1]
         most = int(self.offloading.reload_above * K) if self.offloading.difference else -1
-        self.slot_map = SlotMap(B, X, K, rows=S, most_moved=most, device=self._device)
+        self.slot_map = SlotMap(B, X, K, most_moved=most, device=self._device)
         self._heads_LX = torch.nn.functional.one_hot(self._table_LG, X).sum(1)
         self._heads_LX[list(budget.dense_layers)] = 0
         self._counts_LBX = torch.zeros(L, B, X, dtype=torch.int64, device=self._device)
@@ -176,15 +176,21 @@ class ElasticCache(SelectedCache):
         sets, slots = self.row_sets, self.slot_map
         assert sets is not None and slots is not None
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
-        self._counts_LBX.copy_(self._rows.on_host_L[:, None, None] * slots.n_BX)
-        self.moved_rows += (self._counts_LBX * self._heads_LX[:, None]).sum()
         self._wait(*self._waiting)
         if self._side is None:
+            self._count()
             self.load()
             return
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
+            self._count()
             self.load(marked=True)
+
+    def _count(self) -> None:
+        """How many rows of each set the host is asked for, layer by layer."""
+        assert self.slot_map is not None
+        torch.mul(self._rows.on_host_L[:, None, None], self.slot_map.n_BX, out=self._counts_LBX)
+        self.moved_rows.add_((self._counts_LBX * self._heads_LX[:, None]).sum())
 
     def load(self, *, marked: bool = False) -> None:
         """Bring the rows that the last choice lacked, group by group; `marked`: with an event after each."""
