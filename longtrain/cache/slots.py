@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longtrain.kernels.slot_changes import Slots, change
+from longtrain.kernels.slot_changes import SetSlots, change
 
 
 class SlotMap:
@@ -37,7 +37,7 @@ class SlotMap:
         self.from_BXK = torch.zeros_like(self.row_BXK)
         """Rows that the last choice brought, the first `n_BX` of each list; the rest means nothing."""
         self.to_BXK = torch.zeros_like(self.row_BXK)
-        """Slots that they take, likewise."""
+        """SetSlots that they take, likewise."""
         self.n_BX = torch.zeros(batch, n_sets, dtype=torch.int64, device=device)
         self.full_loads = torch.zeros((), dtype=torch.int64, device=device)
         """Sets that were loaded anew although some of their rows were there."""
@@ -51,7 +51,7 @@ class SlotMap:
             n_B: how many.
             due_B: sequences that were chosen for; sets of the others are as they were.
         """
-        slots = Slots(self.row_BXK, self.from_BXK, self.to_BXK, self.n_BX, self.full_loads, self._mark_BXK)
+        slots = SetSlots(self.row_BXK, self.from_BXK, self.to_BXK, self.n_BX, self.full_loads, self._mark_BXK)
         change(slots, idx_BXK, n_B, due_B, most_moved=self.most_moved)
 
     def forget(self) -> None:

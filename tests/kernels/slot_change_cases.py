@@ -4,7 +4,7 @@ import torch
 
 from longtrain.cache.row_sets import ReadBudget, choose_rows
 from longtrain.kernels import slot_changes
-from longtrain.kernels.slot_changes import Slots, reference
+from longtrain.kernels.slot_changes import SetSlots, reference
 
 
 def fresh_slots(B, X, K, device):
@@ -12,7 +12,7 @@ def fresh_slots(B, X, K, device):
         return torch.full(size, value, dtype=dtype, device=device)
 
     lists = full(-1, B, X, K), full(0, B, X, K), full(0, B, X, K)
-    return Slots(*lists, full(0, B, X), full(0), full(0, B, X, K, dtype=torch.int32))
+    return SetSlots(*lists, full(0, B, X), full(0), full(0, B, X, K, dtype=torch.int32))
 
 
 def same_as_torch(device, *, rows=20, length=90, steps=8):

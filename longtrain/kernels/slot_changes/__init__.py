@@ -16,14 +16,14 @@ from torch import Tensor
 from longtrain.kernels.devices import launched_on, runs_on
 from longtrain.kernels.slot_changes import reference
 
-__all__ = ["MOST_SLOTS", "Slots", "change"]
+__all__ = ["MOST_SLOTS", "SetSlots", "change"]
 
 MOST_SLOTS = 8192
 """Slots of a set that the kernel serves; torch does more of them."""
 
 
 @dataclass(frozen=True)
-class Slots:
+class SetSlots:
     """Slots of every set, and what its last choice changed; all are written in place.
 
     Args:
@@ -43,11 +43,11 @@ class Slots:
     mark_BXK: Tensor
 
 
-def change(slots: Slots, idx_BXK: Tensor, n_B: Tensor, due_B: Tensor, *, most_moved: int) -> None:
+def change(slots: SetSlots, idx_BXK: Tensor, n_B: Tensor, due_B: Tensor, *, most_moved: int) -> None:
     """Take in the sets of a choice.
 
     Args:
-        slots: see `Slots`.
+        slots: see `SetSlots`.
         idx_BXK: rows of each set, int64, ascending, the first `n_B` of them; never fewer than before.
         n_B: how many.
         due_B: sequences that were chosen for; sets of the others are as they were.

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from longtrain.kernels.slot_changes import Slots
+    from longtrain.kernels.slot_changes import SetSlots
 
 
-def change(slots: Slots, idx_BXK: Tensor, n_B: Tensor, due_B: Tensor, *, most_moved: int) -> None:
+def change(slots: SetSlots, idx_BXK: Tensor, n_B: Tensor, due_B: Tensor, *, most_moved: int) -> None:
     """See `kernels.slot_changes.change`."""
     K = idx_BXK.shape[-1]
     slot_K = torch.arange(K, device=idx_BXK.device)
