@@ -13,6 +13,8 @@ Json = dict[str, Any]
 Points = list[tuple[Any, Json]]
 """(place, interval) pairs that have a figure."""
 
+FEW = 3
+"""Most tasks that have panels of their own beside the average."""
 MAPS = 12
 """Most needle maps in one picture: the full cache first, then the systems in their order."""
 
@@ -56,12 +58,19 @@ def budget_rank(budget: str) -> tuple[bool, float]:
 
 
 def _budgets(results: Json) -> bytes | None:
-    """Score against budget: one panel, or one a context length where that is what the tasks are."""
+    """Score against budget: one panel, or one a context length where that is what the tasks are; beside the
+    average one a task, where there are few.
+    """
     if results["scale"]["name"] == ACCEPTANCE or not by_budget(results):
         return None
     names = [task["task"] for task in results["systems"][0]["tasks"]]
-    by_length = len(names) > 1 and all(_length_of(results, name) is not None for name in names)
-    tasks: list[str | None] = [*names] if by_length else [None]
+    lengths = {_length_of(results, name) for name in names}
+    by_length = len(names) > 1 and len(lengths) == len(names) and None not in lengths
+    tasks: list[str | None] = [None]
+    if by_length:
+        tasks = [*names]
+    elif 1 < len(names) <= FEW:
+        tasks = [None, *names]
     figure, axes = panels(len(tasks), size=(6.4, 4.2))
     for one, task in zip(axes, tasks, strict=True):
         lines = by_budget(results, task)
@@ -75,7 +84,7 @@ def _budgets(results: Json) -> bytes | None:
             _line(one, [(budgets.index(place), score) for place, score in found], name)
         one.set_xticks(range(len(budgets)), budgets)
         what = f"{'' if task else 'average '}{results['scale']['name']} (95% interval)"
-        label(one, "budget", what, title=f"{task} tokens" if task else "")
+        label(one, "budget", what, title=f"{task} tokens" if task and by_length else task or "")
     return png(figure)
 
 
@@ -182,12 +191,14 @@ def _positions(results: Json) -> bytes | None:
         return None
     budgets = sorted({one["budget"] for one in systems if one["budget"] is not None}, key=budget_rank)
     rows: list[str | None] = [*budgets] or [None]
+    families = dict.fromkeys(one["family"] for one in systems)
+    colors = {family: f"C{number}" for number, family in enumerate(families)}
     figure, axes = panels(len(rows) * len(drawn), columns=len(drawn))
     for at, one in enumerate(axes):
         budget, name = rows[at // len(drawn)], drawn[at % len(drawn)]
         for system in systems:
             if system["budget"] in (None, budget):
-                _line(one, lines[system["name"], name], system["family"])
+                _line(one, lines[system["name"], name], system["family"], color=colors[system["family"]])
         lengths_axis(one, places)
         title = "" if budget is None else f"budget {budget}"
         label(one, "new tokens up to", f"{name} (95% interval)", title=title, legend=False)
@@ -230,5 +241,5 @@ def _pooled(found: list[tuple[float, int]] | None) -> float:
     return sum(value * n for value, n in found) / sum(n for _, n in found)
 
 
-def _line(axes: Any, found: Points, name: str) -> None:
-    points(axes, [place for place, _ in found], [one for _, one in found], name)
+def _line(axes: Any, found: Points, name: str, **style: Any) -> None:
+    points(axes, [place for place, _ in found], [one for _, one in found], name, **style)

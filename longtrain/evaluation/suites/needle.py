@@ -16,7 +16,7 @@ from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import plain_ids
 from longtrain.evaluation.prompts import Encoded, chat_ids
 from longtrain.evaluation.published import not_greedy
-from longtrain.evaluation.suite import Suite
+from longtrain.evaluation.suite import Figure, Suite
 from longtrain.evaluation.suites.continuation import texts_of
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Task
@@ -124,7 +124,13 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
                 f"suite.lengths holds {shortest} and suite.needles {row.fields['needles']}: {error}"
             ) from None
     lost = [] if chat else ["without chat template: the tokenizer has none"]
-    return Suite("needle", tasks, title="Needle grid", notes=[*not_greedy(sampling), *lost])
+    return Suite(
+        "needle",
+        tasks,
+        title="Needle grid",
+        notes=[*not_greedy(sampling), *lost],
+        figures=(Figure("share of full", "score", kind="quotient", unit="percent", plotted=True),),
+    )
 
 
 def _rows(asked: NeedleSettings, needles: int) -> tuple[Example, ...]:
