@@ -50,6 +50,7 @@ class Nats:
         likeliest: tokens that were the most probable ones, which greedy decoding would have written.
         agreed: tokens whose most probable one is that of the full cache; 0 where they are not compared.
         divergence: Kullback-Leibler divergence of the full cache's law from this one, summed, in nats.
+        overlap: the chance, summed, that a token drawn from this law is accepted as a draft for that one.
     """
 
     nats: float
@@ -58,6 +59,7 @@ class Nats:
     likeliest: int
     agreed: int = 0
     divergence: float = 0.0
+    overlap: float = 0.0
 
 
 def spans(n_tokens: int, *, window: int, stride: int) -> Iterator[TextWindow]:
@@ -115,7 +117,7 @@ def measure(
         ConflictError: an evictor beside a cache of its own.
     """
     read = read_contexts(target, parts, contexts, scored=scored)
-    nats, divergence = ([0.0] * len(scored) for _ in range(2))
+    nats, divergence, overlap = ([0.0] * len(scored) for _ in range(3))
     likeliest, agreed = ([0] * len(scored) for _ in range(2))
     for row, at, logits_TV in foretold(target, read, scored, rows=rows, selector=parts.selector):
         here = slice(at, at + len(logits_TV))
@@ -128,7 +130,8 @@ def measure(
             agreed[row] += int((best_T == whole_TV.argmax(-1)).sum())
             own_TV, law_TV = log_softmax(logits_TV.double(), -1), log_softmax(whole_TV.double(), -1)
             divergence[row] += float((law_TV.exp() * (law_TV - own_TV)).sum())
-    figures = (nats, map(len, scored), read.kept_rows, likeliest, agreed, divergence)
+            overlap[row] += float(torch.minimum(law_TV, own_TV).exp().sum())
+    figures = (nats, map(len, scored), read.kept_rows, likeliest, agreed, divergence, overlap)
     return [Nats(*one) for one in zip(*figures, strict=True)]
 
 

@@ -301,7 +301,7 @@ def test_only_labels_that_a_view_changes_are_counted_and_none_is_told_once(caplo
         ([{"policy": "snapkv", "budget": 1.5}], r"budget=1.5; allowed: rows of 1 or more, or a share"),
         ([{"policy": "snapkv", "budget": 16}], "budget=16; allowed: 32 or more: snapkv keeps as many"),
         ([{"policy": {"name": "snapkv", "windw": 3}, "budget": 64}], "has no option 'windw'; known: window"),
-        ([{"cache": "int3"}], "unknown cache 'int3'; known: int8, int4, elastic, rounded"),
+        ([{"cache": "int3"}], "unknown cache 'int3'; known: int8, int4, elastic, rounded, engine"),
         ([{"cache": "int4", "budget": 0.2}], "method.views: entry=.*allowed: full, "),
     ],
 )

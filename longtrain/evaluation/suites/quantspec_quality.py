@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from longtrain.cache.readings import Axis
+from longtrain.cache.engine_rules import RULES
+from longtrain.cache.readings import Axis, Rounding
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError
@@ -35,10 +36,13 @@ LEAST_AFTER = 24
 """Tokens of text that are there after every context, however few are scored."""
 ROWS = "rows"
 """A section that `longtrain bench` measures."""
-SECTIONS = ("perplexity", "axes", ROWS, "texts")
+ENGINES = "engines"
+"""A section: rules of vLLM beside ours, with the bytes of each."""
+SECTIONS = ("perplexity", "axes", ENGINES, ROWS, "texts")
 FIGURES = (
     Figure("change, %", "nats", "tokens", "change", growth=True, plotted=True),
     Figure("same top token", "agreed", "tokens", unit="percent"),
+    Figure("sampled drafts accepted", "overlap", "tokens", unit="percent"),
     Figure("divergence, nats", "divergence", "tokens", plotted=True),
 )
 
@@ -111,12 +115,13 @@ class QualityWindows(Measured):
     def measure_against_full(
         self, target: Target, parts: Parts, examples: Sequence[Example], known: dict[str, Any]
     ) -> list[dict[str, float]]:
-        """Sums over the scored tokens: `nats`; how many have the full cache's likeliest token (`agreed`); the
-        Kullback-Leibler divergence of the full cache's law from this one, in nats.
+        """Sums over the scored tokens: `nats`; how many have the full cache's likeliest token (`agreed`): how
+        often a greedy draft by the target on this cache would be accepted; the chance that one drawn at
+        temperature 1 would be (`overlap`); the divergence of the full cache's law from this one, in nats.
         """
         windows = {example.id: self.windows[int(example.fields["number"])] for example in examples}
         found = measure_against_full(target, parts, windows, known)
-        keys = ("nats", "tokens", "agreed", "divergence")
+        keys = ("nats", "tokens", "agreed", "overlap", "divergence")
         return [{key: getattr(one, key) for key in keys} for one in found]
 
 
@@ -142,7 +147,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         seed=seed,
     )
     tasks: list[Task | Measured] = []
-    if {"perplexity", "axes"} & set(asked.sections):
+    if {"perplexity", "axes", ENGINES} & set(asked.sections):
         prefix = prefix_of(target.tokenizer)
         for length in asked.lengths:
             windows = tuple(
@@ -156,6 +161,8 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         new = asked.max_new_tokens
         tasks += continuations(points, asked.lengths, target, max_new_tokens=new, name="texts {}")
     notes = [f"{count} {reason}" for reason, count in chosen.dropped.items()]
+    if ENGINES in asked.sections:
+        notes.append(_bytes(asked, target.info.head_dim))
     if ROWS in asked.sections:
         notes.append("rows of a step are measured by longtrain bench suite=rows")
     return Suite(
@@ -173,12 +180,21 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
 def systems_of(asked: QualitySettings, builder: Builder) -> list[System]:
     """Caches with each choice of bits, split and axes; QuantSpec's draft and the artifact's on them."""
     entries: list[dict[str, Any]] = []
-    if "texts" in asked.sections or "perplexity" in asked.sections:
+    if {"texts", "perplexity", ENGINES} & set(asked.sections):
         entries += [
             {"cache": {"name": f"int{bits}", "split": split}}
             for bits in asked.bits
             for split in asked.splits
-            if "perplexity" in asked.sections or bits == 8
+            if {"perplexity", ENGINES} & set(asked.sections) or bits == 8
+        ]
+    if ENGINES in asked.sections:
+        entries += [
+            {
+                "cache": {"name": "engine", "rule": rule, "at_once": at_once},
+                "label": f"{rule} at once" if at_once else rule,
+            }
+            for rule in RULES
+            for at_once in (False, True)
         ]
     if "axes" in asked.sections:  # QuantSpec Table 5
         entries += [
@@ -220,6 +236,14 @@ def _drafts(asked: QualitySettings, builder: Builder) -> list[System]:
         *at_budget.of(parse(asked.policy)),
         *at_budget.of(parse({**draft, "policy": asked.policy})),
     ]
+
+
+def _bytes(asked: QualitySettings, head_dim: int) -> str:
+    """Bytes of a cached number by rule. Ours always stores 8 bits: 4 is what a draft reads of them."""
+    found = {f"int{bits}": Rounding(bits=bits).bytes_per_number(head_dim) for bits in asked.bits}
+    found |= {name: rule.bytes_per_number(head_dim) for name, rule in RULES.items()}
+    listed = ", ".join(f"{name} {number:.3f}" for name, number in found.items())
+    return f"bytes of an old number, scales included (int4: as much as is read): {listed}"
 
 
 def _row(number: int, window: tuple[list[int], list[int]]) -> Example:

@@ -249,7 +249,9 @@ def test_systems_that_name_a_cache(wide):
     assert found[1].facts["cache"] == {"name": "int8", "split": "floor"}
     assert [system.name for system in found[4:]] == ["quantspec chain 2", "quantspec chain 1"]
     assert [system.lossless_of for system in found[4:]] == ["int8", "int8"]  # the very cache it drafts for
-    with pytest.raises(ConfigError, match=r"unknown cache 'int2'; known: int8, int4, elastic, rounded"):
+    with pytest.raises(
+        ConfigError, match=r"unknown cache 'int2'; known: int8, int4, elastic, rounded, engine"
+    ):
         builder.systems([{"cache": "int2"}])
     with pytest.raises(ConfigError, match=r"cache int8\.split=half; allowed: floor, rtn"):
         builder.systems([{"cache": {"name": "int8", "split": "half"}}])
