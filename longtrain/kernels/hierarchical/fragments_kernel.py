@@ -91,17 +91,24 @@ def _tokens(numbers, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.constexpr):
-    """A thread's queries as words of two fp16 numbers, and the power of two of their row they are divided by.
-
-    Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
-    """
+def _halves(word, BF16: tl.constexpr):
+    """Both numbers of a word in fp32."""
     if BF16:
         even = (word << 16).to(tl.float32, bitcast=True)
         odd = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         even = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         odd = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return even, odd
+
+
+@triton.jit
+def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.constexpr):
+    """A thread's queries as words of two fp16 numbers, and the power of two of their row they are divided by.
+
+    Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
+    """
+    even, odd = _halves(word, BF16)
     norm = tl.max(_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
     norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
     by = tl.where(k < 2, FIRST, 0.0625) / _spread(norm, THREADS)
