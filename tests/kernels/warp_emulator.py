@@ -100,6 +100,13 @@ def single(x: np.ndarray) -> np.ndarray:
     return x.view(np.float32).astype(np.float64)
 
 
+def bytes_chosen(x, y, which):
+    """Four of the eight bytes of y | x, by the four lowest hexadecimal digits of `which`."""
+    both = x.astype(np.uint64) | (y.astype(np.uint64) << 32)
+    found = [(both >> (8 * (which >> 4 * i & 7))) & 255 for i in range(4)]
+    return sum(one << (8 * i) for i, one in enumerate(found)).astype(np.uint32)
+
+
 def shuffled(x, lane, *_):
     warp = np.arange(len(x)) // 32 * 32
     return x[warp + lane]
@@ -141,6 +148,7 @@ OPERATIONS = {
     "cvt.rn.f16x2.f32": lambda high, low: as_halves(np.stack((single(low), single(high)), -1)),
     "shfl.sync.idx.b32": shuffled,
     "shfl.sync.bfly.b32": lambda x, distance, *_: x[np.arange(len(x)) ^ distance],
+    "prmt.b32": lambda x, y, which: bytes_chosen(x, y, int(which[0])),
     "xor.b32": lambda x, y: x ^ y,
     "mul.lo.u32": lambda x, y: x * y,
     "mad.lo.u32": lambda x, y, z: x * y + z,

@@ -3,28 +3,28 @@
 The formulas are those of `attention_kernel`. As in `fragments_kernel` tensors are laid out by hand and blocks
 are unpacked in registers, but here four warps share a block: each has all rows' scores with 32 of its tokens,
 and then all rows' sums of 32 of the head's dimensions, so that a code is unpacked once for all rows. A tensor
-of 16 registers a thread is flat, [4 k, 4 w, 8 g, 4 t, 4 c]: register r = 4 k + c of warp w's thread 4 g + t has
+of 16 registers a thread is flat, [4 k, 4 w, 8 g, 4 t, 4 c]: warp w's thread 4 g + t has in register 4 k + c
 
     keys      bytes 16 t + 4 c .. of the token 32 w + 8 (g / 2) + 2 k + g mod 2
-    q         of row 16 (w mod 2) + 8 (c mod 2) + g, key channels 64 (w / 2) + 16 t + 4 k + 2 (c / 2) and the next
+    q         of row 16 (w mod 2) + 8 (c mod 2) + g, key channels 64 (w / 2) + 16 t + 4 k + 2 (c / 2) ..
     steps     of key channels 64 (w / 2) + 16 t + 8 (k mod 2) + 2 c and the next, as are zeros
     numbers   of the tokens 32 w + 8 t + 2 c and the next, for every k
     values    tokens 32 t + 16 (k mod 2) + 4 c .. of the dimension 16 w + 8 (k / 2) + g (and + 64)
-    state     of row 8 c + g: the maximum, the thread's sums of weights and of weights times zeros, a factor, by k
+    state     of row 8 c + g, by k: maximum, the thread's sums of weights and of weights times zeros, a factor
     sums      of the dimension 16 w + 8 (c / 2) + g (sums A; B: + 64), row 8 k + 2 t + c mod 2
 
-What happens to a block is `cooperative_ptx`. Nothing of a row's result depends on other rows, nor on TILES.
+`cooperative_ptx` says what happens to a block. Nothing of a row's result depends on other rows, nor on the
+number of tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
-# ruff: noqa: RUF005 (triton knows no starred tuples)
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longtrain.kernels.hierarchical.fragments_kernel import _PREFETCH, _halves, _ring
+from longtrain.kernels.hierarchical.fragments_kernel import _PREFETCH, _halves, _place, _ring
 
 _RING = tl.constexpr(384)
 _BLOCK = tl.constexpr(128)
@@ -72,17 +72,16 @@ def _queries(word, BF16: tl.constexpr):
 
 @triton.jit
 def _of_sums(x):
-    """Numbers of 32 rows where the rows' sums are."""
-    x = tl.reshape(x, (4, 1, 1, 4, 1, 2))
+    """Numbers of 32 rows, [8, 4], where the rows' sums are."""
+    x = tl.reshape(tl.permute(tl.reshape(x, (4, 2, 4)), (2, 0, 1)), (4, 1, 1, 4, 1, 2))
     return tl.reshape(tl.broadcast_to(x, (4, 4, 8, 4, 2, 2)), (2048,))
 
 
 @triton.jit
 def _part(state, PART: tl.constexpr):
-    """A part of the state: [4 w, 8 g, 4 t, 4 c]."""
-    x = tl.reshape(state, (4, 4, 8, 4, 4))
-    part = tl.arange(0, 4)[:, None, None, None, None]
-    return tl.sum(tl.where(part == PART, x, 0.0), 0)
+    """A part of the state: [8 g, 4 c]."""
+    part = tl.arange(0, 4)[:, None, None]
+    return tl.sum(tl.where(part == PART, state, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["splits", "T", "N", "ahead"])
@@ -92,7 +91,8 @@ def attend_kernel(
     q_b, q_h, q_t, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr,
     MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
-    WEIGHTS: tl.constexpr, WEIGHTS_OF: tl.constexpr, VALUES: tl.constexpr, VALUES_OF: tl.constexpr, CHAINED: tl.constexpr,
+    WEIGHTS: tl.constexpr, WEIGHTS_OF: tl.constexpr, VALUES: tl.constexpr, VALUES_OF: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, 128], base-2 lse [ROWS] of all packed rows over a split of the ring or the blocks.
 
@@ -148,7 +148,7 @@ def attend_kernel(
             gdc_launch_dependents()
         out = out / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(lse_ptr + slot + m, top + tl.log2(total), mask=exists)
-        tl.store(out_ptr + (slot + m)[:, None] * D + dim[None, :], out, mask=exists[:, None])
+        tl.store(out_ptr + slot * D + _place(m[:, None], dim[None, :]), out, mask=exists[:, None])
     elif first < last:
         e = tl.arange(0, BLOCK)
         c, t, g, w, k = e & 3, (e >> 2) & 3, (e >> 4) & 7, (e >> 7) & 3, e >> 9
@@ -186,18 +186,19 @@ def attend_kernel(
             )  # fmt: skip
         if CHAINED:
             gdc_launch_dependents()
-        m, i = tl.arange(0, 32), tl.arange(0, BLOCK)
-        total = tl.reshape(tl.permute(tl.sum(tl.sum(_part(state, 1), 2), 0), (1, 0)), (32,))
-        zeros = tl.reshape(tl.permute(tl.sum(tl.sum(_part(state, 2), 2), 0), (1, 0)), (32,))
-        top = tl.reshape(tl.permute(tl.max(tl.max(_part(state, 0), 2), 0), (1, 0)), (32,))
-        exists = m < T * GROUP
-        tl.store(lse_ptr + slot + m, top + tl.log2(total), mask=exists)
-        share_of = tl.where(exists, 1.0 / total, 0.0)
-        by, plus = _of_sums(share_of * (0.0625 * 2.0**24)), _of_sums(zeros * share_of)
-        packed, dim = 8 * k + 2 * t + (c & 1), 16 * w + 8 * (c >> 1) + g
-        out_at, keep = out_ptr + (slot + packed) * D + dim, packed < T * GROUP
-        tl.store(out_at, out_a * by + plus, mask=keep)
-        tl.store(out_at + 64, out_b * by + plus, mask=keep)
+        # of a thread's and its warp's numbers; the maximum is the same in all sixteen
+        state = tl.sum(tl.sum(tl.reshape(state, (4, 4, 8, 4, 4)), 3), 1)
+        total = _part(state, 1)
+        m = 8 * tl.arange(0, 4)[None, :] + tl.arange(0, 8)[:, None]
+        tl.store(lse_ptr + slot + m, _part(state, 0) * 0.0625 + tl.log2(total), mask=m < T * GROUP)
+        by = 1.0 / tl.where(total > 0, total, 1.0)
+        plus = _of_sums(_part(state, 2) * by)
+        by = _of_sums(by * (0.0625 * 2.0**24))
+        at = k * 1024 + (w >> 1) * 512 + (w & 1) * 256 + (g * 16 + 4 * t) + c
+        at = out_ptr + slot * D + tl.max_contiguous(tl.multiple_of(at, 4), 4)
+        keep = tl.max_constancy(8 * k + 2 * t < T * GROUP, 4)
+        tl.store(at, out_a * by + plus, mask=keep)
+        tl.store(at + 128, out_b * by + plus, mask=keep)
     else:
         none = tl.arange(0, ROWS)
         tl.store(lse_ptr + slot + none, tl.full((ROWS,), float("-inf"), tl.float32))

@@ -10,11 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+import triton
 from torch import Tensor
 
 from longtrain.kernels.devices import LOG2E, chaining, cores, launched_on, partial_results, register_limit
 from longtrain.kernels.hierarchical import cooperative_kernel as kernels
 from longtrain.kernels.hierarchical import cooperative_ptx as ptx
+from longtrain.kernels.hierarchical.fragments_merge import merge_kernel
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
@@ -34,6 +37,8 @@ class CooperativeTile:
         recent: slots of a tile of the ring, a divisor of 128.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
         registers: most registers of a thread; None: the compiler's choice.
+        chunk: numbers of a merging program, a power of two up to 1024.
+        merge_warps: warps of a merging program.
     """
 
     tiles: int = 4
@@ -42,6 +47,8 @@ class CooperativeTile:
     recent: int = 64
     ahead: int = 2
     registers: int | None = None
+    chunk: int = 64
+    merge_warps: int = 4
 
 
 def hier_attention(
@@ -63,6 +70,8 @@ def hier_attention(
     splits = splits or max(rings + 1, cores(q_BHTD.device, otherwise=4) * tile.resident // (B * G))
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
+    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     offset = -planes.split.lower_offset / 16
     chained = chaining(q_BHTD.device)
     with launched_on(q_BHTD):
@@ -76,7 +85,11 @@ def hier_attention(
             **texts(tile.tiles, offset), num_warps=ptx.WARPS,
             **register_limit(tile.registers), **chained,
         )  # fmt: skip
-        return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=rows, splits=splits)
+        merge_kernel[(B * G, -(-T * (H // G) // 8), 1024 // tile.chunk)](
+            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=H // G, ROWS=rows,
+            BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk, num_warps=tile.merge_warps, **chained,
+        )  # fmt: skip
+    return out_BTHD.transpose(1, 2), lse_BHT
 
 
 @lru_cache(maxsize=16)

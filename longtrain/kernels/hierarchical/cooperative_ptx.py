@@ -1,9 +1,9 @@
 """Machine text of `cooperative_kernel`: a step over one block of keys, by four warps that share its rows.
 
-Registers of a thread hold parts of the operands of m16n8k16 products, with g = lane / 4 and t = lane mod 4, as
-in `fragments_ptx`; here warps also hand numbers to each other through shared memory, which the text declares.
-It has queries times steps (each warp makes those of 8 rows, and all read them), a row's constant and maximum,
-and the weights of the values. A barrier stands between a write and what reads it.
+Registers of a thread hold parts of the operands of m16n8k16 products, with g = lane / 4 and t = lane mod 4,
+as in `fragments_ptx`; here warps also hand numbers to each other through shared memory, which the text
+declares: queries times steps (each warp makes a part, and all read them), what rows' scores have in common,
+rows' maxima, and the weights of the values. A barrier stands between a write and what reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from longtrain.kernels.hierarchical.fragments_ptx import (
     PER_THREAD,
     UNIT,
-    Text,
+    MachineText,
     codes_of,
     moved,
     number,
@@ -51,7 +51,7 @@ def weights_text(tiles: int, offset: float) -> str:
         has, by tile, the maximum, the thread's sums of weights and of weights times zeros, and what a sum of
         products is multiplied by to be a base-2 logit.
     """
-    x = Text()
+    x = MachineText()
     state_out, more_out = tensors(0, 2)
     upper, lower, step, zero, v_step, v_zero, q, state = tensors(2, 8)
     places = _Places(x)
@@ -74,9 +74,9 @@ def values_text(tiles: int) -> str:
         tiles: as in `weights_text`.
 
     Returns:
-        Outputs: sums A and B. Inputs: values (upper, lower), the second output of `weights_text`, sums so far.
+        Outputs: sums A and B. Inputs: values (upper, lower), the second output of `weights_text`, old sums.
     """
-    x = Text()
+    x = MachineText()
     outputs = tensors(0, 2)
     upper, lower, more, old_a, old_b = tensors(2, 5)
     _values(x, tiles, more, (upper, lower), (old_a, old_b), outputs)
@@ -90,7 +90,7 @@ def _constraints(outputs: int, inputs: str) -> str:
 class _Places:
     """Where a thread's numbers lie in shared memory, and which thread it is."""
 
-    def __init__(self, x: Text) -> None:
+    def __init__(self, x: MachineText) -> None:
         for name, size in (("queries", 8192), ("weights", 8192), ("highest", 512), ("constants", 256)):
             x.lines.append(f".shared .align 16 .b8 {name}[{size}];")
         thread = x.made("mov.u32", "%tid.x")
@@ -115,7 +115,7 @@ class _Places:
         self.own_weights = _weights_at(x, self.weights, g, x.made("mad.lo.u32", warp, "4", t))
 
 
-def _weights_at(x: Text, base: str, g: str, unit: str) -> str:
+def _weights_at(x: MachineText, base: str, g: str, unit: str) -> str:
     """Where row g has its weights of the tokens 8 unit ..: no two of eight threads meet in a bank."""
     odd = x.made("mul.lo.u32", x.made("and.b32", g, "1"), "6")
     unit = x.made("xor.b32", x.made("xor.b32", unit, x.made("shr.u32", unit, "3")), odd)
@@ -123,7 +123,7 @@ def _weights_at(x: Text, base: str, g: str, unit: str) -> str:
 
 
 def _prepare(
-    x: Text, places: _Places, step: list[str], zero: list[str], q: list[str], offset: float
+    x: MachineText, places: _Places, step: list[str], zero: list[str], q: list[str], offset: float
 ) -> None:
     """Queries times steps of the warp's rows and channels, and what those add to the rows' constants.
 
@@ -152,13 +152,18 @@ def _prepare(
         x.add(f"st.shared.f32 [{places.own_constants}+{32 * tile}], {total}")
 
 
-def _scores(x: Text, places: _Places, tiles: int, upper: list[str], lower: list[str]) -> list[list[list[str]]]:
+def _scores(
+    x: MachineText, places: _Places, tiles: int, upper: list[str], lower: list[str]
+) -> list[list[list[str]]]:
     """Sums of the products of codes with 8 numbers a row: [pair of tiles][8 tokens] of four registers."""
     pairs = (tiles + 1) // 2
     sums = [[x.zeros() for _ in range(4)] for _ in range(pairs)]
     for word in range(4):
         a = [
-            [x.loaded("v4.b32", f"{places.all_queries}+{2048 * pair + 4096 * half + 512 * word}") for half in (0, 1)]
+            [
+                x.loaded("v4.b32", f"{places.all_queries}+{2048 * pair + 4096 * half + 512 * word}")
+                for half in (0, 1)
+            ]
             for pair in range(pairs)
         ]
         for i in range(4):
@@ -170,7 +175,7 @@ def _scores(x: Text, places: _Places, tiles: int, upper: list[str], lower: list[
 
 
 def _weights(
-    x: Text,
+    x: MachineText,
     places: _Places,
     tiles: int,
     sums: list[list[list[str]]],
@@ -192,7 +197,9 @@ def _weights(
         ]
     widest = x.made("max.f32", _quad_max(x, steps), number(1e-30), kind="f32")
     lift = x.made("add.f32", x.made("lg2.approx.f32", widest, kind="f32"), number(-LIFT), kind="f32")
-    logits = [[sums[tile // 2][i][2 * (tile % 2) + e] for i in range(4) for e in range(2)] for tile in range(tiles)]
+    logits = [
+        [sums[tile // 2][i][2 * (tile % 2) + e] for i in range(4) for e in range(2)] for tile in range(tiles)
+    ]
     shifts = []
     chosen = ""
     for tile in range(tiles):
@@ -244,7 +251,7 @@ def _weights(
 
 
 def _values(
-    x: Text,
+    x: MachineText,
     tiles: int,
     more: list[str],
     planes: tuple[list[str], list[str]],
@@ -257,13 +264,17 @@ def _values(
     g, t = x.made("shr.u32", lane, "2"), x.made("and.b32", lane, "3")
     base = x.made("mov.b32", more[MOST_TILES])
     places = [
-        _weights_at(x, base, g, x.made("add.u32", x.made("mul.lo.u32", t, "4"), str(pair))) for pair in range(4)
+        _weights_at(x, base, g, x.made("add.u32", x.made("mul.lo.u32", t, "4"), str(pair)))
+        for pair in range(4)
     ]
     sums: list[list[list[str]]] = []
     for tile in range(tiles):
         shrink = moved(x, more[tile], lanes)
         sums.append(
-            [[x.made("mul.f32", part[4 * tile + i], shrink[i % 2], kind="f32") for i in range(4)] for part in old]
+            [
+                [x.made("mul.f32", part[4 * tile + i], shrink[i % 2], kind="f32") for i in range(4)]
+                for part in old
+            ]
         )
     for pair in range(4):
         weights = [x.loaded("v4.b32", f"{places[pair]}+{2048 * tile}") for tile in range(tiles)]
@@ -281,14 +292,14 @@ def _values(
                 x.add(f"mov.f32 {outputs[half][4 * tile + i]}, {value}")
 
 
-def _pair(x: Text, word: str) -> list[str]:
+def _pair(x: MachineText, word: str) -> list[str]:
     """Both fp16 numbers of a word in fp32."""
     low, high = x.new("b16"), x.new("b16")
     x.add(f"mov.b32 {{{low}, {high}}}, {word}")
     return [x.made("cvt.f32.f16", one, kind="f32") for one in (low, high)]
 
 
-def _quad_max(x: Text, values: list[str]) -> str:
+def _quad_max(x: MachineText, values: list[str]) -> str:
     """The largest of the numbers of four threads."""
     while len(values) > 1:
         values = [x.made("max.f32", *values[i : i + 2], kind="f32") for i in range(0, len(values), 2)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from longtrain.kernels.devices import LOG2E, chaining, compiles_for, cores, launched_on, partial_results
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
+from longtrain.kernels.hierarchical.fragments_merge import merge_kernel
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
@@ -141,8 +142,8 @@ def hier_attention(
         )  # fmt: skip
         if not _laid_out(built, tile.warps):
             return None
-        kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
-            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group,
+        merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
+            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=MOST_ROWS,
             BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk,
             num_warps=tile.merge_warps, **chained,
         )  # fmt: skip

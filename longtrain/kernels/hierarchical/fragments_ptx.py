@@ -15,6 +15,8 @@ PER_THREAD = 16
 """Registers of a thread that a tensor of the kernel fills."""
 UNIT = 2.0**-24
 """What a code of 1 is in a product."""
+PICK = True
+"""Codes of both planes are put into place by a selection of bytes, not by masks."""
 
 
 def operands(outputs: int, inputs: str) -> str:
@@ -28,7 +30,7 @@ def half_bits(value: float) -> int:
     return bits << 16 | bits
 
 
-class Text:
+class MachineText:
     """Lines of a text, and names of registers."""
 
     def __init__(self) -> None:
@@ -36,23 +38,28 @@ class Text:
         self.count = 0
 
     def new(self, kind: str = "b32") -> str:
+        """A register's name."""
         name = f"%v{self.count}"
         self.count += 1
         self.lines.append(f".reg .{kind} {name};")
         return name
 
     def add(self, line: str) -> None:
+        """Add a line."""
         self.lines.append(line + ";")
 
     def made(self, operation: str, *of: str, kind: str = "b32") -> str:
+        """The result of an operation."""
         name = self.new(kind)
         self.add(f"{operation} {name}, {', '.join(of)}")
         return name
 
     def constant(self, value: float) -> str:
+        """Two halves of a value."""
         return self.made("mov.b32", f"0x{half_bits(value):08x}")
 
     def zeros(self) -> list[str]:
+        """Four sums of a product, at zero."""
         return [self.made("mov.f32", "0f00000000", kind="f32") for _ in range(4)]
 
     def loaded(self, kind_of: str, at: str, *, kind: str = "b32") -> list[str]:
@@ -68,14 +75,16 @@ class Text:
         return name
 
     def product(self, sums: list[str], left: list[str], right: list[str]) -> None:
+        """Add a product to four sums."""
         c, a, b = (", ".join(x) for x in (sums, left, right))
         self.add(f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}}")
 
     def text(self) -> str:
+        """All lines."""
         return "{\n" + "\n".join(self.lines) + "\n}"
 
 
-def codes_of(x: Text, words: list[str]) -> tuple[list[str], list[str]]:
+def codes_of(x: MachineText, words: list[str]) -> tuple[list[str], list[str]]:
     """Four codes of each half of a head, as two pairs: of a word of the upper plane, or of both planes."""
     if len(words) == 1:
         word, shifted = words[0], x.made("shr.u32", words[0], "8")
@@ -87,6 +96,9 @@ def codes_of(x: Text, words: list[str]) -> tuple[list[str], list[str]]:
     far = x.made("lop3.b32", x.made("shr.u32", lower, "4"), upper, "0x0F0F0F0F", "0xE4")
     halves = []
     for both in (near, far):
+        if PICK:
+            halves.append([x.made("prmt.b32", both, "0", which) for which in ("0x4240", "0x4341")])
+            continue
         shifted = x.made("shr.u32", both, "8")
         halves.append([x.made("and.b32", one, "0x00FF00FF") for one in (both, shifted)])
     return halves[0], halves[1]
@@ -111,7 +123,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     Steps go into q first: q s = a + r with a in fp16. Codes meet a; r meets the mean code, which takes the
     error that all tokens share; the rest is exact.
     """
-    x, planes = Text(), bits // 4
+    x, planes = MachineText(), bits // 4
     inputs = tensors(tiles, 2 * planes + 2 + tiles)
     keys, (step, zero), q = inputs[: 2 * planes], inputs[2 * planes :][:2], inputs[2 * planes + 2 :]
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
@@ -174,7 +186,7 @@ def values_text(tiles: int, bits: int) -> str:
         Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
         and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
     """
-    x, planes = Text(), bits // 4
+    x, planes = MachineText(), bits // 4
     outputs, inputs = tensors(0, 2 * tiles), tensors(2 * tiles, 2 * planes + 4 * tiles)
     values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
     lanes = sources(x)
@@ -224,7 +236,7 @@ def finish_text(bits: int) -> str:
     Returns:
         Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.
     """
-    x = Text()
+    x = MachineText()
     outputs, (factor, summand, *old) = tensors(0, 2), tensors(2, 4)
     lanes = sources(x)
     scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)  # by half of the head
@@ -237,17 +249,18 @@ def finish_text(bits: int) -> str:
 
 
 def number(value: float) -> str:
+    """A number in fp32."""
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
-def sources(x: Text) -> list[str]:
+def sources(x: MachineText) -> list[str]:
     """Lanes that hold the numbers of the rows 2 t and 2 t + 1."""
     lane = x.made("mov.u32", "%laneid")
     first = x.made("shl.b32", x.made("and.b32", lane, "3"), "3")
     return [first, x.made("add.u32", first, "4")]
 
 
-def moved(x: Text, value: str, lanes: list[str]) -> list[str]:
+def moved(x: MachineText, value: str, lanes: list[str]) -> list[str]:
     """A row's number, from the threads of row g to those whose sums are of rows 2 t and 2 t + 1."""
     raw = x.made("mov.b32", value)
     found = [x.made("shfl.sync.idx.b32", raw, lane, "0x1f", "0xffffffff") for lane in lanes]
