@@ -45,7 +45,8 @@ class IndexerSelector(Selector):
         super().start(tokens_BS, n_B, step, cache)
         weight, (B, S) = self.module.k_proj, tokens_BS.shape
         L, G, _, dims = weight.shape
-        slots = S + cache.rows_left()
+        assert self.cache is not None
+        slots = S + self.cache.rows_left()
         self.k_LBSGI = None  # before the memory of the next is taken
         needed = L * B * slots * G * dims * weight.itemsize
         check_room(needed, weight.device, what="the keys of an indexer", batch=B, tokens=slots)
