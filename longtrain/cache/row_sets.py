@@ -102,10 +102,14 @@ class RowSets:
 
     def open(self, len_B: Tensor) -> None:
         """A step over `len_B` committed rows begins."""
-        self.due_B.copy_(len_B >= self._until_B)
+        self.due_B.copy_(self.due(len_B))
         self.since_B.copy_(torch.where(self.due_B, len_B, self.since_B))
         self._until_B.copy_(self.since_B + self.budget.every)
         self.n_B.copy_(self.since_B.clamp(max=self.budget.rows))
+
+    def due(self, len_B: Tensor) -> Tensor:
+        """Sequences that the coming step, over `len_B` committed rows, chooses for."""
+        return len_B >= self._until_B
 
     def put(self, scores_BXS: Tensor, sets: slice = slice(None)) -> None:
         """Choose some of the sets, in sequences that are due.

@@ -48,14 +48,6 @@ def _digit(count_ptr, chunks, need, TILE: tl.constexpr):
     return found, tl.sum(tl.where(digit > found, total, 0), 0)
 
 
-@triton.jit
-def _is_due(due_ptr, b, DUE: tl.constexpr):
-    due = True
-    if DUE:
-        due = tl.load(due_ptr + b) != 0
-    return due
-
-
 @triton.jit(do_not_specialize=["sinks", "window", "K", "chunks"])
 def digits_kernel(
     score_ptr, len_ptr, due_ptr, count_ptr, above_ptr, state_ptr, score_b, score_x,
@@ -77,8 +69,9 @@ def digits_kernel(
     live = tl.cdiv(n - window, BLOCK)
     if (n <= K) | (chunk >= live):
         return
-    if not _is_due(due_ptr, b, DUE):
-        return
+    if DUE:  # noqa: SIM102 (one of them is settled when this is compiled)
+        if tl.load(due_ptr + b) == 0:
+            return
     digit = tl.arange(0, _DIGITS)
     slot = chunk * BLOCK + tl.arange(0, BLOCK)
     free = (slot >= sinks) & (slot < n - window)
@@ -121,8 +114,9 @@ def write_kernel(
     row, chunk = tl.program_id(0), tl.program_id(1)
     b, x = row // X, row % X
     n = tl.load(len_ptr + b).to(tl.int32)
-    if not _is_due(due_ptr, b, DUE):
-        return
+    if DUE:  # noqa: SIM102 (one of them is settled when this is compiled)
+        if tl.load(due_ptr + b) == 0:
+            return
     out_ptr += b.to(tl.int64) * out_b + x.to(tl.int64) * out_x
     each = tl.arange(0, BLOCK)
     if n <= K:

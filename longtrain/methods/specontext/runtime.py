@@ -96,7 +96,7 @@ class RetrievalSelector(Selector):
             own.copy_(one)
 
     def ahead(self, root_B: Tensor) -> Tensor:
-        """See `Selector`: scores_BXS of the cache's `used` slots.
+        """See `Selector`: scores_BXS of the cache's `used` slots; -inf in sequences that are not due.
 
         Raises:
             ConflictError: called before `start`.
@@ -109,6 +109,9 @@ class RetrievalSelector(Selector):
         q_BXHD = q_BRHD.view(len(root_B), head.n_sets, -1, head.dim)
         k_BSGD = k_BSGD[:, shift : cache.used + shift]
         seen_B = cache.len_B - shift if shift else cache.len_B
+        sets = cache.row_sets if isinstance(cache, SelectedCache) else None
+        if sets is not None and self.budget.every > 1:
+            seen_B = seen_B * sets.due(cache.len_B)  # of the others no key is read
         return row_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
