@@ -37,7 +37,7 @@ class SlotMap:
         self.from_BXK = torch.zeros_like(self.row_BXK)
         """Rows that the last choice brought, the first `n_BX` of each list; the rest means nothing."""
         self.to_BXK = torch.zeros_like(self.row_BXK)
-        """SetSlots that they take, likewise."""
+        """Slots that they take, likewise."""
         self.n_BX = torch.zeros(batch, n_sets, dtype=torch.int64, device=device)
         self.full_loads = torch.zeros((), dtype=torch.int64, device=device)
         """Sets that were loaded anew although some of their rows were there."""

@@ -32,7 +32,8 @@ class Forward:
         times: how often in a cycle.
         layers: of the model that run, and whose cache is read; None: all. The LM head always runs.
         more_weights: read beside those of these layers; below 0 where less is read.
-        seen: cached tokens that attention reads at most (a window); None: all.
+        seen: cached tokens that attention reads at most (a window, or chosen rows); None: all.
+        more_keys: numbers that are read of every cached token beside its K and V in these layers.
     """
 
     width: Width
@@ -41,6 +42,7 @@ class Forward:
     layers: int | None = None
     more_weights: int = 0
     seen: int | None = None
+    more_keys: int = 0
 
 
 def expected_ms(
@@ -81,7 +83,8 @@ def bytes_read(forwards: list[Forward], size: Sizes, *, batch: int, context: int
 
 def _phase(forward: Forward, size: Sizes, batch: int, context: int) -> Phase:
     some = size if forward.layers is None else replace(size, n_layers=forward.layers)
-    context = context if forward.seen is None else min(context, forward.seen)
-    phase = roofline.step(some, batch=batch, context=context, rows=forward.rows, width=forward.width)
-    more = forward.more_weights
-    return phase + Phase(Work(2.0 * batch * forward.rows * more, float(ITEM * more)), Work(0.0, 0.0))
+    seen = context if forward.seen is None else min(context, forward.seen)
+    phase = roofline.step(some, batch=batch, context=seen, rows=forward.rows, width=forward.width)
+    more, keys = forward.more_weights, batch * context * forward.more_keys
+    linear = Work(2.0 * batch * forward.rows * more, float(ITEM * more))
+    return phase + Phase(linear, Work(2.0 * forward.rows * keys, roofline.stored(keys, forward.width.kv)))

@@ -15,20 +15,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of a device: dense bf16 FLOP/s, bytes/s, bytes of memory, bytes/s of NVLink one way."""
+    """Peaks of a device: dense bf16 FLOP/s, bytes/s, bytes of memory; bytes/s one way of NVLink and PCIe."""
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     memory_bytes: float
     link_bytes_per_s: float
+    host_bytes_per_s: float
 
 
 GPUS = {
-    "H100": Gpu("H100", 989e12, 3.35e12, 80e9, 450e9),
-    "H200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9),
-    "A100": Gpu("A100", 312e12, 2.039e12, 80e9, 300e9),
-    "A6000": Gpu("A6000", 154.8e12, 0.768e12, 48e9, 56.25e9),
+    "H100": Gpu("H100", 989e12, 3.35e12, 80e9, 450e9, 64e9),
+    "H200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
+    "A100": Gpu("A100", 312e12, 2.039e12, 80e9, 300e9, 32e9),
+    "A6000": Gpu("A6000", 154.8e12, 0.768e12, 48e9, 56.25e9, 32e9),
 }
 """Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of the RTX A6000."""
 

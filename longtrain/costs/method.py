@@ -6,7 +6,7 @@ Each is optional. `longtrain plan` and `longtrain bench` ask for them and know n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longtrain.costs.cycle import Forward
@@ -26,6 +26,7 @@ class CycleCost:
         verify: the target's forward over the root and the drafted nodes.
         weight_bytes: bytes of weights beside the target's own.
         cache_bytes: (sequences, tokens of each) -> bytes of the method's cache; None: that of the target.
+        before: what runs before each forward of the target: scores, by which it is chosen what that reads.
     """
 
     title: str
@@ -34,11 +35,17 @@ class CycleCost:
     verify: Forward
     weight_bytes: float = 0.0
     cache_bytes: Callable[[int, int], float] | None = None
+    before: tuple[Forward, ...] = ()
+
+    def reading(self, rows: int) -> CycleCost:
+        """The same, with a target that reads so many chosen rows."""
+        alone, verify = (replace(one, seen=rows) for one in (self.alone, self.verify))
+        return replace(self, alone=alone, verify=verify)
 
     @property
     def forwards(self) -> tuple[Forward, ...]:
-        """The draft's forwards and then the target's."""
-        return (*self.draft, self.verify)
+        """What runs before, the draft's forwards and then the target's."""
+        return (*self.before, *self.draft, self.verify)
 
 
 @dataclass(frozen=True)

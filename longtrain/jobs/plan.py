@@ -13,6 +13,7 @@ from longtrain import files, methods, provenance
 from longtrain.costs import decoding, elastic, hardware, ranks, roofline, training
 from longtrain.costs.decoding import Served
 from longtrain.costs.hardware import GIB, Gpu
+from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs import outline, plan_advice, plan_training
@@ -92,13 +93,15 @@ def run(cfg: DictConfig) -> None:
     """Print what decoding takes at some contexts, or the estimates of each stage's rows where data are given.
 
     Raises:
-        ConfigError: a method that is trained and no data, no stages, or the target's shape is not at hand.
+        ConfigError: a method that is trained, of whose decoding nothing is known, and no data; no stages, or
+            the target's shape is not at hand.
     """
     spec = methods.get(cfg.method.name) if cfg.method else None
-    if not cfg.target or (spec is not None and spec.objective is not None and not cfg.data):
+    trains = spec is not None and spec.objective is not None and spec.cost.cycle is None
+    if not cfg.target or (trains and not cfg.data):
         raise ConfigError(
             "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
-            "target=NAME, with a method that needs no training where one is wanted"
+            "target=NAME, with a method whose steps are known where one is wanted"
         )
     info, tied = outline.target_shape(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
@@ -137,28 +140,49 @@ def _decoding(plan: RecipePlan) -> list[str]:
         f"{gpu.memory_bytes / 1e9:.0f} GB; least: no implementation is faster.",
         of_rows(rows, decoding.PLAIN_COLUMNS),
     ]
+    chosen = 0
     if plan.spec is not None and plan.spec.cost.cycle is not None:
         widths = _chain(cfg)
         cost = plan.spec.cost.cycle(plan.config, plan.size, widths, plan.itemsize)
-        lines += [
-            f"{cost.title}: expected times; {len(widths)} drafted tokens a cycle, each accepted with "
-            f"probability {acceptance:g} (acceptance=); speed is over plain decoding on the plain cache."
-            if cost.draft
-            else f"The cache of {cost.title} without its draft: expected times.",
-            of_rows(
-                [row | decoding.speculative(served, cost, row, rate=acceptance) for row in rows],
-                decoding.CYCLE_COLUMNS,
-            ),
-        ]
+        if cost.before:
+            chosen = _rows_read(plan)
+            cost = cost.reading(chosen)
+        rows = [row | decoding.speculative(served, cost, row, rate=acceptance) for row in rows]
+        lines += [_about(cost, len(widths), acceptance, chosen), of_rows(rows, decoding.CYCLE_COLUMNS)]
     return [
         *lines,
-        *_elastic(plan),
+        *_elastic(plan, served, rows if chosen else []),
         "Estimates by arithmetic; measure with: longtrain bench suite=engine",
     ]
 
 
-def _elastic(plan: RecipePlan) -> list[str]:
-    """A table of thresholds for `cache=elastic`; nothing without it.
+def _about(cost: CycleCost, drafted: int, acceptance: float, chosen: int) -> str:
+    """What the table of a method's cycles shows."""
+    if chosen:
+        return f"{cost.title}: expected times; {chosen} rows read a step, chosen by scores of all."
+    if cost.draft:
+        return (
+            f"{cost.title}: expected times; {drafted} drafted tokens a cycle, each accepted with probability "
+            f"{acceptance:g} (acceptance=); speed is over plain decoding on the plain cache."
+        )
+    return f"The cache of {cost.title} without its draft: expected times."
+
+
+def _rows_read(plan: RecipePlan) -> int:
+    """Rows that a step reads where they are chosen."""
+    from longtrain.cache.row_sets import ReadBudget
+
+    rows = plan.cfg.evict.get("budget_tokens") or ReadBudget.rows
+    return ReadBudget(convert(rows, Count, "evict.budget_tokens")).rows
+
+
+def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> list[str]:
+    """A table of thresholds for `cache=elastic`, and one of steps that choose; nothing without it.
+
+    Args:
+        plan: what is planned.
+        served: the target on a device.
+        steps: rows of steps that choose what they read, with all rows on the device; empty: no such steps.
 
     Raises:
         ConfigError: another cache, a wrong option, or a cap that the chosen rows alone exceed.
@@ -169,35 +193,40 @@ def _elastic(plan: RecipePlan) -> list[str]:
     if wanted.name != "elastic":
         raise ConfigError(f"cache={wanted.name}; plan knows: elastic, or null")
     from longtrain.cache.elastic import Offloading
-    from longtrain.cache.row_sets import ReadBudget
 
     offloading = typed(Offloading, wanted.options, "cache elastic")
-    budget = ReadBudget(
-        convert(cfg.evict.get("budget_tokens") or ReadBudget.rows, Count, "evict.budget_tokens")
-    )
-    batch, size = convert(cfg.batch, Count, "batch"), plan.size
+    batch, size, chosen = served.batch, plan.size, _rows_read(plan)
     memory = elastic.ElasticMemory(
         size.n_layers,
         size.n_kv_heads,
         size.head_dim,
         batch,
         plan.itemsize,
-        slots=budget.rows + 1,
+        slots=chosen + 1,
         page_rows=offloading.page_rows,
     )
-    about = f"Elastic cache of {batch} sequence{'s' if batch > 1 else ''}, {budget.rows} rows read a step"
-    host = plan.info.max_positions * memory.row_bytes * size.n_layers / GIB
-    if offloading.memory_gib is None:
-        slots = memory.bytes(0, size.n_layers) / GIB
-        return [
-            f"{about}: all layers on the host from the start ({host:.3g} GiB pinned at "
-            f"{plan.info.max_positions} tokens), {slots:.3g} GiB on the device"
+    longest, cap = plan.info.max_positions, offloading.memory_gib
+    about = f"Elastic cache of {batch} sequence{'s' if batch > 1 else ''}, {chosen} rows read a step"
+    if cap is None:
+        slots, host = memory.bytes(0, size.n_layers) / GIB, longest * memory.row_bytes * size.n_layers / GIB
+        lines = [
+            f"{about}: all layers on the host from the start ({host:.3g} GiB pinned at {longest} tokens), "
+            f"{slots:.3g} GiB on the device"
         ]
-    rows = elastic.threshold_rows(memory, offloading.memory_gib * GIB, plan.info.max_positions)
-    return [
-        f"{about}, at most {offloading.memory_gib:g} GiB on the device; layers leave it from line to line.",
-        of_rows(rows, elastic.COLUMNS),
+    else:
+        rows = elastic.threshold_rows(memory, cap * GIB, longest)
+        lines = [
+            f"{about}, at most {cap:g} GiB on the device; layers leave it from line to line.",
+            of_rows(rows, elastic.COLUMNS),
+        ]
+    if not steps:
+        return lines
+    away = [size.n_layers if cap is None else memory.on_host(row["context"], cap * GIB) for row in steps]
+    rows = [
+        row | decoding.offloaded(served, row, rows=chosen, on_host=count)
+        for row, count in zip(steps, away, strict=True)
     ]
+    return [*lines, "Expected steps of it:", of_rows(rows, decoding.HOST_COLUMNS)]
 
 
 def _chain(cfg: DictConfig) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longtrain import methods
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.costs import decoding
 from longtrain.costs.hardware import GIB, GPUS
@@ -80,7 +81,7 @@ def test_plain_decoding_needs_a_target_alone(composed, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method=longspec"], "plan needs a recipe"),
+        (["method=lookaheadkv"], "plan needs a recipe"),
         (["gpu=B200"], "gpu=B200; known: H100"),
         (["contexts=[1m]"], "16384 positions"),
         (["batch=0"], "batch=0"),
@@ -109,3 +110,28 @@ def test_an_elastic_cache_has_thresholds(composed, capsys):
         plan.run(composed("plan", *words, "cache=int8"))
     plan.run(composed("plan", *words, "cache=elastic"))
     assert "all layers on the host from the start" in capsys.readouterr().out
+
+
+def test_decoding_by_a_retrieval_head(composed, capsys):
+    """A step reads the weights, the head and its keys of every token, and the chosen rows."""
+    words = ["target=llama31_8b", "target.path=null", "contexts=[32k,128k]", "method=specontext"]
+    plan.run(composed("plan", *words, "evict.budget_tokens=2048", "cache={name: elastic, memory_gib: 8}"))
+    said = capsys.readouterr().out
+    assert "SpeContext: expected times; 2048 rows read a step" in said and "draft" not in said
+    cost = methods.get("specontext").cost.cycle(methods.get("specontext").config(), Sizes.of(INFO), (), 2)
+    served = decoding.Served(Sizes.of(INFO), GPUS["H200"], 1, 2, WEIGHTS)
+    rows = [decoding.plain(served, context) for context in (2048, 32768, 131072)]
+    found = [row | decoding.speculative(served, cost.reading(2048), row, rate=0.9) for row in rows]
+    keys = [2 * 1024 * row["context"] / (0.85 * 0.9 * 4.8e12) * 1e3 for row in rows]  # ms, 1024 numbers a key
+    head = 2 * (3 * 4096 * 4096 + 8192 * (4096 + 1024)) / (0.87 * 0.9 * 4.8e12) * 1e3
+    for row, ms in zip(found, keys, strict=True):
+        assert row["score_ms"] == pytest.approx(ms + head, rel=0.01)
+        assert row["own_ms"] == pytest.approx(rows[0]["plain_ms"] + row["score_ms"], rel=1e-6)
+    for row in found:
+        near, far = (decoding.offloaded(served, row, rows=2048, on_host=count) for count in (0, 32))
+        assert near["moved_mb"] == 0 and near["host_ms"] == row["own_ms"]
+        assert far["moved_mb"] == pytest.approx(0.35 * 2048 * 131072 / 1e6)
+        assert far["host_ms"] == pytest.approx(row["own_ms"] + far["moved_ms"] / 32)
+    table = said[said.index("Expected steps of it") :].splitlines()[3:5]
+    away = [float(line.split("|")[2]) for line in table]
+    assert away[0] == 0 < away[1] < 32  # 32K tokens take 4 GiB, 128K take 16

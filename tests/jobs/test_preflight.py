@@ -181,7 +181,7 @@ def test_plan_preflight_and_train_say_one_sentence(
     with pytest.raises(LongtrainError, match=r"cpu has 14\.9 GiB") as told:
         train.run(composed("train", *words))
     _, _, sentence = str(told.value).partition(" has ")
-    small = hardware.Gpu("H200", 1e15, 1e12, has, 1e11)
+    small = hardware.Gpu("H200", 1e15, 1e12, has, 1e11, 6e10)
     monkeypatch.setitem(hardware.GPUS, "H200", small)
     plan.run(composed("plan", *words, "trainer.accelerator=cuda"))
     assert sentence in capsys.readouterr().out

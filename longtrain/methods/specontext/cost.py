@@ -1,16 +1,21 @@
-"""What a training step of a retrieval head takes beside the target's pass: arithmetic.
+"""What a retrieval head takes: a training step beside the target's pass, and a step of decoding.
 
-The counts follow `objective` and `chunked`; none has been compared with a measurement yet.
+The counts follow `objective`, `chunked` and `runtime`; those of training have not been compared with a
+measurement yet.
 Shapes: T tokens of a packed row, R query rows of a document, L layers, E hidden dim, H query heads, G KV
 heads, D head dim, n states that a row is made of.
 """
 
 from __future__ import annotations
 
+from longtrain.cache.row_sets import ReadBudget
+from longtrain.costs.cycle import Forward
+from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
+from longtrain.costs.roofline import Width
 from longtrain.costs.training import PackedRow, StepCost
 from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
-from longtrain.methods.specontext.config import EMBEDDING, Config, hidden_of
+from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, Config, hidden_of
 
 BLOCKS = 12
 """Tensors as large as a block of scores that exist at once: teacher's, student's, and gradients."""
@@ -47,4 +52,33 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
         attention_flops=rows * compared,
         moved=rows * 4 * row.attended * (BLOCKS * config.sets * heads + 3 * size.n_layers * size.n_heads),
         chunked=True,
+    )
+
+
+def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
+    """Scores of all rows, by the head's keys of every token, and the target over the rows that they choose.
+
+    Nothing is drafted by the head itself. Choosing is in no figure: one launch that reads scores.
+    """
+    E, width = size.hidden_size, Width(8 * itemsize, 8 * itemsize)
+    heads, dim = config.n_heads or size.n_heads, config.head_dim or size.head_dim
+    keys = (config.n_kv_heads or size.n_kv_heads) * dim * (1 if config.share_keys else config.sets)
+    wide = E if config.variant == EMBEDDING else 2 * E
+    fc = len(hidden_of(config, size.n_layers)) * E * E if config.variant == SHIFTED else 0
+    weights = fc + wide * (config.sets * heads * dim + keys) + 3 * wide * config.mlp
+    # no layer and no LM head, which a forward counts in any case
+    score = Forward(width, layers=0, more_weights=weights - size.head, more_keys=keys)
+    alone = Forward(width, seen=ReadBudget.rows)
+
+    def cache_bytes(batch: int, tokens: int) -> float:
+        return batch * (size.kv_bytes(tokens) * itemsize / 2 + tokens * keys * itemsize)
+
+    return CycleCost(
+        title="SpeContext",
+        alone=alone,
+        draft=(),
+        verify=alone,
+        weight_bytes=float(itemsize * weights),
+        cache_bytes=cache_bytes,
+        before=(score,),
     )

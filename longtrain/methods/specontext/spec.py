@@ -13,7 +13,7 @@ from longtrain.errors import TargetMismatchError
 from longtrain.methods.read_budget import READ_KEYS, read_budget
 from longtrain.methods.spec import MethodSpec
 from longtrain.methods.specontext.config import Config
-from longtrain.methods.specontext.cost import training
+from longtrain.methods.specontext.cost import cycle, training
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.methods.specontext.objective import RetrievalObjective
 from longtrain.methods.specontext.prune import pruned
@@ -73,5 +73,5 @@ SPEC = MethodSpec(
     golden_keys={"budget_tokens": 48, "window": 8},
     begins={"eagle3": pruned},
     formats=FORMATS,
-    cost=MethodCost(training=training, suite="training"),
+    cost=MethodCost(training=training, cycle=cycle, suite="training"),
 )
