@@ -6,7 +6,7 @@ Shapes: L layers, H query heads, G KV heads, D head dim, E hidden dim, V vocabul
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from longtrain.errors import TargetMismatchError
 
@@ -51,7 +51,7 @@ class TargetInfo:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TargetInfo:
+    def from_json(cls, values: dict[str, Any]) -> Self:
         """Rebuild from `to_json`'s output; unknown keys are kept in `extra`."""
         known = {f.name for f in fields(cls)}
         data = {key: value for key, value in values.items() if key in known}
