@@ -115,22 +115,23 @@ def _entry(cfg: DictConfig) -> Entry:
             typed["method"] = plain(cfg.method)
     options = {key: value for key, value in plain(cfg.evict).items() if key not in BUDGET_KEYS}
     name, adaptive = options.pop("policy"), _adaptive(cfg)
-    if adaptive is False:
+    if adaptive is None:
         options.pop("adaptive", None)
     if name is not None:
         policies.policy_class(str(name))
         typed["policy"] = {"name": name, "label": f"evict={name}", **options}
     else:
         typed |= {key: value for key, value in options.items() if value is not None and value is not False}
-    if adaptive is not False:
+    if adaptive is not None:
         typed["adaptive"] = adaptive
     typed |= {key: value for key, value in plain(cfg.select).items() if value is not None}
     return parse(typed)
 
 
 def _adaptive(cfg: DictConfig) -> Any:
-    """How an eviction artifact shares its budget out: `evict.adaptive`, which policies do not have."""
-    return convert(cfg.evict.get("adaptive", False), Literal[False, "heads", "layers"], "evict.adaptive")
+    """How an eviction artifact shares its budget out: `evict.adaptive`; policies lack it. None: its own."""
+    allowed = Literal[False, "heads", "layers"] | None
+    return convert(cfg.evict.get("adaptive"), allowed, "evict.adaptive")
 
 
 def _stop(cfg: DictConfig) -> list[str]:

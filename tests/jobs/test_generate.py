@@ -109,7 +109,7 @@ def test_an_eviction_artifact_takes_adaptive_budgets(composed, target_folder, tm
     )
     prompt = "it was a dark and stormy night; the rain fell in torrents" * 2
     asked = [*NEW, f"prompt='{prompt}'", "artifact=evict", "evict.budget_tokens=24"]
-    for adaptive in ("false", "heads", "layers"):
+    for adaptive in ("null", "false", "heads", "layers"):
         generate.run(composed("generate", *asked, f"evict.adaptive={adaptive}"))
         assert f"kept 24 of {len(prompt)} rows" in capsys.readouterr().out
 

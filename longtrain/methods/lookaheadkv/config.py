@@ -10,6 +10,9 @@ from longtrain.settings import Count, CountOrZero, Kernel, NotNegative, OneOf, P
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 """Linears of a decoder layer that LoRA may be added to."""
 
+ADAPTIVE = (False, "heads", "layers")
+"""Whether budgets are the same for all heads, or shared among the heads of a layer or of all layers."""
+
 _SETS = {"all": LINEARS, "qv": ("q", "v"), "none": ()}
 
 
@@ -32,6 +35,8 @@ class Config:
         default_factory=list
     )  # add the KL among the true best N tokens (ours); []: no
     budget_weight: NotNegative = 1.0  # weight of that term, a mean over `budgets`
+    adaptive: Any = False  # how a budget is shared out unless evict.adaptive says: false (the paper's: as
+    # many rows in every head), heads or layers (ours: rows move to the heads that want them)
     response: Annotated[str, OneOf("answer", "question_answer")] = (
         "answer"  # what the labels of the data cover: answer; question_answer: the question too,
     )
@@ -40,6 +45,7 @@ class Config:
     def __post_init__(self) -> None:
         check(self, "method")
         self.linears()
+        check_adaptive(self.adaptive, "method.adaptive")
 
     def linears(self) -> tuple[str, ...]:
         """The linears that have LoRA, in the order of `LINEARS`.
@@ -53,3 +59,17 @@ class Config:
             known = f"{', '.join(_SETS)}, or a list of {', '.join(LINEARS)}"
             raise wrong("method.lora_targets", asked, known)
         return tuple(name for name in LINEARS if name in names)
+
+
+def check_adaptive(value: Any, key: str) -> None:
+    """Check that a value is one of `ADAPTIVE`.
+
+    Args:
+        value: as typed; 0 is no false here.
+        key: what it was typed for.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if value not in ADAPTIVE or (value == 0 and value is not False):
+        raise wrong(key, value, ", ".join(str(way).lower() for way in ADAPTIVE))

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from longtrain.targets.attention import Watch
     from longtrain.targets.model import Target
 
-ADAPTIVE = (False, "heads", "layers")
-"""Whether budgets are the same for all heads, or shared among the heads of a layer or of all layers."""
-
 
 class LookaheadEvictor:
     """Keeps what the lookahead tokens attend to (`decoding.evict.Evictor`).
@@ -42,7 +39,7 @@ class LookaheadEvictor:
         target: the frozen model.
         config: hyperparameters.
         budget: rows kept of each layer and KV head; on average where budgets are adaptive.
-        adaptive: one of `ADAPTIVE`.
+        adaptive: one of `config.ADAPTIVE`.
 
     Source: LookaheadKV §3.1, Algorithm 2: no window and no sinks are protected.
     Note: adaptive budgets are not the paper's; scores of each head are then shares of its mass on the prompt.

@@ -13,12 +13,12 @@ from longtrain.data.config import DataConfig
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
-from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.config import Config, check_adaptive
 from longtrain.methods.lookaheadkv.cost import COST
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
-from longtrain.methods.lookaheadkv.runtime import ADAPTIVE, LookaheadEvictor
+from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
 from longtrain.methods.spec import MethodSpec
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
@@ -63,11 +63,8 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
             "LookaheadKV evicts to a budget and was given none; pass evict.budget_tokens=128 or "
             "evict.budget_ratio=0.1 (in Python: attach(target, budget_tokens=128))"
         )
-    adaptive = given.get("adaptive", False)
-    if adaptive not in ADAPTIVE or (adaptive == 0 and adaptive is not False):
-        raise ConfigError(
-            f"evict.adaptive={adaptive}; allowed: {', '.join(str(way).lower() for way in ADAPTIVE)}"
-        )
+    adaptive = given.get("adaptive", config.adaptive)
+    check_adaptive(adaptive, "evict.adaptive")
     weight = module.lookahead_embeddings
     if (weight.dtype, weight.device) != (target.dtype, target.device):
         module = copy.deepcopy(module).to(target.device, target.dtype)

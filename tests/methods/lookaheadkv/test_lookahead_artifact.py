@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from dataclasses import replace
 
 import lookahead_equations as equations
 import pytest
@@ -18,6 +19,7 @@ from longtrain.artifact.folder import FILES
 from longtrain.decoding.evict import PromptRun
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.methods.lookaheadkv.config import Config
+from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import Rows, Want
@@ -61,6 +63,19 @@ def test_round_trip_is_bit_equal(made, target, tmp_path):
     run = prefilled(target, [40])
     one, two = (x.attach(target, budget_tokens=7).evictor.select(run) for x in (made, back))
     assert torch.equal(one.idx_LBGK, two.idx_LBGK) and one.n_LBG.eq(7).all()
+
+
+def test_an_artifact_shares_budgets_out_as_it_was_told_unless_asked_otherwise(target, made):
+    assert made.attach(target, budget_tokens=4).evictor.adaptive is False  # the paper's
+    config = replace(CONFIG, adaptive="layers")
+    module = LookaheadKV(config, target.info)
+    ours = Artifact.from_module("lookaheadkv", config, module=module, target=target)
+    found = [
+        ours.attach(target, budget_tokens=4, adaptive=way).evictor.adaptive for way in (None, False, "heads")
+    ]
+    assert found == ["layers", False, "heads"]
+    with pytest.raises(ConfigError, match=r"method\.adaptive=rows; allowed: false, heads, layers"):
+        replace(CONFIG, adaptive="rows")
 
 
 def test_attach_says_how_to_pass_a_budget(made, target):
