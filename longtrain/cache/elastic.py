@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KernelMask, Mask, PrefixOnly
 from longtrain.cache.room import GIB, check_room
 from longtrain.cache.row_sets import ReadBudget
-from longtrain.cache.row_store import RowStore, groups
+from longtrain.cache.row_store import HOST_PROGRAMS, RowStore, groups
 from longtrain.cache.selected import LayerScores, SelectedCache, check_layers
 from longtrain.cache.slots import SlotMap
 from longtrain.errors import ConfigError, ConflictError
@@ -193,12 +193,19 @@ class ElasticCache(SelectedCache):
         self.moved_rows.add_((self._counts_LBX * self._heads_LX[:, None]).sum())
 
     def load(self, *, marked: bool = False) -> None:
-        """Bring the rows that the last choice lacked, group by group; `marked`: with an event after each."""
+        """Bring the rows that the last choice lacked, group by group; `marked`: with an event after each.
+
+        Marked, they come beside other work, which few programs disturb least. The first group is waited for.
+        """
         slots, table_LG = self.slot_map, self._table_LG
         assert slots is not None and table_LG is not None
         for group in self._groups:
             lists = RowLists(slots.to_BXK, slots.from_BXK, table_LG[group], slots.n_BX[None])
-            self._rows.load(group, self._slots_LBGJE[group], lists, self._counts_LBX[group])
+            beside = marked and group.start != self._groups[0].start
+            programs = HOST_PROGRAMS if beside else None
+            self._rows.load(
+                group, self._slots_LBGJE[group], lists, self._counts_LBX[group], programs=programs
+            )
             if marked:
                 event = torch.cuda.Event()
                 event.record()
@@ -229,7 +236,8 @@ class ElasticCache(SelectedCache):
         if not sparse or layer in self._budget.dense_layers:
             self._make_room(T)
             self._new = (k_BGTD, v_BGTD)
-            self._rows.write(layer, rows_BGTE, self._after(self.len_B, T))
+            first = 0 if self._high == 0 else None
+            self._rows.write(layer, rows_BGTE, self._after(self.len_B, T), first=first)
         if sparse:
             spare = self._slots_LBGJE.shape[3] - self._budget.rows - self._budget.every + 1
             if spare < T:

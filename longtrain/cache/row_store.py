@@ -19,7 +19,7 @@ from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError
 from longtrain.kernels.row_moves import Pages, RowLists, move_rows
 
-HOST_PROGRAMS = 16
+HOST_PROGRAMS = 4
 """Programs that read the host's memory beside other work, on as few of the GPU's cores."""
 MOST_LAYERS = 8
 """Layers whose rows are brought by one launch."""
@@ -110,12 +110,25 @@ class RowStore:
         self.on_host_L.copy_(torch.tensor(away))
         return len(self._held) != before
 
-    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor) -> None:
-        """Write new rows of a layer."""
+    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor, *, first: int | None = None) -> None:
+        """Write new rows of a layer.
+
+        Args:
+            layer: which.
+            rows_BGTE: the rows.
+            to_BT: where each goes.
+            first: where the first of all sequences goes, the others behind it, if the host knows it: the copy
+                engines then write to the host's memory.
+        """
         T = rows_BGTE.shape[2]
         from_B1T = torch.arange(T, device=to_BT.device).expand(len(to_BT), 1, T)
         lists = RowLists(to_BT[:, None], from_B1T, self.first_LG[:1])
-        move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
+        if first is None:
+            move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
+        else:
+            goals = self.host_LBGSE[layer, :, :, first : first + T].flatten(0, 1)
+            for goal_TE, rows_TE in zip(goals, rows_BGTE.flatten(0, 1), strict=True):
+                goal_TE.copy_(rows_TE, non_blocking=True)
         if layer in self._held:
             pages = Pages(self.pages.at_LC[layer : layer + 1], self.pages.size)
             move_rows(self.pool_BGRE[None], rows_BGTE[None], lists, goal_pages=pages)
@@ -135,7 +148,7 @@ class RowStore:
         lists: RowLists,
         n_host_LBX: Tensor,
         *,
-        programs: int | None = HOST_PROGRAMS,
+        programs: int | None,
     ) -> None:
         """Bring rows of some layers to the device, from wherever they are.
 
