@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -66,6 +67,50 @@ def as_json(values: Any) -> bytes:
 def jsonl(values: list[dict[str, Any]]) -> bytes:
     """One line of JSON for each value."""
     return "".join(json.dumps(value, allow_nan=False) + "\n" for value in values).encode()
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file holds. Another thing in its place (a pipe, a device) is refused, since reading it may hang.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is no regular file.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return stream.read()
+
+
+def need_regular(path: Path) -> None:
+    """Refuse what is no regular file, for readers that open a path themselves.
+
+    Raises:
+        OSError: there is none, or it is a folder, a pipe or a device.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, not UTF-8, or nested too deeply for any file of ours.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        OSError: see `read_bytes`.
+        ValueError: see `parse_json`.
+    """
+    return parse_json(read_bytes(path))
 
 
 @contextmanager

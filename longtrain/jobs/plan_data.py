@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ def prepared_folder(cfg: DictConfig) -> Path | None:
 
 def prepared_counts(cfg: DictConfig) -> dict[str, int] | None:
     """What `prepare` counted in the newest data of this name; None where there is none yet."""
+    from longtrain.data.rows.prepared import read_manifest
+
     folder = prepared_folder(cfg)
-    if folder is None:
-        return None
-    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["counts"]
+    manifest = None if folder is None else read_manifest(folder)
+    return None if manifest is None else manifest["counts"]
 
 
 def document_lengths(cfg: DictConfig, rows_per_step: int) -> list[Lengths | None]:
@@ -75,7 +75,7 @@ def _packed(cfg: DictConfig, config: DataConfig, rows_per_step: int) -> list[Len
 
     folder: Any = prepared_folder(cfg)
     plan = plan_run(
-        Prepared.open(folder),
+        Prepared.open(folder, verify=False),
         config.stages,
         rows_per_step=rows_per_step,
         seed=int(cfg.seed),

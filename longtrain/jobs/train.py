@@ -204,6 +204,7 @@ def _documents(cfg: DictConfig, about: DataRun, target: Target | None) -> Any:
         seed=about.seed,
         total_steps=about.max_steps,
         context_tokens=context,
+        vocab_size=target.info.vocab_size if target is not None else None,
         pin_memory=about.pin_memory,
         world=about.world,
         rank=about.rank,

@@ -86,6 +86,16 @@ def test_equal_inputs_do_nothing_and_changed_ones_are_done_anew(tokenizer, texts
     assert tokenizer.decode(data.ids[: data.length[0]].tolist()) == "Changed in place, once."
 
 
+def test_damaged_data_is_told_of_and_written_anew(tokenizer, texts, tmp_path, caplog):
+    made = config({"text": str(texts)})
+    data = run(made, tokenizer, tmp_path)
+    whole = (data.folder / "mask.npy").read_bytes()
+    (data.folder / "mask.npy").write_bytes(whole[:-1] + b"\0")
+    again = run(made, tokenizer, tmp_path)
+    assert "mask.npy is damaged" in caplog.text and "nothing to do" not in caplog.text
+    assert (again.folder / "mask.npy").read_bytes() == whole
+
+
 @pytest.mark.parametrize(
     "values", [{"append_eos": True}, {"min_doc_tokens": 40}, {"val_fraction": 0.5}, {"seed": 1}]
 )

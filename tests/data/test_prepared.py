@@ -1,11 +1,14 @@
 import errno
+import json
+import os
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import Prepared, PreparedWriter
+from longtrain.data.rows.checks import sha256_file
+from longtrain.data.rows.prepared import FILES, Prepared, PreparedWriter
 from longtrain.errors import DataError, LongtrainError
 from longtrain.files import replaced_folder
 
@@ -25,7 +28,7 @@ def test_what_is_written_is_read(make_prepared):
         and data.kinds == ["book", "code"]
     )
     assert data.manifest["counts"]["val_tokens"] == 5
-    assert Prepared.open(data.folder, verify=True).labels.tolist() == [2, 2]
+    assert Prepared.open(data.folder).labels.tolist() == [2, 2]
     assert pickle.loads(pickle.dumps(data)).ids.tolist() == data.ids.tolist()
 
 
@@ -49,17 +52,64 @@ def test_damage_is_found(make_prepared, name):
     path = folder / name
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="prepare again"):
+    with pytest.raises(DataError, match=rf"{name} is damaged.*prepare again"):
         Prepared.open(folder)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match="prepare again"):
-        Prepared.open(folder, verify=True)
+    with pytest.raises(DataError, match=rf"{name} is damaged: its sha256 .*prepare again"):
+        Prepared.open(folder)
     path.unlink()
-    with pytest.raises(DataError, match="prepare again"):
+    with pytest.raises(DataError, match=r"No such file.*prepare again"):
+        Prepared.open(folder)
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"not a regular file.*prepare again"):
         Prepared.open(folder)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"format": 0}'])
+def reseal(folder, **arrays):
+    """Change columns of the index, or the ids, and the manifest's hashes with them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if "ids" in arrays:
+        np.save(folder / "ids.npy", arrays.pop("ids"))
+    with np.load(folder / "docs.npz") as columns:
+        np.savez(folder / "docs.npz", **{**columns, **arrays})
+    manifest["sha256"] = {name: sha256_file(folder / name) for name in FILES}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": [500, -100]}, "document of length -100"),
+        ({"start": [0, 390]}, "overlap or leave a gap"),
+        ({"length": [300, 300]}, "overlap or leave a gap"),
+        ({"labels": [400, 1]}, "more labels than tokens"),
+        ({"kind": [0, 1]}, "kind that the manifest does not name"),
+        ({"source": [0, -1]}, "source that the manifest gives no weight"),
+        ({"start": [0.0, 400.0]}, "other shapes or types"),
+        ({"val": [[False], [False]]}, "other shapes or types"),
+        ({"ids": np.full(700, 1 << 20, np.uint32)}, "token id 1048576, outside the vocabulary of 1048576"),
+        ({"ids": np.zeros(700, np.float32)}, "other shapes or types"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused_whatever_the_hashes_say(make_prepared, change, message):
+    folder = make_prepared([400, 300]).folder
+    reseal(folder, **{name: np.asarray(values) for name, values in change.items()})
+    with pytest.raises(DataError, match=message):
+        Prepared.open(folder)
+
+
+def test_data_without_checksums_is_prepared_again_and_a_target_refuses_a_larger_vocabulary(make_prepared):
+    data = make_prepared([40])
+    data.refuse_ids_above(40)
+    with pytest.raises(DataError, match="token id 39, outside the vocabulary of 39"):
+        data.refuse_ids_above(39)
+    manifest = data.folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "sha256": {}}))
+    with pytest.raises(DataError, match=r"without checksums.*longtrain prepare"):
+        Prepared.open(data.folder)
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", '{"format": 0}', '{"format": 1}', "[" * 10**5])
 def test_a_folder_without_a_whole_manifest_is_not_prepared(make_prepared, manifest):
     folder = make_prepared([10]).folder
     (folder / "manifest.json").write_text(manifest)

@@ -13,7 +13,7 @@ from longtrain.data.config import SourceConfig
 from longtrain.data.read.adapters import Document, adapt
 from longtrain.data.read.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, need, read_jsonl, read_text, stem
 from longtrain.data.read.manifest import Manifest, resolve, rows
-from longtrain.data.rows.prepared import sha256_file
+from longtrain.data.rows.checks import sha256_file
 from longtrain.errors import DataError
 
 DEFAULT_ADAPTER = {"jsonl": "text", "conversations": "conversation", "tokenised": "tokenised"}

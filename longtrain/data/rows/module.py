@@ -98,6 +98,7 @@ class DataModule(RowsModule):
         total_steps: what a stage's `fraction` is a fraction of.
         start_batch: micro-batches of a rank already trained on: optimizer steps done times `accumulate`.
         context_tokens: the target's context; no document piece may be longer.
+        vocab_size: the target's; data with token ids beyond it is refused.
         pin_memory: put batches in page-locked memory, for a CUDA device.
         world: ranks, when there is no trainer to ask.
         rank: this rank, when there is no trainer to ask.
@@ -113,12 +114,15 @@ class DataModule(RowsModule):
         total_steps: int | None = None,
         start_batch: int = 0,
         context_tokens: int | None = None,
+        vocab_size: int | None = None,
         pin_memory: bool = False,
         world: int = 1,
         rank: int = 0,
     ) -> None:
         super().__init__()
         self.data = Prepared.open(Path(folder))
+        if vocab_size is not None:
+            self.data.refuse_ids_above(vocab_size)
         self.config, self.accumulate, self.seed, self.total_steps = config, accumulate, seed, total_steps
         self.start_batch, self.pin_memory, self.workers = start_batch, pin_memory, config.workers
         self._world, self._rank = world, rank

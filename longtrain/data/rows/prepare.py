@@ -15,7 +15,7 @@ from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.sources import Inputs, digest, inputs
 from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock, replaced_folder
 from longtrain.log import get_logger
 
@@ -58,13 +58,11 @@ def prepare(
     with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         old = read_manifest(folder) or {}
         sources = _chosen(config)
-        known = {
-            json.dumps(item["source"], sort_keys=True): item["inputs"] for item in old.get("sources", ())
-        }
+        known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
         fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
-        if old.get("fingerprint") == fingerprint:
+        if old.get("fingerprint") == fingerprint and _is_whole(folder):
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
@@ -128,6 +126,25 @@ def answer_part(
     job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers, bar=progress)
     job.answer([(source, inputs(source)) for source in _chosen(config)])
     return len(answers.elsewhere - set(Answers(path, settings).done))
+
+
+def _known(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The inputs that each source of an older manifest had; a damaged one says nothing."""
+    try:
+        sources = manifest.get("sources", ())
+        return {json.dumps(item["source"], sort_keys=True): item["inputs"] for item in sources}
+    except (TypeError, KeyError):
+        return {}
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder holds what was written into it; a damaged one is told of, and is made again."""
+    try:
+        Prepared.open(folder)
+    except DataError as error:
+        log.warning("%s; it is made again now", str(error).partition("; prepare again")[0])
+        return False
+    return True
 
 
 def _written(folder: Path, config: DataConfig, author: dict[str, Any] | None) -> tuple[Path, dict[str, Any]]:

@@ -1,12 +1,11 @@
 """Prepared data on disk: token ids, label mask, an index of documents, and a manifest with hashes.
 
 `manifest.json` is written last, into a temporary folder that is then moved into place, so a folder that has
-one is whole.
+one is whole. `checks.py` says what is looked at when a folder is opened.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -17,10 +16,13 @@ from zipfile import BadZipFile
 import numpy as np
 
 from longtrain import files
+from longtrain.data.rows.checks import AGAIN, check_files, check_ids, check_index, sha256_file
 from longtrain.errors import DataError
 
 FORMAT = 1
 HEADER_BYTES = 128
+FILES = ("ids.npy", "mask.npy", "docs.npz", "names.txt")
+COLUMNS = ("start", "length", "labels", "kind", "source", "val")
 _BLOCK = 2**24
 """Tokens that are counted at once."""
 
@@ -142,10 +144,14 @@ class PreparedWriter:
             "val_tokens": int(columns["length"][val].sum()),
             "longest": max(self.lengths, default=0),
         }
-        hashes = {
-            name: sha256_file(self.folder / name) for name in ("ids.npy", "mask.npy", "docs.npz", "names.txt")
+        body = {
+            "format": FORMAT,
+            "kinds": self.kind_names,
+            "vocab_size": self.vocab_size,
+            "counts": counts,
+            **manifest,
+            "sha256": {name: sha256_file(self.folder / name) for name in FILES},
         }
-        body = {"format": FORMAT, "kinds": self.kind_names, "counts": counts, **manifest, "sha256": hashes}
         files.write_text(self.folder / "manifest.json", json.dumps(body, indent=1, sort_keys=True) + "\n")
 
 
@@ -178,7 +184,7 @@ class Prepared:
     names: list[str]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Prepared.open, (self.folder,)
+        return _reopened, (self.folder,)
 
     @property
     def kinds(self) -> list[str]:
@@ -186,12 +192,13 @@ class Prepared:
         return list(self.manifest["kinds"])
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = False) -> Prepared:
+    def open(cls, folder: Path, *, verify: bool = True) -> Prepared:
         """Open a folder that `prepare` wrote.
 
         Args:
             folder: `${home}/data/<name>...`.
-            verify: also compare every file's sha256 with the manifest.
+            verify: compare every file's sha256 with the manifest, once in a process for files that did not
+                change since; the index is looked at in any case.
 
         Raises:
             DataError: no manifest, another format, or a damaged file.
@@ -200,27 +207,34 @@ class Prepared:
         if manifest is None:
             raise DataError(f"no prepared data at {folder}; run: longtrain prepare with the same recipe")
         try:
-            for name, digest in manifest["sha256"].items() if verify else ():
-                if sha256_file(folder / name) != digest:
-                    raise DataError(
-                        f"{folder / name} differs from its manifest; delete the folder and prepare again"
-                    )
+            if verify:
+                check_files(folder, manifest.get("sha256"), FILES)
+            for name in FILES:
+                files.need_regular(folder / name)
             ids = np.load(folder / "ids.npy", mmap_mode="r")
             mask = np.load(folder / "mask.npy", mmap_mode="r")
             with np.load(folder / "docs.npz") as columns:
-                docs = {key: columns[key] for key in ("start", "length", "labels", "kind", "source", "val")}
+                docs = {key: columns[key] for key in COLUMNS}
             names = (folder / "names.txt").read_text(encoding="utf-8").split("\n")[:-1]
         except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-            raise DataError(
-                f"prepared data at {folder} is damaged ({error}); delete the folder and prepare again"
-            ) from error
-        if (
-            len(ids) != manifest["counts"]["tokens"]
-            or len(mask) != len(ids)
-            or len(names) != len(docs["start"])
-        ):
-            raise DataError(f"prepared data at {folder} is cut short; delete the folder and prepare again")
+            raise DataError(f"prepared data at {folder} is damaged ({error}); {AGAIN}") from error
+        check_index(folder, manifest, docs, ids=ids, mask=mask, names=len(names))
+        if verify:
+            check_ids(folder, ids, manifest.get("vocab_size"))
         return cls(folder=folder, manifest=manifest, ids=ids, mask=mask, names=names, **docs)
+
+    def refuse_ids_above(self, vocab_size: int) -> None:
+        """Refuse data that was made for a larger vocabulary than the target's.
+
+        Raises:
+            DataError: a token id is `vocab_size` or more.
+        """
+        check_ids(self.folder, self.ids, vocab_size)
+
+
+def _reopened(folder: Path) -> Prepared:
+    """What another process opened and checked, in one that it started."""
+    return Prepared.open(folder, verify=False)
 
 
 def label_counts(data: Prepared, vocab_size: int) -> np.ndarray:
@@ -241,13 +255,10 @@ def label_counts(data: Prepared, vocab_size: int) -> np.ndarray:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a prepared folder, or None where there is none of this format."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = files.read_json(folder / "manifest.json")
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
-
-
-def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return None
+    kinds = {"counts": dict, "kinds": list}
+    return manifest if all(isinstance(manifest.get(key), kind) for key, kind in kinds.items()) else None

@@ -24,10 +24,10 @@ from longtrain.data.retrieval.material import (
     TextStream,
 )
 from longtrain.data.retrieval.synthetic import RetrievalWriter
+from longtrain.data.rows.checks import check_files, sha256_file
 from longtrain.data.rows.mixture import Mixture
-from longtrain.data.rows.prepared import sha256_file
 from longtrain.errors import DataError
-from longtrain.files import replaced_folder
+from longtrain.files import read_json, replaced_folder
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
 from longtrain.targets.tokenizer import train_tokenizer
@@ -135,6 +135,7 @@ def load_mixture(
         raise DataError(
             f"no corpus at {folder}; run: longtrain prepare +recipe=target_tiny data.books=FOLDER"
         )
+    manifest = _manifest(folder)
     tokenizer = _tokenizer(folder / "tokenizer")
     token_text = [tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())]
     kinds = [kind for kind in stream_weights if (folder / f"{kind}.npy").is_file()]
@@ -149,7 +150,6 @@ def load_mixture(
         ids_T, roles_T = arrays["ids"].astype(np.int32), arrays["roles"]
         chats = [RoleDocument(ids_T[a:b], roles_T[a:b], "chat") for a, b in pairs]
     shares = {kind: share for kind, share in shares.items() if kind != "chat" or chats}
-    manifest = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     role_weights = (config.text_weight, 0.0, config.answer_weight, config.value_weight)
     return Mixture(
         writer,
@@ -161,6 +161,21 @@ def load_mixture(
         role_weights=role_weights,
         manifest=manifest,
     )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """A corpus's manifest, when its files are what it says.
+
+    Raises:
+        DataError: they are not, or it cannot be read.
+    """
+    again = f"delete {folder} and run longtrain prepare again"
+    try:
+        manifest = read_json(folder / "corpus.json")
+        check_files(folder, manifest.get("sha256"), ("chat.npz",), again=again)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"the corpus at {folder} is damaged ({error}); {again}") from None
+    return dict(manifest)
 
 
 def encoder(folder: Path) -> Any:
