@@ -15,6 +15,7 @@ class Config:
 
     window: int = 512  # previous tokens the draft's self-attention sees, besides the token itself (§3.1)
     cross_attention: bool = True  # attend to the target's KV cache (§3.1); False only as an ablation
+    attention_bias: bool | None = None  # biases on q, k, v; null: as the target has them; the authors: true
     kv_source_layer: int = -1  # target layer whose K and V are read; -1: the last one
     final_norm: bool = False  # RMSNorm before the shared LM head; the paper has none
     warm_start: bool = True  # begin with the target's own weights; the paper does not say how it begins

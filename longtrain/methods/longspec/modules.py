@@ -52,7 +52,7 @@ class LongSpecDraft(nn.Module):
                 hidden,
                 heads,
                 head_dim=info.head_dim,
-                bias=info.attention_bias,
+                bias=info.attention_bias if config.attention_bias is None else config.attention_bias,
                 qk_norm=info.qk_norm,
                 eps=eps,
                 own_keys=own_keys,
@@ -68,6 +68,8 @@ class LongSpecDraft(nn.Module):
         for name, tensor in self.named_parameters():
             if name.endswith("_proj.weight"):
                 nn.init.normal_(tensor, std=0.02)
+            elif name.endswith("_proj.bias"):
+                nn.init.zeros_(tensor)
         self.register_load_state_dict_post_hook(_loaded)
 
     def forward(

@@ -122,7 +122,10 @@ def _sizes(draft: LongSpecDraft, target: Target, config: Config) -> _Sizes:
 
 
 def _copy(module: nn.Module | None, state: dict[str, torch.Tensor], prefix: str) -> None:
-    """Every parameter of `module` from the entry of its name."""
+    """Every parameter of `module` from the entry of its name; biases that the target lacks are 0."""
     if module is not None:
         for name, tensor in module.named_parameters():
-            tensor.copy_(state[prefix + name])
+            if name.endswith(".bias") and prefix + name not in state:
+                tensor.zero_()
+            else:
+                tensor.copy_(state[prefix + name])
