@@ -102,10 +102,10 @@ class RowSets:
 
     def open(self, len_B: Tensor) -> None:
         """A step over `len_B` committed rows begins."""
-        self.due_B.copy_(self.due(len_B))
-        self.since_B.copy_(torch.where(self.due_B, len_B, self.since_B))
-        self._until_B.copy_(self.since_B + self.budget.every)
-        self.n_B.copy_(self.since_B.clamp(max=self.budget.rows))
+        torch.ge(len_B, self._until_B, out=self.due_B)
+        torch.where(self.due_B, len_B, self.since_B, out=self.since_B)
+        torch.add(self.since_B, self.budget.every, out=self._until_B)
+        torch.clamp(self.since_B, max=self.budget.rows, out=self.n_B)
 
     def due(self, len_B: Tensor) -> Tensor:
         """Sequences that the coming step, over `len_B` committed rows, chooses for."""
