@@ -92,3 +92,14 @@ def test_cuda_graphs_give_the_same_texts(keys, every):
     auto = Engine(target, head(keys, target, every=every))
     auto.generate(PROMPTS, max_new_tokens=48, ignore_eos=True)
     assert auto._kept is not None and auto._kept.arena is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", HEADS, ids=str)
+def test_kernels_give_the_texts_of_a_cpu(keys):
+    """The same weights in fp32: sums in another order move scores and logits by 1e-6."""
+    target = random_target("llama_micro", dtype=torch.float32)
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = Engine(target, head(keys, target, every=4)).generate(PROMPTS, **options).tokens
+    target = target.to("cuda")
+    assert Engine(target, head(keys, target, every=4)).generate(PROMPTS, **options).tokens == plain

@@ -25,7 +25,7 @@ class ScoreTile:
     """
 
     keys: int = 128
-    chunk: int = 512
+    chunk: int = 1024
     warps: int = 4
     stages: int = 3
     block: int = 1024
