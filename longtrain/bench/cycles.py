@@ -20,7 +20,6 @@ from torch import Tensor
 
 from longtrain.bench import clock
 from longtrain.bench.suites import Row
-from longtrain.cache.elastic import ElasticCache
 from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
@@ -142,17 +141,14 @@ def ready(
         step = TargetStep(None, states[0] | states[1])
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
-    adapts = isinstance(cache, ElasticCache)  # its layers leave the device between steps, not within them
-    if not (adapts or can_capture(cache)) or any(
-        role is not None and role.tensors() is None for role in (draft, parts.selector)
-    ):
+    roles = [role for role in (draft, parts.selector) if role is not None]
+    if not can_capture(cache) or any(role.tensors() is None for role in roles):
         raise ConflictError(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
             "them out (suite=engine: pass suite.cycles=0)"
         )
-    if not adapts:
-        selects = parts.selector is not None
-        cache = buffers.take_in(cache, room=room + shape.n_nodes, selects=selects)
+    selects = parts.selector is not None
+    cache = buffers.take_in(cache, room=room + shape.n_nodes, selects=selects)
     if draft is not None:
         draft.start(tokens_BS, n_B, step, cache)
     if parts.selector is not None:

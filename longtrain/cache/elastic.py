@@ -298,6 +298,11 @@ class ElasticCache(SelectedCache):
         """Have `rows` rows of each sequence fit; whether a layer left the device."""
         return self._rows.make_room(rows)
 
+    def foresee(self, rows: int) -> None:
+        """See `KVCache`: layers leave the device between recorded cycles, not within them."""
+        self._make_room(self._nodes)
+        self._high += rows
+
     def _make_room(self, tail: int) -> None:
         """Before a step: exact lengths are asked for only where the host's bound says that a layer must go.
 
@@ -373,8 +378,8 @@ class ElasticCache(SelectedCache):
             tensor.untyped_storage().resize_(0)
 
     def tensors(self) -> tuple[Tensor, ...] | None:
-        """See `KVCache`; None while layers may still leave the device."""
-        if self._budget is None or not self._rows.still:
+        """See `KVCache`; None before it is known how many rows are read."""
+        if self._budget is None:
             return None
         own = (self.len_B, self._slots_LBGJE, self.moved_rows, *self._rows.tensors())
         if self.row_sets is None or self.slot_map is None:

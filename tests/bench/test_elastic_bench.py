@@ -74,7 +74,7 @@ def test_requests_of_mixes():
     rows, table = rows_of(
         replace(CPU, method=None),
         lengths=[],
-        mixes=[[32, 64], [64, 32]],
+        mixes=[[32, 64]],
         mix_systems=systems,
         mix_gib=kept,
         mix_host_gib=host,
@@ -82,9 +82,9 @@ def test_requests_of_mixes():
     assert not [row["failed"] for row in rows if "failed" in row]
     info = CPU.random_target("llama_micro").info
     token = 2 * info.n_layers * info.n_kv_heads * info.head_dim * 4
-    assert [row["system"] for row in rows] == 2 * systems and "full_host" in table
+    assert [row["system"] for row in rows] == systems and "full_host" in table
     for row in rows:
-        assert [point["tokens"] for point in row["points"]] in ([32, 64, 96], [64, 80, 96])
+        assert [point["tokens"] for point in row["points"]] == [32, 64, 96]
         on_device, whole = row["system"] == "full", row["batch"] * token * 96
         assert whole <= 2**30 * (kept if on_device else host)
         assert row["batch"] * token * 25 <= kept * 2**30
