@@ -134,6 +134,10 @@ class RowSets:
         left_B = self._until_B - len_B
         return left_B.where(left_B > 0, self.budget.every)
 
+    def read(self, new_rows: int) -> int:
+        """J, the rows that a step of `new_rows` reads at most."""
+        return self.budget.rows + self.budget.every - 1 + new_rows
+
     def rows(self, sets_G: Tensor | slice, slots: int, new_rows: int) -> Tensor:
         """Slots that a step reads: of each set's rows, then of all rows since, new ones included.
 
@@ -145,7 +149,7 @@ class RowSets:
         Returns:
             rows_BGJ, int64; of a sequence the first `n_B + len_B - since_B + T` count.
         """
-        J = self.budget.rows + self.budget.every - 1 + new_rows
+        J = self.read(new_rows)
         at_J = torch.arange(J, device=self.n_B.device)
         near_BJ = self.since_B[:, None] + at_J - self.n_B[:, None]
         chosen_BGJ = torch.nn.functional.pad(self.idx_BXK[:, sets_G], (0, J - self.budget.rows))
