@@ -26,7 +26,7 @@ LayerScores: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_BHTD of the step's rows, root first, k_BGSD of all slots, len_B) -> scores_BGS of those slots."""
 
 
-class _Step(NamedTuple):
+class _SharedByLayers(NamedTuple):
     """What the layers of one step share.
 
     Args:
@@ -64,7 +64,7 @@ class SelectedCache(KVCache):
         self._ask: LayerScores | None = None
         self._masks = KernelMask()
         self._dense = False
-        self._step: _Step | None = None
+        self._step: _SharedByLayers | None = None
 
     def begin(self, budget: ReadBudget, *, table_LG: Tensor | None, ask: LayerScores | None = None) -> None:
         """Decode sparsely from now on.
@@ -197,7 +197,7 @@ class SelectedCache(KVCache):
         G = table_LG.shape[1]  # sets of the layer's own, chosen in it
         return sets.rows(slice(layer * G, (layer + 1) * G), self.held.capacity, new_rows), table_LG[0]
 
-    def _step_of(self, new_rows: int) -> _Step:
+    def _step_of(self, new_rows: int) -> _SharedByLayers:
         """What all layers share, made by the first of them."""
         sets = self.row_sets
         assert sets is not None
@@ -207,7 +207,7 @@ class SelectedCache(KVCache):
                 rows_BXJ = sets.rows(slice(None), self.held.capacity, new_rows)
             count_B = sets.n_B + self.len_B - sets.since_B
             at_J = torch.arange(sets.read(new_rows), device=self.len_B.device)
-            self._step = _Step(new_rows, count_B, at_J, rows_BXJ)
+            self._step = _SharedByLayers(new_rows, count_B, at_J, rows_BXJ)
         return self._step
 
     def expect(self, n_B: Tensor | None) -> None:
