@@ -19,19 +19,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 import longtrain
 from longtrain import methods
 from longtrain.artifact.found import find, imported
-from longtrain.artifact.golden import Golden
+from longtrain.artifact.golden import LOOSE, Golden
 from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_rows import RowGolden
 from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.artifact.hub import is_path, model_card, upload
+from longtrain.artifact.stored import (
+    LOCAL,
+    MANIFEST,
+    SCHEMA,
+    check_copies,
+    compare_names,
+    local_target,
+    read_manifest,
+    read_tensors,
+    refuse_not_finite,
+)
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import as_json, replaced_folder, write_files
 from longtrain.provenance import without_folders
@@ -43,11 +52,9 @@ if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
 
-SCHEMA = 1
-MANIFEST, MODEL, GOLDEN, CARD = "longtrain.json", "model.safetensors", "golden.safetensors", "README.md"
+MODEL, GOLDEN, CARD = "model.safetensors", "golden.safetensors", "README.md"
 FILES = (MANIFEST, MODEL, GOLDEN, CARD, "*.png")
 """What is uploaded; it names no folder of this machine."""
-LOCAL = "local.json"
 LAWS = "laws"
 KINDS: dict[str, type[Golden]] = {LAWS: DraftGolden, "scores": ScoreGolden, "rows": RowGolden}
 """Golden outputs of a draft, an evictor and a selector, by the manifest's name; it leaves out a draft's."""
@@ -93,9 +100,13 @@ class Artifact:
             module: the trained module.
             target: the target it was trained for.
             provenance: see `Artifact`.
+
+        Raises:
+            ArtifactError: a weight is NaN or infinite.
         """
         spec = methods.get(method)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+        refuse_not_finite(tensors, f"the trained {method} module")
         values = dataclasses.asdict(config)
         made = cls(method, values, target.info, tensors, provenance=dict(provenance or {}))
         parts = None if spec.attach is None else made._parts(target)
@@ -107,7 +118,14 @@ class Artifact:
         return dataclasses.replace(made, golden=golden)
 
     @classmethod
-    def load(cls, where: str | Path, *, home: str | Path = ".", trained_by: str | None = None) -> Artifact:
+    def load(
+        cls,
+        where: str | Path,
+        *,
+        home: str | Path = ".",
+        trained_by: str | None = None,
+        unverified: bool = False,
+    ) -> Artifact:
         """Read and check an artifact: schema, method, checksums, names and shapes of every tensor.
 
         Args:
@@ -115,6 +133,8 @@ class Artifact:
                 or another tool's folder that a method reads.
             home: the folder that holds `checkpoints`.
             trained_by: who trained another tool's folder, where that changes what it means.
+            unverified: take an artifact without golden outputs too, which nothing then compares with what
+                was exported. Folders of other tools have none.
 
         Raises:
             ArtifactError: nothing is there, or what is there is damaged or of another format.
@@ -122,8 +142,9 @@ class Artifact:
         folder = find(where, Path(home), patterns=FILES[:-1])
         if not (folder / MANIFEST).is_file():
             name, found = imported(folder, trained_by)
+            refuse_not_finite(found.tensors, str(folder))
             return cls(name, found.config, found.target, found.tensors, None, found.about, folder)
-        manifest = _read_manifest(folder / MANIFEST)
+        manifest = read_manifest(folder / MANIFEST)
         method = manifest["method"]
         if method not in methods.names():
             raise ArtifactError(
@@ -136,17 +157,18 @@ class Artifact:
             raise ArtifactError(
                 f"{folder / MANIFEST} describes its target wrongly: {error}; export it again"
             ) from None
-        info = dataclasses.replace(info, name=_local_target(folder) or info.name)
-        tensors = _read_tensors(folder / MODEL, manifest["files"])
-        golden: Golden | None = None
-        if manifest["golden"] is not None:
-            kind = KINDS.get(manifest["golden"].get("kind", LAWS), DraftGolden)
-            golden = kind.from_tensors(
-                _read_tensors(folder / GOLDEN, manifest["files"]), manifest["golden"]["dtype"]
+        info = dataclasses.replace(info, name=local_target(folder) or info.name)
+        tensors = read_tensors(folder / MODEL, manifest["files"])
+        refuse_not_finite(tensors, str(folder / MODEL))
+        golden = _read_golden(folder, manifest)
+        if golden is None and methods.get(method).attach is not None and not unverified:
+            raise ArtifactError(
+                f"{folder} has no golden outputs, so nothing shows that it computes what was exported; "
+                "export it again, or take it as it is: unverified=true"
             )
-        _check_copies(folder, manifest["files"])
+        check_copies(folder, manifest["files"])
         artifact = cls(method, manifest["config"], info, tensors, golden, manifest["provenance"], folder)
-        _compare_names(artifact._empty_module(info), tensors, folder / MODEL)
+        compare_names(artifact._empty_module(info), tensors, folder / MODEL)
         return artifact
 
     def typed_config(self) -> Any:
@@ -261,7 +283,7 @@ class Artifact:
         """
         if self.folder is None:
             raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
-        more = [name for name in _read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
+        more = [name for name in read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
         return upload(self.folder, repo, patterns=[*FILES, *more], private=private)
 
     def parameters(self) -> int:
@@ -306,8 +328,9 @@ class Artifact:
             with torch.device("meta"):
                 return methods.get(self.method).build(config, info)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ArtifactError(
-                f"artifact describes no {self.method} module: {error}; export it again"
+                f"artifact describes no {self.method} module: {reason}; export it again"
             ) from None
 
 
@@ -317,69 +340,19 @@ def _attach(spec: MethodSpec, module: nn.Module, target: Target, config: Any, ke
     return spec.attach(module, target, config, keys)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; export it again") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
-        raise ArtifactError(f"{path} has schema {found!r}; this longtrain reads {SCHEMA}; export it again")
-    kinds = {"method": str, "config": dict, "target": dict, "files": dict, "provenance": dict}
-    wrong = [key for key, kind in kinds.items() if not isinstance(manifest.get(key), kind)]
-    golden = manifest.setdefault("golden", None)
-    if golden is not None and not (isinstance(golden, dict) and isinstance(golden.get("dtype"), str)):
-        wrong.append("golden")
-    if wrong:
-        raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
-    return manifest
+def _read_golden(folder: Path, manifest: dict[str, Any]) -> Golden | None:
+    """The recorded outputs, or None where the manifest names none.
 
-
-def _local_target(folder: Path) -> str | None:
-    """The folder that the target was loaded from, if it is still there."""
-    try:
-        where = json.loads((folder / LOCAL).read_text(encoding="utf-8"))["target"]
-        return where if Path(where).is_dir() else None
-    except (OSError, ValueError, KeyError, TypeError):
+    Raises:
+        ArtifactError: they are damaged, or of a kind that is not known.
+    """
+    about = manifest["golden"]
+    if about is None:
         return None
-
-
-def _read_tensors(path: Path, checksums: dict[str, str]) -> dict[str, Tensor]:
-    try:
-        content = path.read_bytes()
-        tensors = load_tensors(content)
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}; copy or export it again") from None
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ArtifactError(f"{path} is damaged or cut short: {error}; copy or export it again") from None
-    if hashlib.sha256(content).hexdigest() != checksums.get(path.name):
+    kind = KINDS.get(about.get("kind", LAWS)) if isinstance(about.get("kind", LAWS), str) else None
+    if kind is None or about["dtype"] not in LOOSE:
         raise ArtifactError(
-            f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
+            f"{folder / MANIFEST} names golden outputs of kind {about.get('kind', LAWS)!r} and dtype "
+            f"{about['dtype']!r}; known: {', '.join(KINDS)}, in {', '.join(LOOSE)}; export it again"
         )
-    return tensors
-
-
-def _check_copies(folder: Path, checksums: dict[str, str]) -> None:
-    """Files in formats of other tools need not be there; where they are, they are what was exported."""
-    for name, checksum in checksums.items():
-        if "/" not in name or not (path := folder / name).is_file():
-            continue
-        if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
-            raise ArtifactError(
-                f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
-            )
-
-
-def _compare_names(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
-    problems += [f"unexpected {name} {shape}" for name, shape in found.items() if name not in expected]
-    problems += [
-        f"{name} is {found[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ArtifactError(f"{path} does not hold the module's tensors: {'; '.join(problems[:8])}{more}")
+    return kind.from_tensors(read_tensors(folder / GOLDEN, manifest["files"]), about["dtype"])

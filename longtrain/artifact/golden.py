@@ -63,6 +63,8 @@ class Golden(ABC):
     """What is compared, for messages."""
     own: ClassVar[tuple[str, ...]] = ()
     """Names of the stored tensors that are no inputs."""
+    ids: ClassVar[tuple[str, ...]] = ("ids_T",)
+    """The names among them of what holds tokens; all other tensors hold floating-point numbers."""
     pattern: ClassVar[str] = ""
     """What names of inputs look like."""
 
@@ -123,8 +125,7 @@ class Golden(ABC):
         self._check_shapes(target)
         strictly, loosely = self._expected()
         dtypes = {self.dtype, dtype_name(target.dtype)}
-        with _exact_products():
-            wide = self._on_stored(attach, target)
+        wide = self._asked(attach, target)
         limit = STRICT if len(dtypes) == 1 else ROUNDED
         error = self._compare(f"the {self.who} in fp32 on stored inputs", wide, strictly, limit)
         limit = max(LOOSE.get(dtype, LOOSE["bfloat16"]) for dtype in dtypes)
@@ -140,6 +141,20 @@ class Golden(ABC):
         self._compare(f"{self.who} and target in {dtype_name(target.dtype)}", native, loosely, limit)
         return error
 
+    def _asked(self, attach: Attach, target: Target) -> Tensor:
+        """The outputs on stored inputs; what cannot be computed at all is told as a damaged artifact."""
+        try:
+            with _exact_products():
+                return self._on_stored(attach, target)
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            if type(error).__name__ == "OutOfMemoryError":
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+            raise ArtifactError(
+                f"the {self.who} cannot be asked for its golden {self.outputs} ({type(error).__name__}: "
+                f"{reason}): longtrain.json or golden.safetensors is not what was exported; export it again"
+            ) from error
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, on the CPU."""
         return {name: tensor.cpu().contiguous() for name, tensor in (self._own() | self.inputs).items()}
@@ -149,7 +164,7 @@ class Golden(ABC):
         """Rebuild from `tensors()`.
 
         Raises:
-            ArtifactError: a tensor is missing, unknown or of another shape.
+            ArtifactError: a tensor is missing, unknown, of another shape or type, or not finite.
         """
         if missing := [name for name in cls.own if name not in tensors]:
             raise ArtifactError(f"golden.safetensors lacks {', '.join(missing)}; export the artifact again")
@@ -158,7 +173,30 @@ class Golden(ABC):
             raise ArtifactError(
                 f"golden.safetensors holds unknown tensors: {', '.join(unknown)}; export again"
             )
+        for name, tensor in tensors.items():
+            cls._check_values(name, tensor)
         return cls._made_of({name: tensors[name] for name in cls.own}, inputs, dtype)
+
+    @classmethod
+    def _check_values(cls, name: str, tensor: Tensor) -> None:
+        """Refuse a tensor of another type or rank than is stored under its name, and what is no number.
+
+        Raises:
+            ArtifactError: what is wrong.
+        """
+        ranks = {"k": 3, "v": 3, "q": 3, "hidden": 2, "input": 2}
+        wanted = None if name in cls.own else ranks[name.partition("_")[0]]
+        wrong = ""
+        if tensor.dim() == 0 or tensor.numel() == 0 or (wanted is not None and tensor.dim() != wanted):
+            wrong = f"is of shape {tuple(tensor.shape)}"
+        elif name in cls.ids and (tensor.dtype != torch.int64 or bool((tensor < 0).any())):
+            wrong = f"is no row of tokens ({dtype_name(tensor.dtype)}, or negative ones)"
+        elif name not in cls.ids and dtype_name(tensor.dtype) not in LOOSE:
+            wrong = f"is of type {dtype_name(tensor.dtype)}; allowed: {', '.join(LOOSE)}"
+        elif name not in cls.ids and not bool(torch.isfinite(tensor).all()):
+            wrong = "holds NaN or infinite values"
+        if wrong:
+            raise ArtifactError(f"golden.safetensors: {name} {wrong}; export the artifact again")
 
     @staticmethod
     def _unfitting(**shapes: Any) -> ArtifactError:

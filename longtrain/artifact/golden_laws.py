@@ -74,6 +74,7 @@ class DraftGolden(Golden):
     who: ClassVar[str] = "draft"
     outputs: ClassVar[str] = "laws"
     own: ClassVar[tuple[str, ...]] = ("ids_T", "roots_C", "drafts_CD", "logq_CDV")
+    ids: ClassVar[tuple[str, ...]] = ("ids_T", "roots_C", "drafts_CD")
     pattern: ClassVar[str] = r"(k|v|hidden)_-?\d+"
 
     @classmethod
@@ -98,6 +99,7 @@ class DraftGolden(Golden):
         shape = script.drafts_CD.shape
         lengths = {len(tensor) for tensor in inputs.values()}
         good = script.ids_T.dim() == 1 and script.roots_C.shape == shape[:1] and logq_CDV.shape[:-1] == shape
+        good = good and len(shape) == 2 and shape[1] >= ACCEPTED
         if not good or not lengths <= {len(script.committed())}:
             raise cls._unfitting(drafts=tuple(shape), laws=tuple(logq_CDV.shape), inputs=sorted(lengths))
         return cls(inputs, dtype, script, logq_CDV)

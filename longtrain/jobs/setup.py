@@ -187,14 +187,15 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
 
 
 def load_artifact(name: str, cfg: DictConfig) -> Artifact:
-    """An artifact, or another tool's folder in its place, as `cfg.home` and `cfg.trained_by` say.
+    """An artifact, or another tool's folder in its place, as `home`, `trained_by` and `unverified` say.
 
     Raises:
         ArtifactError: there is none, or it is damaged.
     """
     from longtrain.artifact import Artifact
 
-    return Artifact.load(name, home=str(cfg.home), trained_by=cfg.get("trained_by"))
+    unverified = convert(cfg.get("unverified", False), bool, "unverified")
+    return Artifact.load(name, home=str(cfg.home), trained_by=cfg.get("trained_by"), unverified=unverified)
 
 
 def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], where: str, advice: str) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
+import math
+import os
 import resource
 import signal
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longtrain.artifact import Artifact
+from longtrain.artifact import Artifact, DraftGolden
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
 from longtrain.targets.loading import random_target
@@ -126,6 +129,18 @@ def test_changed_byte_is_caught(folder):
         ({"config": {"window": -1}}, r"window=-1; allowed"),
         ({"config": None}, "lacks or misspells config"),
         ({"golden": {"dtype": 3}}, "lacks or misspells golden"),
+        (
+            {"golden": {"dtype": "float8"}},
+            "kind 'laws' and dtype 'float8'; known: laws, scores, rows, in float",
+        ),
+        ({"golden": {"dtype": "float32", "kind": "x"}}, "kind 'x'"),
+        ({"golden": {"dtype": "float32", "kind": []}}, r"kind \[\]"),
+        ({"golden": {"dtype": "float32", "kind": "scores"}}, r"golden.safetensors lacks near_FGT"),
+        ({"golden": None}, r"no golden outputs, so nothing shows .* unverified=true"),
+        ({"config": {"window": math.nan}}, r"config.window=nan; allowed: less than"),
+        ({"config": {"window": 10**30}}, r"config.window=1e\+30; allowed: less than"),
+        ({"config": {"window": True}}, r"window=true; allowed"),
+        ({"target": {"rope": {"theta": [math.inf]}}}, r"target.rope.theta.0=inf; allowed"),
         ({"target": {"name": "x"}}, "describes its target wrongly"),
         ({"target": {**random_target("llama_micro").info.to_json(), "head_dim": "x"}}, "no longspec module"),
     ],
@@ -136,10 +151,76 @@ def test_manifest_that_says_something_else(folder, changes, message):
         Artifact.load(folder)
 
 
-def test_manifest_that_is_not_json(folder):
-    (folder / "longtrain.json").write_text("{")
+@pytest.mark.parametrize("content", ["{", "[" * 10**5, "\xff"])
+def test_manifest_that_is_not_json(folder, content):
+    (folder / "longtrain.json").write_text(content, encoding="latin-1")
     with pytest.raises(ArtifactError, match="cannot be read"):
         Artifact.load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "golden.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ArtifactError, match="cannot be read: it is not a regular file"):
+        Artifact.load(folder)
+
+
+def test_without_golden_outputs_an_artifact_loads_only_when_asked_for(folder, target):
+    edit(folder, golden=None)
+    artifact = Artifact.load(folder, unverified=True)
+    assert artifact.golden is None and artifact.build(target) is not None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_refused_whatever_is_asked_for(folder, target, module, config, value):
+    def change(tensors):
+        tensors["mlp.up_proj.weight"][0, 0] = value
+
+    change_tensors(folder, change)
+    with pytest.raises(ArtifactError, match=r"1 of 3840 values of mlp.up_proj.weight are NaN or infinite"):
+        Artifact.load(folder, unverified=True)
+    broken = copy.deepcopy(module)
+    change(broken.state_dict())
+    with pytest.raises(ArtifactError, match="the trained longspec module: 1 of 3840"):
+        Artifact.from_module("longspec", config, module=broken, target=target)
+
+
+GOLDEN_FAULTS = {
+    "scalar": (torch.tensor(1.0), "is of shape"),
+    "empty": (torch.zeros(0), "is of shape"),
+    "flat": (torch.zeros(5), "is of shape|shapes that do not fit|is no row of tokens"),
+    "bytes": (torch.zeros(5, dtype=torch.uint8), "is of type uint8|is of shape|is no row of tokens"),
+    "absent": (None, "lacks|which the artifact does not hold|cannot be asked"),
+}
+
+
+@pytest.mark.parametrize("fault", GOLDEN_FAULTS)
+def test_every_golden_tensor_of_another_kind_is_one_sentence(made, target, fault):
+    value, message = GOLDEN_FAULTS[fault]
+    stored = made.golden.tensors()
+    for name in stored:
+        others = {key: tensor for key, tensor in stored.items() if key != name}
+        with pytest.raises(ArtifactError, match=message) as caught:
+            golden = DraftGolden.from_tensors(others if value is None else {**others, name: value}, "float32")
+            golden.verify(made._parts, target)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logq_CDV", torch.nan, "NaN"),
+        ("k_1", torch.inf, "NaN or infinite"),
+        ("ids_T", -1, "negative"),
+        ("ids_T", 97, "golden tokens reach 97"),
+    ],
+)
+def test_golden_values_out_of_range(made, target, name, value, message):
+    stored = {key: tensor.clone() for key, tensor in made.golden.tensors().items()}
+    stored[name].view(-1)[0] = value
+    with pytest.raises(ArtifactError, match=message):
+        DraftGolden.from_tensors(stored, "float32").verify(made._parts, target)
 
 
 def test_tensors_missing_unexpected_and_of_another_shape(folder):

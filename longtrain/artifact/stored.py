@@ -1,0 +1,138 @@
+"""Files of an artifact as they are on disk, checked before anything is made of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+from longtrain.errors import ArtifactError
+from longtrain.files import read_bytes, read_json
+
+SCHEMA = 1
+MANIFEST = "longtrain.json"
+LOCAL = "local.json"
+LARGEST = 2**40
+"""No setting and no size of a target is as large."""
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """An artifact's manifest, its parts of the right types.
+
+    Raises:
+        ArtifactError: it cannot be read, is of another schema, or lacks something.
+    """
+    try:
+        manifest = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; export it again") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
+        raise ArtifactError(f"{path} has schema {found!r}; this longtrain reads {SCHEMA}; export it again")
+    kinds = {"method": str, "config": dict, "target": dict, "files": dict, "provenance": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(manifest.get(key), kind)]
+    golden = manifest.setdefault("golden", None)
+    if golden is not None and not (isinstance(golden, dict) and isinstance(golden.get("dtype"), str)):
+        wrong.append("golden")
+    if wrong:
+        raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
+    for key in ("config", "target"):
+        _check_numbers(path, key, manifest[key])
+    return manifest
+
+
+def _check_numbers(path: Path, key: str, value: Any) -> None:
+    """Refuse numbers that no setting can have, wherever they stand in a value.
+
+    Raises:
+        ArtifactError: one is NaN, infinite or huge.
+    """
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, one in pairs:
+            _check_numbers(path, f"{key}.{name}", one)
+    elif isinstance(value, int | float) and not abs(value) < LARGEST:
+        raise ArtifactError(f"{path} has {key}={value:.6g}; allowed: less than {LARGEST}; export it again")
+
+
+def local_target(folder: Path) -> str | None:
+    """The folder that the target was loaded from, if it is still there."""
+    try:
+        where = read_json(folder / LOCAL)["target"]
+        return where if Path(where).is_dir() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_tensors(path: Path, checksums: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        ArtifactError: it is missing, damaged, or not the one that the manifest was written for.
+    """
+    try:
+        content = read_bytes(path)
+        tensors = load_tensors(content)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}; copy or export it again") from None
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ArtifactError(f"{path} is damaged or cut short: {error}; copy or export it again") from None
+    if hashlib.sha256(content).hexdigest() != checksums.get(path.name):
+        raise ArtifactError(
+            f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
+        )
+    return tensors
+
+
+def check_copies(folder: Path, checksums: dict[str, str]) -> None:
+    """Files in formats of other tools need not be there; where they are, they are what was exported."""
+    for name, checksum in checksums.items():
+        if "/" not in name or not (path := folder / name).is_file():
+            continue
+        if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
+            raise ArtifactError(
+                f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
+            )
+
+
+def compare_names(module: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Refuse tensors that are not a module's.
+
+    Raises:
+        ArtifactError: names or shapes differ.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
+    problems += [f"unexpected {name} {shape}" for name, shape in found.items() if name not in expected]
+    problems += [
+        f"{name} is {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ArtifactError(f"{path} does not hold the module's tensors: {'; '.join(problems[:8])}{more}")
+
+
+def refuse_not_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights that are no numbers.
+
+    Raises:
+        ArtifactError: a tensor holds NaN or an infinity.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        whole = tensor.float() if tensor.element_size() == 1 else tensor  # FP8 has no isfinite
+        if wrong := int((~torch.isfinite(whole)).sum()):
+            raise ArtifactError(
+                f"{where}: {wrong} of {tensor.numel()} values of {name} are NaN or infinite; "
+                "export it again from a checkpoint whose weights are numbers"
+            )
