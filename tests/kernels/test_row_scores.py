@@ -61,10 +61,11 @@ def test_the_kernels_on_a_gpu(dtype):
     for sets, keys, heads, dim in ((8, 8, 4, 128), (16, 8, 4, 128), (4, 2, 1, 64), (6, 3, 3, 40)):
         groups = min(keys, 8)
         q = torch.randn(3, sets, heads, dim, device="cuda", dtype=dtype)
-        k = torch.randn(3, 5001, keys, dim, device="cuda", dtype=dtype)[:, 1:]
-        n_B = torch.tensor([5000, 1700, 0], device="cuda")
+        k = torch.randn(3, 17001, keys, dim, device="cuda", dtype=dtype)[:, 1:]
+        n_B = torch.tensor([17000, 15700, 0], device="cuda")
         found = row_scores(q, k, n_B, groups=groups, scale=dim**-0.5)
         wide = reference.row_scores(q.double(), k.double(), n_B, groups, dim**-0.5).float()
         torch.testing.assert_close(found, wide, rtol=0, atol=1e-4)
-        alone = row_scores(q[1:2], k[1:2, :2000], n_B[1:2], groups=groups, scale=dim**-0.5)
-        assert torch.equal(alone[0], found[1, :, :2000])
+        for slots in (16000, 1 << 14):  # 16 chunks, a number that kernels would be compiled for
+            alone = row_scores(q[1:2], k[1:2, :slots], n_B[1:2], groups=groups, scale=dim**-0.5)
+            assert torch.equal(alone[0], found[1, :, :slots])
