@@ -21,6 +21,8 @@ log = get_logger(__name__)
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a disk that is full, or of a quota that is used up."""
+TRIES = 100
+"""How often a new folder is made anew where another process removes or takes it in the same moment."""
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -117,7 +119,8 @@ def read_json(path: Path) -> Any:
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A new folder to write into, which takes the place of `folder` when the block ends without an error.
 
-    What a killed run left is cleared first, so one process at a time may write `folder`.
+    What a killed run left is settled first (see `settle`), and another process that writes `folder` is waited
+    for.
 
     Args:
         folder: the result; replaced where it exists.
@@ -128,31 +131,108 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Raises:
         LongtrainError: writing failed (disk full, no permission); `folder` is as it was before.
     """
-    fresh = folder.with_name(f".{folder.name}.new")
-    old = folder.with_name(f".{folder.name}.old")
+    fresh, old = _beside(folder)
     try:
-        if old.exists() and not folder.exists():
-            old.replace(folder)
-        for left in (fresh, old):
-            shutil.rmtree(left, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        yield fresh
-        if folder.exists():
-            folder.replace(old)
-        try:
-            fresh.replace(folder)
-        except OSError:
-            if old.exists():
-                old.replace(folder)
-            raise
+        with _new_folder(folder):
+            try:
+                yield fresh
+                if folder.exists():
+                    folder.replace(old)
+                try:
+                    fresh.replace(folder)
+                except OSError:
+                    if old.exists():
+                        old.replace(folder)
+                    raise
+            finally:
+                if folder.exists() or not old.exists():
+                    shutil.rmtree(fresh, ignore_errors=True)
+                    shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         if error.errno not in FULL and error.filename is None:
             raise  # of the network, say
         raise cannot_write(folder, error) from None
+
+
+def settle(folder: Path, *, wait: bool = False) -> None:
+    """Finish or undo the replacement of a folder that a kill has cut short, and clear away what it left.
+
+    A killed `replaced_folder` leaves a part of the new folder (it is removed), or the whole new folder and
+    the old one, neither in place (the new one is put there), or the old one beside the new (it is removed).
+    A replacement that another process is at is left alone.
+
+    Args:
+        folder: what readers open; they call this first.
+        wait: as a writer does: wait for another process that is replacing the folder; and clear away the part
+            of a new folder also where there never was an old one.
+    """
+    fresh, old = _beside(folder)
+    moving = old.exists() and not folder.exists()
+    unfinished = fresh.exists() and (wait or folder.exists())
+    if not old.exists() and not unfinished:
+        return
+    with _hold(fresh, wait=wait or moving) as held, suppress(OSError):
+        if not held:
+            return
+        if old.exists() and not folder.exists():
+            (fresh if fresh.exists() else old).replace(folder)
+            log.info("finished what a killed run left folder=%s", folder)
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """Where the next and the last form of a folder are while it is replaced."""
+    return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """An empty folder beside `folder`, locked inside the block, so that no `settle` elsewhere removes it."""
+    fresh, _ = _beside(folder)
+    for _ in range(TRIES):  # another process may come first
+        settle(folder, wait=True)
+        try:
+            fresh.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        with _hold(fresh, wait=True) as held:
+            if not held:
+                continue
+            yield
+            return
+    raise OSError(errno.EEXIST, "cannot be cleared away; remove it", str(fresh))
+
+
+@contextmanager
+def _hold(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Whether this process alone may change a folder inside the block, which lasts when the folder is moved.
+
+    Where there is no such folder, nobody else is at it. Where the file system knows no locks, one that would
+    wait goes on, and one that would not leaves the folder alone.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _lock_folder(handle, folder, wait=wait)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        os.close(handle)
+
+
+def _lock_folder(handle: int, folder: Path, *, wait: bool) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return wait
+    try:
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    except OSError:  # whoever had the lock has moved the folder
+        return False
 
 
 class Journal:

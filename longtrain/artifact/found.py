@@ -8,6 +8,7 @@ from pathlib import Path
 from longtrain import methods
 from longtrain.artifact.hub import download, endpoint
 from longtrain.errors import ArtifactError
+from longtrain.files import settle
 from longtrain.methods.spec import Imported, MethodSpec
 
 MANIFEST = "longtrain.json"
@@ -28,6 +29,8 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
     text = str(where)
     candidates = [] if text.startswith(HUB) else [Path(where), home / "checkpoints" / text]
     for folder in candidates:
+        if not folder.exists() or (folder / MANIFEST).is_file():
+            settle(folder)
         if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
             return folder
     for folder in candidates:

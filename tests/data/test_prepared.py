@@ -1,16 +1,13 @@
-import errno
 import json
 import os
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from longtrain.data.rows.checks import sha256_file
 from longtrain.data.rows.prepared import FILES, Prepared, PreparedWriter
-from longtrain.errors import DataError, LongtrainError
-from longtrain.files import replaced_folder
+from longtrain.errors import DataError
 
 
 def inside(folder):
@@ -115,52 +112,3 @@ def test_a_folder_without_a_whole_manifest_is_not_prepared(make_prepared, manife
     (folder / "manifest.json").write_text(manifest)
     with pytest.raises(DataError, match="longtrain prepare"):
         Prepared.open(folder)
-
-
-def test_a_block_that_fails_leaves_what_was_there(tmp_path):
-    folder = tmp_path / "data"
-    with replaced_folder(folder) as temporary:
-        (temporary / "x").write_text("old")
-    with pytest.raises(ZeroDivisionError), replaced_folder(folder) as temporary:
-        (temporary / "x").write_text("new")
-        raise ZeroDivisionError
-    assert (folder / "x").read_text() == "old" and inside(tmp_path) == ["data"]
-    with replaced_folder(folder) as temporary:
-        (temporary / "y").write_text("new")
-    assert inside(folder) == ["y"] and inside(tmp_path) == ["data"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
-    folder = tmp_path / "data"
-    with pytest.raises(LongtrainError, match=r"cannot write .*data.*No space left.*MB free.*home=FOLDER"):
-        with replaced_folder(folder) as temporary:
-            (temporary / "mask.npy").symlink_to("/dev/full")
-            writer = PreparedWriter(temporary, 100)
-            writer.add(np.zeros(10**6, np.int64), np.ones(10**6, np.uint8), name="d", kind="x")
-            writer.close({})
-    assert inside(tmp_path) == []
-
-
-def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
-    with pytest.raises(PermissionError), replaced_folder(tmp_path / "data"):
-        raise PermissionError(errno.EACCES, "no")
-
-
-def test_a_folder_under_a_file_is_one_clear_error(tmp_path):
-    (tmp_path / "home").write_text("")
-    with pytest.raises(LongtrainError, match=r"cannot write .*home.*home=FOLDER") as error:
-        with replaced_folder(tmp_path / "home" / "data"):
-            pass
-    assert "\n" not in str(error.value)
-
-
-def test_what_a_killed_run_left_is_cleared(tmp_path):
-    folder = tmp_path / "data"
-    for left in (".data.new", ".data.old"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "ids.npy").write_text("half" if left.endswith("new") else "old")
-    with replaced_folder(folder) as temporary:
-        assert inside(temporary) == []
-        (temporary / "x").write_text("whole")
-    assert inside(tmp_path) == ["data"] and inside(folder) == ["x"]

@@ -16,7 +16,7 @@ from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.sources import Inputs, digest, inputs
 from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import lock, replaced_folder
+from longtrain.files import lock, replaced_folder, settle
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
@@ -56,6 +56,7 @@ def prepare(
     token_hash = tokenizer_hash(tokenizer)
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
     with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+        settle(folder)
         old = read_manifest(folder) or {}
         sources = _chosen(config)
         known = _known(old)

@@ -203,6 +203,7 @@ class Prepared:
         Raises:
             DataError: no manifest, another format, or a damaged file.
         """
+        files.settle(folder)
         manifest = read_manifest(folder)
         if manifest is None:
             raise DataError(f"no prepared data at {folder}; run: longtrain prepare with the same recipe")

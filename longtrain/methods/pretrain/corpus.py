@@ -27,7 +27,7 @@ from longtrain.data.retrieval.synthetic import RetrievalWriter
 from longtrain.data.rows.checks import check_files, sha256_file
 from longtrain.data.rows.mixture import Mixture
 from longtrain.errors import DataError
-from longtrain.files import read_json, replaced_folder
+from longtrain.files import read_json, replaced_folder, settle
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
 from longtrain.targets.tokenizer import train_tokenizer
@@ -75,9 +75,8 @@ def build_corpus(
         "held_out": sorted(held_out),
         "sources": _sources(books, code, instruct),
     }
-    if (folder / "corpus.json").is_file() and json.loads((folder / "corpus.json").read_text())[
-        "facts"
-    ] == facts:
+    settle(folder)
+    if (folder / "corpus.json").is_file() and _manifest(folder).get("facts") == facts:
         return
     texts = {"book": list(_texts(books, held_out))}
     if code:
