@@ -30,7 +30,7 @@ def test_the_kernel_follows_the_reference(split, mask, case, tiles, monkeypatch)
     scale = q.shape[-1] ** -0.5
     shown, _ = mask_named(mask, len(lens.len_B), q.shape[2])
     tile = launch.CooperativeTile(tiles=tiles)
-    got, lse = launch.hier_attention(q, planes, ring, lens, shown, scale, tile, splits=6)
+    got, lse = launch.hier_attention(q, planes, ring, lens, shown, 8, scale, tile, splits=6)
     want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, shown, bits=8, scale=scale)
     assert distance(got, want) <= 1e-3
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=0, check_dtype=False)

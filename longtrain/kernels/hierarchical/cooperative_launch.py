@@ -7,16 +7,25 @@ Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
-from longtrain.kernels.devices import LOG2E, chaining, cores, launched_on, partial_results, register_limit
+from longtrain.kernels.devices import (
+    LOG2E,
+    chaining,
+    compiles_for,
+    cores,
+    launched_on,
+    partial_results,
+    register_limit,
+)
 from longtrain.kernels.hierarchical import cooperative_kernel as kernels
 from longtrain.kernels.hierarchical import cooperative_ptx as ptx
+from longtrain.kernels.hierarchical.fragments_launch import HALF, HEAD_DIM, even, laid_out, rings_for
 from longtrain.kernels.hierarchical.fragments_merge import merge_kernel
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
@@ -24,6 +33,8 @@ from longtrain.kernels.tree_attention.reference import Causal
 
 MOST_ROWS = 8 * ptx.MOST_TILES
 """Most packed rows."""
+SERVED = f"at 8 bits up to {MOST_ROWS} packed rows"
+"""What `serves` asks for beyond what `fragments_launch.serves` does, in words."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +53,55 @@ class CooperativeTile:
     """
 
     tiles: int = 4
-    stages: int = 3
-    resident: int = 2
+    stages: int = 2
+    resident: int = 3
     recent: int = 64
     ahead: int = 2
-    registers: int | None = None
+    registers: int | None = 168
     chunk: int = 64
     merge_warps: int = 4
+
+
+_refused: list[str] = []
+
+
+def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
+    """Whether this kernel takes the call; `attention_launch`'s other does otherwise."""
+    H, T, D = q_BHTD.shape[1:]
+    group = H // planes.k_upper.shape[1]
+    return (
+        takes(group * T, bits, group, D, q_BHTD.dtype)
+        and ring.k.dtype in HALF
+        and torch.version.cuda is not None
+        and compiles_for(q_BHTD.device)
+    )
+
+
+def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether this kernel takes so many packed rows, of `group` query heads a KV head, on a GPU."""
+    return bits == 8 and head_dim == HEAD_DIM and rows <= MOST_ROWS and dtype in HALF and not _refused
+
+
+def fits(tile: object, rows: int) -> bool:
+    """Whether a tile is of this kernel and holds so many packed rows; None: one that does is chosen."""
+    return tile is None or (isinstance(tile, CooperativeTile) and rows <= 8 * tile.tiles)
+
+
+def tile_for(rows: int) -> CooperativeTile:
+    """The tile for so many packed rows."""
+    return CooperativeTile(tiles=1 if rows <= 8 else 2 if rows <= 16 else 4)
+
+
+def candidates(rows: int, bits: int) -> tuple[CooperativeTile, ...]:
+    """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
+    first = tile_for(rows)
+    return (
+        replace(first, stages=3, resident=2, registers=None),
+        replace(first, stages=2, resident=2, registers=None),
+        replace(first, ahead=0),
+        replace(first, ahead=4),
+        replace(first, chunk=32),
+    )
 
 
 def hier_attention(
@@ -57,17 +110,22 @@ def hier_attention(
     ring: Ring,
     lens: Lens,
     mask: Tensor | Causal | None,
+    bits: int,
     scale: float,
-    tile: CooperativeTile,
+    tile: CooperativeTile | None = None,
     splits: int | None = None,
-    rings: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.hierarchical.attention.hier_attention`; `splits` None: what suits the device."""
+) -> tuple[Tensor, Tensor] | None:
+    """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the call.
+
+    Returns:
+        None where this compiler does not lay tensors out as the kernel's machine text takes them.
+    """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
-    rows = 8 * max(2, tile.tiles)
-    rings = rings or (4 if N <= 128 else 2 if N <= 512 else 1)
+    tile = tile or tile_for(T * H // G)
+    rows, rings = 8 * max(2, tile.tiles), rings_for(N)
     splits = splits or max(rings + 1, cores(q_BHTD.device, otherwise=4) * tile.resident // (B * G))
+    q_BHTD = q_BHTD if even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
@@ -75,7 +133,7 @@ def hier_attention(
     offset = -planes.split.lower_offset / 16
     chained = chaining(q_BHTD.device)
     with launched_on(q_BHTD):
-        kernels.attend_kernel[(B * G, splits)](
+        built = kernels.attend_kernel[(B * G, splits)](
             q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
             ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
@@ -85,6 +143,9 @@ def hier_attention(
             **texts(tile.tiles, offset), num_warps=ptx.WARPS,
             **register_limit(tile.registers), **chained,
         )  # fmt: skip
+        if not laid_out(built, ptx.WARPS):
+            _refused.append(built.hash)
+            return None
         merge_kernel[(B * G, -(-T * (H // G) // 8), 1024 // tile.chunk)](
             part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=H // G, ROWS=rows,
             BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk, num_warps=tile.merge_warps, **chained,

@@ -25,6 +25,9 @@ MOST_TILES = 4
 """Tiles of 8 packed rows, one a warp."""
 LIFT = 14.0
 """Base-2 logarithm that weights times steps stay below."""
+_SHARED = {"queries": 8192, "weights": 8192, "highest": 512, "constants": 256}
+SHARED_BYTES = sum(_SHARED.values())
+"""Shared memory that the text declares, beside what the kernel has for blocks."""
 _BARRIER = "bar.sync 1, 128"
 
 
@@ -91,7 +94,7 @@ class _Places:
     """Where a thread's numbers lie in shared memory, and which thread it is."""
 
     def __init__(self, x: MachineText) -> None:
-        for name, size in (("queries", 8192), ("weights", 8192), ("highest", 512), ("constants", 256)):
+        for name, size in _SHARED.items():
             x.lines.append(f".shared .align 16 .b8 {name}[{size}];")
         thread = x.made("mov.u32", "%tid.x")
         lane = x.made("and.b32", thread, "31")

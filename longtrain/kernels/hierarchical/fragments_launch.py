@@ -74,10 +74,10 @@ SERVED = (
     "as the kernel needs them"
 )
 """What `serves` asks for, in words."""
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
-_unsound: set[str] = set()
-_sound: set[str] = set()
+_refused: list[str] = []
+_sound: dict[str, bool] = {}
 
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
@@ -85,7 +85,7 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     group = q_BHTD.shape[1] // planes.k_upper.shape[1]
     return (
         takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
-        and ring.k.dtype in _HALF
+        and ring.k.dtype in HALF
         and torch.version.cuda is not None
         and compiles_for(q_BHTD.device)
     )
@@ -94,7 +94,12 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
 def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
     fits = head_dim == HEAD_DIM and rows <= MOST_ROWS and (bits == 4 or group <= EIGHT_BIT_GROUP)
-    return fits and dtype in _HALF and not _unsound
+    return fits and dtype in HALF and not _refused
+
+
+def fits(tile: object, rows: int) -> bool:
+    """Whether a tile is of these kernels and holds so many packed rows; None: one that does is chosen."""
+    return tile is None or (isinstance(tile, FragmentTile) and rows <= 8 * tile.tiles)
 
 
 def hier_attention(
@@ -119,7 +124,7 @@ def hier_attention(
     tile = tile or tile_for(T * group, bits, B * G)
     rings = rings_for(N)
     splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
-    q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
+    q_BHTD = q_BHTD if even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * MOST_ROWS, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
@@ -140,7 +145,8 @@ def hier_attention(
             num_warps=tile.warps,
             **chained,
         )  # fmt: skip
-        if not _laid_out(built, tile.warps):
+        if not laid_out(built, tile.warps):
+            _refused.append(built.hash)
             return None
         merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
             part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=MOST_ROWS,
@@ -199,25 +205,24 @@ def lays_out(ttgir: str, warps: int) -> bool:
     meant = re.findall(rf"^(#\w+) = #ttg\.blocked<{{{blocked}", ttgir, re.MULTILINE)
     lines = [line for line in ttgir.splitlines() if f"packed_element = {ptx.PER_THREAD} " in line]
     found = {name for line in lines for name in re.findall(r"x[if]32, (#\w+)>", line.partition("packed_")[2])}
-    return len(lines) >= 3 and bool(found) and found <= set(meant)
+    return len(lines) >= 2 and bool(found) and found <= set(meant)
 
 
-def _laid_out(built: Any, warps: int) -> bool:
+def laid_out(built: Any, warps: int) -> bool:
     """`lays_out` of a compiled kernel; an interpreted one has no layout."""
     if built is None or not hasattr(built, "asm"):
         return True
-    if built.hash not in _sound and built.hash not in _unsound:
-        good = lays_out(built.asm["ttgir"], warps)
-        (_sound if good else _unsound).add(built.hash)
-        if not good:
+    if built.hash not in _sound:
+        _sound[built.hash] = lays_out(built.asm["ttgir"], warps)
+        if not _sound[built.hash]:
             log.warning(
                 "triton %s lays tensors out in a way that the fast kernel of the hierarchical cache is not "
                 "written for; the general one is used, which is slower",
                 triton.__version__,
             )
-    return built.hash in _sound
+    return _sound[built.hash]
 
 
-def _even(x: Tensor) -> bool:
+def even(x: Tensor) -> bool:
     """Whether rows start at multiples of 16 bytes."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])
