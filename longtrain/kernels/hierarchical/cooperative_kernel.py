@@ -9,7 +9,7 @@ of 16 registers a thread is flat, [4 k, 4 w, 8 g, 4 t, 4 c]: warp w's thread 4 g
     q         of row 16 (w mod 2) + 8 (c mod 2) + g, key channels 64 (w / 2) + 16 t + 4 k + 2 (c / 2) ..
     steps     of key channels 64 (w / 2) + 16 t + 8 (k mod 2) + 2 c and the next, as are zeros
     numbers   of the tokens 32 w + 8 t + 2 c and the next, for every k
-    values    tokens 64 (k mod 2) + 16 t + 4 c .. of the dimension 16 w + 8 (k / 2) + g (and + 64)
+    values    tokens 32 t + 16 (k mod 2) + 4 c .. of the dimension 16 w + 8 (k / 2) + g (and + 64)
     state     of row 8 c + g, by k: maximum, the thread's sums of weights and of weights times zeros, a factor
     sums      of the dimension 16 w + 8 (c / 2) + g (sums A; B: + 64), row 8 k + 2 t + c mod 2
 
@@ -162,7 +162,7 @@ def attend_kernel(
         state = tl.where(k == 0, float("-inf"), tl.where(k == 3, norm, 0.0))
         out_a, out_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         k_in = (32 * w + 8 * (g >> 1) + 2 * k + (g & 1)) * 16 + 4 * t + c
-        v_in = (16 * w + 8 * (k >> 1) + g) * 32 + 16 * (k & 1) + 4 * t + c
+        v_in = (16 * w + 8 * (k >> 1) + g) * 32 + 8 * t + 4 * (k & 1) + c
         word_of = tl.arange(0, 64)
         for block in tl.range(first, last, num_stages=STAGES):
             at = (row + block).to(tl.int64) * BLOCK

@@ -27,13 +27,13 @@ from longtrain.kernels.hierarchical import cooperative_kernel as kernels
 from longtrain.kernels.hierarchical import cooperative_ptx as ptx
 from longtrain.kernels.hierarchical.fragments_launch import HALF, HEAD_DIM, even, laid_out, rings_for
 from longtrain.kernels.hierarchical.fragments_merge import merge_kernel
-from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
+from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring, Split
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
 
 MOST_ROWS = 8 * ptx.MOST_TILES
 """Most packed rows."""
-SERVED = f"at 8 bits up to {MOST_ROWS} packed rows"
+SERVED = f"at 8 bits up to {MOST_ROWS} packed rows over codes split as {Split.FLOOR.value}"
 """What `serves` asks for beyond what `fragments_launch.serves` does, in words."""
 
 
@@ -53,11 +53,11 @@ class CooperativeTile:
     """
 
     tiles: int = 4
-    stages: int = 2
-    resident: int = 3
+    stages: int = 3
+    resident: int = 2
     recent: int = 64
     ahead: int = 2
-    registers: int | None = 168
+    registers: int | None = None
     chunk: int = 64
     merge_warps: int = 4
 
@@ -66,11 +66,15 @@ _refused: list[str] = []
 
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
-    """Whether this kernel takes the call; `attention_launch`'s other does otherwise."""
+    """Whether this kernel takes the call; `attention_launch`'s other does otherwise.
+
+    The paper's split is left to the other, as this kernel has run with it under the interpreter alone.
+    """
     H, T, D = q_BHTD.shape[1:]
     group = H // planes.k_upper.shape[1]
     return (
         takes(group * T, bits, group, D, q_BHTD.dtype)
+        and planes.split is Split.FLOOR
         and ring.k.dtype in HALF
         and torch.version.cuda is not None
         and compiles_for(q_BHTD.device)
@@ -96,8 +100,7 @@ def candidates(rows: int, bits: int) -> tuple[CooperativeTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows)
     return (
-        replace(first, stages=3, resident=2, registers=None),
-        replace(first, stages=2, resident=2, registers=None),
+        replace(first, stages=4),
         replace(first, ahead=0),
         replace(first, ahead=4),
         replace(first, chunk=32),

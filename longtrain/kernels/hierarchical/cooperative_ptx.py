@@ -25,10 +25,9 @@ MOST_TILES = 4
 """Tiles of 8 packed rows, one a warp."""
 LIFT = 14.0
 """Base-2 logarithm that weights times steps stay below."""
-_SHARED = {"rows": 8192, "highest": 512, "constants": 256}
+_SHARED = {"queries": 8192, "weights": 8192, "highest": 512, "constants": 256}
 SHARED_BYTES = sum(_SHARED.values())
-"""Shared memory that the text declares, beside what the kernel has for blocks. "rows" are queries times steps
-until all warps have their scores, then weights until the barrier that the next block's words wait for."""
+"""Shared memory that the text declares, beside what the kernel has for blocks."""
 _BARRIER = "bar.sync 1, 128"
 
 
@@ -108,20 +107,21 @@ class _Places:
             return x.made("mad.lo.u32", unit, str(size), base)
 
         own = x.made("mad.lo.u32", warp, "128", lane)
-        self.all_queries = at("rows", lane, 16)
-        self.own_queries = at("rows", own, 16)
+        self.all_queries = at("queries", lane, 16)
+        self.own_queries = at("queries", own, 16)
         self.all_constants = at("constants", g, 4)
         self.own_constants = at("constants", x.made("mad.lo.u32", warp, "16", g), 4)
         self.all_highest = at("highest", g, 16)
         row = x.made("mad.lo.u32", t, "8", g)
         self.own_highest = at("highest", x.made("mad.lo.u32", row, "4", warp), 4)
-        self.weights = x.made("mov.u32", "rows")
+        self.weights = x.made("mov.u32", "weights")
         self.own_weights = _weights_at(x, self.weights, g, x.made("mad.lo.u32", warp, "4", t))
 
 
 def _weights_at(x: MachineText, base: str, g: str, unit: str) -> str:
     """Where row g has its weights of the tokens 8 unit ..: no two of eight threads meet in a bank."""
-    unit = x.made("xor.b32", unit, x.made("mul.lo.u32", x.made("and.b32", g, "1"), "5"))
+    odd = x.made("mul.lo.u32", x.made("and.b32", g, "1"), "6")
+    unit = x.made("xor.b32", x.made("xor.b32", unit, x.made("shr.u32", unit, "3")), odd)
     return x.made("mad.lo.u32", x.made("mad.lo.u32", g, "16", unit), "16", base)
 
 
@@ -266,9 +266,9 @@ def _values(
     lane = x.made("mov.u32", "%laneid")
     g, t = x.made("shr.u32", lane, "2"), x.made("and.b32", lane, "3")
     base = x.made("mov.b32", more[MOST_TILES])
-    own = x.made("mul.lo.u32", t, "2")
     places = [
-        _weights_at(x, base, g, x.made("add.u32", own, str(8 * (pair // 2) + pair % 2))) for pair in range(4)
+        _weights_at(x, base, g, x.made("add.u32", x.made("mul.lo.u32", t, "4"), str(pair)))
+        for pair in range(4)
     ]
     sums: list[list[list[str]]] = []
     for tile in range(tiles):

@@ -15,8 +15,6 @@ PER_THREAD = 16
 """Registers of a thread that a tensor of the kernel fills."""
 UNIT = 2.0**-24
 """What a code of 1 is in a product."""
-PICK = True
-"""Codes of both planes are put into place by a selection of bytes, not by masks."""
 
 
 def operands(outputs: int, inputs: str) -> str:
@@ -96,11 +94,7 @@ def codes_of(x: MachineText, words: list[str]) -> tuple[list[str], list[str]]:
     far = x.made("lop3.b32", x.made("shr.u32", lower, "4"), upper, "0x0F0F0F0F", "0xE4")
     halves = []
     for both in (near, far):
-        if PICK:
-            halves.append([x.made("prmt.b32", both, "0", which) for which in ("0x4240", "0x4341")])
-            continue
-        shifted = x.made("shr.u32", both, "8")
-        halves.append([x.made("and.b32", one, "0x00FF00FF") for one in (both, shifted)])
+        halves.append([x.made("prmt.b32", both, "0", which) for which in ("0x4240", "0x4341")])
     return halves[0], halves[1]
 
 

@@ -216,15 +216,18 @@ def tile_for(lines: int, groups: int, rows: int) -> Int4Tile:
     """The tile for so many rows of weights, of so many groups each, and so many rows of input.
 
     Many rows of weights keep all cores busy by their number; of few, each is cut into more slices, and what a
-    program reads is held in registers, unless rows of input need those.
+    program reads is held in registers, unless rows of input need those. With one row of input all programs of
+    a few weights run at once, so that the next kernel takes nobody's place when it is let in early.
     """
     if lines >= 16384:
         return Int4Tile(32, 4, held=0, stages=3, late=False)
     if rows > 2:
         return Int4Tile(16, 8, held=0)
-    if groups >= 64 or lines > 4096:
-        return Int4Tile(16, 8, registers=None if groups >= 64 else 80)
-    return Int4Tile(16, 16)
+    if groups >= 64:
+        return Int4Tile(16, 8, late=rows > 1 or lines > 4096)
+    if lines > 4096:
+        return Int4Tile(16, 4, held=0, stages=6) if rows == 1 else Int4Tile(16, 8, registers=80)
+    return Int4Tile(16, 16, late=rows > 1)
 
 
 def constants(tile: Int4Tile, groups: int, *, gated: bool) -> dict[str, int]:
