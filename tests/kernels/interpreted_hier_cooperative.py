@@ -11,7 +11,7 @@ from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.layout import Split
 
 CASES = {
-    "four tiles": (Split.FLOOR, "causal", {"G": 1, "H": 4, "T": 7, "blocks": (3,), "recent": (200,)}, 4),
+    "four tiles": (Split.FLOOR, "tree", {"G": 1, "H": 4, "T": 7, "blocks": (3,), "recent": (200,)}, 4),
     "two tiles of a batch": (
         Split.RTN,
         "tree",
