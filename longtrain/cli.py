@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError
-from longtrain.jobs import JOBS, SHARED
+from longtrain.jobs import JOBS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,6 +24,8 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
 
 {jobs}
   recipes    list the recipes there are
+  config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
+  completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
 Without a job word the recipe's own jobs run (train, unless it says otherwise).
 
@@ -56,8 +57,24 @@ KEY_FLAGS = ("--verify",)
 
 
 def main() -> None:
-    """Entry of `longtrain` and `python -m longtrain`; exits 0, 1 (the job failed) or 2 (no such words)."""
-    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    """Entry of `longtrain` and `python -m longtrain`.
+
+    It exits with 0, 1 (the job failed), 2 (no such words), 130 (Ctrl-C) or 141 (nobody reads the output).
+    """
+    try:
+        _begin()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stderr.write("\nlongtrain: interrupted before a job began; nothing was done\n")
+        sys.exit(130)
+    except BrokenPipeError:  # `longtrain ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
+        sys.exit(141)
+
+
+def _begin() -> None:
+    """Do what the first word says."""
+    word, rest = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
     if word in ("-h", "--help"):
         jobs = "\n".join(f"  {name:<10} {about}" for name, (_, about) in JOBS.items())
         _say(TOP_HELP.format(version=__version__, jobs=jobs))
@@ -65,11 +82,53 @@ def main() -> None:
         _say(f"longtrain {__version__}\n")
     elif word == "recipes":
         _say("".join(f"{name:<26} {about}\n" for name, about in recipes().items()))
+    elif word == "completion":
+        _complete(rest)
+    elif word in JOBS and not {"-h", "--help"}.isdisjoint(rest):
+        from longtrain.prompt.help import job_help
+
+        _say(job_help(word, rest))
     else:
-        if word in JOBS:
-            sys.argv[1] = f"--config-name={word}"  # stays when Lightning starts the other ranks with our argv
-        sys.argv[1:] = _ordered(sys.argv[1:])
+        shown = word == "config"
+        if shown:
+            sys.argv[1:] = rest if rest and rest[0] in JOBS else ["train", *rest]
+        if len(sys.argv) > 1 and sys.argv[1] in JOBS:
+            # it stays so when Lightning starts the other ranks with our argv
+            sys.argv[1] = f"--config-name={sys.argv[1]}"
+        sys.argv[1:] = _ordered([*sys.argv[1:], *(["--cfg", "job", "--resolve"] if shown else [])])
+        quiet_threads()
         _run_hydra()
+
+
+def quiet_threads() -> None:
+    """Let torch's threads sleep while they wait, and start no more of them than this process may use.
+
+    Threads that spin take the cores from each other where anything else runs. Words of the user win.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    allowed = granted_cores(Path("/sys/fs/cgroup/cpu.max"))
+    if allowed is not None and allowed < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(allowed))
+
+
+def granted_cores(limit: Path) -> int | None:
+    """Cores that a container gives this process, as its control group says; None: it says nothing."""
+    try:
+        quota, period = limit.read_text().split()[:2]
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def _complete(words: Sequence[str]) -> None:
+    from longtrain.errors import ConfigError
+    from longtrain.prompt.completion import answer
+
+    try:
+        _say(answer(words))
+    except ConfigError as error:
+        _complain(str(error))
+        sys.exit(2)
 
 
 def recipes() -> dict[str, str]:
@@ -78,105 +137,66 @@ def recipes() -> dict[str, str]:
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
-def mount() -> None:
+def mount(words: Sequence[str] | None = None) -> None:
     """Put every recipe (`+recipe=NAME`) and method dataclass (`method=NAME`) into Hydra's ConfigStore.
 
     A recipe is a global override named after its file; it exports and evaluates under that name.
+
+    Args:
+        words: of a command line; recipes that no word names are listed and not read. None: all are read.
     """
-    from omegaconf import OmegaConf
-
     from longtrain import methods
+    from longtrain.prompt.help import bases_of
 
-    _store(asset_dir("recipes"), tuple(methods.names()))
-    OmegaConf.register_new_resolver("longtrain_about", lambda job: JOBS[job][1], replace=True)
-    OmegaConf.register_new_resolver("longtrain_keys", keys_help, replace=True)
-    OmegaConf.register_new_resolver("longtrain_suites", _suites_help, replace=True)
+    folder = asset_dir("recipes")
+    names = [file.stem for file in sorted(folder.glob("*.yaml"))]
+    wanted = names if words is None else [name for name in names if any(name in word for word in words)]
+    for name in wanted:  # which grows: what a recipe builds on is read too
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+        wanted += [base for base in bases_of(text) if base in names and base not in wanted]
+    _list(folder, tuple(methods.names()))
+    for name in wanted:
+        _read(folder, name)
 
 
 @cache
-def _store(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
-    """Read recipes and methods into the ConfigStore, which belongs to the process: once is enough."""
+def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
+    """Name all recipes and methods to the ConfigStore, which belongs to the process: once is enough."""
     from dataclasses import field, make_dataclass
 
     from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
 
     from longtrain import methods
 
     store = ConfigStore.instance()
-    # Hydra copies all sources for each group that it lists, 120 times for a help, and again what it loads.
+    # Hydra copies all sources for each group that it lists, and again what it loads.
     vars(store)["__deepcopy__"] = lambda memo: store
-    for file in sorted(recipe_folder.glob("*.yaml")):
-        named = {"name": file.stem, "artifact": "${home}/checkpoints/${name}"}
-        node = OmegaConf.merge(named, OmegaConf.load(file))
-        store.store(group="recipe", name=file.stem, node=node, package="_global_", provider=file.name)
+    for file in recipe_folder.glob("*.yaml"):
+        store.store(group="recipe", name=file.stem, node={}, package="_global_", provider=file.name)
     for name in method_names:
         own = (methods.config_class(name),)
         schema = make_dataclass("Method", [("name", str, field(default=name))], bases=own)
         store.store(group="method", name=name, node=schema, provider="longtrain.methods")
 
 
-def keys_help(job: str) -> str:
-    """The keys of a job with their comments, as its YAML files have them, for Hydra's help template."""
-    text = "".join((asset_dir("conf") / f"{name}.yaml").read_text(encoding="utf-8") for name in (job, "base"))
-    text = re.sub(r"(?m)^(defaults|hydra):\n(?:[ \t]+.*\n)+|^#.*\n|^job: (?!train).*\n|^\s*\n", "", text)
-    return "".join(f"  {line}\n" for line in text.splitlines()).replace("$", "$$")  # $ opens a field there
+@cache
+def _read(recipe_folder: Path, name: str) -> None:
+    """Put what a recipe says in its place."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
-
-def _suites_help(job: str) -> str:
-    """The job's suites, or the keys of the one on the command line, for Hydra's help template."""
-    from longtrain.suite_help import suites_help
-
-    text = suites_help(job, sys.argv[1:])
-    return f"\n{text}".replace("$", "$$") if text else ""
-
-
-def run_jobs(cfg: DictConfig) -> None:
-    """Do the job that the command's word names, else the one or more that `job` lists, in this process.
-
-    Raises:
-        ConfigError: `job` names something that is not a job.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    hydra = HydraConfig.get()
-    worded = any(arg.startswith("--config-name=") for arg in sys.argv[1:])
-    asked = str(hydra.job.config_name) if worded else cfg.job
-    jobs = [asked] if isinstance(asked, str) else [str(job) for job in asked]
-    if wrong := [job for job in jobs if job not in JOBS]:
-        raise ConfigError(f"unknown job '{wrong[0]}' in job={jobs}; known: {', '.join(JOBS)}")
-    if hydra.mode == RunMode.MULTIRUN:
-        cfg.name = f"{cfg.name}_{hydra.job.num}"
-    main_rank = all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    for job in jobs:
-        step = _with_own_keys(cfg, job)
-        if not main_rank and job not in SHARED:
-            continue
-        if main_rank and not cfg.quiet:
-            _show(step, job)
-        importlib.import_module(JOBS[job][0]).run(step)
-
-
-def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
-    """The configuration with the keys that only this job has, which a chained job would miss."""
-    from omegaconf import DictConfig, OmegaConf
-
-    step = OmegaConf.load(asset_dir("conf") / f"{job}.yaml")
-    if not isinstance(step, DictConfig):
-        raise ConfigError(f"conf/{job}.yaml is not a mapping of keys; reinstall longtrain")
-    del step["defaults"]
-    OmegaConf.set_struct(cfg, False)
-    step.merge_with(cfg, {"job": job})
-    OmegaConf.set_struct(step, True)
-    return step
+    file = recipe_folder / f"{name}.yaml"
+    named = {"name": name, "artifact": "${home}/checkpoints/${name}"}
+    node = OmegaConf.merge(named, OmegaConf.load(file))
+    ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_", provider=file.name)
 
 
 def _run_hydra() -> None:
     """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set."""
     import hydra
 
-    from longtrain.explain import explain
+    from longtrain.prompt import chain
+    from longtrain.prompt.explain import explain
 
     full = os.environ.get("HYDRA_FULL_ERROR")
     failures: list[Exception] = []
@@ -184,9 +204,9 @@ def _run_hydra() -> None:
     def task(cfg: DictConfig) -> None:
         _set_full_error(full)
         try:
-            run_jobs(cfg)
+            chain.run(cfg)
         except Exception as error:
-            if full:
+            if full or (isinstance(error, BrokenPipeError) and _unread()):
                 raise
             failures.append(error)
         finally:
@@ -194,20 +214,27 @@ def _run_hydra() -> None:
 
     _set_full_error("1")  # Hydra then hands errors on instead of printing them its own way
     try:
-        mount()
+        mount(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(asset_dir("conf")), config_name="train")(task)()
     except Exception as error:
-        if full:
+        if full or (isinstance(error, BrokenPipeError) and _unread()):
             raise
         failures.append(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
     finally:
         _set_full_error(full)
     for failure in failures:
         _complain(explain(failure))
     if failures:
         sys.exit(1)
+
+
+def _unread() -> bool:
+    """Whether whoever read our output is gone."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _ordered(words: list[str]) -> list[str]:
@@ -229,9 +256,9 @@ def _ordered(words: list[str]) -> list[str]:
 
 
 def _unknown_word(word: str) -> NoReturn:
-    from longtrain.explain import near
+    from longtrain.prompt.explain import near
 
-    known = [*JOBS, "recipes"]
+    known = [*JOBS, "recipes", "config", "completion"]
     if word in known:
         _complain(f"the job comes first: longtrain {word} ...")
     elif word in recipes():
@@ -252,18 +279,6 @@ def _quoted(arg: str) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
     return f"{key}='{escaped}'"
-
-
-def _show(cfg: DictConfig, job: str) -> None:
-    """Print the resolved configuration to stderr, so that a job's own output can be piped."""
-    from omegaconf import OmegaConf
-    from rich.console import Console
-    from rich.syntax import Syntax
-
-    console = Console(stderr=True)
-    console.rule(f"longtrain {job}: {cfg.name}")
-    text = OmegaConf.to_yaml(cfg, resolve=True)
-    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
 def _set_full_error(value: str | None) -> None:

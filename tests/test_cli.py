@@ -19,7 +19,7 @@ from longtrain.assets import asset_dir
 from longtrain.bench.suites import SUITES
 from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS
-from longtrain.suite_help import keys_of, suites_help, suites_of
+from longtrain.prompt.suite_help import keys_of, suites_help, suites_of
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -63,7 +63,7 @@ def test_job_help_lists_groups_options_and_keys(job: str, tmp_path: Path, run: R
     assert JOBS[job][1] in done.stdout
     assert "target: " in done.stdout and "tiny" in done.stdout
     assert "recipe: " in done.stdout and "quickstart" in done.stdout
-    assert "method: eagle3, joint, " in done.stdout
+    assert "method: eagle3, " in done.stdout
     assert "seed: 0 " in done.stdout and "of initial weights" in done.stdout  # the key with its comment
     assert not list(tmp_path.iterdir())
 
@@ -205,7 +205,7 @@ class TestDispatch:
     def test_a_word_does_that_job_alone(
         self, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.call(monkeypatch, "eval", "+recipe=quickstart")
+        self.call(monkeypatch, "eval", "+recipe=quickstart", "artifact=null")
         assert ran == [("eval", "quickstart")]
 
     def test_relaunch_argv_keeps_the_job(
@@ -236,6 +236,6 @@ class TestDispatch:
         module = type("Module", (), {"run": staticmethod(lambda cfg: prompts.append(cfg.prompt))})
         monkeypatch.setitem(sys.modules, "tests_job_generate", module)
         text = "It's [a] {b}, 50% \"c\" \\'d ${home} = e\\"
-        argv = self.call(monkeypatch, "generate", f"prompt={text}")
+        argv = self.call(monkeypatch, "generate", "target=tiny", f"prompt={text}")
         self.call(monkeypatch, *argv)  # and once more through a relaunch
         assert prompts == [text, text]

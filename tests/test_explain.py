@@ -4,7 +4,7 @@ import torch
 
 from longtrain.cache.room import NoRoomError
 from longtrain.errors import ConfigError
-from longtrain.explain import explain
+from longtrain.prompt.explain import explain
 
 
 def test_running_out_of_memory_says_what_to_do():

@@ -25,3 +25,18 @@ JOBS: dict[str, tuple[str, str]] = {
 
 SHARED = ("preflight", "train")
 """Jobs that every rank does; the others are done by the first rank alone."""
+
+KEPT = {
+    "prepare": "data that was prepared before is as it was, and answers that the target wrote are kept; the "
+    "same command goes on",
+    "preflight": "nothing was written; run the same command again",
+    "train": "the last checkpoint, if one was saved yet, is in {run_dir}/train/checkpoints; the same command "
+    "goes on from it",
+    "export": "artifacts in {home}/checkpoints are as they were; run the same command again",
+    "eval": "finished examples are kept in {run_dir}/eval/{suite}/ledger; the same command goes on with the "
+    "others",
+    "generate": "nothing was written to disk",
+    "bench": "what was measured so far is in {run_dir}/bench; the same command measures anew",
+    "plan": "nothing was written; run the same command again",
+}
+"""What there is of a job that Ctrl-C ended, and how to go on."""

@@ -112,12 +112,22 @@ def check(cfg: DictConfig) -> None:
         ConfigError: no such suite or report, or a package that the report needs is missing.
     """
     from longtrain.evaluation.reporting.page import check_plotly
+
+    known_suite(cfg)
+    if eval_compare.wants_page(cfg):
+        check_plotly()
+
+
+def known_suite(cfg: DictConfig) -> None:
+    """Refuse a suite that there is not.
+
+    Raises:
+        ConfigError: which ones there are.
+    """
     from longtrain.evaluation.suites import SUITES
 
     if cfg.suite.name not in SUITES:
         raise ConfigError(f"eval has no suite '{cfg.suite.name}'; known: {', '.join(sorted(SUITES))}")
-    if eval_compare.wants_page(cfg):
-        check_plotly()
 
 
 def parts_of(cfg: DictConfig) -> tuple[int, int | str | None]:

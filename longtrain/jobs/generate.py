@@ -1,4 +1,4 @@
-"""Stream text from a target, with artifacts or without, and end with one line of statistics."""
+"""Stream text from a target, with artifacts or without; one line of statistics goes to stderr at the end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.setup import (
+    NO_TARGET,
     artifact_names,
     drafting_from,
     load_artifact,
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from longtrain.systems import Entry
     from longtrain.targets.model import Target
 
-GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+STDIN = "-"
+"""A `prompt_file` that stands for what is piped in."""
 
 
 def run(cfg: DictConfig) -> None:
@@ -50,6 +53,8 @@ def run(cfg: DictConfig) -> None:
     parts = _parts(cfg, target, entry, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
     writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
+    if colour:
+        print(f"{DIM}{prompt}{PLAIN}", end="\n" if cfg.chat else "", flush=True)
     generation = Engine(target, parts).generate(
         [ids],
         max_new_tokens=count,
@@ -59,7 +64,22 @@ def run(cfg: DictConfig) -> None:
         stream=writer,
     )
     writer.close(generation.texts[0] if generation.texts else "")
-    print(statistics(generation.stats))
+    print(statistics(generation.stats), file=sys.stderr)
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse what no text can be made with; loads nothing and leaves what is piped in unread.
+
+    Raises:
+        ConfigError: no prompt, no target, or settings that do not fit each other.
+        DataError: the prompt file is not there.
+    """
+    _one_prompt(cfg)
+    if cfg.prompt_file is not None and cfg.prompt_file != STDIN:
+        _prompt(cfg)
+    _stop(cfg)
+    if not artifact_names(cfg) and not (cfg.target and cfg.target.path):
+        raise ConfigError(NO_TARGET)
 
 
 def statistics(stats: Stats) -> str:
@@ -171,15 +191,21 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
     return parts
 
 
-def _prompt(cfg: DictConfig) -> str:
+def _one_prompt(cfg: DictConfig) -> None:
     if (cfg.prompt is None) == (cfg.prompt_file is None):
         raise ConfigError(
             "generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE after its word: "
-            "longtrain generate ... prompt=TEXT"
+            "longtrain generate ... prompt=TEXT (prompt_file=- reads what is piped in)"
         )
+
+
+def _prompt(cfg: DictConfig) -> str:
+    _one_prompt(cfg)
     if cfg.prompt is not None:
         return str(cfg.prompt)
     try:
+        if cfg.prompt_file == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8")
         return Path(cfg.prompt_file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"prompt_file={cfg.prompt_file} cannot be read as UTF-8 text: {error}") from None

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 
+NO_TARGET = (
+    "no target model is chosen (target.path=null); pass target=NAME or target.path=FOLDER; "
+    "longtrain train --help lists the names"
+)
+
+
 def device_of(cfg: DictConfig) -> str:
     """`target.device`, with `auto` settled: CUDA where there is one, else the CPU."""
     import torch
@@ -56,10 +62,7 @@ def load_target_from(
 
     where = (cfg.target and cfg.target.path) or path
     if not where:
-        raise ConfigError(
-            "no target model is chosen (target.path=null); pass target=NAME or target.path=FOLDER; "
-            "longtrain train --help lists the names"
-        )
+        raise ConfigError(NO_TARGET)
     dtype = str(cfg.target.dtype) if cfg.target else "auto"
     weights, shard = ((cfg.target or {}).get(key) for key in ("weights", "shard"))
     shard = convert(shard, Literal["fsdp2"] | None, "target.shard")

@@ -11,18 +11,21 @@ from omegaconf import DictConfig
 from longtrain import methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
-from longtrain.jobs.setup import load_artifact, load_tensors, plain
+from longtrain.jobs.setup import NO_TARGET, load_artifact, load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.settings import convert
 from longtrain.settings import read as typed
+from longtrain.targets.at_hand import folder_at_hand
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from longtrain.features.settings import FeatureSettings
     from longtrain.methods.spec import DataRun, MethodSpec
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.model import Target
-    from longtrain.training.loop import LoopConfig
+    from longtrain.training.optim import Optim
+    from longtrain.training.settings import LoopConfig
 
 log = get_logger(__name__)
 
@@ -34,27 +37,16 @@ def run(cfg: DictConfig) -> None:
         ConfigError: a setting is wrong, or differs from those of the run to resume.
         ArtifactError: a checkpoint or the artifact of `init` is damaged.
         TrainingError: the loss is not finite, or the disk is full.
-        SystemExit: with code 0, when a signal asked the run to leave and it was saved.
+        SystemExit: when a signal asked the run to leave and it was saved; 130 after Ctrl-C, so that nothing
+            goes on as if it were trained, else 0.
+        KeyboardInterrupt: after a second Ctrl-C, with nothing saved since the last checkpoint.
     """
     from longtrain.data.rows.module import DataModule
-    from longtrain.jobs.prepare import data_config
     from longtrain.training import checkpoint, ranks
     from longtrain.training import loop as training
     from longtrain.training.callbacks import Stopped
-    from longtrain.training.optim import Optim
 
-    spec = _spec(cfg)
-    if spec.objective is None:
-        raise ConfigError(
-            f"method={spec.name} has nothing to train; use it: longtrain generate method={spec.name} "
-            "prompt=TEXT"
-        )
-    config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
-    if spec.check_data is not None:
-        spec.check_data(config, data_config(cfg))
-    optim = typed(Optim, plain(cfg.optim), "optim")
-    settings, keeping = _loop(cfg), features.settings_of(cfg)
-    features.check_views(keeping, spec, config)
+    spec, config, optim, settings, keeping = _settings(cfg)
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
     trainer = training.build_trainer(
@@ -115,7 +107,11 @@ def run(cfg: DictConfig) -> None:
         )
     except Stopped as stopped:
         log.info("%s", stopped)
-        raise SystemExit(0) from None
+        raise SystemExit(130 if stopped.name == "SIGINT" else 0) from None
+    except SystemExit as left:
+        if isinstance(left.__context__, KeyboardInterrupt):  # Lightning's own way to end at Ctrl-C
+            raise KeyboardInterrupt from None
+        raise
     finally:
         kept.close()
     ranks.leave(trainer)
@@ -127,6 +123,41 @@ def run(cfg: DictConfig) -> None:
         summary["tokens_per_s"],
         folder,
     )
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse wrong settings and a target that is not on this machine; loads nothing.
+
+    Raises:
+        ConfigError: a setting is wrong, there is nothing to train, or the target is not here.
+        ArtifactError: a file of the target is missing.
+    """
+    spec = _settings(cfg)[0]
+    if spec.export is None:
+        if not (cfg.target and cfg.target.path):
+            raise ConfigError(NO_TARGET)
+        stored = str(cfg.target.get("weights") or "stored") == "stored"
+        folder_at_hand(str(cfg.target.path), weights=stored)
+
+
+def _settings(cfg: DictConfig) -> tuple[MethodSpec, Any, Optim, LoopConfig, FeatureSettings]:
+    """What is typed about the method, the optimizer, the loop and the features, checked."""
+    from longtrain.jobs.prepare import data_config
+    from longtrain.training.optim import Optim
+
+    spec = _spec(cfg)
+    if spec.objective is None:
+        raise ConfigError(
+            f"method={spec.name} has nothing to train; use it: longtrain generate method={spec.name} "
+            "prompt=TEXT"
+        )
+    config: Any = typed(spec.config, plain(cfg.method), "method", ignore=("name",))
+    if spec.check_data is not None:
+        spec.check_data(config, data_config(cfg))
+    optim = typed(Optim, plain(cfg.optim), "optim")
+    settings, keeping = _loop(cfg), features.settings_of(cfg)
+    features.check_views(keeping, spec, config)
+    return spec, config, optim, settings, keeping
 
 
 def _spec(cfg: DictConfig) -> MethodSpec:
@@ -143,7 +174,7 @@ def _loop(cfg: DictConfig) -> LoopConfig:
     from hydra.utils import instantiate
 
     from longtrain.training import zero
-    from longtrain.training.loop import LoopConfig
+    from longtrain.training.settings import LoopConfig
 
     values = plain(cfg.trainer)
     outline.check_strategy(cfg)

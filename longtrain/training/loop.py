@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from longtrain import files
 from longtrain.errors import ConfigError
 from longtrain.log import get_logger
 from longtrain.methods.spec import Objective
-from longtrain.settings import Count, CountOrZero, NotNegative, check
 from longtrain.training import checkpoint, state, table, zero
 from longtrain.training import strategy as strategies
 from longtrain.training.callbacks import Checkpoints, ProgressBar
@@ -30,6 +28,7 @@ from longtrain.training.metrics import Metrics, peak_memory
 from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
 from longtrain.training.ranks import connect, gather, share, told_when_lost
+from longtrain.training.settings import LoopConfig
 
 log = get_logger(__name__)
 
@@ -47,71 +46,6 @@ OUTPUTS = (
 
 HOST_THREADS = 4
 """CPU threads of an operator while a GPU trains."""
-
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """Settings of the training loop (`conf/trainer`).
-
-    Args:
-        max_steps: optimizer steps; None: as many as the data's stages hold.
-        rows_per_step: packed rows of all ranks in an optimizer step; over `accumulate_grad_batches` when set.
-        accumulate_grad_batches: packed rows of one rank in an optimizer step.
-        accelerator: cpu, cuda or auto.
-        devices: how many, or a list of them, or auto.
-        num_nodes: machines.
-        strategy: Lightning's strategy, by name or built.
-        precision: bf16-mixed keeps the trained weights in fp32; auto: bf16-mixed on CUDA, else 32-true.
-        gradient_clip_val: largest global gradient norm; None: do not clip.
-        val_every: optimizer steps between validations; 0: never.
-        log_every: optimizer steps between readings of the device.
-        checkpoint_every_steps: optimizer steps between checkpoints; 0: none but the last.
-        checkpoint_every_minutes: minutes between checkpoints; 0: none but the last.
-        matmul_precision: the precision of fp32 products on CUDA: highest, high (TF32) or medium.
-        deterministic: true, false or warn: torch's deterministic algorithms.
-        lightning: further arguments of `lightning.pytorch.Trainer`.
-    """
-
-    max_steps: Count | None = None
-    rows_per_step: Count | None = None
-    accumulate_grad_batches: Count = 1
-    accelerator: str = "auto"
-    devices: Any = 1
-    num_nodes: Count = 1
-    strategy: Any = "auto"
-    precision: str = "auto"
-    gradient_clip_val: float | None = 1.0
-    val_every: CountOrZero = 0
-    log_every: Count = 10
-    checkpoint_every_steps: CountOrZero = 0
-    checkpoint_every_minutes: NotNegative = 10.0
-    matmul_precision: str = "high"
-    deterministic: Any = False
-    lightning: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check(self, "trainer")
-        self.spread(1)
-
-    def spread(self, ranks: int) -> LoopConfig:
-        """The same with `accumulate_grad_batches` chosen so that `ranks` share `rows_per_step` evenly.
-
-        Raises:
-            ConfigError: it does not divide, or both are set.
-        """
-        if self.rows_per_step is None:
-            return self
-        rows = strategies.rows_of_a_rank(self.rows_per_step, self.accumulate_grad_batches, ranks=ranks)
-        return replace(self, rows_per_step=None, accumulate_grad_batches=rows)
-
-    def settled(self) -> LoopConfig:
-        """The same with accelerator and precision chosen for this machine where they are `auto`."""
-        accelerator, precision = self.accelerator, self.precision
-        if accelerator == "auto":
-            accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-        if precision == "auto":
-            precision = "bf16-mixed" if accelerator in ("cuda", "gpu") else "32-true"
-        return replace(self, accelerator=accelerator, precision=precision)
 
 
 def build_trainer(

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
-
-import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from typing import TYPE_CHECKING, Annotated, Any
 
 from longtrain.errors import ConfigError
 from longtrain.settings import CountOrZero, OneOf, Positive, Share, check, wrong
-from longtrain.training.muon import MuonWithAdamW, is_hidden_matrix
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Optim:
             ConfigError: nothing is trainable, nothing is a matrix for Muon, or a multiplier's pattern matches
                 no name.
         """
+        import torch
+        from torch.optim.lr_scheduler import LambdaLR
+
+        from longtrain.training.muon import MuonWithAdamW, is_hidden_matrix
+
         named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         if not named:
             raise ConfigError("the module has no trainable parameters; there is nothing to optimize")

@@ -15,3 +15,9 @@ def byte_tokenizer():
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT)
+
+
+def said(capsys):
+    """What `generate` printed: the text, and the line of statistics, which goes to stderr."""
+    out, err = capsys.readouterr()
+    return out.removesuffix("\n"), err.rstrip("\n").rpartition("\n")[2]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
+from byte_tokens import said
 
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
@@ -37,8 +39,7 @@ def plain_text(target_folder):
 
 def test_text_then_one_line_of_statistics(composed, plain_text, capsys):
     generate.run(composed("generate", *NEW, "prompt=hello there"))
-    out = capsys.readouterr().out
-    text, _, statistics = out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     assert text == plain_text("hello there")
     assert statistics.startswith("[20 tokens after 11 | ") and "tokens/s" in statistics
     assert "τ" not in statistics and "cache" in statistics and statistics.endswith(" MB]")
@@ -47,7 +48,7 @@ def test_text_then_one_line_of_statistics(composed, plain_text, capsys):
 @pytest.mark.parametrize("words", [(), ("decode=tree", "decode.shape=[3,4,2]", "decode.keep=5")], ids=str)
 def test_a_draft_changes_the_statistics_only(words, composed, artifact, plain_text, capsys):
     generate.run(composed("generate", *NEW, "prompt=hello there", "artifact=draft", *words))
-    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     assert text == plain_text("hello there")
     assert "acceptance length τ 1." in statistics and "draft 0." in statistics
 
@@ -55,7 +56,7 @@ def test_a_draft_changes_the_statistics_only(words, composed, artifact, plain_te
 def test_as_much_is_drafted_as_pays(composed, artifact, plain_text, capsys):
     words = ("prompt=hello there", "artifact=draft", "decode=auto", "decode.menu=[[1,1],[2,4]]")
     generate.run(composed("generate", *NEW, *words))
-    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     assert text == plain_text("hello there")
     assert re.search(r" \| cycles plain \d+,.* 2-4 \d+ \| ", statistics), statistics
 
@@ -80,12 +81,12 @@ def test_eviction_to_a_budget_and_what_it_saves(composed, plain_text, capsys):
     prompt = "it was a dark and stormy night; the rain fell in torrents" * 4
     evict = ["evict=snapkv", "evict.budget_tokens=48", "evict.window=16"]
     generate.run(composed("generate", *NEW, f"prompt='{prompt}'", *evict))
-    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     assert f"kept 48 of {len(prompt)} rows | cache 0." in statistics and statistics.endswith(" before]")
     small, whole = (float(word) for word in statistics.rpartition("cache ")[2].split()[:3:2] if word != "MB,")
     assert small < whole / 2 and text != plain_text(prompt)
     generate.run(composed("generate", *NEW, f"prompt='{prompt}'", "evict=snapkv", "evict.budget_tokens=999"))
-    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     assert text == plain_text(prompt) and "kept" not in statistics
 
 
@@ -93,7 +94,7 @@ def test_the_bundled_target_with_half_of_its_prompt(composed, capsys):
     call = [*NEW, "target.path=tiny", "prompt='" + "The quick brown fox jumps over the lazy dog. " * 20 + "'"]
     ratio = ["evict=snapkv", "evict.budget_tokens=null", "evict.budget_ratio=0.5"]
     generate.run(composed("generate", *call, *ratio))
-    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     kept, total = (int(statistics.split("kept ")[1].split()[at]) for at in (0, 2))
     assert text and kept == total // 2 and f"after {total} " in statistics
 
@@ -111,16 +112,16 @@ def test_an_eviction_artifact_takes_adaptive_budgets(composed, target_folder, tm
     asked = [*NEW, f"prompt='{prompt}'", "artifact=evict", "evict.budget_tokens=24"]
     for adaptive in ("null", "false", "heads", "layers"):
         generate.run(composed("generate", *asked, f"evict.adaptive={adaptive}"))
-        assert f"kept 24 of {len(prompt)} rows" in capsys.readouterr().out
+        assert f"kept 24 of {len(prompt)} rows" in said(capsys)[1]
 
 
 def test_a_draft_on_an_evicted_cache_changes_nothing(composed, artifact, capsys):
     prompt = "it was a dark and stormy night; the rain fell in torrents" * 4
     evict = [f"prompt='{prompt}'", "evict=streaming_llm", "evict.budget_tokens=40"]
     generate.run(composed("generate", *NEW, *evict))
-    plain = capsys.readouterr().out.rpartition("\n[")[0]
+    plain, _ = said(capsys)
     generate.run(composed("generate", *NEW, *evict, "artifact=[draft]"))
-    text, _, statistics = capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+    text, statistics = said(capsys)
     assert text == plain and "kept 40 of" in statistics and "draft 0." in statistics
 
 
@@ -148,13 +149,27 @@ def test_prompt_file_and_chat_template(composed, tmp_path, plain_text, capsys):
     assert capsys.readouterr().out.startswith(plain_text("<user>hé<bot>"))
 
 
+def test_the_prompt_may_be_piped_in(composed, plain_text, capsys, monkeypatch):
+    piped = io.TextIOWrapper(io.BytesIO(b"hello there"), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", piped)
+    generate.check(composed("generate", "prompt_file=-"))  # reads nothing
+    generate.run(composed("generate", *NEW, "prompt_file=-"))
+    assert said(capsys)[0] == plain_text("hello there")
+
+
+def test_a_terminal_shows_the_prompt_first(composed, plain_text, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    generate.run(composed("generate", *NEW, "prompt=hello there"))
+    assert said(capsys)[0] == f"\x1b[2mhello there\x1b[0m{plain_text('hello there')}"
+
+
 def test_stop_strings_are_not_printed(composed, plain_text, capsys):
     whole = plain_text("abc")
     stop = whole[4:6]
     generate.run(
         composed("generate", *NEW, "prompt=abc", f"stop=['{stop}']" if "'" not in stop else "stop=[]")
     )
-    text = capsys.readouterr().out.removesuffix("\n").rpartition("\n")[0]
+    text, _ = said(capsys)
     assert text == whole[: whole.find(stop)]
 
 
@@ -310,8 +325,8 @@ def test_a_method_without_training_needs_no_artifact(composed, capsys):
     cache_alone = ["method.draft=false", "method.kv_bits=8", "method.weight_bits=16"]  # of a draft: unused
     for more in ([], ["method.weight_bits=16"], cache_alone):
         generate.run(composed("generate", *call, "method=quantspec", *more))
-        found.append(capsys.readouterr().out.removesuffix("\n").rpartition("\n"))
-    (text, _, both), (same, _, kv_only), (plain, _, alone) = found
+        found.append(said(capsys))
+    (text, both), (same, kv_only), (plain, alone) = found
     assert text == same == plain
     assert "accepted" in both and "draft 5." in both
     assert "accepted" in kv_only and "draft" not in kv_only.partition("drafted")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from byte_tokens import said
 
 from longtrain.errors import ConfigError
 from longtrain.jobs import generate
@@ -17,9 +18,9 @@ CALL = [
 def test_the_text_of_plain_decoding(composed, capsys):
     def run(*more):
         generate.run(composed("generate", *CALL, *more))
-        return capsys.readouterr().out.removesuffix("\n").rpartition("\n")
+        return said(capsys)
 
-    plain, _, alone = run("decode=autoregressive")
+    plain, alone = run("decode=autoregressive")
     assert "accepted" not in alone
     for more in (
         ["method=magicdec"],
@@ -27,16 +28,16 @@ def test_the_text_of_plain_decoding(composed, capsys):
         ["method=prompt_lookup", "method.ngram=3"],
         ["method=prompt_lookup", "decode.shape=auto"],
     ):
-        text, _, about = run(*more)
+        text, about = run(*more)
         assert text == plain, more
         assert "accepted" in about and " | draft " in about
-    quantised, _, _ = run("method=quantspec", "method.draft=false")
+    quantised, _ = run("method=quantspec", "method.draft=false")
     for method in ("magicdec", "prompt_lookup"):
-        text, _, about = run(f"method={method}", "method.cache=hierarchical")
+        text, about = run(f"method={method}", "method.cache=hierarchical")
         assert text == quantised and "accepted" in about
-    evicted, _, _ = run("evict=snapkv", "evict.budget_tokens=40", "decode=autoregressive")
+    evicted, _ = run("evict=snapkv", "evict.budget_tokens=40", "decode=autoregressive")
     for method in ("magicdec", "prompt_lookup"):
-        text, _, about = run(f"method={method}", "evict=snapkv", "evict.budget_tokens=40")
+        text, about = run(f"method={method}", "evict=snapkv", "evict.budget_tokens=40")
         assert text == evicted and "kept 40" in about and "accepted" in about
 
 

@@ -225,7 +225,8 @@ def test_wrong_settings_are_one_clear_line(compose, override, message):
 
 
 def test_rows_per_step_are_of_all_ranks(tmp_path):
-    from longtrain.training.loop import LoopConfig, build_trainer
+    from longtrain.training.loop import build_trainer
+    from longtrain.training.settings import LoopConfig
 
     for devices in (1, 2):
         loop = LoopConfig(rows_per_step=8, accelerator="cpu", devices=devices, precision="32-true")
@@ -285,8 +286,8 @@ def test_every_trainer_option_gives_known_keys():
     from dataclasses import fields
 
     from longtrain.assets import asset_dir
-    from longtrain.training.loop import LoopConfig
     from longtrain.training.optim import Optim
+    from longtrain.training.settings import LoopConfig
 
     for group, kind in (("trainer", LoopConfig), ("optim", Optim)):
         for file in Path(asset_dir("conf"), group).glob("*.yaml"):

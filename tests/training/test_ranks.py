@@ -14,7 +14,8 @@ import torch
 
 from longtrain.errors import ConfigError, LongtrainError, TrainingError
 from longtrain.training import ranks
-from longtrain.training.loop import LoopConfig, build_trainer
+from longtrain.training.loop import build_trainer
+from longtrain.training.settings import LoopConfig
 from tests.training import toy
 
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -17,7 +17,8 @@ import torch
 from longtrain.errors import ConfigError
 from longtrain.training import checkpoint, table
 from longtrain.training import strategy as strategies
-from longtrain.training.loop import LoopConfig, build_trainer
+from longtrain.training.loop import build_trainer
+from longtrain.training.settings import LoopConfig
 
 from . import toy
 

@@ -18,8 +18,9 @@ from longtrain.data.rows.batch import Batch
 from longtrain.errors import LongtrainError
 from longtrain.methods.spec import Loss, Objective
 from longtrain.training.callbacks import Stopped
-from longtrain.training.loop import LoopConfig, build_trainer, clean, fit
+from longtrain.training.loop import build_trainer, clean, fit
 from longtrain.training.optim import Optim
+from longtrain.training.settings import LoopConfig
 
 VOCAB, HIDDEN = 19, 8
 

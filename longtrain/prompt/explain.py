@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import sys
 from collections.abc import Iterable
@@ -10,6 +11,17 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
+
+PLACES = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENAMETOOLONG,
+}
+"""Errors of a place that cannot be written to or read."""
 
 
 def explain(error: Exception) -> str:
@@ -30,6 +42,11 @@ def explain(error: Exception) -> str:
     if type(error).__name__ == "OutOfMemoryError":
         said = ". ".join(line.split(". ")[:2])
         return f"{said}; shorten the rows or prompts, or lower the batch (HYDRA_FULL_ERROR=1 shows where)"
+    if isinstance(error, OSError) and error.filename is not None and error.errno in PLACES:
+        return (
+            f"{error.filename}: {error.strerror}; outputs go below home=FOLDER or LONGTRAIN_HOME "
+            "(HYDRA_FULL_ERROR=1 shows where)"
+        )
     return f"{type(error).__name__}: {line} (HYDRA_FULL_ERROR=1 shows where)"
 
 

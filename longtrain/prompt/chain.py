@@ -1,0 +1,109 @@
+"""The jobs of one command, one after the other: all are checked before the first begins."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError
+from longtrain.jobs import JOBS, KEPT, SHARED
+from longtrain.prompt import checks
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def run(cfg: DictConfig) -> None:
+    """Do the job that the command's word names, else the one or more that `job` lists, in this process.
+
+    With `dry_run=true` everything is checked and nothing is done.
+
+    Raises:
+        ConfigError: `job` names something that is not a job, or a value is not allowed.
+        ArtifactError: a job wants an artifact that is not there.
+        SystemExit: with code 130, when Ctrl-C ended a job; what is kept has been said.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        cfg.name = f"{cfg.name}_{hydra.job.num}"
+    jobs = _asked(cfg, str(hydra.job.config_name))
+    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
+    checks.check(steps, list(hydra.overrides.task))
+    first = all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    if cfg.dry_run:
+        _only_check(steps)
+        return
+    for place, (job, step) in enumerate(steps):
+        if not first and job not in SHARED:
+            continue
+        if step.artifact is None and "export" in jobs[:place] and (made := checks.exported(step)):
+            step.artifact = made[0] if len(made) == 1 else made
+        if first and not step.quiet:
+            _show(step, job)
+        try:
+            importlib.import_module(JOBS[job][0]).run(step)
+        except KeyboardInterrupt:
+            _interrupted(step, job)
+
+
+def _asked(cfg: DictConfig, config_name: str) -> list[str]:
+    worded = any(arg.startswith("--config-name=") for arg in sys.argv[1:])
+    asked = config_name if worded else cfg.job
+    jobs = [asked] if isinstance(asked, str) else [str(job) for job in asked or ()]
+    if wrong := [job for job in jobs if job not in JOBS]:
+        raise ConfigError(f"unknown job '{wrong[0]}' in job={jobs}; known: {', '.join(JOBS)}")
+    return jobs
+
+
+def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
+    """The configuration with the keys that only this job has, which a chained job would miss."""
+    from omegaconf import DictConfig, OmegaConf
+
+    step = OmegaConf.load(asset_dir("conf") / f"{job}.yaml")
+    if not isinstance(step, DictConfig):
+        raise ConfigError(f"conf/{job}.yaml is not a mapping of keys; reinstall longtrain")
+    del step["defaults"]
+    OmegaConf.set_struct(cfg, False)
+    step.merge_with(cfg, {"job": job})
+    OmegaConf.set_struct(step, True)
+    return step
+
+
+def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
+    """What a job checks by itself before it works, for each; then one line, and no job is done."""
+    for job, step in steps:
+        own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
+        if own is not None:
+            own(step)
+    names = ", ".join(job for job, _ in steps)
+    sys.stderr.write(f"dry run: nothing wrong was found with {names}; nothing was done\n")
+
+
+def _show(cfg: DictConfig, job: str) -> None:
+    """Print the resolved configuration to stderr, so that a job's own output can be piped."""
+    from omegaconf import OmegaConf
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    console = Console(stderr=True)
+    console.rule(f"longtrain {job}: {cfg.name}")
+    text = OmegaConf.to_yaml(cfg, resolve=True)
+    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
+
+
+def _interrupted(cfg: DictConfig, job: str) -> None:
+    """Say what Ctrl-C left of a job and how to go on; the shell is told that the command did not end.
+
+    Raises:
+        SystemExit: with code 130.
+    """
+    kept = KEPT[job].format(run_dir=Path(cfg.run_dir), home=Path(cfg.home), suite=cfg.suite.name)
+    sys.stderr.write(f"\nlongtrain: {job} was interrupted; {kept}\n")
+    raise SystemExit(130)

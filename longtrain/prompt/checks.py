@@ -1,0 +1,214 @@
+"""What is wrong with a list of jobs, said before the first begins: values, and what a later job would lack.
+
+Nothing that is right loads torch here, so that a mistake is told within a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longtrain import methods
+from longtrain.data.config import DataConfig
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.jobs.features import settings_of as features_of
+from longtrain.jobs.setup import artifact_names, plain
+from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, convert, one_of, read
+from longtrain.training import strategy
+from longtrain.training.optim import Optim
+from longtrain.training.settings import LoopConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Check = Callable[["DictConfig"], None]
+
+MANIFEST = "longtrain.json"
+"""The file that every artifact and every checkpoint has."""
+REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
+"""Groups and keys of a command that training under the same name needs too."""
+
+
+def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) -> None:
+    """Refuse jobs that cannot end well, before the first of them begins.
+
+    Args:
+        steps: job and its resolved configuration, in the order in which they are done.
+        words: the overrides of the command line, for the advice.
+
+    Raises:
+        ConfigError: a value that is not allowed, or a job that nothing was made for.
+        ArtifactError: an artifact that is not there, and that no job before makes.
+    """
+    before: list[str] = []
+    for job, cfg in steps:
+        _common(cfg)
+        for part in PARTS.get(job, ()):
+            part(cfg)
+        if job == "export" and "train" not in before:
+            _exportable(cfg)
+        if job == "generate" or (job == "eval" and cfg.compare is None):
+            made = {"export"} <= set(before) and _own(cfg)
+            for name in artifact_names(cfg):
+                if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
+                    _there(cfg, name, words)
+        before.append(job)
+
+
+def exported(cfg: DictConfig) -> list[str]:
+    """The artifacts that an export under the name of the run left: one, or one for each member.
+
+    A method that trains a target leaves none.
+    """
+    own = Path(cfg.home) / "checkpoints" / str(cfg.name)
+    return [str(file.parent) for file in (sorted(own.glob(MANIFEST)) or sorted(own.glob(f"*/{MANIFEST}")))]
+
+
+def _common(cfg: DictConfig) -> None:
+    convert(cfg.seed, int, "seed")
+    convert(cfg.name, Text, "name")
+    convert(cfg.quiet, bool, "quiet")
+    if cfg.target and cfg.target.path:
+        where = str(cfg.target.path)
+        remote = where.count("/") == 1 and where[0] not in "./~"
+        if where != "tiny" and not remote and not Path(where).expanduser().is_dir():
+            from longtrain.targets.at_hand import folder_of
+
+            folder_of(where)  # it says what is allowed
+    place = Path(cfg.home).expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"home={cfg.home} cannot be written to ({place}); pass home=FOLDER, or set LONGTRAIN_HOME"
+        )
+
+
+def _method(cfg: DictConfig) -> None:
+    if cfg.method is not None:
+        read(methods.config_class(str(cfg.method.name)), plain(cfg.method), "method", ignore=("name",))
+
+
+def _training(cfg: DictConfig) -> None:
+    """A method is chosen, and the groups that only training has are right."""
+    if cfg.method is None:
+        raise ConfigError(
+            "no method is chosen (method=null); pass +recipe=NAME, or method=NAME with one of: "
+            f"{', '.join(methods.names())}"
+        )
+    _method(cfg)
+    optim = read(Optim, plain(cfg.optim), "optim")
+    loop = read(LoopConfig, plain(cfg.trainer), "trainer")
+    strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
+    features_of(cfg)
+    if cfg.init:
+        _there(cfg, str(cfg.init))
+
+
+def _resume(cfg: DictConfig) -> None:
+    resume = str(cfg.resume)
+    if resume not in ("auto", "never") and not Path(resume).exists():
+        raise ConfigError(
+            f"no checkpoint at resume={resume}; allowed: auto, never or the path of a checkpoint"
+        )
+
+
+def _data(cfg: DictConfig) -> None:
+    """The documents of a mixture; a method that reads its own corpus has other keys."""
+    values = plain(cfg.get("data"))
+    if isinstance(values, Mapping) and "sources" in values:
+        DataConfig.parse(values)
+
+
+def _decode(cfg: DictConfig) -> None:
+    kinds: dict[str, Any] = {
+        "temperature": NotNegative,
+        "top_k": CountOrZero,
+        "max_new_tokens": Count,
+        "keep": Count | None,
+        "law": one_of([AUTO, "point", "iid", "no_replace"]),
+        "shape": one_of([AUTO]) | tuple[Count, ...],
+        "menu": tuple[tuple[Count, ...], ...] | None,
+    }
+    for key, kind in kinds.items():
+        if key in cfg.decode:
+            convert(plain(cfg.decode[key]), kind, f"decode.{key}")
+
+
+def _evaluation(cfg: DictConfig) -> None:
+    from longtrain.jobs import eval as job
+
+    if cfg.compare is None:
+        job.known_suite(cfg)
+        job.parts_of(cfg)
+        job.settings_of(cfg)
+
+
+def _prompt(cfg: DictConfig) -> None:
+    from longtrain.jobs import generate
+
+    generate.check(cfg)
+
+
+PARTS: dict[str, tuple[Check, ...]] = {
+    "prepare": (_data,),
+    "preflight": (_training, _data),
+    "train": (_training, _resume, _data),
+    "export": (_method,),
+    "eval": (_evaluation, _method, _decode),
+    "generate": (_prompt, _method, _decode),
+    "bench": (_method, _decode),
+    "plan": (_method,),
+}
+"""Job -> what is checked of its configuration."""
+
+
+def _exportable(cfg: DictConfig) -> None:
+    """Something was trained under this name, unless the job is about a folder or an artifact."""
+    own = _own(cfg)
+    named = [name for name in artifact_names(cfg) if _place(cfg, name) != own]
+    if cfg.verify is not None or (cfg.format is not None and (named or own.is_dir())):
+        return
+    where = Path(cfg.run_dir) / "train" / "checkpoints"
+    if not any(where.glob("*.ckpt")):
+        raise ConfigError(f"nothing was trained under name={cfg.name}: no checkpoint in {where}; train first")
+
+
+def _own(cfg: DictConfig) -> Path:
+    return (Path(cfg.home) / "checkpoints" / str(cfg.name)).absolute()
+
+
+def _place(cfg: DictConfig, name: str) -> Path:
+    """Where an artifact of this name lies, or would lie."""
+    below = Path(cfg.home) / "checkpoints" / name
+    return (Path(name) if Path(name).is_dir() or name.startswith((".", "/", "~")) else below).absolute()
+
+
+def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
+    """An artifact is in its place, or may be on the Hub.
+
+    Raises:
+        ArtifactError: it is not, and what makes it.
+    """
+    place, own = _place(cfg, name), _own(cfg)
+    if place.exists():
+        return
+    mine = own in (place, *place.parents)
+    if not mine and (name.startswith("hub:") or (name.count("/") == 1 and name[0] not in "./~")):
+        return
+    there = sorted(file.parent.name for file in (Path(cfg.home) / "checkpoints").glob(f"*/{MANIFEST}"))
+    known = f"there: {', '.join(there) or 'none'}"
+    if not mine:
+        raise ArtifactError(
+            f"no artifact '{name}': neither a folder nor a name under {Path(cfg.home) / 'checkpoints'} "
+            f"({known}); pass one that is there"
+        )
+    trained = any((Path(cfg.run_dir) / "train" / "checkpoints").glob("*.ckpt"))
+    again = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in REPEATED]
+    make = ["longtrain export" if trained else "longtrain job=[train,export]", *again]
+    raise ArtifactError(
+        f"no artifact was exported under name={cfg.name} ({known}); make it: {' '.join(make)}, or pass "
+        "artifact=NAME"
+    )

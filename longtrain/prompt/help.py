@@ -1,0 +1,185 @@
+"""What `longtrain JOB --help` prints: groups, options and every key with its comment, as the files have them.
+
+The files are read as text, since the comments are what a reader wants; neither Hydra nor torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longtrain import methods
+from longtrain.assets import asset_dir
+from longtrain.jobs import JOBS
+from longtrain.prompt.suite_help import suites_help
+
+HIDDEN = ("hydra",)
+"""Folders of `conf` that are no groups of ours."""
+END = """\
+The whole configuration, resolved:  longtrain config {job} +recipe=NAME
+Check everything and do nothing:    longtrain {job} +recipe=NAME dry_run=true
+"""
+
+
+def job_help(job: str, words: Sequence[str] = ()) -> str:
+    """Groups, options, suites, and the keys of a job and of every group as the words choose it.
+
+    Args:
+        job: a word of `JOBS`.
+        words: of the command line; `+recipe=NAME` and `GROUP=OPTION` choose.
+    """
+    options = groups()
+    listed = "".join(f"{group}: {', '.join(names)}\n" for group, names in options.items())
+    lines = [
+        f"{JOBS[job][1]}\n\nUsage: longtrain {job} [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]\n",
+        f"== Groups and their options (GROUP=OPTION; recipes by +recipe=NAME) ==\n{listed}",
+    ]
+    if suites := suites_help(job, words):
+        lines.append(suites)
+    lines.append(f"== Keys ==\n{_indented(job_keys(job))}")
+    taken = choices(job, words)
+    for group, option in taken.items():
+        if group in ("recipe", "suite") or option not in options.get(group, ()):
+            continue
+        if keys := group_keys(group, option):
+            lines.append(f"== {group}={option} ({group}.KEY=VALUE) ==\n{_indented(keys)}")
+    if (recipe := taken.get("recipe")) in options["recipe"]:
+        lines.append(f"== Set by +recipe={recipe} ==\n{_indented(_recipe_text(str(recipe)))}")
+    return "\n".join([*lines, END.format(job=job)])
+
+
+def groups() -> dict[str, list[str]]:
+    """Each group and its options, by name; recipes and methods are groups too."""
+    folders = {path.name: path for path in asset_dir("conf").iterdir() if path.is_dir()}
+    found = {name: sorted(file.stem for file in path.glob("*.yaml")) for name, path in folders.items()}
+    found["recipe"] = sorted(file.stem for file in asset_dir("recipes").glob("*.yaml"))
+    found["method"] = list(methods.names())
+    return {name: found[name] for name in sorted(found) if name not in HIDDEN}
+
+
+def choices(job: str, words: Sequence[str] = ()) -> dict[str, str]:
+    """Group -> the option that is chosen: by the job, then by the recipe, then by the words."""
+    found = {}
+    for file in (asset_dir("conf") / "base.yaml", asset_dir("conf") / f"{job}.yaml"):
+        found |= _chosen_in(file.read_text(encoding="utf-8"))
+    typed = dict(re.findall(r"(?m)^\+{0,2}(\w+)=(\w+)$", "\n".join(words)))
+    if (recipe := typed.get("recipe", "")) in groups()["recipe"]:
+        for text in _recipe_texts(recipe):
+            found |= _chosen_in(text)
+    known = groups()
+    found |= {key: value for key, value in typed.items() if key in known}
+    return {group: option for group, option in found.items() if group in known}
+
+
+def job_keys(job: str) -> list[str]:
+    """The lines of a job's own keys and of those that all jobs share; the job's own come first."""
+    file = asset_dir("conf") / f"{job}.yaml"
+    blocks = _blocks(file)
+    own = re.findall(r"(?m)^(\w+):", file.read_text(encoding="utf-8"))
+    names = [name for name in dict.fromkeys([*own, *blocks]) if name in blocks and name != "hydra"]
+    return [line for name in names for line in blocks[name] if name != "job" or job == "train"]
+
+
+def group_keys(group: str, option: str) -> list[str]:
+    """The lines of an option's keys with their comments; those of what it builds on come first."""
+    if group == "method":
+        return _method_keys(option)
+    return [
+        line
+        for lines in _blocks(asset_dir("conf") / group / f"{option}.yaml").values()
+        for line in lines
+        if line.strip() not in ("{}", "[]")
+    ]
+
+
+def _chosen_in(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(?m)^  - (?:override )?/?(\w+): (\w+)", text))
+
+
+def _recipe_texts(name: str) -> list[str]:
+    """The recipe's file after those that it builds on."""
+    text = (asset_dir("recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+    found = [one for base in bases_of(text) for one in _recipe_texts(base)]
+    return [*found, text]
+
+
+def bases_of(text: str) -> list[str]:
+    """The other files of its folder that a configuration builds on."""
+    listed = re.findall(r"(?m)^defaults: \[(\w+)\]", text)
+    block = re.search(r"(?m)^defaults:\n((?:[ \t]+.*\n)+)", text)
+    listed += re.findall(r"(?m)^\s+- (\w+)\s*(?:#.*)?$", block[1] if block else "")
+    return [name for name in listed if name != "_self_"]
+
+
+def _recipe_text(name: str) -> list[str]:
+    text = (asset_dir("recipes") / f"{name}.yaml").read_text(encoding="utf-8")
+    return re.sub(r"(?m)^# @package.*\n", "", text).splitlines()
+
+
+def _blocks(file: Path) -> dict[str, list[str]]:
+    """Top-level key -> its lines, comments included; keys of the file's bases first."""
+    text = file.read_text(encoding="utf-8")
+    found: dict[str, list[str]] = {}
+    for base in bases_of(text):
+        if (beside := file.with_name(f"{base}.yaml")).is_file():
+            found |= _blocks(beside)
+    lines: list[str] | None = None
+    for line in text.splitlines():
+        if match := re.match(r"(\w+):", line):
+            lines = found[match[1]] = [line]
+        elif lines is not None and line.strip():
+            lines.append(line)
+    found.pop("defaults", None)
+    return found
+
+
+def _method_keys(name: str) -> list[str]:
+    """The fields of a method's `Config`, and of the classes below it, with defaults and comments, as YAML."""
+    found: dict[str, str] = {}
+    for kind in reversed(methods.config_class(name).__mro__[:-1]):
+        found |= _fields(Path(inspect.getfile(kind)).read_text(encoding="utf-8"), kind.__name__)
+    return list(found.values())
+
+
+def _fields(source: str, name: str) -> dict[str, str]:
+    """Field of a dataclass in a file -> its line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    said_at = {
+        token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT
+    }
+    tree = ast.parse(source)
+    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    ends = [node.lineno for node in config.body[1:]] + [config.end_lineno or 0]
+    found = {}
+    for node, end in zip(config.body, ends, strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            said = " ".join(said_at[number] for number in range(node.lineno, end) if number in said_at)
+            line = f"{node.target.id}: {_shown(node.value)}"
+            found[node.target.id] = f"{line}  # {said}" if said else line
+    return found
+
+
+def _shown(node: ast.expr | None) -> str:
+    """A default as it would be typed."""
+    if isinstance(node, ast.Call):  # field(default_factory=...)
+        made = next((word.value for word in node.keywords if word.arg == "default_factory"), None)
+        if isinstance(made, ast.Lambda):
+            return _shown(made.body)
+        return "{}" if isinstance(made, ast.Name) and made.id == "dict" else "[]"
+    try:
+        value: Any = ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return ast.unparse(node).lower() if node is not None else ""  # the constant FULL is `full`
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "".join(f"  {line}\n" for line in lines)

@@ -1,0 +1,77 @@
+"""The typed settings of the training loop. Reading them loads no torch, so a wrong one is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from longtrain.settings import Count, CountOrZero, NotNegative, check
+from longtrain.training import strategy as strategies
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Settings of the training loop (`conf/trainer`).
+
+    Args:
+        max_steps: optimizer steps; None: as many as the data's stages hold.
+        rows_per_step: packed rows of all ranks in an optimizer step; over `accumulate_grad_batches` when set.
+        accumulate_grad_batches: packed rows of one rank in an optimizer step.
+        accelerator: cpu, cuda or auto.
+        devices: how many, or a list of them, or auto.
+        num_nodes: machines.
+        strategy: Lightning's strategy, by name or built.
+        precision: bf16-mixed keeps the trained weights in fp32; auto: bf16-mixed on CUDA, else 32-true.
+        gradient_clip_val: largest global gradient norm; None: do not clip.
+        val_every: optimizer steps between validations; 0: never.
+        log_every: optimizer steps between readings of the device.
+        checkpoint_every_steps: optimizer steps between checkpoints; 0: none but the last.
+        checkpoint_every_minutes: minutes between checkpoints; 0: none but the last.
+        matmul_precision: the precision of fp32 products on CUDA: highest, high (TF32) or medium.
+        deterministic: true, false or warn: torch's deterministic algorithms.
+        lightning: further arguments of `lightning.pytorch.Trainer`.
+    """
+
+    max_steps: Count | None = None
+    rows_per_step: Count | None = None
+    accumulate_grad_batches: Count = 1
+    accelerator: str = "auto"
+    devices: Any = 1
+    num_nodes: Count = 1
+    strategy: Any = "auto"
+    precision: str = "auto"
+    gradient_clip_val: float | None = 1.0
+    val_every: CountOrZero = 0
+    log_every: Count = 10
+    checkpoint_every_steps: CountOrZero = 0
+    checkpoint_every_minutes: NotNegative = 10.0
+    matmul_precision: str = "high"
+    deterministic: Any = False
+    lightning: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self, "trainer")
+        self.spread(1)
+
+    def spread(self, ranks: int) -> LoopConfig:
+        """The same with `accumulate_grad_batches` chosen so that `ranks` share `rows_per_step` evenly.
+
+        Raises:
+            ConfigError: it does not divide, or both are set.
+        """
+        if self.rows_per_step is None:
+            return self
+        rows = strategies.rows_of_a_rank(self.rows_per_step, self.accumulate_grad_batches, ranks=ranks)
+        return replace(self, rows_per_step=None, accumulate_grad_batches=rows)
+
+    def settled(self) -> LoopConfig:
+        """The same with accelerator and precision chosen for this machine where they are `auto`."""
+        import torch
+
+        accelerator, precision = self.accelerator, self.precision
+        if accelerator == "auto":
+            accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+        if precision == "auto":
+            precision = "bf16-mixed" if accelerator in ("cuda", "gpu") else "32-true"
+        return replace(self, accelerator=accelerator, precision=precision)

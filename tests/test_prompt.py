@@ -1,0 +1,202 @@
+"""At the prompt: help, completion, checks before the first job, and how a command ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from longtrain import cli, methods
+from longtrain.jobs import JOBS, KEPT
+from longtrain.prompt.completion import SHELLS, offered
+from longtrain.prompt.explain import explain
+from longtrain.prompt.help import group_keys, job_help
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+LIGHT = (
+    "import sys; sys.argv = ['longtrain', *WORDS]; from longtrain import cli\n"
+    "try: cli.main()\n"
+    "except SystemExit: pass\n"
+    "print([m for m in NAMES if m in sys.modules])"
+)
+
+
+def loaded(words: list[str], *names: str, cwd: Path) -> str:
+    """Which of the packages a command imports in a process of its own."""
+    code = LIGHT.replace("WORDS", repr(words)).replace("NAMES", repr(names))
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=cwd, env=env
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
+    text = job_help("train", ["method=longspec", "optim=muon", "data=text"])
+    assert "\n  window: 512  # previous tokens" in text and "views: [full]" in text
+    assert "== optim=muon" in text and "\n  lr: " in text and "  momentum: 0.95" in text
+    assert "== data=text" in text and "== decode=chain" in text and "  max_steps: null " in text
+    set_by = job_help("train", ["+recipe=quickstart"])
+    assert "== method=longspec" in set_by and "== trainer=cpu" in set_by and "max_steps: 480" in set_by
+    assert loaded(["train", "--help"], "hydra", "omegaconf", "torch", "rich", cwd=tmp_path) == "[]"
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_help_of_a_method_has_all_its_fields(name: str) -> None:
+    said = [line.partition(":")[0] for line in group_keys("method", name)]
+    assert said == list(methods.config_class(name).__dataclass_fields__)
+
+
+def test_completion_offers_jobs_recipes_groups_and_keys() -> None:
+    assert {"train", "eval", "recipes", "+recipe=", "target="} <= set(offered([""]))
+    assert offered(["eval", "+recipe=quickst"]) == ["+recipe=quickstart"]
+    assert offered(["eval", "+recipe=quickstart", "method.window"]) == ["method.window="]
+    assert offered(["generate", "prompt_"]) == ["prompt_file="] and offered(["eval", "prompt_"]) == []
+    assert "suite.needles=" in offered(["eval", "suite=needle", "suite."])
+    assert offered(["eval", "target=tin"]) == ["target=tiny"]
+
+
+def test_bash_takes_the_completion(tmp_path: Path) -> None:
+    tool = tmp_path / "longtrain"
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m longtrain "$@"\n')
+    tool.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    line = "longtrain eval +recipe=quickst"
+    script = (
+        f"{SHELLS['bash']}\nCOMP_LINE='{line}' COMP_POINT={len(line)}; _longtrain; echo ${{COMPREPLY[@]}}"
+    )
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == ["quickstart"], done.stderr  # bash itself keeps what stands before the =
+
+
+def test_config_prints_what_is_resolved(run: Run) -> None:
+    done = run("config", "+recipe=quickstart", "trainer.max_steps=7")
+    cfg = OmegaConf.create(done.stdout)
+    assert done.returncode == 0 and not done.stderr
+    assert cfg.name == "quickstart" and cfg.trainer.max_steps == 7 and cfg.run_dir == "./runs/quickstart"
+    assert "prompt_file: null" in run("config", "generate").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trainer.max_steps=abc"], "trainer.max_steps=abc; allowed: a whole number, 1 or more, or null"),
+        (["optim.lr=-1"], "optim.lr=-1; allowed: a number, above 0"),
+        (["method.window=0"], "method.window=0; allowed: 1 or more"),
+        (["decode.temperature=-1"], "decode.temperature=-1"),
+        (["suite.batch=no"], "suite.batch=no"),
+        (["job=[train,eval]"], "no artifact was exported under name=quickstart"),
+        (["job=[train,generate]"], "generate needs one prompt"),
+        (["init=nothing"], "no artifact 'nothing'"),
+    ],
+)
+def test_all_jobs_are_checked_before_the_first_begins(
+    words: list[str], says: str, tmp_path: Path, run: Run
+) -> None:
+    done = run("+recipe=quickstart", *words)
+    assert done.returncode == 1 and says in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_value_is_told_without_loading_torch(tmp_path: Path) -> None:
+    assert loaded(["+recipe=quickstart", "optim.lr=-1"], "torch", cwd=tmp_path) == "[]"
+
+
+def test_what_is_missing_names_a_command_that_serves(run: Run) -> None:
+    said = run("eval", "+recipe=quickstart", "name=ec", "suite.prompts=2").stderr
+    assert "make it: longtrain job=[train,export] +recipe=quickstart name=ec, or" in said
+    again = run("job=[train,export]", "+recipe=quickstart", "name=ec", "dry_run=true")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr == "dry run: nothing wrong was found with train, export; nothing was done\n"
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, **does: Callable[..., None]) -> None:
+    """Jobs that do what is given instead of their work."""
+    for job, run in does.items():
+        monkeypatch.setitem(sys.modules, f"tests_fake_{job}", type("Module", (), {"run": staticmethod(run)}))
+        monkeypatch.setitem(JOBS, job, (f"tests_fake_{job}", ""))
+
+
+def test_eval_takes_what_the_same_command_exported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    seen: list[str] = []
+
+    def export(cfg: object) -> None:
+        (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "mine" / "longtrain.json").write_text("{}")
+
+    fake(monkeypatch, train=lambda cfg: None, export=export, eval=lambda cfg: seen.append(cfg.artifact))
+    words = ["job=[train,export,eval]", "target=tiny", "method=longspec", "data=excerpt", "name=mine"]
+    done = run(*words, "quiet=true")
+    assert done.returncode == 0, done.stderr
+    assert seen == ["checkpoints/mine"]
+
+
+@pytest.mark.parametrize("job", ["train", "eval"])
+def test_ctrl_c_ends_with_130_and_says_what_is_kept(
+    job: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    def interrupted(cfg: object) -> None:
+        raise KeyboardInterrupt
+
+    fake(monkeypatch, **{job: interrupted})
+    done = run(job, "+recipe=quickstart", "artifact=null", "quiet=true")
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert f"{job} was interrupted" in done.stderr and "the same command goes on" in done.stderr
+    assert "runs/quickstart" in done.stderr
+    assert set(KEPT) == set(JOBS)
+
+
+def test_ctrl_c_before_a_job_begins(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def interrupted(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "mount", interrupted)
+    done = run("train", "+recipe=quickstart")
+    assert done.returncode == 130 and "nothing was done" in done.stderr
+
+
+def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "longtrain", "train", "--help"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env)
+    os.close(writer)
+    assert done.returncode == 141 and done.stderr == ""
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("+recipe=quickstart", f"home={tmp_path}/file/below")
+    assert done.returncode == 1 and "cannot be written to" in done.stderr and "home=FOLDER" in done.stderr
+    said = explain(PermissionError(13, "Permission denied", "/x/y"))
+    assert said.startswith("/x/y: Permission denied; outputs go below home=FOLDER")
+
+
+def test_threads_wait_asleep_and_no_more_than_granted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    (tmp_path / "all").write_text("max 100000\n")
+    assert cli.granted_cores(tmp_path / "cpu.max") == 2
+    assert cli.granted_cores(tmp_path / "all") is None and cli.granted_cores(tmp_path / "none") is None
+    monkeypatch.setattr(cli, "granted_cores", lambda limit: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    cli.quiet_threads()
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("PASSIVE", "1")
