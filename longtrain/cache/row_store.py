@@ -19,10 +19,8 @@ from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError
 from longtrain.kernels.row_moves import Pages, RowLists, move_rows
 
-HOST_PROGRAMS = 4
-"""Programs that read the host's memory beside other work, on as few of the GPU's cores."""
-MOST_LAYERS = 8
-"""Layers whose rows are brought by one launch."""
+HOST_PROGRAMS = 16
+"""Programs that read the host's memory, on as few of the GPU's cores: they slow down what runs beside them."""
 
 
 class RowStore:
@@ -110,25 +108,12 @@ class RowStore:
         self.on_host_L.copy_(torch.tensor(away))
         return len(self._held) != before
 
-    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor, *, first: int | None = None) -> None:
-        """Write new rows of a layer.
-
-        Args:
-            layer: which.
-            rows_BGTE: the rows.
-            to_BT: where each goes.
-            first: where the first of all sequences goes, the others behind it, if the host knows it: the copy
-                engines then write to the host's memory.
-        """
+    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor) -> None:
+        """Write new rows of a layer."""
         T = rows_BGTE.shape[2]
         from_B1T = torch.arange(T, device=to_BT.device).expand(len(to_BT), 1, T)
         lists = RowLists(to_BT[:, None], from_B1T, self.first_LG[:1])
-        if first is None:
-            move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
-        else:
-            goals = self.host_LBGSE[layer, :, :, first : first + T].flatten(0, 1)
-            for goal_TE, rows_TE in zip(goals, rows_BGTE.flatten(0, 1), strict=True):
-                goal_TE.copy_(rows_TE, non_blocking=True)
+        move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
         if layer in self._held:
             pages = Pages(self.pages.at_LC[layer : layer + 1], self.pages.size)
             move_rows(self.pool_BGRE[None], rows_BGTE[None], lists, goal_pages=pages)
@@ -148,7 +133,7 @@ class RowStore:
         lists: RowLists,
         n_host_LBX: Tensor,
         *,
-        programs: int | None,
+        programs: int | None = HOST_PROGRAMS,
     ) -> None:
         """Bring rows of some layers to the device, from wherever they are.
 
@@ -182,24 +167,3 @@ class RowStore:
     def tensors(self) -> tuple[Tensor, ...]:
         """What steps read and write."""
         return self.host_LBGSE, self.pool_BGRE, self.pages.at_LC, self.on_host_L
-
-
-def groups(layers: Sequence[int]) -> list[slice]:
-    """Layers whose rows are brought together: one, one, 2, 4, 8, 8 .. that follow one another.
-
-    The first ones are waited for, the others have the time of those before them; and what is launched at once
-    leaves no gap on the bus.
-
-    Args:
-        layers: ascending.
-    """
-    found: list[slice] = []
-    size = 1
-    for layer in layers:
-        last = found[-1] if found else slice(0, 0)
-        if found and last.stop == layer and layer - last.start < size:
-            found[-1] = slice(last.start, layer + 1)
-            continue
-        size = min(MOST_LAYERS, sum(one.stop - one.start for one in found)) or 1
-        found.append(slice(layer, layer + 1))
-    return found

@@ -73,9 +73,8 @@ def move_rows(
         lists: on the device that moves the rows.
         goal_pages: where the goal's rows lie; None: at their own numbers.
         source_pages: where the source's rows lie.
-        programs: most of the kernel's programs, each of which then moves more rows at once: few of them leave
-            the GPU to others while they wait for the host's memory. Layers are moved in their order. None: as
-            many as there are rows to move.
+        programs: most of the kernel's programs: few of them leave the GPU to others while they wait for the
+            host's memory. Layers are moved in their order. None: as many as there are rows to move.
 
     Raises:
         ConfigError: a CUDA device without Triton's kernels.

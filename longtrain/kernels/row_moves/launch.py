@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -14,24 +13,8 @@ from longtrain.kernels.row_moves.kernel import _move_kernel
 if TYPE_CHECKING:
     from longtrain.kernels.row_moves import Pages, RowLists
 
-
-@dataclass(frozen=True)
-class Tile:
-    """What a program moves at once, so that enough is on its way to hide the latency of the memory.
-
-    Args:
-        numbers: of rows.
-        warps: of the program.
-    """
-
-    numbers: int
-    warps: int
-
-
-MANY = Tile(4096, 4)
-"""Where there are as many programs as it takes."""
-FEW = Tile(16384, 8)
-"""Where few of them must keep the host's bus busy: 32 KiB of bf16 each."""
+_TILE = 4096
+"""Numbers that a program moves at once, so that enough of them are on their way to hide the bus's latency."""
 
 
 def move_rows(
@@ -48,8 +31,7 @@ def move_rows(
     if not (L and B and G and M):
         return
     ones, width = L * B * G, triton.next_power_of_2(E)
-    tile = MANY if programs is None else FEW
-    rows = min(triton.next_power_of_2(M), max(1, tile.numbers // width))
+    rows = min(triton.next_power_of_2(M), max(1, _TILE // width))
     chunks = triton.cdiv(M, rows)
     grid = (
         (ones, chunks) if programs is None else (min(ones, programs), min(chunks, max(1, programs // ones)))
@@ -71,7 +53,6 @@ def move_rows(
             E=E, WIDTH=width, ROWS=rows, COUNTED=counts is not None,
             GOAL_SIZE=0 if goal_at is None else goal_at.size,
             SOURCE_SIZE=0 if source_at is None else source_at.size,
-            num_warps=tile.warps,
         )  # fmt: skip
 
 
