@@ -20,7 +20,7 @@ from longtrain.errors import ConfigError
 from longtrain.kernels.row_moves import Pages, RowLists, move_rows
 
 HOST_PROGRAMS = 16
-"""Programs that read the host's memory, on as few of the GPU's cores: they slow down what runs beside them."""
+"""Programs that read the host's memory, on as few of the GPU's cores; these slow down what runs there too."""
 
 
 class RowStore:
