@@ -263,6 +263,8 @@ def whole(phases: Phases, counts: CycleCounts) -> Row:
 def split(phases: Phases, counts: CycleCounts) -> Row:
     """Milliseconds of each phase by itself, and of the target's attention and linear layers.
 
+    With a selector there is `select_ms` beside `PHASES`: scoring rows and choosing among them.
+
     Args:
         phases: begun.
         counts: how many cycles.
@@ -284,6 +286,8 @@ def split(phases: Phases, counts: CycleCounts) -> Row:
 
     pool = torch.cuda.graph_pool_handle() if has_graphs(device) else None
     works = {"propose": propose, "forward": forward, "accept": accept, "commit": commit}
+    if phases.selector is not None:
+        works = {"select": phases.select} | works
     found = _timed(works, counts, device, pool)
     found |= _timed({"attention": _attention(phases)}, counts, device, None)
     found["linear_ms"] = found["forward_ms"]["median"] - found["attention_ms"]["median"]

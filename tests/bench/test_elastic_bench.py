@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longtrain.bench.cycles import PHASES, CycleCounts, random_ids, ready, split
 from longtrain.bench.elastic.overlap import LruBuffer
 from longtrain.bench.suites import Context, bench_of
+from longtrain.cache.selected import SelectedCache
+from longtrain.decoding.evict import Budget
+from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ConfigError
+from longtrain.systems import parse
 
 CPU = Context(torch.device("cpu"), method={"name": "specontext"})
 
@@ -95,3 +100,17 @@ def test_requests_of_mixes():
     assert all(counts == sorted(counts) and counts[0] < info.n_layers for counts in away)
     with pytest.raises(ConfigError, match="hold no request of 96 tokens for 'full'"):
         rows_of(lengths=[], mixes=[[32, 64]], mix_gib=1e-6)
+
+
+@torch.no_grad()
+def test_choosing_is_a_phase_of_its_own():
+    """A step over chosen rows taken apart: what is chosen is due in every one of them."""
+    (system,) = CPU.systems(target := CPU.random_target("llama_micro"), parse({"method": dict(CPU.method)}),
+                            budgets=[Budget(80)])  # fmt: skip
+    counts = CycleCounts(2, 2, read=False)
+    prompts = random_ids(target.info.vocab_size, 2, 150, seed=1)
+    phases = ready(target, system.parts, prompts, TreeShape(()), counts)
+    found = split(phases, counts)
+    assert {"select_ms", *PHASES} <= {*found} and isinstance(phases.cache, SelectedCache)
+    since_B, len_B = phases.cache.row_sets.since_B, phases.cache.len_B
+    assert torch.equal(since_B, len_B - 1) and int(len_B[0]) == 150 + 5
