@@ -1,0 +1,125 @@
+"""What the site is made of: figures, settings, benchmark tables, messages and links (`docs/generate/`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import benchmarks
+import figures
+import knobs
+import messages
+import pytest
+import repository
+
+from longtrain import methods
+
+ROOT = Path(__file__).parent.parent
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_of_pages_stand_in_results(page: Path) -> None:
+    depth = len(page.relative_to(ROOT / "docs").parts) - 1
+    text = figures.fill(page.read_text(encoding="utf-8"), depth)
+    assert ".json:" not in text
+
+
+def test_a_figure_that_is_not_there_stops_the_build() -> None:
+    file = "draft_memory.json"
+    assert figures.shown(file, "rows[row_tokens=131072].step.peak_gib", ".1f") == "32.9"
+    for place, said in (
+        ("rows[row_tokens=5].step", "0 rows"),
+        ("rows[0].nothing", "no key 'nothing'"),
+        ("rows[0].step", "no number"),
+    ):
+        with pytest.raises(LookupError, match=said):
+            figures.shown(file, place, ".1f")
+    with pytest.raises(LookupError, match="is not in"):
+        figures.fill("{{ none.json: a | .1f }}", 0)
+
+
+def test_every_method_has_a_page_with_its_settings() -> None:
+    assert knobs.names() == list(methods.names())
+    for name in methods.names():
+        text = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"{{{{ settings: {name} }}}}" in text
+        table = knobs.table(name)
+        keys = re.findall(r"^\| `method\.(\w+)` \|", table, re.M)
+        assert set(keys) == {field.name for field in fields(methods.config_class(name))}
+        for part in ("## In a picture", "## The equation", "## What to expect", "## When not to use it"):
+            assert part in text
+
+
+def test_settings_have_defaults_as_typed_and_whole_comments() -> None:
+    table = knobs.table("longspec")
+    assert "| `method.window` | `512` |" in table
+    assert "| `method.views` | `[full]` |" in table
+    assert "copy in 4 bits, read in a third of the time" in table
+    assert "| `method.variant` | `shifted` |" in knobs.table("specontext")
+
+
+def test_benchmark_pages_hold_every_file_and_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = benchmarks.pages()
+    for file in repository.results():
+        assert f"{{#{repository.anchor(file)}}}" in pages[f"benchmarks/{repository.group(file)}.md"]
+    folder = tmp_path / "recipes" / "results"
+    folder.mkdir(parents=True)
+    rows = [
+        {"name": "one", "tau": {"value": 2.5, "low": 2.25, "high": 2.75}, "batch": 1, "same": 7},
+        {"name": "two", "tau": None, "batch": 2, "same": 7},
+    ]
+    (folder / "mine.json").write_text(json.dumps({"command": "longtrain bench", "rows": rows}))
+    for module in (benchmarks, repository):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    page = benchmarks.pages()["benchmarks/mine.md"]
+    assert "```sh\nlongtrain bench\n```" in page
+    assert "| name | tau | batch |" in page and "| one | 2.5 [2.25, 2.75] | 1 |" in page
+    assert "The same in every row: `same` 7." in page
+
+
+def test_tables_have_as_many_cells_as_columns() -> None:
+    for address, text in benchmarks.pages().items():
+        wide = 0
+        for line in text.splitlines():
+            if not line.strip().startswith("|"):
+                wide = 0
+                continue
+            cells = len(re.findall(r"(?<!\\)\|", line))
+            wide = wide or cells
+            assert cells == wide, (address, line)
+
+
+def test_messages_that_people_meet_are_the_sources_own() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    known = re.findall(r"^\| `([^`]+)` \| ", text, re.M)
+    sources = re.sub(
+        r'"\s*\n\s*f?"',
+        "",
+        "".join(file.read_text(encoding="utf-8") for file in (ROOT / "longtrain").rglob("*.py")),
+    )
+    assert len(known) >= 5
+    assert not [words for words in known if words not in sources]
+
+
+def test_messages_are_those_that_tests_raise() -> None:
+    found = list(messages.shown())
+    assert len(found) > 100
+    one = next(one for one in found if "is a folder of checkpoints" in one.words)
+    assert one.source == "longtrain/training/checkpoint.py" and one.test == "tests/training/test_resume.py"
+    assert not [one for one in found if not (ROOT / one.test).is_file()]
+
+
+def test_links_lead_to_pages_and_files_of_the_site() -> None:
+    moved = repository.relink
+    assert moved("[a](docs/cluster.md#start-it)", "index.md") == "[a](cluster.md#start-it)"
+    assert moved("[a](../recipes/README.md)", "cluster.md") == "[a](recipes/index.md)"
+    assert moved("[a](draft_memory.json)", "benchmarks/notes.md") == "[a](draft_memory.md#draft_memory)"
+    assert moved("![a](report.png)", "benchmarks/notes.md") == "![a](../files/recipes/results/report.png)"
+    assert moved("[a](recipes/slurm) [b](none.md)", "index.md") == "a [b](none.md)"
+    assert moved("```\n[a](docs/cluster.md)\n```", "index.md") == "```\n[a](docs/cluster.md)\n```"
