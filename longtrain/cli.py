@@ -288,7 +288,9 @@ def _set_full_error(value: str | None) -> None:
 
 
 def _complain(line: str) -> None:
-    print(f"longtrain: error: {line}", file=sys.stderr)
+    """Print an error; what a terminal would obey (a file's content may be in the line) is shown escaped."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print(f"longtrain: error: {shown}", file=sys.stderr)
 
 
 def _say(text: str) -> None:

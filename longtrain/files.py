@@ -21,6 +21,8 @@ log = get_logger(__name__)
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a disk that is full, or of a quota that is used up."""
+LARGEST = 2**40
+"""No setting is as large, and no size of a model."""
 TRIES = 100
 """How often a new folder is made anew where another process removes or takes it in the same moment."""
 
@@ -113,6 +115,23 @@ def read_json(path: Path) -> Any:
         ValueError: see `parse_json`.
     """
     return parse_json(read_bytes(path))
+
+
+def impossible_number(value: Any, key: str = "") -> str:
+    """The first number in a JSON value that no setting or size can be, with its place; empty: there is none.
+
+    Args:
+        value: numbers, texts, lists and objects.
+        key: the place of `value`, e.g. `config`.
+    """
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        found = (impossible_number(one, f"{key}.{name}".lstrip(".")) for name, one in pairs)
+        return next(filter(None, found), "")
+    if isinstance(value, int | float) and not abs(value) < LARGEST:
+        shown = f"{value:.6g}" if isinstance(value, float) else f"an integer of {value.bit_length()} bits"
+        return f"{key}={shown}; allowed: numbers below {LARGEST}"
+    return ""
 
 
 @contextmanager

@@ -52,6 +52,13 @@ def test_top_help_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_what_a_terminal_would_obey_is_escaped_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._complain("document \x1b[2J\x07\r\n\u202e größe 龙\ud800 is wrong")
+    assert capsys.readouterr().err == (
+        "longtrain: error: document \\x1b[2J\\x07\\r\\n\\u202e größe 龙\\ud800 is wrong\n"
+    )
+
+
 def test_no_arguments_is_help(run: Run) -> None:
     assert run().stdout == run("--help").stdout
 

@@ -13,13 +13,11 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from longtrain.errors import ArtifactError
-from longtrain.files import read_bytes, read_json
+from longtrain.files import impossible_number, read_bytes, read_json
 
 SCHEMA = 1
 MANIFEST = "longtrain.json"
 LOCAL = "local.json"
-LARGEST = 2**40
-"""No setting and no size of a target is as large."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -43,22 +41,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if wrong:
         raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
     for key in ("config", "target"):
-        _check_numbers(path, key, manifest[key])
+        if absurd := impossible_number(manifest[key], key):
+            raise ArtifactError(f"{path} has {absurd}; export it again")
     return manifest
-
-
-def _check_numbers(path: Path, key: str, value: Any) -> None:
-    """Refuse numbers that no setting can have, wherever they stand in a value.
-
-    Raises:
-        ArtifactError: one is NaN, infinite or huge.
-    """
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, one in pairs:
-            _check_numbers(path, f"{key}.{name}", one)
-    elif isinstance(value, int | float) and not abs(value) < LARGEST:
-        raise ArtifactError(f"{path} has {key}={value:.6g}; allowed: less than {LARGEST}; export it again")
 
 
 def local_target(folder: Path) -> str | None:

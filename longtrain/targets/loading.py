@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -25,6 +24,7 @@ from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of
 from longtrain.targets.attention import NAME
+from longtrain.targets.config_file import eos_ids_of, read_config
 from longtrain.targets.ends import TargetEnds, Weights, assign_ends, drawn_weights, stored_weights
 from longtrain.targets.info import TargetInfo, check_supported
 from longtrain.targets.model import Target, rebuild_rotary
@@ -94,14 +94,13 @@ def load_target(
     device = _device(device)
     dtype = _dtype(dtype, device)
     folder = folder_of(where)
-    config = _config(folder)
+    config = read_config(folder)
     check_supported(config, str(where))
     if weights == "stored":
         weight_files(folder)  # missing weights are told before anything is built
     tokenizer = _tokenizer(folder)
     set_chat_template(tokenizer, chat_template)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    model = _without_weights(config, dtype, str(where))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     node = None if shard is None or not layers else Node.join(device)
@@ -122,7 +121,7 @@ def load_target(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     rebuild_rotary(model, device)
-    eos_ids = _eos_ids(config, folder)
+    eos_ids = eos_ids_of(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
     info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards, samples=samples)
     if max_positions is not None:
@@ -182,7 +181,7 @@ def target_from_model(
     name = name or f"in-memory {model.config.model_type}"
     check_supported(model.config, name)
     model.set_attn_implementation(NAME)
-    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=_eos_ids(model.config, None))
+    info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids_of(model.config, None))
     return Target(model, info, tokenizer)
 
 
@@ -210,8 +209,7 @@ def random_target(
     config = shape_config(shape)
     name = shape if isinstance(shape, str) else f"random {config.model_type}"
     check_supported(config, name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    model = _without_weights(config, dtype, name)
     model.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -220,7 +218,7 @@ def random_target(
     with torch.no_grad():
         for leaf, param in model.named_parameters():
             draw(leaf, param, coins)
-    return Target(model, describe(model, tokenizer=None, name=name, eos_ids=_eos_ids(config, None)))
+    return Target(model, describe(model, tokenizer=None, name=name, eos_ids=eos_ids_of(config, None)))
 
 
 def describe(
@@ -267,17 +265,21 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def _config(folder: Path) -> Any:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ArtifactError(
-            f"{folder} has no config.json; pass a target folder (config.json, weights, tokenizer)"
-        )
+def _without_weights(config: Any, dtype: torch.dtype, name: str) -> Any:
+    """A model whose parameters have shapes and no values.
+
+    Raises:
+        ArtifactError: transformers builds no model of this config.
+    """
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"{file} is not a config that transformers can read ({reason})") from error
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ArtifactError(
+            f"the config.json of target {name} describes no model that transformers can build "
+            f"({type(error).__name__}: {reason}); get the folder again"
+        ) from error
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -293,20 +295,6 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ArtifactError(
             f"the tokenizer of {folder} cannot be read ({reason})" + (f"; {hint}" if hint else "")
         ) from error
-
-
-def _eos_ids(config: Any, folder: Path | None) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's, which chat models extend, else the config's."""
-    eos = config.eos_token_id
-    file = folder / "generation_config.json" if folder else None
-    if file is not None and file.is_file():
-        try:
-            eos = json.loads(file.read_text()).get("eos_token_id", eos)
-        except ValueError as error:
-            raise ArtifactError(f"{file} is not JSON ({error})") from error
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
 
 
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

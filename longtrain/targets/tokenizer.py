@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, refusal
+from longtrain.files import LARGEST, read_bytes, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +50,9 @@ def read_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if local else where, trust_remote_code=False)
         config = folder / "config.json" if local else Path(hf_hub_download(where, "config.json"))
-        context = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings")
+        context = read_json(config).get("max_position_embeddings")
+        if context is not None and (type(context) is not int or not 0 < context < LARGEST):
+            raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
@@ -76,7 +79,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     bundled = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
     file = bundled.get(chat_template) or Path(chat_template).expanduser()
     try:
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_bytes(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise refusal(
             ConfigError,

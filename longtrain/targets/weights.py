@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longtrain.errors import ArtifactError, TargetMismatchError
+from longtrain.files import read_json
 from longtrain.targets.sharded import rows_of
 
 if TYPE_CHECKING:
@@ -119,8 +120,10 @@ def weight_files(folder: Path) -> list[Path]:
         if not name.endswith(".index.json"):
             return [file]
         try:
-            shards = sorted(set(json.loads(file.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            shards = sorted(set(read_json(file)["weight_map"].values()))
+            if not shards or not all(isinstance(one, str) and Path(one).name == one for one in shards):
+                raise ValueError("weight_map must give file names of this folder")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ArtifactError(f"{file} is not a weight index ({error}); get the folder again") from error
         absent = [shard for shard in shards if not (folder / shard).is_file()]
         if absent:

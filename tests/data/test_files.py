@@ -31,7 +31,14 @@ def test_json_lines_and_a_json_list_read_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content,word", [('{"a": 1}\n{"a": \n', "bad.jsonl:2"), ("[1, 2]", "bad.jsonl:1"), ("3\n", "int")]
+    "content,word",
+    [
+        ('{"a": 1}\n{"a": \n', "bad.jsonl:2"),
+        ("[1, 2]", "bad.jsonl:1"),
+        ("3\n", "int"),
+        ('{"a": 1}\n{"a": ' + "[" * 10**5, "bad.jsonl:2 .* nested too deeply"),
+        ("[" * 10**5, "nested too deeply"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path, content, word):
     path = tmp_path / "bad.jsonl"

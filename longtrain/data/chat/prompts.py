@@ -18,7 +18,7 @@ import numpy as np
 from longtrain.data.config import DataConfig
 from longtrain.data.read.adapters import Document
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import Journal, whole_lines
+from longtrain.files import Journal, parse_json, whole_lines
 from longtrain.progress import follow
 
 Generate = Callable[[list[list[int]]], list[list[int]]]
@@ -153,7 +153,7 @@ class Answers:
     def _read(self, path: Path) -> None:
         for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 self.done[row["key"]] = [int(token) for token in row["ids"]]
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(

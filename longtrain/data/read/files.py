@@ -9,7 +9,6 @@ all columns' bytes.
 from __future__ import annotations
 
 import gzip
-import json
 import lzma
 import os
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy as np
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
+from longtrain.files import parse_json
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -114,7 +114,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with open_text(path) as file:
             if file.read(64).lstrip().startswith("["):
                 file.seek(0)
-                rows = enumerate(json.load(file), 1)
+                rows = enumerate(parse_json(file.read()), 1)
                 yield from ((f"{path.name}:{number}", _object(row, path, number)) for number, row in rows)
                 return
             file.seek(0)
@@ -123,7 +123,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{path.name}:{number}", _object(_parse(line, path, number), path, number)
     except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
         raise DataError(f"cannot read {path}: {error}; convert or leave out the file") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path} is neither JSON lines nor one JSON list: {error}") from error
 
 
@@ -150,8 +150,8 @@ def need(where: str | None, reader: str) -> str:
 
 def _parse(line: str, path: Path, number: int) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        return parse_json(line)
+    except ValueError as error:
         raise DataError(f"{path}:{number} is not JSON ({error}); one JSON object a line is wanted") from error
 
 
@@ -171,7 +171,7 @@ def read_mds_shard(path: Path) -> Iterator[dict[str, Any]]:
     try:
         n = int(blob[:4].view(np.uint32)[0])
         offsets = np.frombuffer(blob[4 : 8 + 4 * n].tobytes(), np.uint32).astype(np.int64)
-        header = json.loads(blob[8 + 4 * n : offsets[0]].tobytes())
+        header = parse_json(blob[8 + 4 * n : offsets[0]].tobytes())
     except (ValueError, IndexError) as error:
         raise DataError(f"{path} is not an MDS shard ({error}); download it again") from error
     if n and offsets[-1] > len(blob):

@@ -1,0 +1,72 @@
+"""A target's config.json and generation_config.json, checked before transformers makes anything of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from longtrain.errors import ArtifactError
+from longtrain.files import impossible_number, read_json
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
+MOST = {"num_hidden_layers": 2**12}
+"""Sizes above these are no model's; 2**31 where a key is not here."""
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a target folder.
+
+    Raises:
+        ArtifactError: there is none, or it describes no model.
+    """
+    file = folder / "config.json"
+    values = read_object(file, "pass a target folder (config.json, weights, tokenizer)")
+    if wrong := impossible_number(values):
+        raise ArtifactError(f"{file} has {wrong}; get the folder again")
+    for key in SIZES:
+        size, most = values.get(key), MOST.get(key, 2**31)
+        if size is not None and (type(size) is not int or not 0 < size <= most):
+            raise ArtifactError(f"{file} has {key}={size!r}; allowed: a whole number from 1 to {most}")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"{file} is not a config that transformers can read ({reason})") from error
+
+
+def read_object(file: Path, advice: str = "get the folder again") -> dict[str, Any]:
+    """The keys and values of a JSON file.
+
+    Raises:
+        ArtifactError: there is no such file, or it holds something else than one JSON object.
+    """
+    if not file.exists():
+        raise ArtifactError(f"{file.parent} has no {file.name}; {advice}")
+    try:
+        values = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{file} is not JSON ({error}); {advice}") from error
+    if not isinstance(values, dict):
+        raise ArtifactError(f"{file} holds a JSON {type(values).__name__}, not an object; {advice}")
+    return values
+
+
+def eos_ids_of(config: Any, folder: Path | None) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's, which chat models extend, else the config's.
+
+    Raises:
+        ArtifactError: the generation config cannot be read, or they are no ids.
+    """
+    eos, file = config.eos_token_id, folder / "generation_config.json" if folder else None
+    if file is not None and file.exists():
+        eos = read_object(file).get("eos_token_id", eos)
+    if eos is None:
+        return ()
+    ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+        where = file or "the config"
+        raise ArtifactError(f"{where} has eos_token_id={eos!r}; allowed: a token id, or a list of them")
+    return ids
