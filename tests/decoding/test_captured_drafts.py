@@ -104,6 +104,10 @@ def test_cuda_graphs_over_a_quantised_cache(name, keys):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="the linear layers of few rows need compute capability 9.0",
+)
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2), (16, 2)], ids=str)
 @pytest.mark.parametrize("family", ["llama_micro", "qwen3_micro"])
 def test_an_accepted_row_has_plain_decodings_bits(family, heads):
