@@ -55,3 +55,7 @@ def test_on_a_gpu():
         expected = greedy.follow(best, tokens, parents, levels, most)
         got = greedy.follow(best.cuda(), tokens.cuda(), parents.cuda(), levels, most.cuda())
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
+        news, there = torch.empty(5, levels + 3, dtype=torch.int64), tokens.cuda().new_empty(5, levels + 3)
+        greedy.emitted(tokens, *expected, news)
+        greedy.emitted(tokens.cuda(), *got, there)
+        assert torch.equal(there.cpu(), news)
