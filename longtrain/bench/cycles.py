@@ -137,8 +137,9 @@ def ready(
         tokens_BS, n_B = pad(prompts, target.device)
         context, looking = len(prompts[0]), onlooker(draft)
         cache = new_cache(batch, context + room, shape.n_nodes)
-        roles = (draft, parts.selector)
-        states = [random_states(target, role, batch, context, seed=counts.seed) for role in roles]
+        states = [
+            random_states(target, role, batch, context, seed=counts.seed) for role in (draft, parts.selector)
+        ]
         step = TargetStep(None, states[0] | states[1])
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
