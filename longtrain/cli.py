@@ -199,7 +199,7 @@ def _run_hydra() -> None:
     from longtrain.prompt.explain import explain
 
     full = os.environ.get("HYDRA_FULL_ERROR")
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     def task(cfg: DictConfig) -> None:
         _set_full_error(full)

@@ -32,3 +32,16 @@ class TrainingError(LongtrainError):
 def refusal(kind: type[LongtrainError], what: str, allowed: str) -> LongtrainError:
     """An error that says what was given and what is allowed instead."""
     return kind(f"{what}; allowed: {allowed}")
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an exception says that something failed, and not that the process is to end.
+
+    Libraries written in Rust (tokenizers, safetensors) "panic" with an exception of a kind of its own.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of somebody else's says, in one line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

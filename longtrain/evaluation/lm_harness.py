@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, DataError
 
 try:
@@ -99,8 +100,10 @@ class RecordedModel(TemplateLM):
     ) -> str:
         """The text of a conversation in the tokenizer's chat template."""
         return str(
-            self.tokenizer.apply_chat_template(
+            apply_template(
+                self.tokenizer,
                 chat_history,
+                name="of the task",
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from longtrain.data.chat.mask import apply_template
 from longtrain.data.retrieval.synthetic import ChatIds
 from longtrain.errors import ConfigError, DataError
 
@@ -111,13 +112,16 @@ def render_chat(
 
     Raises:
         ConfigError: the tokenizer has no chat template.
+        DataError: the template fails.
     """
     if not tokenizer.chat_template:
         raise ConfigError(NO_TEMPLATE)
     template = str(tokenizer.get_chat_template())
     return str(
-        tokenizer.apply_chat_template(
+        apply_template(
+            tokenizer,
             [dict(message) for message in messages],
+            name="of the suite",
             chat_template=_dated(template) if "strftime_now" in template else template,
             add_generation_prompt=True,
             tokenize=False,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omegaconf import DictConfig
 
+from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.setup import (
     NO_TARGET,
@@ -219,7 +220,7 @@ def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
     if not tokenizer.chat_template:
         raise ConfigError(f"target {target.info.name} has no chat template; pass chat=false")
     message = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    text = apply_template(tokenizer, message, name="prompt", add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return list(ids)
 

@@ -24,7 +24,7 @@ PLACES = {
 """Errors of a place that cannot be written to or read."""
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """What to print: our own errors as they are, Hydra's with what exists, others with their type."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

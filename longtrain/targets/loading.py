@@ -20,7 +20,7 @@ from transformers import (
 
 from longtrain.costs.held import Spread, held, refuse_lack
 from longtrain.costs.model import Sizes
-from longtrain.errors import ArtifactError, ConfigError, refusal
+from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import folder_of
 from longtrain.targets.attention import NAME
@@ -289,11 +289,12 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         hint = legacy_hint(error)
         raise ArtifactError(
-            f"the tokenizer of {folder} cannot be read ({reason})" + (f"; {hint}" if hint else "")
+            f"the tokenizer of {folder} cannot be read ({first_line(error)})" + (f"; {hint}" if hint else "")
         ) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError, DataError, refusal
+from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
 from longtrain.files import LARGEST, read_bytes, read_json
 
 if TYPE_CHECKING:
@@ -53,10 +53,11 @@ def read_tokenizer(
         context = read_json(config).get("max_position_embeddings")
         if context is not None and (type(context) is not int or not 0 < context < LARGEST):
             raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ConfigError(
-            f"target.path={where}: no tokenizer and config.json could be read ({reason}); "
+            f"target.path={where}: no tokenizer and config.json could be read ({first_line(error)}); "
             f"{legacy_hint(error) or 'pass a target folder, or a Hub id while online'}"
         ) from error
     set_chat_template(tokenizer, chat_template)
@@ -88,7 +89,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         ) from error
 
 
-def legacy_hint(error: Exception) -> str:
+def legacy_hint(error: BaseException) -> str:
     """What to install if a tokenizer could not be read for want of sentencepiece or protobuf; else empty."""
     lacking = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]
     if not any(word in str(error).lower() for word in ("sentencepiece", "protobuf", "tiktoken")):

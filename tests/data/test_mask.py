@@ -138,3 +138,21 @@ def test_a_conversation_the_template_refuses_is_named(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"row 3.*roles must alternate"):
         render(tokenizer, CHAT, how="template", name="row 3")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[0]['content'].format(x) }}{% endfor %}",
+        "{{ raise_exception('') }}",
+    ],
+)
+def test_unsafe_and_broken_templates_are_one_sentence(tokenizer, template):
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"conversation c: the chat template refuses it \(.+\)") as caught:
+        render_prompt(tokenizer, CHAT, name="c")
+    assert "\n" not in str(caught.value)

@@ -86,6 +86,29 @@ def test_equal_inputs_do_nothing_and_changed_ones_are_done_anew(tokenizer, texts
     assert tokenizer.decode(data.ids[: data.length[0]].tolist()) == "Changed in place, once."
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "WordPiece", "unk_token": "[U]", "vocab": {"a": 0}}},  # raises
+        {
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(T+|T)*$"}, "behavior": "Isolated"}
+        },  # panics
+    ],
+)
+def test_a_tokenizer_that_fails_on_text_is_told_in_a_sentence(tokenizer, texts, tmp_path, change):
+    from tokenizers import Tokenizer
+
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    if "model" in change:
+        change["model"] |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
+    else:
+        change["pre_tokenizer"]["invert"] = False
+        (texts / "t0.txt").write_text("T" * 64 + "x")
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**values, **change}))
+    with pytest.raises(DataError, match=r"tokenizer fails on the text \(.*get the target folder again"):
+        run(config({"text": str(texts)}), tokenizer, tmp_path)
+
+
 def test_damaged_data_is_told_of_and_written_anew(tokenizer, texts, tmp_path, caplog):
     made = config({"text": str(texts)})
     data = run(made, tokenizer, tmp_path)

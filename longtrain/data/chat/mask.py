@@ -10,14 +10,14 @@ Shapes: T tokens of one document.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from longtrain.data.read.adapters import Message
-from longtrain.errors import DataError
+from longtrain.errors import DataError, first_line, is_failure
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -88,6 +88,33 @@ def render_prompt(tokenizer: Any, messages: Sequence[Message], *, name: str) -> 
     """The ids of a conversation up to where the assistant begins to write, int64."""
     encoded = _apply(tokenizer, messages, name, return_dict=True, add_generation_prompt=True)
     return np.asarray(encoded["input_ids"], np.int64)
+
+
+def apply_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, name: str, **options: Any
+) -> Any:
+    """What a tokenizer's chat template makes of a conversation.
+
+    A template is a program in a sandbox: a wrong, hostile or looping one can fail in any way there is.
+
+    Args:
+        tokenizer: the tokenizer of the target.
+        messages: turns with `role` and `content`.
+        name: what error messages call the conversation.
+        options: of the tokenizer's `apply_chat_template`.
+
+    Raises:
+        DataError: the template fails.
+    """
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise DataError(
+            f"conversation {name}: the chat template refuses it ({first_line(error)}); "
+            f"roles are {', '.join(str(message['role']) for message in messages)}"
+        ) from error
 
 
 def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
@@ -178,13 +205,7 @@ def _render_by_prefix(tokenizer: Any, messages: Sequence[Message], name: str) ->
 
 
 def _apply(tokenizer: Any, messages: Sequence[Message], name: str, **options: Any) -> Any:
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-    except Exception as error:
-        raise DataError(
-            f"conversation {name}: the chat template refuses it ({str(error).strip().splitlines()[0]}); "
-            f"roles are {', '.join(message['role'] for message in messages)}"
-        ) from error
+    return apply_template(tokenizer, messages, name=name, tokenize=True, **options)
 
 
 def _after(text: str, content: str) -> str | None:

@@ -21,7 +21,7 @@ from longtrain.data.read.adapters import Document
 from longtrain.data.read.sources import Inputs, documents
 from longtrain.data.retrieval.synthetic import synthetic_documents
 from longtrain.data.rows.prepared import PreparedWriter
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, first_line, is_failure
 from longtrain.progress import follow
 
 BATCH_CHARS = 4_000_000
@@ -248,9 +248,17 @@ class Tokenise:
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
             return []
-        encoded = self.tokenizer(
-            texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )["input_ids"]
+        try:
+            encoded = self.tokenizer(
+                texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            )["input_ids"]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise DataError(
+                f"the target's tokenizer fails on the text ({first_line(error)}); its files (tokenizer.json) "
+                "are damaged or do not belong together: get the target folder again"
+            ) from error
         end = [self.tokenizer.eos_token_id] if self.config.append_eos else []
         if end == [None]:
             raise ConfigError(

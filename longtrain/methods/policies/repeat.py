@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,8 +89,13 @@ def _chat(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], str
     def render(*messages: tuple[str, str]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
         return str(
-            tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            apply_template(
+                tokenizer,
+                turns,
+                name="of repeat",
+                add_generation_prompt=True,
+                tokenize=False,
+                enable_thinking=False,
             )
         )
 
