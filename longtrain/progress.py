@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -15,6 +16,37 @@ T = TypeVar("T")
 
 EVERY_S = 30.0
 """Between two log lines."""
+
+
+WINDOW_S = 60.0
+"""The time left follows the pace of the last so many seconds."""
+
+
+class Pace:
+    """How fast work goes now, from when how much of it was done.
+
+    Args:
+        done: what was done before it began.
+        now: the clock, seconds.
+    """
+
+    def __init__(self, done: int, now: float) -> None:
+        self._marks = deque([(now, done)])
+
+    def mark(self, done: int, now: float) -> None:
+        """Note how much is done; marks within a second count as one, so that few are kept."""
+        if len(self._marks) > 1 and now - self._marks[-2][0] < 1:
+            self._marks.pop()
+        self._marks.append((now, done))
+        while len(self._marks) > 2 and now - self._marks[1][0] >= WINDOW_S:
+            self._marks.popleft()
+
+    def left_s(self, total: int) -> float:
+        """Seconds until all is done at this pace; NaN while nothing was done."""
+        (began, first), (now, done) = self._marks[0], self._marks[-1]
+        if total <= done:
+            return 0.0
+        return (total - done) * (now - began) / (done - first) if done > first else float("nan")
 
 
 def follow(
@@ -60,7 +92,8 @@ class Progress:
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
-        self._started = self._told = time.monotonic()
+        self._told = time.monotonic()
+        self._pace = Pace(self.done, self._told)
         if self.total != 0 and self.on_terminal:
             self._start_bar()
         elif self.total:
@@ -76,6 +109,7 @@ class Progress:
     def add(self, total: int, done: int) -> None:
         """More to be done, and of it done before: another process tells of its part."""
         self.total, self.done, self.before = (self.total or 0) + total, self.done + done, self.before + done
+        self._pace = Pace(self.done, time.monotonic())  # what others did before says nothing of the pace
         if self._bar is None and self.total and self.on_terminal:
             self._start_bar()
         elif self._bar is not None:
@@ -88,10 +122,10 @@ class Progress:
             self._bar.update(self._task, completed=self.done, description=what)
             return
         now = time.monotonic()
+        self._pace.mark(self.done, now)
         if now - self._told >= self.every_s or self.done == self.total:
             self._told = now
-            rate = (self.done - self.before) / max(now - self._started, 1e-9)
-            left_s = (self.total - self.done) / rate if rate and self.total else float("nan")
+            left_s = self._pace.left_s(self.total) if self.total else float("nan")
             log.info(
                 "%s: %s=%d of=%s left_s=%.0f",
                 what,
@@ -121,6 +155,8 @@ class Progress:
             TextColumn("left"),
             TimeRemainingColumn(),
         )
-        self._bar = Bar(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600)
+        self._bar = Bar(
+            *columns, console=Console(stderr=True), transient=True, speed_estimate_period=WINDOW_S
+        )
         self._task = self._bar.add_task("starting", total=self.total, completed=self.done)
         self._bar.start()

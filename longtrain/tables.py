@@ -48,16 +48,42 @@ def without_empty(
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table on the terminal; the first column is never wrapped."""
+    """Print a table; nothing of it is cut.
+
+    On a terminal that is too narrow the columns come in several blocks, each with the first column. A file
+    has them all in one.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", title=title, title_justify="left")
-    for place, column in enumerate(header):
-        table.add_column(column, no_wrap=place == 0)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    widths = [2 + max(map(len, map(str, column))) for column in zip(header, *rows, strict=True)]
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=max(80, sum(widths)))
+    for place, block in enumerate(blocks(widths, console.width)):
+        table = Table(box=None, header_style="bold", title=None if place else title, title_justify="left")
+        for at in block:
+            table.add_column(header[at], no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[at] for at in block))
+        console.print(table)
+
+
+def blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of the columns that go side by side; the first column is in every block.
+
+    Args:
+        widths: of the columns.
+        room: of a line.
+    """
+    found, used = [[0]], widths[0]
+    for at, width in enumerate(widths[1:], 1):
+        if used + width > room and len(found[-1]) > 1:
+            found.append([0])
+            used = widths[0]
+        found[-1].append(at)
+        used += width
+    return found
 
 
 def say(*lines: str) -> None:

@@ -116,10 +116,11 @@ def run(cfg: DictConfig) -> None:
         kept.close()
     ranks.leave(trainer)
     log.info(
-        "trained steps=%d tokens=%d loss=%s tokens_per_s=%s folder=%s",
+        "trained steps=%d tokens=%d loss=%s val_loss=%s tokens_per_s=%s folder=%s",
         summary["steps"],
         summary["tokens"],
         summary["final_loss"],
+        summary["final"].get("val/loss"),
         summary["tokens_per_s"],
         folder,
     )

@@ -7,6 +7,7 @@ and the writing of one checkpoint. A run killed earlier goes on from its last ch
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from longtrain.errors import DataError
 from longtrain.log import get_logger
+from longtrain.progress import Pace
 from longtrain.training import checkpoint, state
 from longtrain.training.metrics import Metrics
 from longtrain.training.module import TrainModule
@@ -31,6 +33,9 @@ log = get_logger(__name__)
 
 LINE_SECONDS = 15.0
 """Without a terminal: at most one line in so many seconds."""
+
+BAR_WIDTH, BESIDE = 12, 35
+"""Columns of the bar, and of all else on its line but the figures and the numbers of steps."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -169,21 +174,21 @@ class ProgressBar(Callback):
         self.enabled = enabled
         self._bar: Progress | None = None
         self._total = self._start = 0
-        self._started = self._line = 0.0
+        self._line, self._pace = 0.0, Pace(0, time.monotonic())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the bar."""
         self._total, self._start = trainer.max_steps, trainer.global_step
-        self._started, self._line = time.monotonic(), 0.0
+        self._pace, self._line = Pace(self._start, time.monotonic()), 0.0
         console = Console(stderr=True)
         if self.enabled and trainer.is_global_zero and console.is_terminal:
             self._bar = Progress(
                 TextColumn("train"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=BAR_WIDTH),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
+                TextColumn("{task.fields[figures]}"),
                 console=console,
                 refresh_per_second=2,
             )
@@ -194,6 +199,18 @@ class ProgressBar(Callback):
         """Move the bar; costs nothing on the device."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=trainer.global_step)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Say what takes the time now."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], left="validating")
+        elif self.enabled and trainer.is_global_zero:
+            log.info("validating step=%d/%d", trainer.global_step, self._total)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say that training goes on."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], left=f"left {self._left(trainer.global_step)}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the bar."""
@@ -207,15 +224,21 @@ class ProgressBar(Callback):
         """Take new figures: a listener of `Metrics`, called on rank 0."""
         left = self._left(step)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], figures=short(figures), left=f"left {left}")
+            room = self._bar.console.width - BAR_WIDTH - 2 * len(str(self._total)) - BESIDE
+            shown = short(figures)
+            shown = shown if len(shown) <= room else f"{shown[: max(0, room - 1)]}…"
+            self._bar.update(self._bar.task_ids[0], figures=shown, left=f"left {left}")
         elif self.enabled and (time.monotonic() - self._line >= LINE_SECONDS or step >= self._total):
             self._line = time.monotonic()
             log.info("step=%d/%d %s left=%s", step, self._total, short(figures, equals="="), left)
 
     def _left(self, step: int) -> str:
-        done = max(1, step - self._start)
-        seconds = int((time.monotonic() - self._started) / done * max(0, self._total - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        self._pace.mark(step, time.monotonic())
+        seconds = self._pace.left_s(self._total)
+        if math.isnan(seconds):
+            return "?"
+        whole = int(seconds)
+        return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
     def _close(self) -> None:
         if self._bar is not None:
