@@ -15,8 +15,6 @@ from aot import compile_kernel
 
 from longtrain.kernels.hierarchical import attention_kernel as hier_attention_triton
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
-from longtrain.kernels.hierarchical import cooperative_kernel as hier_cooperative_triton
-from longtrain.kernels.hierarchical import cooperative_launch as hier_cooperative_launch
 from longtrain.kernels.hierarchical import fragments_kernel as hier_fragments_triton
 from longtrain.kernels.hierarchical import fragments_launch as hier_fragments_launch
 from longtrain.kernels.tree_attention import kernel as tree
@@ -129,36 +127,6 @@ def test_hier_attention_of_few_rows(bits, tiles, most):
     assert built.count("HMMA", inner) == 64 + 32 * tiles + (16 if bits == 8 else 24)
     codes = 2 * 128 * 128 * (tile.warps // 2) / (32 * tile.warps)
     assert (inner[1] - inner[0] + 1) / codes <= most
-
-
-def compiled_cooperative(tile, offset):
-    constants = {
-        "G": 8, "GROUP": 4, "OFFSET": offset, "ROWS": 8 * max(2, tile.tiles), "MASK": 2, "WORDS": 1,
-        "RECENT": tile.recent, "RINGS": 2, "STAGES": tile.stages, "CHAINED": True,
-        **hier_cooperative_launch.texts(tile.tiles, offset),
-    }  # fmt: skip
-    return compile_kernel(
-        hier_cooperative_triton.attend_kernel, hier_types("out_ptr", "lse_ptr"), constants,
-        aligned=("q_b", "q_h", "q_t"), warps=4, registers=tile.registers,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("rows", "most"), [(8, 3.0), (16, 3.5), (32, 4.2)])
-def test_hier_attention_of_warps_that_share_a_block(rows, most):
-    """As above; warps meet five times a block, and what they hand over has room beside the blocks."""
-    tile = hier_cooperative_launch.tile_for(rows)
-    built = compiled_cooperative(tile, 0.0)
-    assert hier_fragments_launch.lays_out(built.ttgir, 4)
-    assert built.registers * 128 * tile.resident <= 65536
-    assert (
-        built.shared_bytes + hier_cooperative_launch.ptx.SHARED_BYTES + 1024
-    ) * tile.resident <= 228 * 1024
-    inner = built.loop_of("HMMA")
-    assert built.count("BAR", inner) <= 5 and not any(built.count(name, inner) for name in ("LDG.", "LDS.U8"))
-    assert built.count("LDL", inner) + built.count("STL", inner) <= 16
-    assert built.count("LDGSTS.E.BYPASS.128", inner) >= 16
-    assert built.count("HMMA", inner) == 8 + 64 * max(1, rows // 16) // 2 + 16 * rows // 8
-    assert (inner[1] - inner[0] + 1) / 256 <= most
 
 
 def test_another_layout_is_seen():

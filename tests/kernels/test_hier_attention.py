@@ -69,11 +69,10 @@ def test_only_tiles_that_run_are_offered(bits):
         (1, 1, 128, bf16, True),
         (2, 8, 128, torch.float16, True),
         (2, 16, 128, bf16, True),
-        (4, 4, 128, bf16, True),
-        (4, 32, 128, bf16, bits == 8),
+        (4, 4, 128, bf16, bits == 4),
         (2, 8, 64, bf16, False),
         (2, 8, 128, torch.float32, False),
-        (2, 34, 128, bf16, False),
+        (2, 18, 128, bf16, False),
     ):
         found = launch.candidates(rows, bits, group, D, dtype)
         assert any(not isinstance(tile, launch.BlockTile) for tile in found) is few
@@ -119,13 +118,12 @@ def test_kernels_on_a_gpu(case, split, bits, D):
         want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, mask, **how)
         assert distance(out, want) <= 4e-3
         group = q.shape[1] // planes.k_upper.shape[1]
-        few = 16 if bits == 4 or group <= 2 else 32 if split is Split.FLOOR else 0
-        few = D == 128 and group * q.shape[2] <= few
+        few = D == 128 and group * q.shape[2] <= 16 and (bits == 4 or group <= 2)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-3 if few else 3e-3, rtol=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 8, 8)])
+@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8)])
 def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
     q, planes, ring, lens = hier_case(
         split=Split.FLOOR,

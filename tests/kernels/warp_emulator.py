@@ -9,9 +9,6 @@ import re
 import numpy as np
 
 FRAGMENT = 16
-SHARED = 48 * 1024
-memory = np.full(SHARED // 4, 0x7FC00000, np.uint32)
-"""Shared memory, as a text that declares some left it for the next one."""
 
 
 def registers_of(flat: np.ndarray) -> list[np.ndarray]:
@@ -37,9 +34,7 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
 class _Machine:
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        thread = np.arange(threads).astype(np.uint32)
-        self.registers = {"%laneid": thread % 32, "%tid.x": thread}
-        self.used = 0
+        self.registers = {"%laneid": (np.arange(threads) % 32).astype(np.uint32)}
 
     def read(self, name: str) -> np.ndarray:
         if name in self.registers:
@@ -49,15 +44,7 @@ class _Machine:
 
     def step(self, line: str) -> None:
         name, _, rest = line.partition(" ")
-        if name.startswith(".reg") or name == "bar.sync":
-            return
-        if name == ".shared":
-            size = int(rest.partition("[")[2].rstrip("]"))
-            self.registers[rest.split()[-1].partition("[")[0]] = np.full(self.threads, self.used, np.uint32)
-            self.used += size
-            return
-        if name.startswith(("ld.shared", "st.shared")):
-            self.move(name, rest)
+        if name.startswith(".reg"):
             return
         if name.startswith("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"):
             parts = [part.split(", ") for part in re.findall(r"{([^}]*)}", rest)]
@@ -65,23 +52,8 @@ class _Machine:
             for register, value in zip(parts[0], product(a, b, c), strict=True):
                 self.registers[register] = value
             return
-        if name == "mov.b32" and rest.startswith("{"):
-            low, high, word = re.sub("[{}]", "", rest).split(", ")
-            self.registers[low], self.registers[high] = self.read(word) & 0xFFFF, self.read(word) >> 16
-            return
         to, *of = rest.split(", ")
         self.registers[to] = OPERATIONS[name](*(self.read(one) for one in of))
-
-    def move(self, name: str, rest: str) -> None:
-        """A load from shared memory or a store there, of one number or four."""
-        base, _, offset = re.search(r"\[(.*)\]", rest)[1].partition("+")
-        at = (self.read(base) + np.uint32(int(offset or 0))) // 4
-        numbers = re.sub(r"\[.*\]|[{}]", "", rest).strip(", ").split(", ")
-        for i, number in enumerate(numbers):
-            if name.startswith("ld"):
-                self.registers[number] = memory[at + i]
-            else:
-                memory[at + i] = self.read(number)
 
 
 def halves(x: np.ndarray) -> np.ndarray:
@@ -98,13 +70,6 @@ def as_float(x: np.ndarray) -> np.ndarray:
 
 def single(x: np.ndarray) -> np.ndarray:
     return x.view(np.float32).astype(np.float64)
-
-
-def bytes_chosen(x, y, which):
-    """Four of the eight bytes of y | x, by the four lowest hexadecimal digits of `which`."""
-    both = x.astype(np.uint64) | (y.astype(np.uint64) << 32)
-    found = [(both >> (8 * (which >> 4 * i & 7))) & 255 for i in range(4)]
-    return sum(one << (8 * i) for i, one in enumerate(found)).astype(np.uint32)
 
 
 def shuffled(x, lane, *_):
@@ -147,16 +112,4 @@ OPERATIONS = {
     "fma.rn.f32": lambda x, y, z: as_float(single(x) * single(y) + single(z)),
     "cvt.rn.f16x2.f32": lambda high, low: as_halves(np.stack((single(low), single(high)), -1)),
     "shfl.sync.idx.b32": shuffled,
-    "shfl.sync.bfly.b32": lambda x, distance, *_: x[np.arange(len(x)) ^ distance],
-    "prmt.b32": lambda x, y, which: bytes_chosen(x, y, int(which[0])),
-    "xor.b32": lambda x, y: x ^ y,
-    "mul.lo.u32": lambda x, y: x * y,
-    "mad.lo.u32": lambda x, y, z: x * y + z,
-    "sub.f32": lambda x, y: as_float(single(x) - single(y)),
-    "max.f32": lambda x, y: as_float(np.fmax(single(x), single(y))),
-    "lg2.approx.f32": lambda x: as_float(np.log2(single(x))),
-    "ex2.approx.ftz.f32": lambda x: as_float(np.exp2(single(x))),
-    "cvt.f32.f16": lambda x: as_float(x.astype(np.uint16).view(np.float16).astype(np.float64)),
-    "setp.eq.u32": lambda x, y: (x == y).astype(np.uint32),
-    "selp.f32": lambda x, y, which: np.where(which != 0, x, y),
 }

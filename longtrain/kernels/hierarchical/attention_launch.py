@@ -24,7 +24,6 @@ from longtrain.kernels.devices import (
     register_limit,
 )
 from longtrain.kernels.hierarchical import attention_kernel as kernels
-from longtrain.kernels.hierarchical import cooperative_launch as cooperative
 from longtrain.kernels.hierarchical import fragments_launch as fragments
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
@@ -65,10 +64,6 @@ TILES = {
 """By bits: the first that holds all packed rows, or else the last."""
 
 
-AnyTile = BlockTile | fragments.FragmentTile | cooperative.CooperativeTile
-"""A tile of one of the three kernels."""
-
-
 def hier_attention(
     q_BHTD: Tensor,
     planes: Planes,
@@ -77,32 +72,31 @@ def hier_attention(
     mask: Tensor | Causal | None,
     bits: int,
     scale: float,
-    tile: AnyTile | None = None,
+    tile: BlockTile | fragments.FragmentTile | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the call.
 
-    Few rows in half precision go to `fragments_launch` or `cooperative_launch`, all others to this kernel.
+    Few rows in half precision go to `fragments_launch`; this kernel is for all others.
 
     Raises:
-        ConfigError: a tile of one of those two for a call that its kernel does not take.
+        ConfigError: a tile of `fragments_launch` for a call that its kernels do not take.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
     if not isinstance(tile, BlockTile):
-        for few in (fragments, cooperative):
-            if few.serves(q_BHTD, planes, ring, bits) and few.fits(tile, T * group):
-                found = few.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
-                if found is not None:
-                    return found
+        fits = tile is None or T * group <= 8 * tile.tiles
+        if fits and fragments.serves(q_BHTD, planes, ring, bits):
+            found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
+            if found is not None:
+                return found
         if tile is not None:
             raise refusal(
                 ConfigError,
                 f"{tile} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
                 f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}",
-                f"{fragments.SERVED}, or {cooperative.SERVED}, and up to 8 rows for each of its tiles; pass "
-                "tile=None",
+                f"{fragments.SERVED}, and up to 8 rows for each of its tiles; pass tile=None",
             )
     even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
     if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32
@@ -137,7 +131,9 @@ def tile_for(rows: int, bits: int) -> BlockTile:
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
-def candidates(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[AnyTile, ...]:
+def candidates(
+    rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype
+) -> tuple[BlockTile | fragments.FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`.
 
     Args:
@@ -148,9 +144,8 @@ def candidates(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dty
         dtype: dtype of queries and ring.
     """
     general = tile_for(rows, bits)
-    for few in (fragments, cooperative):
-        if few.takes(rows, bits, group, head_dim, dtype):
-            return (*few.candidates(rows, bits), general)
+    if fragments.takes(rows, bits, group, head_dim, dtype):
+        return (*fragments.candidates(rows, bits), general)
     others = (
         replace(general, warps=8, resident=1),
         replace(general, stages=2),

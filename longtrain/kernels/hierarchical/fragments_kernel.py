@@ -31,6 +31,7 @@ from longtrain.kernels.tree_attention.kernel import _visible
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)
 _LIFT = tl.constexpr(14.0)
+_LN2 = tl.constexpr(0.6931471805599453)
 _PREFETCH = tl.constexpr("""{
     .reg .pred p;
     setp.ne.s32 p, $2, 0;
@@ -90,24 +91,17 @@ def _tokens(numbers, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _halves(word, BF16: tl.constexpr):
-    """Both numbers of a word in fp32."""
+def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.constexpr):
+    """A thread's queries as words of two fp16 numbers, and the power of two of their row they are divided by.
+
+    Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
+    """
     if BF16:
         even = (word << 16).to(tl.float32, bitcast=True)
         odd = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         even = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         odd = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    return even, odd
-
-
-@triton.jit
-def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.constexpr):
-    """A thread's queries as words of two fp16 numbers, and the power of two of their row they are divided by.
-
-    Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
-    """
-    even, odd = _halves(word, BF16)
     norm = tl.max(_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
     norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
     by = tl.where(k < 2, FIRST, 0.0625) / _spread(norm, THREADS)
@@ -366,3 +360,40 @@ def attend_kernel(
     else:
         none = tl.arange(0, 16)
         tl.store(lse_ptr + none, tl.full((16,), float("-inf"), tl.float32))
+
+
+@triton.jit(do_not_specialize=["slots", "T"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, slots, T,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out_BTHD and natural lse_BHT: CHUNK numbers of 8 rows of a KV head, as they lie in a slot."""
+    if CHAINED:
+        gdc_wait()
+    pid, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, row, i = tl.arange(0, BLOCK), 8 * tile + tl.arange(0, 8), chunk * CHUNK + tl.arange(0, CHUNK)
+    inside, rows = (slot < slots)[:, None], T * GROUP
+    at = (pid * slots + slot).to(tl.int64)[:, None] * 16
+    lse = tl.load(part_lse_ptr + at + row[None, :], mask=inside & (row < rows)[None, :], other=float("-inf"))
+    m = 8 * tile + 2 * ((i >> 2) & 3)
+    keep = inside & tl.max_constancy(m < rows, 4)[None, :]
+    # what an empty slot leaves unwritten is read with the rest, so as not to wait for lse, and dropped
+    out = tl.load(part_ptr + at * 128 + (tile * 1024 + i)[None, :], mask=keep, other=0.0)
+    if CHAINED:
+        gdc_launch_dependents()
+    top = tl.max(lse, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(lse - base[None, :])
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total > 0, total, 1.0)[None, :]
+    wide = tl.reshape(weight, (BLOCK, 1, 4, 1, 2))
+    out = tl.reshape(out, (BLOCK, CHUNK // 16, 4, 2, 2))
+    out = tl.reshape(tl.sum(tl.where(wide > 0, out * wide, 0.0), 0), (CHUNK,))
+    b, kv = pid // G, pid % G
+    m += i & 1
+    dim = 64 * ((i >> 7) & 1) + 16 * ((i >> 8) & 1) + ((i >> 4) & 7) + 8 * ((i >> 1) & 1) + 32 * (i >> 9)
+    out_at = (b.to(tl.int64) * T + m // GROUP) * (G * GROUP) + kv * GROUP + m % GROUP
+    tl.store(out_ptr + out_at * 128 + dim, out.to(out_ptr.dtype.element_ty), mask=m < rows)
+    if chunk == 0:
+        index = (b.to(tl.int64) * (G * GROUP) + kv * GROUP + row % GROUP) * T + row // GROUP
+        tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=row < rows)

@@ -19,7 +19,6 @@ from torch import Tensor
 from longtrain.kernels.devices import LOG2E, chaining, compiles_for, cores, launched_on, partial_results
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
-from longtrain.kernels.hierarchical.fragments_merge import merge_kernel
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
@@ -74,10 +73,10 @@ SERVED = (
     "as the kernel needs them"
 )
 """What `serves` asks for, in words."""
-HALF = (torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
 
-_refused: list[str] = []
-_sound: dict[str, bool] = {}
+_unsound: set[str] = set()
+_sound: set[str] = set()
 
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
@@ -85,7 +84,7 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     group = q_BHTD.shape[1] // planes.k_upper.shape[1]
     return (
         takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
-        and ring.k.dtype in HALF
+        and ring.k.dtype in _HALF
         and torch.version.cuda is not None
         and compiles_for(q_BHTD.device)
     )
@@ -94,12 +93,7 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
 def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
     fits = head_dim == HEAD_DIM and rows <= MOST_ROWS and (bits == 4 or group <= EIGHT_BIT_GROUP)
-    return fits and dtype in HALF and not _refused
-
-
-def fits(tile: object, rows: int) -> bool:
-    """Whether a tile is of these kernels and holds so many packed rows; None: one that does is chosen."""
-    return tile is None or (isinstance(tile, FragmentTile) and rows <= 8 * tile.tiles)
+    return fits and dtype in _HALF and not _unsound
 
 
 def hier_attention(
@@ -124,7 +118,7 @@ def hier_attention(
     tile = tile or tile_for(T * group, bits, B * G)
     rings = rings_for(N)
     splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
-    q_BHTD = q_BHTD if even(q_BHTD) else q_BHTD.contiguous()
+    q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * MOST_ROWS, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
@@ -145,11 +139,10 @@ def hier_attention(
             num_warps=tile.warps,
             **chained,
         )  # fmt: skip
-        if not laid_out(built, tile.warps):
-            _refused.append(built.hash)
+        if not _laid_out(built, tile.warps):
             return None
-        merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
-            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=MOST_ROWS,
+        kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
+            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group,
             BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk,
             num_warps=tile.merge_warps, **chained,
         )  # fmt: skip
@@ -205,24 +198,25 @@ def lays_out(ttgir: str, warps: int) -> bool:
     meant = re.findall(rf"^(#\w+) = #ttg\.blocked<{{{blocked}", ttgir, re.MULTILINE)
     lines = [line for line in ttgir.splitlines() if f"packed_element = {ptx.PER_THREAD} " in line]
     found = {name for line in lines for name in re.findall(r"x[if]32, (#\w+)>", line.partition("packed_")[2])}
-    return len(lines) >= 2 and bool(found) and found <= set(meant)
+    return len(lines) >= 3 and bool(found) and found <= set(meant)
 
 
-def laid_out(built: Any, warps: int) -> bool:
+def _laid_out(built: Any, warps: int) -> bool:
     """`lays_out` of a compiled kernel; an interpreted one has no layout."""
     if built is None or not hasattr(built, "asm"):
         return True
-    if built.hash not in _sound:
-        _sound[built.hash] = lays_out(built.asm["ttgir"], warps)
-        if not _sound[built.hash]:
+    if built.hash not in _sound and built.hash not in _unsound:
+        good = lays_out(built.asm["ttgir"], warps)
+        (_sound if good else _unsound).add(built.hash)
+        if not good:
             log.warning(
                 "triton %s lays tensors out in a way that the fast kernel of the hierarchical cache is not "
                 "written for; the general one is used, which is slower",
                 triton.__version__,
             )
-    return _sound[built.hash]
+    return built.hash in _sound
 
 
-def even(x: Tensor) -> bool:
+def _even(x: Tensor) -> bool:
     """Whether rows start at multiples of 16 bytes."""
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])

@@ -28,7 +28,7 @@ def half_bits(value: float) -> int:
     return bits << 16 | bits
 
 
-class MachineText:
+class _Text:
     """Lines of a text, and names of registers."""
 
     def __init__(self) -> None:
@@ -36,53 +36,34 @@ class MachineText:
         self.count = 0
 
     def new(self, kind: str = "b32") -> str:
-        """A register's name."""
         name = f"%v{self.count}"
         self.count += 1
         self.lines.append(f".reg .{kind} {name};")
         return name
 
     def add(self, line: str) -> None:
-        """Add a line."""
         self.lines.append(line + ";")
 
     def made(self, operation: str, *of: str, kind: str = "b32") -> str:
-        """The result of an operation."""
         name = self.new(kind)
         self.add(f"{operation} {name}, {', '.join(of)}")
         return name
 
     def constant(self, value: float) -> str:
-        """Two halves of a value."""
         return self.made("mov.b32", f"0x{half_bits(value):08x}")
 
     def zeros(self) -> list[str]:
-        """Four sums of a product, at zero."""
         return [self.made("mov.f32", "0f00000000", kind="f32") for _ in range(4)]
 
-    def loaded(self, kind_of: str, at: str, *, kind: str = "b32") -> list[str]:
-        """Four numbers from shared memory."""
-        names = [self.new(kind) for _ in range(4)]
-        self.add(f"ld.shared.{kind_of} {{{', '.join(names)}}}, [{at}]")
-        return names
-
-    def loaded_one(self, at: str) -> str:
-        """A number in fp32 from shared memory."""
-        name = self.new("f32")
-        self.add(f"ld.shared.f32 {name}, [{at}]")
-        return name
-
     def product(self, sums: list[str], left: list[str], right: list[str]) -> None:
-        """Add a product to four sums."""
         c, a, b = (", ".join(x) for x in (sums, left, right))
         self.add(f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}}")
 
     def text(self) -> str:
-        """All lines."""
         return "{\n" + "\n".join(self.lines) + "\n}"
 
 
-def codes_of(x: MachineText, words: list[str]) -> tuple[list[str], list[str]]:
+def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
     """Four codes of each half of a head, as two pairs: of a word of the upper plane, or of both planes."""
     if len(words) == 1:
         word, shifted = words[0], x.made("shr.u32", words[0], "8")
@@ -94,11 +75,12 @@ def codes_of(x: MachineText, words: list[str]) -> tuple[list[str], list[str]]:
     far = x.made("lop3.b32", x.made("shr.u32", lower, "4"), upper, "0x0F0F0F0F", "0xE4")
     halves = []
     for both in (near, far):
-        halves.append([x.made("prmt.b32", both, "0", which) for which in ("0x4240", "0x4341")])
+        shifted = x.made("shr.u32", both, "8")
+        halves.append([x.made("and.b32", one, "0x00FF00FF") for one in (both, shifted)])
     return halves[0], halves[1]
 
 
-def tensors(first: int, count: int) -> list[list[str]]:
+def _tensors(first: int, count: int) -> list[list[str]]:
     """Registers of some of the text's operands."""
     return [[f"${PER_THREAD * (first + x) + i}" for i in range(PER_THREAD)] for x in range(count)]
 
@@ -117,8 +99,8 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     Steps go into q first: q s = a + r with a in fp16. Codes meet a; r meets the mean code, which takes the
     error that all tokens share; the rest is exact.
     """
-    x, planes = MachineText(), bits // 4
-    inputs = tensors(tiles, 2 * planes + 2 + tiles)
+    x, planes = _Text(), bits // 4
+    inputs = _tensors(tiles, 2 * planes + 2 + tiles)
     keys, (step, zero), q = inputs[: 2 * planes], inputs[2 * planes :][:2], inputs[2 * planes + 2 :]
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
     middle = 7.5 if bits == 4 else 127.5 / 16
@@ -144,7 +126,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
             x.product(with_rest[half], left(rest, half, word), [mean, mean])
             if offset:
                 x.product(with_shift[half], left(a, half, word), [shift, shift])
-    by = [number(value) for value in (*scale, 1 / UNIT)]
+    by = [_float(value) for value in (*scale, 1 / UNIT)]
     constant = []
     for tile in range(tiles):
         at = 2 * tile
@@ -159,7 +141,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
         sums = x.zeros()
         for word in range(4):
             at = 4 * (i % 4) + word
-            halves = codes_of(x, [keys[i // 4 + 2 * plane][at] for plane in range(planes)])
+            halves = _codes(x, [keys[i // 4 + 2 * plane][at] for plane in range(planes)])
             for half in range(2):
                 x.product(sums, left(a, half, word), halves[half])
         for tile in range(tiles):
@@ -180,15 +162,15 @@ def values_text(tiles: int, bits: int) -> str:
         Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
         and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
     """
-    x, planes = MachineText(), bits // 4
-    outputs, inputs = tensors(0, 2 * tiles), tensors(2 * tiles, 2 * planes + 4 * tiles)
+    x, planes = _Text(), bits // 4
+    outputs, inputs = _tensors(0, 2 * tiles), _tensors(2 * tiles, 2 * planes + 4 * tiles)
     values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
-    lanes = sources(x)
+    sources = _sources(x)
     right, sums = [], []
     for tile in range(tiles):
         p, fade = weights[2 * tile], weights[2 * tile + 1][0]
         right.append([x.made("cvt.rn.f16x2.f32", p[i + 1], p[i]) for i in range(0, 16, 2)])
-        shrink = moved(x, fade, lanes)
+        shrink = _moved(x, fade, sources)
         sums.append(
             [
                 [x.made("mul.f32", old[2 * tile + part][i], shrink[i % 2], kind="f32") for i in range(16)]
@@ -199,7 +181,7 @@ def values_text(tiles: int, bits: int) -> str:
         for pair in range(2):
             for word in range(4):
                 rows_of = [
-                    codes_of(
+                    _codes(
                         x,
                         [values[part + 2 * plane][4 * (2 * pair + under) + word] for plane in range(planes)],
                     )
@@ -230,32 +212,31 @@ def finish_text(bits: int) -> str:
     Returns:
         Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.
     """
-    x = MachineText()
-    outputs, (factor, summand, *old) = tensors(0, 2), tensors(2, 4)
-    lanes = sources(x)
+    x = _Text()
+    outputs, (factor, summand, *old) = _tensors(0, 2), _tensors(2, 4)
+    sources = _sources(x)
     scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)  # by half of the head
-    times, plus = moved(x, factor[0], lanes), moved(x, summand[0], lanes)
-    by = [[x.made("mul.f32", one, number(value), kind="f32") for one in times] for value in scale]
+    moved, plus = _moved(x, factor[0], sources), _moved(x, summand[0], sources)
+    by = [[x.made("mul.f32", one, _float(value), kind="f32") for one in moved] for value in scale]
     for part in range(2):
         for i in range(16):
             x.add(f"fma.rn.f32 {outputs[part][i]}, {old[part][i]}, {by[i // 4 % 2][i % 2]}, {plus[i % 2]}")
     return x.text()
 
 
-def number(value: float) -> str:
-    """A number in fp32."""
+def _float(value: float) -> str:
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
-def sources(x: MachineText) -> list[str]:
+def _sources(x: _Text) -> list[str]:
     """Lanes that hold the numbers of the rows 2 t and 2 t + 1."""
     lane = x.made("mov.u32", "%laneid")
     first = x.made("shl.b32", x.made("and.b32", lane, "3"), "3")
     return [first, x.made("add.u32", first, "4")]
 
 
-def moved(x: MachineText, value: str, lanes: list[str]) -> list[str]:
+def _moved(x: _Text, number: str, sources: list[str]) -> list[str]:
     """A row's number, from the threads of row g to those whose sums are of rows 2 t and 2 t + 1."""
-    raw = x.made("mov.b32", value)
-    found = [x.made("shfl.sync.idx.b32", raw, lane, "0x1f", "0xffffffff") for lane in lanes]
-    return [x.made("mov.b32", one, kind="f32") for one in found]
+    raw = x.made("mov.b32", number)
+    moved = [x.made("shfl.sync.idx.b32", raw, source, "0x1f", "0xffffffff") for source in sources]
+    return [x.made("mov.b32", one, kind="f32") for one in moved]
