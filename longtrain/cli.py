@@ -81,7 +81,8 @@ def _begin() -> None:
     elif word in ("-V", "--version"):
         _say(f"longtrain {__version__}\n")
     elif word == "recipes":
-        _say("".join(f"{name:<26} {about}\n" for name, about in recipes().items()))
+        own = rest[1] if len(rest) == 2 and rest[0] in ("--config-dir", "-cd") else None
+        _say("".join(f"{name:<26} {about}\n" for name, about in recipes(own).items()))
     elif word == "completion":
         _complete(rest)
     elif word in JOBS and not {"-h", "--help"}.isdisjoint(rest):
@@ -131,10 +132,21 @@ def _complete(words: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def recipes() -> dict[str, str]:
-    """Name of each recipe -> the first line of its header comment."""
+def recipes(own: str | None = None) -> dict[str, str]:
+    """Name of each recipe -> the first line of its header comment.
+
+    Args:
+        own: a folder of the user's (`--config-dir`), whose recipes are in its folder `recipe`.
+    """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
-    return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
+    files += sorted((Path(own) / "recipe").glob("*.yaml")) if own else []
+    return {file.stem: _about(file.read_text(encoding="utf-8")) for file in files}
+
+
+def _about(text: str) -> str:
+    """The first line of a file's comment; `# @package` says nothing to people."""
+    lines = [line for line in text.splitlines() if "@package" not in line] or [""]
+    return lines[0].lstrip("# ") if lines[0].startswith("#") else ""
 
 
 def mount(words: Sequence[str] | None = None) -> None:

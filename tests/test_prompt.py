@@ -200,3 +200,20 @@ def test_threads_wait_asleep_and_no_more_than_granted(
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     cli.quiet_threads()
     assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("PASSIVE", "1")
+
+
+def test_a_recipe_of_ones_own_has_its_files_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "conf" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\n# What I try\ndefaults:\n  - override /target: tiny\n  - _self_\nseed: 3\n"
+    )
+    seen: list[tuple[str, str, int]] = []
+    fake(monkeypatch, plan=lambda cfg: seen.append((cfg.name, cfg.run_dir, cfg.seed)))
+    done = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=mine", "quiet=true")
+    assert done.returncode == 0, done.stderr
+    assert seen == [("mine", "./runs/mine", 3)]
+    assert "mine " in run("recipes", "--config-dir", str(tmp_path / "conf")).stdout
+    assert "your own: --config-dir FOLDER" in run("plan", "+recipe=mine").stderr

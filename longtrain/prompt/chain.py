@@ -16,6 +16,9 @@ from longtrain.prompt import checks
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+UNNAMED = "run"
+"""The `name` of a command that sets none."""
+
 
 def run(cfg: DictConfig) -> None:
     """Do the job that the command's word names, else the one or more that `job` lists, in this process.
@@ -31,6 +34,11 @@ def run(cfg: DictConfig) -> None:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
+    recipe = hydra.runtime.choices.get("recipe")
+    if recipe and cfg.name == UNNAMED:  # ours have a name; one of the user's own is called like its file
+        cfg.name = str(recipe)
+        if cfg.artifact is None and (made := checks.exported(cfg)):
+            cfg.artifact = made[0] if len(made) == 1 else made
     if hydra.mode == RunMode.MULTIRUN:
         cfg.name = f"{cfg.name}_{hydra.job.num}"
     jobs = _asked(cfg, str(hydra.job.config_name))

@@ -61,7 +61,11 @@ def _explain_override(text: str) -> str:
     if found := re.search(r"Could not find '(?:([^']*)/)?([^'/]+)'", text):
         group, option = found.groups()
         known = re.findall(r"^\t(\S+)$", text, re.M)
-        return f"unknown {group or 'config'} '{option}'{near(option, known)}; known: {', '.join(known)}"
+        own = "; your own: --config-dir FOLDER +recipe=NAME, from FOLDER/recipe/NAME.yaml"
+        return (
+            f"unknown {group or 'config'} '{option}'{near(option, known)}; known: {', '.join(known)}"
+            f"{own if group == 'recipe' else ''}"
+        )
     if found := re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text):
         key = found[1]
         if _is_group(key):
