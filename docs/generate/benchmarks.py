@@ -127,9 +127,9 @@ def _walk(value: Row, path: str, names: Row, tables: Tables) -> Row:
     mine = {**names, **{key: cells[key] for key in NAMES if key in cells}}
     for key, rows in below:
         here = f"{path}.{key}" if path else key
+        table = tables.setdefault(here, [])  # before the rows below it
         for row in rows:
-            found = _walk(row, here, mine, tables)
-            tables.setdefault(here, []).append({**mine, **found})
+            table.append({**mine, **_walk(row, here, mine, tables)})
     return cells
 
 
