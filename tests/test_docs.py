@@ -58,7 +58,9 @@ def hydra() -> Iterator[None]:
 def test_commands_compose(name: str, words: list[str]) -> None:
     words = [word.replace("+recipe=NAME", "+recipe=quickstart") for word in words]
     job = words.pop(0) if words and words[0][0] not in "+-" else "train"
-    if job in ("recipes", "JOB") or words[:1] in (["--help"], ["--version"]):
+    if job == "config":  # of a job, train unless one is named
+        job = words.pop(0) if words[0] in JOBS else "train"
+    if job in ("recipes", "completion", "JOB") or words[:1] in (["--help"], ["--version"]):
         return
     assert job in JOBS
     if "-m" in words:  # a sweep: its first run
