@@ -70,11 +70,6 @@ class SlotMap:
         after.scatter_(2, torch.where(counts_BXK, self.to_BXK, K), self.from_BXK)
         self.row_BXK.copy_(after[..., :K])
 
-    def forget(self) -> None:
-        """No slot holds anything: a new text begins."""
-        self.row_BXK.fill_(-1)
-        self.n_BX.zero_()
-
     def tensors(self) -> tuple[Tensor, ...]:
         """What steps read and write."""
         return self.row_BXK, self.from_BXK, self.to_BXK, self.n_BX, self.full_loads

@@ -201,7 +201,7 @@ def follow(target: Target, parts: Parts, rollouts: Sequence[Rollout], sampling: 
     book = _StepTable(ids_BN, coins_B, read.n_B, sampling)
     assert read.step.logits_BTV is not None
     first_B1V = read.step.logits_BTV[:, -1:].to(wide)
-    book.add(torch.ones_like(n_B)[:, None] - 1, n_B[:, None] > 0, first_B1V, first_B1V)
+    book.add(torch.zeros_like(n_B)[:, None], n_B[:, None] > 0, first_B1V, first_B1V)
     rows = max(1, ROWS // len(rollouts))  # logits of all texts at once
     for at_B, m_B, hidden_BTE in told(target, read, texts, rows=rows, selector=parts.selector):
         step_T = torch.arange(hidden_BTE.shape[1], device=target.device)

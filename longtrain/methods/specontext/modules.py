@@ -66,8 +66,6 @@ class RetrievalHead(SetScorer):
             )
         self.heads, self.dim = (heads, groups), config.head_dim or info.head_dim
         self.sets, self.key_sets = config.sets, 1 if config.share_keys else config.sets
-        self.fresh = True
-        """False once weights were loaded."""
         shifted, size = config.variant == SHIFTED, E if config.variant == EMBEDDING else 2 * E
         n = len(self.hidden)
         self.fc_norm = (
@@ -96,7 +94,6 @@ class RetrievalHead(SetScorer):
         """The set that each KV head of the target reads."""
         self.register_buffer("evidence_LGX", torch.zeros(L, info.n_kv_heads, self.sets * groups))
         """How much of each KV head's attention each set held, over training; `table_LG` follows from it."""
-        self.register_load_state_dict_post_hook(_loaded)
 
     @torch.no_grad()
     def remap(self) -> None:
@@ -137,7 +134,3 @@ class RetrievalHead(SetScorer):
         """Turned keys [..., G, D], or [..., X * G, D] where each group has its own."""
         k = self.k_proj(entry).unflatten(-1, (-1, self.dim))
         return apply_rope(k if self.k_norm is None else self.k_norm(k), rope)
-
-
-def _loaded(module: nn.Module, _incompatible: object) -> None:
-    module.fresh = False  # type: ignore[assignment]

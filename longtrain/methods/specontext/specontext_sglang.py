@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, rms_norm, silu
 
 NAME = "specontext"
 """The algorithm's name in SGLang's configuration."""
@@ -251,6 +251,9 @@ class RetrievalWeights:
         embed = w[EMBEDDINGS][ids_RW.clamp(min=0)] * (ids_RW >= 0)[..., None]
         normed = rms_norm(embed, embed.shape[-1:], w["input_layernorm.weight"], self.eps)
         entry = (normed * w["mix"]).sum(-2)
+        if "mlp.up_proj.weight" in w:
+            gate, up, down = (w[f"mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            entry = entry + linear(silu(linear(entry, gate)) * linear(entry, up), down)
         x = linear(entry, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias")).unflatten(-1, (-1, self.dim))
         if f"{name}_norm.weight" in w:
             x = rms_norm(x, x.shape[-1:], w[f"{name}_norm.weight"], self.eps)

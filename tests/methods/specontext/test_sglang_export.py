@@ -33,6 +33,7 @@ HEADS = {
     "groups share keys, own shape and angles": Config(
         **ONE, sets=2, head_dim=8, rope={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
+    "an MLP before queries and keys": Config(**ONE, mlp=24),
 }
 KEYS = {"budget_tokens": 14, "sinks": 2, "window": 4}
 NEW = 12
