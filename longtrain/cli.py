@@ -174,7 +174,8 @@ def mount(words: Sequence[str] | None = None) -> None:
 @cache
 def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
     """Name all recipes and methods to the ConfigStore, which belongs to the process: once is enough."""
-    from dataclasses import field, make_dataclass
+    from dataclasses import field, fields, make_dataclass
+    from typing import Any
 
     from hydra.core.config_store import ConfigStore
 
@@ -186,8 +187,10 @@ def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
     for file in recipe_folder.glob("*.yaml"):
         store.store(group="recipe", name=file.stem, node={}, package="_global_", provider=file.name)
     for name in method_names:
-        own = (methods.config_class(name),)
-        schema = make_dataclass("Method", [("name", str, field(default=name))], bases=own)
+        own = methods.config_class(name)
+        # Hydra merges no mapping into a typed one that is null; `settings` checks its type all the same
+        loose = [(f.name, Any, field(default=None)) for f in fields(own) if f.type == "dict[str, Any] | None"]
+        schema = make_dataclass("Method", [*loose, ("name", str, field(default=name))], bases=(own,))
         store.store(group="method", name=name, node=schema, provider="longtrain.methods")
 
 

@@ -117,7 +117,8 @@ class ElasticCache(SelectedCache):
             needed = (slots + least * page) / GIB
             raise ConfigError(
                 f"memory_gib={cap} and the rows that each step reads take {needed:.3g} GiB ({budget.rows} of "
-                f"{L} layers, {len(budget.dense_layers)} of them read whole); allowed: {needed:.3g} or more"
+                f"{L} layers, {len(budget.dense_layers)} of them read whole); allowed: "
+                f"{1.005 * needed:.3g} or more"  # rounded, and never down
             )
         check_room(slots + pages * page, self._device, what="an elastic cache", batch=B, tokens=S)
         others = [layer for layer in range(L) if layer not in budget.dense_layers]

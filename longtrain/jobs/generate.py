@@ -176,12 +176,25 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
     names = [artifact.method for artifact in artifacts] + ([entry.method.name] if entry.method else [])
     taken = {key for name in names for key in methods.get(name).inference_keys}
     evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
+    readers = [name for name in names if "every" in methods.get(name).inference_keys]
+    if readers and (tokens, ratio) == (None, None):
+        raise ConfigError(
+            f"evict.budget_tokens=null, and it says how many rows {readers[0]} reads at each step; pass "
+            "evict.budget_tokens=1024, say"
+        )
     budgets = [Budget(tokens, ratio)] if evicts else []
     parts = Builder(target, budgets=budgets, shapes=(), load=Artifact.load).parts(entry, artifacts)
     if parts.evictor is parts.selector is None and (tokens, ratio) != (None, None):
         raise ConfigError(
             f"an eviction budget of {ratio if tokens is None else tokens} and nothing that evicts or "
             "selects; pass evict=snapkv, say, or an eviction artifact"
+        )
+    selects = parts.selector is not None
+    own, other = ("select", "evict") if selects else ("evict", "select")
+    if "window" in taken and cfg[other].get("window") is not None:
+        raise ConfigError(
+            f"{other}.window={cfg[other].window} and what runs {'chooses rows' if selects else 'evicts'}; "
+            f"pass {own}.window={cfg[other].window}"
         )
     if idle := [key for key in entry.options if key not in taken]:
         group = "select" if cfg.select.get(idle[0]) is not None else "evict"

@@ -143,6 +143,8 @@ def _decoding(plan: RecipePlan) -> list[str]:
     chosen = 0
     if plan.spec is not None and plan.spec.cost.cycle is not None:
         widths = _chain(cfg)
+        if plan.spec.objective is not None:
+            outline.trained_weights(plan.spec, plan.config, plan.info)  # refuses what cannot be built
         cost = plan.spec.cost.cycle(plan.config, plan.size, widths, plan.itemsize)
         if cost.before:
             chosen = _rows_read(plan)

@@ -157,7 +157,10 @@ def test_what_is_moved_is_counted():
     ("make", "words"),
     [
         (lambda: Offloading(memory_gib=0.0), "memory_gib=0.0; allowed: GiB above 0"),
-        (lambda: caches([9, 9, 9], Offloading(memory_gib=1e-5)), "allowed: 4.51e-05 or more"),
+        (
+            lambda: caches([9, 9, 9], Offloading(memory_gib=1e-5)),
+            "memory_gib=1e-05 and the rows that each step",
+        ),
         (lambda: unreserved().write(0, *torch.randn(2, B, G, 4, D)), "nothing does; add what selects"),
         (lambda: by_layer(), "chosen within each layer; leave the cache out"),
         (lambda: other_budget(), "is to read ReadBudget(rows=11"),
@@ -197,3 +200,13 @@ def too_many():
         for layer in range(L):
             cache.write(layer, *torch.randn(2, B, G, 4, D).double())
         cache.commit(None, cache.commit_limit())
+
+
+def test_the_cap_that_a_refusal_names_suffices():
+    """Of any size: the number is rounded, and never down."""
+    for rows in range(BUDGET.rows, BUDGET.rows + 8):
+        budget = replace(BUDGET, rows=rows)
+        with pytest.raises(ConfigError) as caught:
+            caches([9, 9, 9], Offloading(memory_gib=1e-6), budget=budget)
+        named = float(str(caught.value).split("allowed: ")[1].split()[0])
+        caches([9, 9, 9], Offloading(memory_gib=named), budget=budget)

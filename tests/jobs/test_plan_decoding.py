@@ -8,7 +8,7 @@ from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.costs import decoding
 from longtrain.costs.hardware import GIB, GPUS
 from longtrain.costs.model import Sizes
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.jobs import plan
 from longtrain.methods.quantspec.config import Config
 from longtrain.methods.quantspec.spec import SPEC
@@ -135,3 +135,15 @@ def test_decoding_by_a_retrieval_head(composed, capsys):
     table = said[said.index("Expected steps of it") :].splitlines()[3:5]
     away = [float(line.split("|")[2]) for line in table]
     assert away[0] == 0 < away[1] < 32  # 32K tokens take 4 GiB, 128K take 16
+
+
+@pytest.mark.parametrize("name", ["specontext", "eagle3"])
+def test_angles_of_a_module_can_be_typed(composed, name):
+    """A mapping where the setting is null: the paper's YaRN."""
+    cfg = composed("plan", f"method={name}", "method.rope={rope_type: yarn, factor: 64.0}")
+    assert cfg.method.rope == {"rope_type": "yarn", "factor": 64.0}
+
+
+def test_a_head_that_cannot_be_built_is_refused(composed):
+    with pytest.raises(TargetMismatchError, match=r"method.sets=99; target .* allows 1..2"):
+        plan.run(composed("plan", "target=tiny", "contexts=[1k]", "method=specontext", "method.sets=99"))
