@@ -47,6 +47,7 @@ def run(cfg: DictConfig) -> None:
     from longtrain.training.callbacks import Stopped
 
     spec, config, optim, settings, keeping = _settings(cfg)
+    assert spec.objective is not None  # refused there
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
     trainer = training.build_trainer(

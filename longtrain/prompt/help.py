@@ -65,7 +65,7 @@ def groups() -> dict[str, list[str]]:
 
 def choices(job: str, words: Sequence[str] = ()) -> dict[str, str]:
     """Group -> the option that is chosen: by the job, then by the recipe, then by the words."""
-    found = {}
+    found: dict[str, str] = {}
     for file in (asset_dir("conf") / "base.yaml", asset_dir("conf") / f"{job}.yaml"):
         found |= _chosen_in(file.read_text(encoding="utf-8"))
     typed = dict(re.findall(r"(?m)^\+{0,2}(\w+)=(\w+)$", "\n".join(words)))

@@ -182,7 +182,8 @@ def attend_kernel(
     ragged = whole + (split + splits - whole % splits) % splits
     if ALONE:
         if node >= 0:
-            bits = tl.load(bits_ptr + b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t)
+            at = b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t  # type: ignore[attr-defined]
+            bits = tl.load(bits_ptr + at)
             for tile in tl.range(ragged, count, splits, num_stages=1):
                 own = tile * KEYS + key - n
                 source, seen_count = _ancestors(own, bits, N)
