@@ -152,7 +152,8 @@ def _about(text: str) -> str:
 def mount(words: Sequence[str] | None = None) -> None:
     """Put every recipe (`+recipe=NAME`) and method dataclass (`method=NAME`) into Hydra's ConfigStore.
 
-    A recipe is a global override named after its file; it exports and evaluates under that name.
+    A recipe is a global override named after its file; it exports and evaluates under that name. What it says
+    of its own suite is left out where another one is typed that has no such keys.
 
     Args:
         words: of a command line; recipes that no word names are listed and not read. None: all are read.
@@ -167,8 +168,9 @@ def mount(words: Sequence[str] | None = None) -> None:
         text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
         wanted += [base for base in bases_of(text) if base in names and base not in wanted]
     _list(folder, tuple(methods.names()))
+    typed = [word.partition("=")[2] for word in words or () if word.startswith("suite=")]
     for name in wanted:
-        _read(folder, name)
+        _read(folder, name, typed[-1] if typed else "")
 
 
 @cache
@@ -195,15 +197,37 @@ def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
 
 
 @cache
-def _read(recipe_folder: Path, name: str) -> None:
-    """Put what a recipe says in its place."""
+def _read(recipe_folder: Path, name: str, suite: str) -> None:
+    """Put what a recipe says in its place.
+
+    Args:
+        recipe_folder: where it is.
+        name: of the recipe.
+        suite: that the command line chooses; empty: none.
+    """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     file = recipe_folder / f"{name}.yaml"
     named = {"name": name, "artifact": "${home}/checkpoints/${name}"}
     node = OmegaConf.merge(named, OmegaConf.load(file))
+    if (known := _suite_keys(suite)) and (own := OmegaConf.select(node, "suite")):
+        kept = OmegaConf.masked_copy(own, [key for key in own if key in known])
+        OmegaConf.update(node, "suite", kept, merge=False)
     ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_", provider=file.name)
+
+
+def _suite_keys(name: str) -> set[str]:
+    """The keys of a suite that ships here, with those of what it builds on; none of another's."""
+    from omegaconf import OmegaConf
+
+    from longtrain.prompt.help import bases_of
+
+    file = asset_dir("conf") / "suite" / f"{name}.yaml"
+    if not name or not file.is_file():
+        return set()
+    own = set(OmegaConf.select(OmegaConf.load(file), "suite") or ())
+    return own.union(*(_suite_keys(base) for base in bases_of(file.read_text(encoding="utf-8"))))
 
 
 def _run_hydra() -> None:

@@ -217,3 +217,11 @@ def test_a_recipe_of_ones_own_has_its_files_name(
     assert seen == [("mine", "./runs/mine", 3)]
     assert "mine " in run("recipes", "--config-dir", str(tmp_path / "conf")).stdout
     assert "your own: --config-dir FOLDER" in run("plan", "+recipe=mine").stderr
+
+
+@pytest.mark.parametrize(("suite", "kept"), [("retrieval", False), ("perplexity", True)])
+def test_a_recipe_leaves_out_what_it_says_of_another_suite(suite: str, kept: bool, run: Run) -> None:
+    """Its keys of the perplexity suite do not reach a suite that knows none of them; shared ones do."""
+    done = run("config", "eval", "+recipe=specontext_tiny", f"suite={suite}")
+    shown = OmegaConf.create(done.stdout)
+    assert ("stride" in shown.suite) is kept and shown.suite.budgets == [128, 256]
