@@ -183,6 +183,7 @@ def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
 
     from longtrain import methods
 
+    _read.cache_clear()  # what follows names all recipes anew, empty
     store = ConfigStore.instance()
     # Hydra copies all sources for each group that it lists, and again what it loads.
     vars(store)["__deepcopy__"] = lambda memo: store

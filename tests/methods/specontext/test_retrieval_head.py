@@ -216,7 +216,7 @@ def test_init_takes_the_artifact_of_a_draft_and_no_other(tmp_path, caplog):
     head = RetrievalHead(Config(layers=[0, 1]), target.info)
     with caplog.at_level("INFO"):
         facts = train._load_init(cfg, SPEC, head, target)
-    assert facts["init"]["artifact"] == "draft" and not head.fresh
+    assert facts["init"]["artifact"] == "draft"
     assert torch.equal(head.fc.weight, draft.fc.weight)
     assert torch.equal(head.k_proj.weight, draft.self_attn.k_proj.weight)
     kept = sum(p.numel() for p in head.parameters())
