@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
@@ -105,7 +105,7 @@ def quiet_threads() -> None:
     """Let torch's threads sleep after a short wait, and start no more of them than this process may use.
 
     Threads that spin for long take the cores from each other where anything else runs; threads that sleep at
-    once made the quickstart's training slower by a fifth on two idle cores. Words of the user win.
+    once slow a training down that has the cores for itself. Words of the user win.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -179,13 +179,11 @@ def mount(words: Sequence[str] | None = None) -> None:
 def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
     """Name all recipes and methods to the ConfigStore, which belongs to the process: once is enough."""
     from dataclasses import field, fields, make_dataclass
-    from typing import Any
 
     from hydra.core.config_store import ConfigStore
 
     from longtrain import methods
 
-    _read.cache_clear()  # what follows names all recipes anew, empty
     store = ConfigStore.instance()
     # Hydra copies all sources for each group that it lists, and again what it loads.
     vars(store)["__deepcopy__"] = lambda memo: store
@@ -199,7 +197,6 @@ def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
         store.store(group="method", name=name, node=schema, provider="longtrain.methods")
 
 
-@cache
 def _read(recipe_folder: Path, name: str, suite: str) -> None:
     """Put what a recipe says in its place.
 
@@ -213,11 +210,19 @@ def _read(recipe_folder: Path, name: str, suite: str) -> None:
 
     file = recipe_folder / f"{name}.yaml"
     named = {"name": name, "artifact": "${home}/checkpoints/${name}"}
-    node = OmegaConf.merge(named, OmegaConf.load(file))
+    node = OmegaConf.merge(named, _loaded(file))
     if (known := _suite_keys(suite)) and (own := OmegaConf.select(node, "suite")):
         kept = OmegaConf.masked_copy(own, [key for key in own if key in known])
         OmegaConf.update(node, "suite", kept, merge=False)
     ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_", provider=file.name)
+
+
+@cache
+def _loaded(file: Path) -> Any:
+    """What a file says; reading is what takes time."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(file)
 
 
 def _suite_keys(name: str) -> set[str]:

@@ -5,10 +5,11 @@ Shapes: T tokens of one packed row.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from longtrain.decoding.roles import Parts
     from longtrain.targets.info import TargetInfo, TargetSketch
     from longtrain.targets.model import Target
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fitted(module: M, target: Target) -> M:
+    """The module in the target's dtype and on its device; a copy where they differ."""
+    weight = next(module.parameters())
+    if (weight.dtype, weight.device) == (target.dtype, target.device):
+        return module
+    return copy.deepcopy(module).to(target.device, target.dtype)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,10 @@ def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
         if own is not None:
             own(step)
     names = ", ".join(job for job, _ in steps)
-    sys.stderr.write(f"dry run: nothing wrong was found with {names}; nothing was done\n")
+    sys.stderr.write(
+        f"dry run of {names}: no fault in what is checked before work begins; "
+        "a suite's own keys and memory are checked later\n"
+    )
 
 
 def _show(cfg: DictConfig, job: str) -> None:

@@ -120,8 +120,8 @@ class DataModule(RowsModule):
         rank: int = 0,
     ) -> None:
         super().__init__()
-        self.data = Prepared.open(Path(folder))
-        if vocab_size is not None:
+        self.data = Prepared.open(Path(folder), verify=rank == 0)  # the first rank opens before the others
+        if vocab_size is not None and rank == 0:
             self.data.refuse_ids_above(vocab_size)
         self.config, self.accumulate, self.seed, self.total_steps = config, accumulate, seed, total_steps
         self.start_batch, self.pin_memory, self.workers = start_batch, pin_memory, config.workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -21,7 +20,7 @@ from longtrain.methods.eagle3.objective import Eagle3Objective
 from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.vocabulary import check_vocabulary, from_data, lacking
 from longtrain.methods.eagle3.warm_start import warm_start
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
@@ -66,9 +65,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         )
     if missing := lacking(module.draft_ids_K, info):
         log.warning("%s; it is never drafted", missing)
-    weight = module.norm.weight
-    if (weight.dtype, weight.device) != (target.dtype, target.device):
-        module = copy.deepcopy(module).to(target.device, target.dtype)
+    module = fitted(module, target)
     return Parts(draft=Eagle3Runtime(module, target, config), name="eagle3")
 
 

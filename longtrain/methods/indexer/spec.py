@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from longtrain.methods.indexer.modules import Indexer
 from longtrain.methods.indexer.objective import IndexerObjective
 from longtrain.methods.indexer.runtime import IndexerSelector
 from longtrain.methods.read_budget import READ_KEYS, read_budget
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -52,8 +51,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
             f"{needed}"
         )
     budget = read_budget("method=indexer", keys)
-    if (weight.dtype, weight.device) != (target.dtype, target.device):
-        module = copy.deepcopy(module).to(target.device, target.dtype)
+    module = fitted(module, target)
     return Parts(selector=IndexerSelector(module, budget), name="indexer")
 
 

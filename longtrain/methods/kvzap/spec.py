@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from longtrain.methods.kvzap.labels import usual
 from longtrain.methods.kvzap.modules import KVzap
 from longtrain.methods.kvzap.objective import KVzapObjective
 from longtrain.methods.kvzap.runtime import ADAPTIVE, KVzapEvictor
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.settings import CountOrZero, convert, wrong
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
@@ -64,9 +63,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     adaptive = given.get("adaptive", "layers")
     if adaptive not in ADAPTIVE or (adaptive == 0 and adaptive is not False):
         raise wrong("evict.adaptive", adaptive, ", ".join(str(way).lower() for way in ADAPTIVE))
-    weight = next(module.parameters())
-    if (weight.dtype, weight.device) != (target.dtype, target.device):
-        module = copy.deepcopy(module).to(target.device, target.dtype)
+    module = fitted(module, target)
     evictor = KVzapEvictor(
         module,
         config,

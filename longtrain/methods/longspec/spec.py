@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
 from longtrain.methods.longspec.warm_start import warm_start
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
@@ -51,9 +50,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     if others := set(keys) - {"head_bits"}:
         raise ConfigError(f"LongSpec takes the inference key head_bits; got: {', '.join(sorted(others))}")
     config = replace(config, **keys)
-    weight = module.input_layernorm.weight
-    if (weight.dtype, weight.device) != (target.dtype, target.device):
-        module = copy.deepcopy(module).to(target.device, target.dtype)
+    module = fitted(module, target)
     return Parts(draft=LongSpecRuntime(module, target, config), name="longspec")
 
 

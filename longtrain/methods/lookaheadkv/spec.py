@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -19,7 +18,7 @@ from longtrain.methods.lookaheadkv.modules import LookaheadKV
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
 from longtrain.methods.lookaheadkv.peft_files import peft_files
 from longtrain.methods.lookaheadkv.runtime import LookaheadEvictor
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
@@ -65,9 +64,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         )
     adaptive = given.get("adaptive", config.adaptive)
     check_adaptive(adaptive, "evict.adaptive")
-    weight = module.lookahead_embeddings
-    if (weight.dtype, weight.device) != (target.dtype, target.device):
-        module = copy.deepcopy(module).to(target.device, target.dtype)
+    module = fitted(module, target)
     evictor = LookaheadEvictor(module, target, config, Budget(tokens, ratio), adaptive=adaptive)
     return Parts(evictor=evictor, name="lookaheadkv")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from longtrain.costs.method import MethodCost
 from longtrain.decoding.roles import Parts
 from longtrain.errors import TargetMismatchError
 from longtrain.methods.read_budget import READ_KEYS, read_budget
-from longtrain.methods.spec import MethodSpec
+from longtrain.methods.spec import MethodSpec, fitted
 from longtrain.methods.specontext.config import Config
 from longtrain.methods.specontext.cost import cycle, training
 from longtrain.methods.specontext.modules import RetrievalHead
@@ -54,9 +53,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
             f"{info.name} has {info.hidden_size}, {info.n_layers} and {info.n_kv_heads}"
         )
     budget = read_budget("SpeContext", keys)
-    weight = module.q_proj.weight
-    if (weight.dtype, weight.device) != (target.dtype, target.device):
-        module = copy.deepcopy(module).to(target.device, target.dtype)
+    module = fitted(module, target)
     return Parts(selector=RetrievalSelector(module, target, config, budget), name="specontext")
 
 
