@@ -26,3 +26,8 @@ def asset_dir(name: str) -> Path:
         f"asset folder '{name}' is missing from this installation; "
         "run: pip install --force-reinstall longtrain"
     )
+
+
+def bundled_artifacts() -> dict[str, Path]:
+    """Artifacts for the bundled target that ship with the package: name -> folder."""
+    return {file.parent.name: file.parent for file in asset_dir("bundled").glob("artifacts/*/longtrain.json")}

@@ -129,8 +129,9 @@ class Artifact:
         """Read and check an artifact: schema, method, checksums, names and shapes of every tensor.
 
         Args:
-            where: a folder, a name under `home/checkpoints`, or a Hub id (ORG/NAME, or hub:ORG/NAME);
-                or another tool's folder that a method reads.
+            where: a folder, a name under `home/checkpoints`, the name of one that ships with the package
+                (`tiny_longspec`, `tiny_lookaheadkv`), or a Hub id (ORG/NAME, or hub:ORG/NAME); or another
+                tool's folder that a method reads.
             home: the folder that holds `checkpoints`.
             trained_by: who trained another tool's folder, where that changes what it means.
             unverified: take an artifact without golden outputs too, which nothing then compares with what

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longtrain import methods
 from longtrain.artifact.hub import download, endpoint
+from longtrain.assets import bundled_artifacts
 from longtrain.errors import ArtifactError
 from longtrain.files import settle
 from longtrain.methods.spec import Imported, MethodSpec
@@ -19,7 +20,8 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
     """The folder of an artifact, or of a module in another tool's format.
 
     Args:
-        where: a folder, a name under `home/checkpoints`, or a Hub id (ORG/NAME, or hub:ORG/NAME).
+        where: a folder, a name under `home/checkpoints` or of `assets.bundled_artifacts`, or a Hub id
+            (ORG/NAME, or hub:ORG/NAME).
         home: the folder that holds `checkpoints`.
         patterns: names of an artifact's files, for a download.
 
@@ -33,6 +35,8 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
             settle(folder)
         if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
             return folder
+    if text in (shipped := bundled_artifacts()) and not any(folder.exists() for folder in candidates):
+        return shipped[text]
     for folder in candidates:
         if folder.exists():
             if parts := sorted(file.parent.name for file in folder.glob(f"*/{MANIFEST}")):
@@ -58,7 +62,8 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
         )
     raise ArtifactError(
         f"no artifact '{where}': neither a folder nor a name under {home / 'checkpoints'} "
-        f"(there: {', '.join(names) or 'none'}); run: longtrain export name={Path(where).name}"
+        f"(there: {', '.join(names) or 'none'}), nor one that ships with longtrain "
+        f"({', '.join(sorted(shipped))}); run: longtrain export name={Path(where).name}"
     )
 
 

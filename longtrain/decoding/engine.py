@@ -28,6 +28,7 @@ from longtrain.decoding.captured import (
     can_capture,
 )
 from longtrain.decoding.control import Control, Costs, ShapeChoice
+from longtrain.decoding.evict import Keep
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
 from longtrain.decoding.phases import CycleState, Phases
@@ -64,12 +65,16 @@ class Generation:
         stats: what it took.
         finish: why each sequence is over: `stop_id`, `stop_string` or `length`.
         texts: the new text of each prompt, without stop id and stop string; None without a tokenizer.
+        drafted: of each token, whether it was drafted and then accepted, or chosen by the target.
+        kept: the rows of the prompts that eviction kept; None where nothing was evicted.
     """
 
     tokens: list[list[int]]
     stats: Stats
     finish: list[str]
     texts: list[str] | None
+    drafted: list[list[bool]]
+    kept: Keep | None
 
 
 class Engine:
@@ -228,7 +233,7 @@ class Engine:
             target_forwards=read.forwards + sum(used.values()),
             shapes={one.widths: count for one, count in used.items()},
         )
-        return Generation(out.tokens, stats, out.finish, out.texts())
+        return Generation(out.tokens, stats, out.finish, out.texts(), out.drafted, read.kept)
 
     def new_cache(self, batch: int, max_tokens: int, max_nodes: int) -> KVCache:
         """An empty cache for these parts, called as `Target.new_cache` is."""

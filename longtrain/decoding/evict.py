@@ -79,6 +79,18 @@ class Keep:
     idx_LBGK: Tensor
     n_LBG: Tensor
 
+    def mask(self, length: int, *, sequence: int = 0) -> Tensor:
+        """Whether each row of a prompt stays, for every layer and KV head: bool [L, G, S], on the host.
+
+        Args:
+            length: S, the prompt's tokens.
+            sequence: the prompt's number in the batch.
+        """
+        idx_LGK, n_LG1 = self.idx_LBGK[:, sequence].cpu(), self.n_LBG[:, sequence, :, None]
+        stays_LGK = torch.arange(idx_LGK.shape[-1]) < n_LG1
+        counts_LGS = torch.zeros(*idx_LGK.shape[:2], length, dtype=torch.int64)
+        return counts_LGS.scatter_add_(2, idx_LGK, stays_LGK.long()) > 0
+
 
 class Evictor(Protocol):
     """Chooses, once after prefill, what of the cache stays: LookaheadKV, SnapKV, KVzip."""

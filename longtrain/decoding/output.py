@@ -119,11 +119,13 @@ class Output:
     rows: int
     stream: Stream | None = None
     tokens: list[list[int]] = field(init=False)
+    drafted: list[list[bool]] = field(init=False)
     cycles: list[list[Cycle]] = field(init=False)
     finish: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.rows)]
+        self.drafted = [[] for _ in range(self.rows)]
         self.cycles = [[] for _ in range(self.rows)]
         self.finish = ["" for _ in range(self.rows)]
 
@@ -177,6 +179,8 @@ class Output:
         end, why = self.ending.find(tokens, len(new))
         del tokens[end:]
         self.finish[row] = why
+        flags = [at < drafted for at in range(end - before)]
+        self.drafted[row] += flags
         if self.stream is not None:
-            self.stream(row, tokens[before:], [at < drafted for at in range(end - before)])
+            self.stream(row, tokens[before:], flags)
         return end - before, why

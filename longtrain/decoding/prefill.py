@@ -16,7 +16,7 @@ from longtrain.cache.base import KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.evicted import compact
 from longtrain.decoding.appended import read_after
-from longtrain.decoding.evict import Evictor, GoingOn, PromptRun
+from longtrain.decoding.evict import Evictor, GoingOn, Keep, PromptRun
 from longtrain.decoding.roles import Onlooker
 from longtrain.targets.attention import Inputs, Watch
 from longtrain.targets.step import Rows, TargetStep, Want
@@ -38,6 +38,7 @@ class Prefilled:
             that only the evictor needs (pseudo answers) are not counted.
         kept_rows: rows of each prompt in the cache after it, mean over layers and KV heads.
         forwards: how many forwards of the target there were.
+        kept: which rows eviction kept; None where nothing was evicted.
     """
 
     cache: KVCache
@@ -47,6 +48,7 @@ class Prefilled:
     full_bytes: int
     kept_rows: list[float]
     forwards: int
+    kept: Keep | None = None
 
 
 def prefill(
@@ -90,6 +92,7 @@ def prefill(
     step = target.forward(rows, cache, want=want, watch=_both(watch, looking))
     cache.commit(None, n_B)
     full_bytes, kept_rows = cache.bytes(), [float(length) for length in lengths]
+    keep: Keep | None = None
     if evictor:
         assert isinstance(cache, DenseCache) and step.logits_BTV is not None
         full_bytes -= scratch * (cache.k_LBGSD[..., 0, :].nbytes + cache.v_LBGSD[..., 0, :].nbytes)
@@ -108,14 +111,14 @@ def prefill(
             kept_rows = cache.n_LBG.double().mean((0, 2)).tolist()
         del run, watch  # the whole cache and the watched queries go before anything else is run
     if after is None:
-        return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_rows, 1)
+        return Prefilled(cache, tokens_BS, n_B, step, full_bytes, kept_rows, 1, keep)
     ids_BT, m_B = pad(after, device)
     pos_BT = n_B[:, None] + torch.arange(ids_BT.shape[1], device=device)
     then, steps = read_after(target, cache, ids_BT, tuple(map(len, after)), hidden=hidden, watch=looking)
     tokens_BS = _appended(tokens_BS, ids_BT, pos_BT)
     joined = {layer: _appended(step.hidden[layer], then.hidden[layer], pos_BT) for layer in hidden}
     last = TargetStep(then.logits_BTV, joined)
-    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_rows, 1 + steps)
+    return Prefilled(cache, tokens_BS, n_B + m_B, last, full_bytes, kept_rows, 1 + steps, keep)
 
 
 def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

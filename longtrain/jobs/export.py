@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longtrain.artifact import Artifact
-    from longtrain.decoding.evict import Keep, PromptRun
     from longtrain.decoding.roles import Draft, Parts, TokenTree
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
@@ -261,27 +260,14 @@ def _done(parts: Parts, target: Target) -> tuple[list[list[int]], list[Any]]:
     if parts.draft is not None:
         parts = dataclasses.replace(parts, draft=_Recorder(parts.draft, seen))
     if isinstance(parts.evictor, Scorer):
-        evictor = _Witness(parts.evictor.with_budget(Budget(COMPARED_TOKENS)), seen)
-        parts = dataclasses.replace(parts, evictor=evictor)
+        parts = dataclasses.replace(parts, evictor=parts.evictor.with_budget(Budget(COMPARED_TOKENS)))
     gen = torch.Generator().manual_seed(1)
     prompt = torch.randint(target.info.vocab_size, (64,), generator=gen).tolist()
     engine = Engine(target, parts)
-    tokens = engine.generate([prompt], max_new_tokens=COMPARED_TOKENS, ignore_eos=True).tokens
-    return tokens, seen
-
-
-class _Witness:
-    """An evictor that writes down what it keeps."""
-
-    def __init__(self, evictor: Any, seen: list[Any]) -> None:
-        self.evictor, self.name, self.seen = evictor, evictor.name, seen
-        self.extra_rows, self.watch = evictor.extra_rows, evictor.watch
-
-    def select(self, run: PromptRun) -> Keep | None:
-        """Ask the evictor."""
-        keep = self.evictor.select(run)
-        self.seen.append(None if keep is None else (keep.idx_LBGK.tolist(), keep.n_LBG.tolist()))
-        return keep
+    made = engine.generate([prompt], max_new_tokens=COMPARED_TOKENS, ignore_eos=True)
+    if made.kept is not None:
+        seen.append((made.kept.idx_LBGK.tolist(), made.kept.n_LBG.tolist()))
+    return made.tokens, seen
 
 
 class _Recorder:

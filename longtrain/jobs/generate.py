@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omegaconf import DictConfig
 
-from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.setup import (
     NO_TARGET,
@@ -22,6 +21,7 @@ from longtrain.jobs.setup import (
     sampling_from,
 )
 from longtrain.settings import Text, Words, convert
+from longtrain.targets.tokenizer import GrowingText
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -50,7 +50,7 @@ def run(cfg: DictConfig) -> None:
     entry = _entry(cfg)
     artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
-    ids = _encode(target, prompt, chat=bool(cfg.chat))
+    ids = target.encode(prompt, chat=bool(cfg.chat))
     parts = _parts(cfg, target, entry, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
     writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
@@ -215,27 +215,21 @@ def _one_prompt(cfg: DictConfig) -> None:
 
 def _prompt(cfg: DictConfig) -> str:
     _one_prompt(cfg)
-    if cfg.prompt is not None:
-        return str(cfg.prompt)
+    return read_prompt(cfg.prompt_file) if cfg.prompt is None else str(cfg.prompt)
+
+
+def read_prompt(where: str | Path) -> str:
+    """The text of a prompt file, or with `-` what is piped in.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
-        if cfg.prompt_file == STDIN:
+        if where == STDIN:
             return sys.stdin.buffer.read().decode("utf-8")
-        return Path(cfg.prompt_file).expanduser().read_text(encoding="utf-8")
+        return Path(where).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompt_file={cfg.prompt_file} cannot be read as UTF-8 text: {error}") from None
-
-
-def _encode(target: Target, prompt: str, *, chat: bool) -> list[int]:
-    tokenizer = target.require_tokenizer()
-    if not chat:
-        ids: Any = tokenizer(prompt).input_ids
-        return list(ids)
-    if not tokenizer.chat_template:
-        raise ConfigError(f"target {target.info.name} has no chat template; pass chat=false")
-    message = [{"role": "user", "content": prompt}]
-    text = apply_template(tokenizer, message, name="prompt", add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    return list(ids)
+        raise DataError(f"prompt_file={where} cannot be read as UTF-8 text: {error}") from None
 
 
 class _Writer:
@@ -249,24 +243,17 @@ class _Writer:
     def __init__(
         self, target: Target, *, colour: bool, stop: Sequence[str] = (), ends: Sequence[int] = ()
     ) -> None:
-        self.tokenizer: Any = target.tokenizer
+        self.text = GrowingText(target.tokenizer)
         self.colour, self.stop, self.ends = colour, stop, ends
         self.hold = max((len(text) for text in stop), default=0)
-        self.ids: list[int] = []
-        self.start = self.read = 0
         self.waiting: list[tuple[str, bool]] = []
         self.length = 0
 
     def __call__(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
         """Take new tokens; a byte that does not end a character waits for the next token."""
         for token, from_draft in zip(tokens, drafted, strict=True):
-            if token in self.ends:
-                continue
-            self.ids.append(token)
-            known, text = self._decode(self.ids[self.start : self.read]), self._decode(self.ids[self.start :])
-            if not text.endswith("�"):
-                self.waiting += [(char, from_draft) for char in text[len(known) :]]
-                self.start, self.read = self.read, len(self.ids)
+            if token not in self.ends:
+                self.waiting += [(char, from_draft) for char in self.text.add(token)]
         text = "".join(char for char, _ in self.waiting)
         found = [at for stop in self.stop if (at := text.find(stop)) >= 0]
         self._print(min([len(self.waiting) - self.hold, *found]))
@@ -279,9 +266,6 @@ class _Writer:
         self.waiting = list(zip(rest, colours, strict=False))
         self._print(len(self.waiting))
         print()
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _print(self, count: int) -> None:
         shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]

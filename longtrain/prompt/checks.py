@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
+from longtrain.assets import bundled_artifacts
 from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs.features import settings_of as features_of
@@ -49,7 +50,7 @@ def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) ->
             part(cfg)
         if job == "export" and "train" not in before:
             _exportable(cfg)
-        if job == "generate" or (job == "eval" and cfg.compare is None):
+        if job in ("generate", "demo") or (job == "eval" and cfg.compare is None):
             made = {"export"} <= set(before) and _own(cfg)
             for name in artifact_names(cfg):
                 if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
@@ -193,7 +194,7 @@ def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
         ArtifactError: it is not, and what makes it.
     """
     place, own = _place(cfg, name), _own(cfg)
-    if place.exists():
+    if place.exists() or name in (shipped := bundled_artifacts()):
         return
     mine = own in (place, *place.parents)
     if not mine and (name.startswith("hub:") or (name.count("/") == 1 and name[0] not in "./~")):
@@ -203,7 +204,8 @@ def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
     if not mine:
         raise ArtifactError(
             f"no artifact '{name}': neither a folder nor a name under {Path(cfg.home) / 'checkpoints'} "
-            f"({known}); pass one that is there"
+            f"({known}), nor one that ships with longtrain ({', '.join(sorted(shipped))}); pass one that is "
+            "there"
         )
     trained = any((Path(cfg.run_dir) / "train" / "checkpoints").glob("*.ckpt"))
     again = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in REPEATED]

@@ -5,7 +5,7 @@ Shapes: B batch, T new tokens, E hidden dim, G KV heads, D head dim, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,14 @@ from torch.nn.functional import linear
 from longtrain.cache.base import Causal, KVCache
 from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
+from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
 from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.targets.attention import Inputs, LeaveEarly, Pass, Watch
 from longtrain.targets.fused import FusedDecoder
 from longtrain.targets.sharded import Shards, whole
 from longtrain.targets.step import PackedStep, Rows, TargetStep, Want
+from longtrain.targets.tokenizer import GrowingText, words_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -109,6 +111,41 @@ class Target(nn.Module):
                 "load it from a folder that has one (tokenizer.json)"
             )
         return self.tokenizer
+
+    def encode(self, text: str, *, chat: bool = False) -> list[int]:
+        """Token ids of a text, with `chat` as a user's message that the target is to answer.
+
+        Raises:
+            ConfigError: the target has no tokenizer, or no chat template.
+            DataError: the chat template fails.
+        """
+        tokenizer: Any = self.require_tokenizer()
+        if not chat:
+            return list(tokenizer(text).input_ids)
+        if not tokenizer.chat_template:
+            raise ConfigError(f"target {self.info.name} has no chat template; pass chat=false")
+        message = [{"role": "user", "content": text}]
+        asked = apply_template(tokenizer, message, name="prompt", add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(asked, add_special_tokens=False).input_ids)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each token adds: joined, they are the text of all tokens.
+
+        A token that ends inside a character adds nothing, and the one that ends the character all of it.
+
+        Raises:
+            ConfigError: the target has no tokenizer.
+        """
+        text = GrowingText(self.require_tokenizer())
+        return [text.add(token) for token in ids]
+
+    def words(self, ids: Sequence[int]) -> list[tuple[str, range]]:
+        """The words of a text with their tokens' places; a word begins with white space, or after it.
+
+        Raises:
+            ConfigError: the target has no tokenizer.
+        """
+        return words_of(self.pieces(ids))
 
     @property
     def device(self) -> torch.device:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
@@ -27,6 +27,43 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """A system message is read as a user turn; the generation marks cover the answer and its end token."""
+
+
+class GrowingText:
+    """A text that grows token by token, whole characters only.
+
+    Args:
+        tokenizer: the target's; special tokens are text here.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._read = 0
+
+    def add(self, token: int) -> str:
+        """What a token adds to the text; empty where it ends inside a character, which a later one brings."""
+        self._ids.append(token)
+        known, text = self._decode(self._start, self._read), self._decode(self._start, None)
+        if text.endswith("\ufffd"):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+    def _decode(self, start: int, stop: int | None) -> str:
+        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=False))
+
+
+def words_of(pieces: Iterable[str]) -> list[tuple[str, range]]:
+    """The words that pieces of a text make, with the places of each word's pieces."""
+    found: list[tuple[str, range]] = []
+    for at, piece in enumerate(pieces):
+        text, places = found[-1] if found else (" ", range(0))
+        if piece[:1].isspace() or text[-1:].isspace():
+            found.append((piece, range(at, at + 1)))
+        else:
+            found[-1] = (text + piece, range(places.start, at + 1))
+    return found
 
 
 def read_tokenizer(

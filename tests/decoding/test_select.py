@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from longtrain.decoding.evict import Budget
+from longtrain.decoding.evict import Budget, Keep
 from longtrain.decoding.select import max_pool, reduce_heads, top, top_adaptive
 from longtrain.errors import ConfigError
 
@@ -195,3 +195,8 @@ def test_a_gpu_chooses_the_same():
     s = torch.randint(50, (4, 1, 8, 5000)).float()
     here, there = (top(x, (5000,), Budget(128), protect_last=32) for x in (s, s.cuda()))
     assert torch.equal(here.idx_LBGK, there.idx_LBGK.cpu())
+
+
+def test_a_keep_as_a_mask():
+    keep = Keep(torch.tensor([[[[1, 3], [2, 0]]]]), torch.tensor([[[2, 1]]]))
+    assert keep.mask(4).tolist() == [[[False, True, False, True], [False, False, True, False]]]
