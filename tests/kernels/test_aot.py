@@ -27,7 +27,7 @@ def compiled_tree(tile, *, alone=False):
     kind = f"tensordesc<bf16[1,1,{tile.keys},128]>" if tile.bulk else "*bf16"
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")}
     types |= {"k_tiles": kind, "v_tiles": kind, "len_ptr": "*i64", "bits_ptr": "*i64"}
-    types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "scale2": "fp32"}
+    types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
         "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
@@ -73,6 +73,17 @@ def test_tree_attention(tile, alone):
     inner = built.loop_of("UTMALDG")
     assert built.count(product, inner) > 0 and built.count("UTMALDG", inner) == 2
     assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG"))
+
+
+def test_the_end_of_tree_attention():
+    types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")} | {"len_ptr": "*i64", "bits_ptr": "*i64"}
+    types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
+    constants = {
+        "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": 64, "KEYS": 64, "OWN": 16, "CHAINED": True,
+        "EARLY": False,
+    }  # fmt: skip
+    built = compile_kernel(tree.finish_kernel, types, constants, aligned=STRIDES)
+    assert built.stack_bytes == 0
 
 
 @pytest.mark.parametrize(

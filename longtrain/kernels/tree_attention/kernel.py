@@ -7,8 +7,9 @@ keys belongs to split t % splits, so that more keys change nothing of what the o
 Partial results lie at ((b * G + kv) * tiles + tile) * splits + split.
 
 ALONE: a row's result has the bits that it has when the rows it sees are the cache's last ones. Tensor cores
-and the sums of weights round by where in a tile a key stands, and a tree has its nodes side by side. So the
-splits with ragged tiles have programs for each node, which gather what it sees, in order, behind the prefix.
+round by where in a tile a key stands, and a tree has its nodes side by side. So the splits with ragged tiles
+stop before them, and `finish_kernel` goes on for each node by itself: what it sees is gathered, in order,
+behind the prefix. Sums of weights are kept for each place in a tile, so that they are the same in any layout.
 Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
 Offsets that may exceed 2^31 are 64-bit. Nothing beyond a sequence's own slots enters a result.
 """
@@ -21,13 +22,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LN2 = tl.constexpr(0.6931471805599453)
-_PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+_PREFETCH = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
 
 
 @triton.jit
-def _prefetch(at, COUNT: tl.constexpr):
-    """Ask the L2 cache for COUNT numbers from each address on."""
-    size = tl.full(at.shape, COUNT * at.dtype.element_ty.primitive_bitwidth // 8, tl.int32)
+def _prefetch(at, SIZE: tl.constexpr):
+    """One thread asks the L2 cache for SIZE numbers from an address on."""
+    size = SIZE * at.dtype.element_ty.primitive_bitwidth // 8
     tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -39,18 +47,27 @@ def _rows(tile, T, GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _step(q, k, v, scale2, top, total, acc, visible, MASKED: tl.constexpr):
-    """A step of the softmax over tiles of keys: new maximum, sum and weighted values."""
+def _step(q, k, v, scale2, top, weights, acc, visible, MASKED: tl.constexpr):
+    """A step of the softmax over tiles of keys: new maximum, weights summed by place, weighted values."""
     logit = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         logit = tl.where(visible, logit, float("-inf"))
     new = tl.maximum(top, tl.max(logit, 1) * scale2)
     base = tl.where(new == float("-inf"), 0.0, new) if MASKED else new
     p = tl.exp2(logit * scale2 - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return new, total, acc
+    shrink = tl.exp2(top - base)[:, None]
+    weights = weights * shrink + p
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink, input_precision="ieee")
+    return new, weights, acc
+
+
+@triton.jit
+def _store_part(lse_at, out_at, top, weights, acc, exists):
+    """Write a split's result. Whole numbers add up to the same in any order, and the largest weight is 1."""
+    total = tl.sum((weights * 4294967296.0).to(tl.int64), 1).to(tl.float32) / 4294967296.0
+    tl.store(lse_at, top + tl.log2(total), mask=exists)
+    some = tl.where(total > 0, total, 1.0)
+    tl.store(out_at, acc / some[:, None], mask=exists[:, None])
 
 
 @triton.jit
@@ -70,22 +87,6 @@ def _visible(slot, n, query, low_bits, high_bits, N, MASK: tl.constexpr, WORDS: 
 
 
 @triton.jit
-def _turn(tile, place, whole, count, splits, T, tiles):
-    """Split of an ALONE program, its node (-1: it has a tile of rows), and whether it has nothing to do."""
-    nodes = tl.cdiv(2 * T, tiles)
-    turn = place * tiles + tile
-    node, later = turn // 2, turn % 2
-    if place < nodes:
-        split = (whole + later) % splits
-        idle = (node >= T) | (whole + later >= count) | (later >= splits)
-    else:
-        split = place - nodes
-        node = -1
-        idle = (split + splits - whole % splits) % splits < count - whole
-    return split, node, idle
-
-
-@triton.jit
 def _ancestors(own, bits, N):
     """The nodes of a mask's row, in order, at places 0, 1, ...: `source` for each place, and their count."""
     source = tl.zeros_like(own)
@@ -97,10 +98,26 @@ def _ancestors(own, bits, N):
     return source, place
 
 
+@triton.jit
+def _gathered(
+    k_ptr, v_ptr, k_s, v_s, tile, n, bits, N, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keys and values of a tile as if the nodes in `bits` followed the prefix, and which there are."""
+    dim = tl.arange(0, WIDTH)[None, :]
+    own = tile * KEYS + tl.arange(0, KEYS) - n
+    source, count = _ancestors(own, bits, N)
+    seen = own < count
+    at = (n + tl.where(own < 0, own, source)).to(tl.int64)[:, None]
+    keep = seen[:, None] & (dim < D)
+    k = tl.load(k_ptr + at * k_s + dim, mask=keep, other=0.0)
+    v = tl.load(v_ptr + at * v_s + dim, mask=keep, other=0.0)
+    return k, v, seen[None, :]
+
+
 @triton.jit(do_not_specialize=["splits", "T", "N", "base"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N, base,
-    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, len_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2,
+    splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
@@ -113,8 +130,8 @@ def attend_kernel(
         when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
         prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
         it still runs.
-    ALONE: see above; of the second dimension's programs the first cdiv(2 * T, tiles) are those of nodes, two
-        for each. N is at most KEYS, so ragged tiles are one or two.
+    ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
+        weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
@@ -122,30 +139,20 @@ def attend_kernel(
     n = tl.load(len_ptr + b).to(tl.int32) + base
     end = n + N if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
-    m = pid % tiles * ROWS + tl.arange(0, ROWS)
-    exists = m < T * GROUP
-    node = -1
-    if ALONE:
-        split, node, idle = _turn(pid % tiles, split, whole, count, splits, T, tiles)
-        if idle:
-            return
-        if node >= 0:
-            m = node * GROUP + tl.arange(0, ROWS)
-            exists = tl.arange(0, ROWS) < GROUP
-    query, member = m // GROUP, m % GROUP
+    query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     if CHAINED:
         if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
             if split + (AHEAD - 1) * splits < whole:
-                slot = tl.arange(0, AHEAD * KEYS)
-                slot = ((split + slot // KEYS * splits) * KEYS + slot % KEYS).to(tl.int64)
-                head_at = b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
-                _prefetch(k_ptr + head_at + slot * k_s, WIDTH)
-                head_at = b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
-                _prefetch(v_ptr + head_at + slot * v_s, WIDTH)
+                k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+                v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+                for i in tl.static_range(AHEAD):
+                    slot = ((split + i * splits) * KEYS).to(tl.int64)
+                    _prefetch(k_at + slot * k_s, KEYS * WIDTH)
+                    _prefetch(v_at + slot * v_s, KEYS * WIDTH)
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    out_at = ((pid - pid % tiles + m // ROWS) * splits + split).to(tl.int64) * ROWS + m % ROWS
+    out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot_ptr = lse_ptr + out_at
     if split >= count:
         tl.store(slot_ptr, tl.full((ROWS,), float("-inf"), tl.float32), mask=exists)
@@ -160,7 +167,7 @@ def attend_kernel(
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & wide, other=0.0)
     q = q.to(k_ptr.dtype.element_ty)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    weights = tl.zeros((ROWS, KEYS), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
     for tile in tl.range(split, whole, splits, num_stages=STAGES):
@@ -177,43 +184,87 @@ def attend_kernel(
                 k, v = tl.load(k_at), tl.load(v_at)
             else:
                 k, v = tl.load(k_at, mask=wide, other=0.0), tl.load(v_at, mask=wide, other=0.0)
-        top, total, acc = _step(q, k, v, scale2, top, total, acc, True, False)
+        top, weights, acc = _step(q, k, v, scale2, top, weights, acc, True, False)
 
-    ragged = whole + (split + splits - whole % splits) % splits
-    if ALONE:
-        if node >= 0:
-            at = b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t  # type: ignore[attr-defined]
-            bits = tl.load(bits_ptr + at)
-            for tile in tl.range(ragged, count, splits, num_stages=1):
-                own = tile * KEYS + key - n
-                source, seen_count = _ancestors(own, bits, N)
-                seen = own < seen_count
-                far = (n + tl.where(own < 0, own, source)).to(tl.int64)[:, None]
-                keep = seen[:, None] & wide
+    late = (split + splits - whole % splits) % splits
+    if not ALONE:  # noqa: SIM102 (settled when this is compiled)
+        if whole + late < count:
+            low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
+            if MASK == 2:
+                bits_at = bits_ptr + b.to(tl.int64) * bits_b + query.to(tl.int64) * bits_t
+                low_bits = tl.load(bits_at, mask=exists, other=0)
+                if WORDS == 2:
+                    high_bits = tl.load(bits_at + 1, mask=exists, other=0)
+            for tile in tl.range(whole + late, count, splits, num_stages=1):
+                slot = tile * KEYS + key
+                keep = (slot < end)[:, None] & wide
+                far = slot.to(tl.int64)[:, None]
                 k = tl.load(k_ptr + far * k_s + dim[None, :], mask=keep, other=0.0)
                 v = tl.load(v_ptr + far * v_s + dim[None, :], mask=keep, other=0.0)
-                top, total, acc = _step(q, k, v, scale2, top, total, acc, seen[None, :], True)
-    elif ragged < count:
-        low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
-        if MASK == 2:
-            bits_at = bits_ptr + b.to(tl.int64) * bits_b + query.to(tl.int64) * bits_t
-            low_bits = tl.load(bits_at, mask=exists, other=0)
-            if WORDS == 2:
-                high_bits = tl.load(bits_at + 1, mask=exists, other=0)
-        for tile in tl.range(ragged, count, splits, num_stages=1):
-            slot = tile * KEYS + key
-            keep = (slot < end)[:, None] & wide
-            far = slot.to(tl.int64)[:, None]
-            k = tl.load(k_ptr + far * k_s + dim[None, :], mask=keep, other=0.0)
-            v = tl.load(v_ptr + far * v_s + dim[None, :], mask=keep, other=0.0)
-            seen = _visible(slot, n, query, low_bits, high_bits, N, MASK, WORDS) & (slot < end)[None, :]
-            top, total, acc = _step(q, k, v, scale2, top, total, acc, seen, True)
+                seen = _visible(slot, n, query, low_bits, high_bits, N, MASK, WORDS) & (slot < end)[None, :]
+                top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
 
     if CHAINED and not EARLY:
         gdc_launch_dependents()
-    tl.store(slot_ptr, top + tl.log2(total), mask=exists)
-    some = tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + out_at[:, None] * WIDTH + dim[None, :], acc / some[:, None], mask=exists[:, None])
+    part_at = out_ptr + out_at[:, None] * WIDTH + dim[None, :]
+    if ALONE:  # noqa: SIM102 (settled when this is compiled)
+        if late < count - whole:
+            state_at = (pid * 2 + late).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            tl.store(state_ptr + state_at[:, None] * KEYS + key[None, :], weights, mask=exists[:, None])
+            tl.store(slot_ptr, top, mask=exists)
+            tl.store(part_at, acc, mask=exists[:, None])
+            return
+    _store_part(slot_ptr, part_at, top, weights, acc, exists)
+
+
+@triton.jit(do_not_specialize=["splits", "T", "base"])
+def finish_kernel(
+    q_ptr, k_ptr, v_ptr, len_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
+    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """What an ALONE split lacks for one node: its ragged tile.
+
+    Two programs for each node of each KV head, one for each tile that may be ragged; OWN rows hold a node's.
+    EARLY: the kernel before this one let it in before it had waited for those before itself.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        if EARLY:
+            gdc_wait()
+    late, turn = tl.program_id(0) % 2, tl.program_id(0) // 2
+    node, kv, b = turn % T, turn // T % G, turn // (T * G)
+    n = tl.load(len_ptr + b).to(tl.int32) + base
+    whole, count = n // KEYS, tl.cdiv(n + T, KEYS)
+    if (whole + late >= count) | (late >= splits):
+        return
+    bits = tl.load(bits_ptr + b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t)
+    row, dim, key = tl.arange(0, OWN), tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    exists = row < GROUP
+    head = kv * GROUP + row
+    q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + node.to(tl.int64) * q_t
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0)
+    q = q.to(k_ptr.dtype.element_ty)
+    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+    k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole + late, n, bits, T, D, WIDTH, KEYS)
+    if CHAINED and not EARLY:
+        gdc_wait()
+
+    m = node * GROUP + row
+    pid = (b * G + kv) * tl.cdiv(T * GROUP, ROWS) + m // ROWS
+    state_at = (pid * 2 + late).to(tl.int64) * ROWS + m % ROWS
+    weights = tl.load(state_ptr + state_at[:, None] * KEYS + key[None, :], mask=exists[:, None], other=0.0)
+    out_at = (pid * splits + (whole + late) % splits).to(tl.int64) * ROWS + m % ROWS
+    part_at = out_ptr + out_at[:, None] * WIDTH + dim[None, :]
+    top = tl.load(lse_ptr + out_at, mask=exists, other=float("-inf"))
+    acc = tl.load(part_at, mask=exists[:, None], other=0.0)
+    top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
+    for tile in tl.range(whole + late + splits, count, splits, num_stages=1):  # only where there is one split
+        k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, tile, n, bits, T, D, WIDTH, KEYS)
+        top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
+    _store_part(lse_ptr + out_at, part_at, top, weights, acc, exists)
 
 
 @triton.jit(do_not_specialize=["splits", "T"])

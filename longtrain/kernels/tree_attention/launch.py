@@ -103,30 +103,43 @@ def tree_attention(
     few = tile is None and mask is not None and nodes == T and B * T <= FEW_ROWS
     tile = tile or (tile_of_few(T, group, k_BGSD.dtype) if few else tile_for(T * group, k_BGSD.dtype))
     tiles = -(-T * group // tile.rows)
-    together = -(-group // tile.rows) if few else tiles
-    splits = splits or splits_for(B * G * together, tile.resident, q_BHTD.device)
-    alone = few and isinstance(mask, Tensor) and T > 1 and group <= tile.rows
+    if splits is None:
+        like = tile_for(group, k_BGSD.dtype) if few else tile
+        rows = group if few else T * group
+        splits = splits_for(B * G * -(-rows // like.rows), like.resident, q_BHTD.device)
+    alone = few and isinstance(mask, Tensor) and T > 1
     width = width_of(D)
     q_BHTD = dense_rows(q_BHTD)
     bits, bits_strides, of_mask = mask_arguments(mask, nodes, len_B)
     programs = B * G * tiles
-    part_lse, part_out = partial_results(q_BHTD, programs * splits * tile.rows, width)
+    part_lse, part_out, state = partial_results(
+        q_BHTD, programs * splits * tile.rows, width, programs * 2 * tile.rows * tile.keys if alone else 0
+    )
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
     copies = hopper(q_BHTD.device) or q_BHTD.device.type == "cpu"
     bulk = tile.bulk and width == D and copies and _even(k_BGSD, v_BGSD)
+    side_by_side = k_BGSD.stride(2) == v_BGSD.stride(2) == width
     chained = chaining(q_BHTD.device)
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with launched_on(q_BHTD):
-        kernels.attend_kernel[(programs, splits + (-(-2 * T // tiles) if alone else 0))](
-            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse,
+        kernels.attend_kernel[(programs, splits)](
+            q_BHTD, k_BGSD, v_BGSD, k_tiles, v_tiles, len_B, bits, part_out, part_lse, state,
             scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk,
-            STAGES=_stages(tile, width, k_BGSD), AHEAD=tile.ahead if bulk else 0,
+            STAGES=_stages(tile, width, k_BGSD), AHEAD=tile.ahead if bulk and side_by_side else 0,
             EARLY=EARLY[0], ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
+        if alone:
+            kernels.finish_kernel[(B * G * T * 2,)](
+                q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, scale * LOG2E,
+                splits, T, base,
+                *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
+                **const, KEYS=tile.keys, OWN=max(16, triton.next_power_of_2(group)), EARLY=EARLY[0],
+                num_warps=4, **chained,
+            )  # fmt: skip
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
 
