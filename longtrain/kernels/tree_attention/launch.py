@@ -63,8 +63,8 @@ TILES = (
 )
 """In half precision: the first that holds all packed rows, or else one of the last two.
 
-The first two cut the keys into the same splits and sum a row in the same order, so that it comes out the same
-to the bit whether it is alone or one of a few.
+All take the keys in tiles of one size, and on compute capability 9.0 products of 16 and of 64 rows round
+alike: with the same splits a row comes out the same to the bit in each of them.
 """
 FLOAT = TreeTile(rows=16, keys=32, warps=4, stages=2, resident=2)
 """In fp32, whose products are plain multiply-adds."""
@@ -101,7 +101,7 @@ def tree_attention(
     group = H // G
     nodes = T if nodes is None else nodes
     few = tile is None and mask is not None and nodes == T and B * T <= FEW_ROWS
-    tile = tile or (tile_of_few(T, group, k_BGSD.dtype) if few else tile_for(T * group, k_BGSD.dtype))
+    tile = tile or tile_for(T * group, k_BGSD.dtype)
     tiles = -(-T * group // tile.rows)
     if splits is None:
         like = tile_for(group, k_BGSD.dtype) if few else tile
@@ -186,12 +186,6 @@ def tile_for(rows: int, dtype: torch.dtype) -> TreeTile:
         return FLOAT
     some = [tile for tile in TILES if rows <= tile.rows] or TILES[-2:]
     return min(some, key=lambda tile: (-(-rows // tile.rows) * tile.rows, -tile.rows))
-
-
-def tile_of_few(rows: int, group: int, dtype: torch.dtype) -> TreeTile:
-    """The tile for a step of up to `FEW_ROWS` rows: one that sums a row as the tile of a row alone does."""
-    alone = tile_for(group, dtype)
-    return TILES[1] if alone is TILES[0] and rows * group > alone.rows else alone
 
 
 def candidates(rows: int) -> tuple[TreeTile, ...]:
