@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -80,6 +80,8 @@ class Context:
         home: the folder that artifacts are looked up in.
         sampling: how tokens are drawn, as `decode` says.
         drafting: gives the shape, or the shapes to choose among, that `decode` says.
+        target_shape: gives the shape of the target that `target` names: one of `targets.shapes.SHAPES`, or
+            the keys of its config.json; None where no target is named.
         load_target: gives the target that `target` names; its argument is taken where `target.path` is not
             set.
         held_out: gives the tokens of a stretch of held-out text, a prompt and what follows it; for None
@@ -94,6 +96,7 @@ class Context:
     home: Path = Path()
     sampling: Sampling = field(default_factory=Sampling)
     drafting: Callable[[], TreeShape | ShapeChoice] = lambda: TreeShape(())
+    target_shape: Callable[[], str | Mapping[str, Any] | None] = lambda: None
     load_target: Callable[[str | None], Target] | None = None
     held_out: Callable[[Target, HeldOutWanted | None], Sequence[int]] | None = None
 
@@ -213,7 +216,7 @@ class Bench:
     pictures: Callable[[Sequence[Row]], dict[str, bytes]] | None = None
 
     def read(self, suite: Mapping[str, Any], context: Context) -> Any:
-        """The suite's settings, `auto` settled by the device.
+        """The suite's settings, `auto` settled by the target that is named and by the device.
 
         Raises:
             ConfigError: a key is not known, or its value is not allowed.
@@ -222,7 +225,14 @@ class Bench:
         for key, kind in get_type_hints(self.settings, include_extras=True).items():
             for note in getattr(kind, "__metadata__", ()):
                 if isinstance(note, Auto) and values.get(key) == AUTO:
-                    values[key] = note.on_cuda if context.cuda else note.elsewhere
+                    own = context.target_shape() if key == "shape" else None
+                    if isinstance(own, Mapping) and get_args(kind)[0] is str:
+                        where = f"suite.{self.group}.shape".replace("..", ".")
+                        raise ConfigError(
+                            f"suite={suite.get('name')} measures published shapes, and the named target has "
+                            f"none of them; pass {where}= with one of: {', '.join(SHAPES)}"
+                        )
+                    values[key] = own or (note.on_cuda if context.cuda else note.elsewhere)
         return read(self.settings, values, f"suite.{self.group}".rstrip("."), ignore=("name", *self.ignore))
 
     def table(self, rows: Sequence[Row], settings: Any, context: Context) -> str:

@@ -53,7 +53,7 @@ class TrainingSettings:
     """The keys of `suite=training` and `suite=draft_memory`.
 
     Args:
-        shape: the random target's shape, a name of `targets.shapes`.
+        shape: the random target's shape, a name of `targets.shapes` or the keys of a `config.json`.
         dtype: the target's numbers; in 16 bits a module trains under autocast, with fp32 weights.
         lengths: tokens of the rows.
         method: what is trained where `method=` chooses nothing.
@@ -65,7 +65,7 @@ class TrainingSettings:
         seconds: of a length; no further step starts after it.
     """
 
-    shape: Annotated[str, Auto("llama31_8b", "llama_micro")]
+    shape: Annotated[str | dict[str, Any], Auto("llama31_8b", "llama_micro")]
     lengths: Lengths
     dtype: Dtype = "float32"
     method: str | None = None
@@ -151,7 +151,8 @@ def run(settings: TrainingSettings, context: Context) -> Iterator[Row]:
     """
     spec, config = chosen(settings, context)
     shape_keys(settings.shape)
-    log.info("building a random target shape=%s dtype=%s", settings.shape, settings.dtype)
+    named = settings.shape if isinstance(settings.shape, str) else "that of target.path"
+    log.info("building a random target shape=%s dtype=%s", named, settings.dtype)
     target = context.random_target(settings.shape, dtype=settings.dtype, fused=False)
     yield from measure(settings, prepared(spec, config, target, seed=context.seed), seed=context.seed)
 

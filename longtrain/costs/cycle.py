@@ -29,7 +29,7 @@ class Forward:
     Args:
         width: how weights and cache are read.
         rows: of a sequence.
-        times: how often in a cycle.
+        times: how often in a cycle; a half: in every second one.
         layers: of the model that run, and whose cache is read; None: all. The LM head always runs.
         more_weights: read beside those of these layers; below 0 where less is read.
         seen: cached tokens that attention reads at most (a window, or chosen rows); None: all.
@@ -38,7 +38,7 @@ class Forward:
 
     width: Width
     rows: int = 1
-    times: int = 1
+    times: float = 1
     layers: int | None = None
     more_weights: int = 0
     seen: int | None = None

@@ -12,6 +12,7 @@ from typing import Any
 from longtrain.costs import roofline
 from longtrain.costs.cycle import Forward, expected_ms
 from longtrain.costs.hardware import BYTES_SHARE, GIB, Gpu
+from longtrain.costs.held import CONTEXT, SPARE, fits, needed
 from longtrain.costs.method import CycleCost
 from longtrain.costs.model import ITEM, Sizes
 from longtrain.costs.roofline import Width
@@ -21,7 +22,7 @@ PLAIN_COLUMNS = {
     "prefill s, least": "prefill_s",
     "KV GiB": "kv_gib",
     "weights and KV GiB": "all_gib",
-    "of memory": "memory_share",
+    "fits": "fits",
     "step ms, least": "least_ms",
     "step ms, expected": "plain_ms",
     "attention's share": "attention_share",
@@ -31,7 +32,7 @@ CYCLE_COLUMNS = {
     "KV GiB": "own_gib",
     "of the plain one": "own_share",
     "weights and KV GiB": "own_all_gib",
-    "of memory": "own_memory_share",
+    "fits": "own_fits",
     "scores ms": "score_ms",
     "plain step ms": "own_ms",
     "draft step ms": "draft_ms",
@@ -73,6 +74,31 @@ class Served:
     itemsize: int
     weight_bytes: int
 
+    def fits(self, held: float) -> str:
+        """Whether the device has room for so many bytes: `yes` or `no`."""
+        return "yes" if fits(held, self.gpu.memory_bytes) else "no"
+
+    def verdict(self, row: dict[str, Any], *, own: bool = False) -> str:
+        """A sentence: how long a context the device has room for, and what the longest one of a table needs.
+
+        Args:
+            row: of `plain` or `speculative` at the longest context.
+            own: judge the method's cache instead of the plain one.
+        """
+        kv, held = (row[key] for key in (("own_gib", "own_all_gib") if own else ("kv_gib", "all_gib")))
+        has, context = self.gpu.memory_bytes / GIB, row["context"]
+        room = (has - CONTEXT / GIB) / (1 + SPARE) - (held - kv)
+        longest = max(0, int(room / kv * context))
+        about = (
+            f"an {self.gpu.name} has {has:.4g} GiB, {CONTEXT / GIB:.2g} for CUDA, and {SPARE:.0%} stays free"
+        )
+        if longest >= context:
+            return f"Fits: there is room for {longest} tokens of each sequence; {about}."
+        needs = f"weights and cache of {context} tokens need {needed(held * GIB) / GIB:.4g} GiB"
+        if longest < 1:
+            return f"Does not fit: the weights alone take {held - kv:.4g} GiB; {about}."
+        return f"Does not fit at {context} tokens, does up to {longest}: {needs}; {about}."
+
     def expected_ms(self, forwards: list[Forward], context: int) -> float:
         """Milliseconds of some forwards at the share of the peak bandwidth that is reached."""
         bytes_per_s = BYTES_SHARE * self.gpu.bytes_per_s
@@ -92,7 +118,7 @@ def plain(served: Served, context: int) -> dict[str, Any]:
         "prefill_s": 1e-3 * read["ms"],
         "kv_gib": kv / GIB,
         "all_gib": (served.weight_bytes + kv) / GIB,
-        "memory_share": (served.weight_bytes + kv) / gpu.memory_bytes,
+        "fits": served.fits(served.weight_bytes + kv),
         "least_ms": step["ms"],
         "plain_ms": served.expected_ms([Forward(width)], context),
         "attention_share": step["attention_share"],
@@ -115,14 +141,14 @@ def speculative(served: Served, cost: CycleCost, row: dict[str, Any], *, rate: f
         "own_gib": kv / GIB,
         "own_share": kv / GIB / row["kv_gib"],
         "own_all_gib": (weights + kv) / GIB,
-        "own_memory_share": (weights + kv) / served.gpu.memory_bytes,
+        "own_fits": served.fits(weights + kv),
         "own_ms": served.expected_ms([*cost.before, cost.alone], context),
     }
     if cost.before:
         found["score_ms"] = served.expected_ms(list(cost.before), context)
     if not cost.draft:
         return found
-    drafted = sum(forward.times for forward in cost.draft)
+    drafted = int(sum(forward.times for forward in cost.draft))
     drafts_ms = served.expected_ms([*cost.before, *cost.draft], context)
     verify_ms = served.expected_ms([cost.verify], context)
     tokens = sum(rate**i for i in range(drafted + 1))

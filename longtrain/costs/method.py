@@ -37,10 +37,11 @@ class CycleCost:
     cache_bytes: Callable[[int, int], float] | None = None
     before: tuple[Forward, ...] = ()
 
-    def reading(self, rows: int) -> CycleCost:
-        """The same, with a target that reads so many chosen rows."""
+    def reading(self, rows: int, *, every: int = 1) -> CycleCost:
+        """The same, where the target reads so many rows, chosen once in `every` steps."""
         alone, verify = (replace(one, seen=rows) for one in (self.alone, self.verify))
-        return replace(self, alone=alone, verify=verify)
+        before = tuple(replace(one, times=one.times / every) for one in self.before)
+        return replace(self, alone=alone, verify=verify, before=before)
 
     @property
     def forwards(self) -> tuple[Forward, ...]:

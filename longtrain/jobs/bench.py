@@ -10,6 +10,7 @@ from omegaconf import DictConfig, open_dict
 
 from longtrain import files, provenance
 from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError
 from longtrain.jobs.setup import convert, device_of, drafting_from, load_target_from, plain, sampling_from
 from longtrain.log import get_logger
 from longtrain.settings import AUTO, Counts
@@ -45,7 +46,7 @@ def _measure(cfg: DictConfig) -> None:
 
     name = str(cfg.suite.name)
     bench, context = bench_of(name), context_of(cfg)
-    settings = bench.read(plain(cfg.suite), context)
+    settings = bench.read(_with_lengths(cfg, bench), context)
     folder = Path(cfg.run_dir) / "bench"
     rows: list[dict[str, Any]] = []
     try:
@@ -58,6 +59,17 @@ def _measure(cfg: DictConfig) -> None:
     finally:
         if rows:
             _show(bench, settings, context, folder, name, rows)
+
+
+def _with_lengths(cfg: DictConfig, bench: Bench) -> dict[str, Any]:
+    """The suite's keys; a group of them takes `lengths=` where it says `auto` and another length is typed."""
+    from omegaconf import OmegaConf
+
+    found = plain(cfg.suite)
+    usual = OmegaConf.load(asset_dir("conf") / "suite" / f"{cfg.suite.name}.yaml")
+    if bench.group and found[bench.group].get("lengths") == AUTO and cfg.lengths != usual.lengths:
+        found[bench.group]["lengths"] = plain(cfg.lengths)
+    return found
 
 
 def _quality(cfg: DictConfig) -> None:
@@ -126,9 +138,34 @@ def context_of(cfg: DictConfig) -> Context:
         artifact=str(cfg.artifact) if cfg.artifact else None,
         home=Path(cfg.home),
         sampling=sampling_from(cfg),
+        target_shape=lambda: _target_shape(cfg),
         drafting=lambda: drafting_from(cfg),
         load_target=lambda path: load_target_from(cfg, path=path),
         held_out=_held_out,
+    )
+
+
+def _target_shape(cfg: DictConfig) -> str | dict[str, Any] | None:
+    """The shape of the target that is named: that of a published one, else the keys of its config.json.
+
+    Raises:
+        ConfigError: neither is at hand.
+    """
+    from longtrain.costs.model import Sizes
+    from longtrain.jobs.outline import config_file, target_shape
+    from longtrain.targets.shapes import SHAPES
+
+    if not (cfg.target and (cfg.target.path or cfg.target.shape)):
+        return None
+    size = Sizes.of(target_shape(cfg)[0])
+    for name, keys in SHAPES.items():
+        if Sizes.of_keys(keys) == size:
+            return name
+    if (file := config_file(str(cfg.target.path or ""))) is not None:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    raise ConfigError(
+        f"target.path={cfg.target.path} is not on this machine, and the suite builds a random model of its "
+        f"config.json; pass a folder, or suite.shape= with one of: {', '.join(SHAPES)}"
     )
 
 

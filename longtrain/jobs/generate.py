@@ -20,7 +20,7 @@ from longtrain.jobs.setup import (
     plain,
     sampling_from,
 )
-from longtrain.settings import Text, Words, convert
+from longtrain.settings import Text, Tokens, Words, convert
 from longtrain.targets.tokenizer import GrowingText
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(cfg: DictConfig) -> None:
     from longtrain.decoding.engine import Engine
 
     prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
-    count = convert(cfg.decode.max_new_tokens, int, "decode.max_new_tokens")
+    count = convert(cfg.decode.max_new_tokens, Tokens, "decode.max_new_tokens")
     entry = _entry(cfg)
     artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
@@ -65,7 +65,7 @@ def run(cfg: DictConfig) -> None:
         stream=writer,
     )
     writer.close(generation.texts[0] if generation.texts else "")
-    print(statistics(generation.stats), file=sys.stderr)
+    print(statistics(generation.stats, parts), file=sys.stderr)
 
 
 def check(cfg: DictConfig) -> None:
@@ -83,8 +83,8 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(NO_TARGET)
 
 
-def statistics(stats: Stats) -> str:
-    """One line: tokens, speed, acceptance and memory."""
+def statistics(stats: Stats, ran: Parts) -> str:
+    """One line: tokens, speed, acceptance and memory of what ran."""
     parts = [
         f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
         f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
@@ -94,6 +94,8 @@ def statistics(stats: Stats) -> str:
     if len(stats.shapes) > 1:
         used = sorted(stats.shapes.items(), key=lambda pair: (len(pair[0]), pair[0]))
         parts.append("cycles " + ", ".join(f"{_named(widths)} {count}" for widths, count in used))
+    if ran.selector is not None:
+        parts.append(f"at most {ran.selector.budget.rows} rows read a step (evict.budget_tokens)")
     if stats.evicted:
         parts.append(f"kept {sum(stats.kept_rows):.0f} of {sum(stats.prompt_tokens)} rows")
         parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB, {stats.cache_bytes_full / 1e6:.1f} before")
@@ -167,6 +169,7 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
     """What the entry brings to an engine; a budget that nothing evicts to is refused."""
     from longtrain import methods
     from longtrain.artifact import Artifact
+    from longtrain.cache.row_sets import ReadBudget
     from longtrain.decoding.evict import Budget
     from longtrain.systems import Builder
     from longtrain.systems.system import BUDGET_KEYS
@@ -176,12 +179,8 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
     names = [artifact.method for artifact in artifacts] + ([entry.method.name] if entry.method else [])
     taken = {key for name in names for key in methods.get(name).inference_keys}
     evicts = entry.policy is not None or not taken.isdisjoint(BUDGET_KEYS)
-    readers = [name for name in names if "every" in methods.get(name).inference_keys]
-    if readers and (tokens, ratio) == (None, None):
-        raise ConfigError(
-            f"evict.budget_tokens=null, and it says how many rows {readers[0]} reads at each step; pass "
-            "evict.budget_tokens=1024, say"
-        )
+    if (tokens, ratio) == (None, None) and any("every" in methods.get(name).inference_keys for name in names):
+        tokens = ReadBudget.rows  # what chooses rows has a budget in any case, as in plan
     budgets = [Budget(tokens, ratio)] if evicts else []
     parts = Builder(target, budgets=budgets, shapes=(), load=Artifact.load).parts(entry, artifacts)
     if parts.evictor is parts.selector is None and (tokens, ratio) != (None, None):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,22 @@ from longtrain.training import strategy as strategies
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A target's sizes, as `target.shape` gives them."""
+
+    n_layers: Count
+    n_heads: Count
+    n_kv_heads: Count
+    head_dim: Count
+    hidden_size: Count
+    intermediate_size: Count
+    vocab_size: Count
+    max_positions: Count
+    tied: bool = False
+
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -214,16 +230,36 @@ def target_shape(cfg: DictConfig) -> tuple[TargetInfo, bool]:
             "max_positions": cfg.target.get("max_positions") or raw["max_position_embeddings"],
             "tied": raw.get("tie_word_embeddings", False),
         }
-    elif cfg.target.shape:
-        shape = plain(cfg.target.shape)
+    elif cfg.target.shape is not None:
+        shape = _shape_of(plain(cfg.target.shape))
     else:
         raise ConfigError(
             f"cannot know the shape of target.path={where or 'null'}: no config.json there and no "
-            "target.shape; pass +recipe=NAME, target=NAME or target.path=FOLDER"
+            "target.shape; pass +recipe=NAME, target=NAME, target.path=FOLDER or target.shape=llama31_8b, say"
         )
     tied = bool(shape.pop("tied", False))
     shape |= {"family": "", "rms_norm_eps": 1e-6, "rope": {}, "qk_norm": False, "attention_bias": False}
     return TargetInfo(name=where, **shape), tied
+
+
+def _shape_of(shape: Any) -> dict[str, Any]:
+    """`target.shape` as a mapping of sizes; the name of a published shape stands for its sizes.
+
+    Raises:
+        ConfigError: no such name, or a size is missing or none.
+    """
+    from longtrain.targets.shapes import SHAPES
+
+    if isinstance(shape, Mapping):
+        return vars(typed(_Shape, shape, "target.shape"))
+    if shape not in SHAPES:
+        sizes = ", ".join(one.name for one in fields(_Shape))
+        raise ConfigError(
+            f"target.shape={shape}; allowed: one of {', '.join(SHAPES)}, or a mapping with {sizes}"
+        )
+    keys = SHAPES[shape]
+    most, tied = keys["max_position_embeddings"], keys["tie_word_embeddings"]
+    return {**asdict(Sizes.of_keys(keys)), "max_positions": most, "tied": tied}
 
 
 def config_file(where: str) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omegaconf import DictConfig
 
@@ -25,6 +25,9 @@ from longtrain.settings import Count, Share, Tokens, Words, convert
 from longtrain.settings import read as typed
 from longtrain.tables import of_rows, say
 from longtrain.targets.info import TargetInfo
+
+if TYPE_CHECKING:
+    from longtrain.cache.row_sets import ReadBudget
 
 CHAIN = (1, 1, 1, 1)
 """Drafted tokens of a cycle where `decode.shape` names no chain."""
@@ -93,15 +96,13 @@ def run(cfg: DictConfig) -> None:
     """Print what decoding takes at some contexts, or the estimates of each stage's rows where data are given.
 
     Raises:
-        ConfigError: a method that is trained, of whose decoding nothing is known, and no data; no stages, or
-            the target's shape is not at hand.
+        ConfigError: no target, no stages, or the target's shape is not at hand.
     """
     spec = methods.get(cfg.method.name) if cfg.method else None
-    trains = spec is not None and spec.objective is not None and spec.cost.cycle is None
-    if not cfg.target or (trains and not cfg.data):
+    if not cfg.target:
         raise ConfigError(
             "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
-            "target=NAME, with a method whose steps are known where one is wanted"
+            "target=NAME, with a method where one is wanted"
         )
     info, tied = outline.target_shape(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
@@ -141,16 +142,22 @@ def _decoding(plan: RecipePlan) -> list[str]:
         of_rows(rows, decoding.PLAIN_COLUMNS),
     ]
     chosen = 0
-    if plan.spec is not None and plan.spec.cost.cycle is not None:
+    if cfg.cache is None:
+        lines.append(served.verdict(rows[-1]))
+    if plan.spec is not None and plan.spec.cost.cycle is None:
+        lines.append(_not_in_the_table(plan.spec))
+    elif plan.spec is not None and plan.spec.cost.cycle is not None:
         widths = _chain(cfg)
         if plan.spec.objective is not None:
             outline.trained_weights(plan.spec, plan.config, plan.info)  # refuses what cannot be built
         cost = plan.spec.cost.cycle(plan.config, plan.size, widths, plan.itemsize)
         if cost.before:
-            chosen = _rows_read(plan)
-            cost = cost.reading(chosen)
+            budget = _budget(plan)
+            chosen, cost = budget.rows, cost.reading(budget.rows, every=budget.every)
         rows = [row | decoding.speculative(served, cost, row, rate=acceptance) for row in rows]
         lines += [_about(cost, len(widths), acceptance, chosen), of_rows(rows, decoding.CYCLE_COLUMNS)]
+        if cfg.cache is None:
+            lines.append(served.verdict(rows[-1], own=True))
     return [
         *lines,
         *_elastic(plan, served, rows if chosen else []),
@@ -161,7 +168,10 @@ def _decoding(plan: RecipePlan) -> list[str]:
 def _about(cost: CycleCost, drafted: int, acceptance: float, chosen: int) -> str:
     """What the table of a method's cycles shows."""
     if chosen:
-        return f"{cost.title}: expected times; {chosen} rows read a step, chosen by scores of all."
+        return (
+            f"{cost.title}: expected times; {chosen} rows read a step (evict.budget_tokens), chosen by "
+            "scores of all."
+        )
     if cost.draft:
         return (
             f"{cost.title}: expected times; {drafted} drafted tokens a cycle, each accepted with probability "
@@ -170,12 +180,32 @@ def _about(cost: CycleCost, drafted: int, acceptance: float, chosen: int) -> str
     return f"The cache of {cost.title} without its draft: expected times."
 
 
-def _rows_read(plan: RecipePlan) -> int:
-    """Rows that a step reads where they are chosen."""
-    from longtrain.cache.row_sets import ReadBudget
+def _not_in_the_table(spec: MethodSpec) -> str:
+    """What to do about a method of whose steps nothing is known here."""
+    left_out = f"The table leaves method={spec.name} out: nothing is known here of what its steps take."
+    if spec.attach is None:
+        return f"{left_out} For its training pass +recipe=NAME (longtrain recipes lists them)."
+    bench = f"longtrain bench suite=engine method={spec.name}"
+    if spec.objective is None:
+        return f"{left_out} Measure them: {bench}"
+    return (
+        f"{left_out} Measure them: {bench} artifact=NAME; for its training pass +recipe=NAME (longtrain "
+        "recipes lists them)."
+    )
 
-    rows = plan.cfg.evict.get("budget_tokens") or ReadBudget.rows
-    return ReadBudget(convert(rows, Count, "evict.budget_tokens")).rows
+
+def _budget(plan: RecipePlan) -> ReadBudget:
+    """What a step reads where rows are chosen."""
+    from longtrain.methods.read_budget import read_budget
+
+    keys = {"budget_tokens": plan.cfg.evict.get("budget_tokens"), **plain(plan.cfg.select)}
+    found = read_budget("plan", keys)
+    if found.dense_layers:
+        raise ConfigError(
+            f"select.dense_layers={list(found.dense_layers)}; plan counts steps in which every layer "
+            "chooses; leave it out"
+        )
+    return found
 
 
 def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> list[str]:
@@ -197,7 +227,7 @@ def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> l
     from longtrain.cache.elastic import Offloading
 
     offloading = typed(Offloading, wanted.options, "cache elastic")
-    batch, size, chosen = served.batch, plan.size, _rows_read(plan)
+    batch, size, chosen = served.batch, plan.size, _budget(plan).rows
     memory = elastic.ElasticMemory(
         size.n_layers,
         size.n_kv_heads,
@@ -278,7 +308,7 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
         lines.append("No times are estimated for trainer.accelerator=cpu, nor what fits.")
     else:
         verdict, advised = plan_advice.verdict(training, rows)
-        lines += verdict
+        lines += [*verdict, plan_training.duration(training, rows)]
         values["advice"] = advised
     lines.append(f"All figures are estimates; measure with: longtrain bench suite={spec.cost.suite}")
     if spec.data is None and data_config(cfg).asks_target:

@@ -17,7 +17,7 @@ from longtrain.errors import ConfigError
 from longtrain.jobs.features import form_of, settings_of
 from longtrain.jobs.outline import check_strategy, devices_of, layout_of, trained_weights
 from longtrain.jobs.plan_data import Lengths, document_lengths, prepared_counts
-from longtrain.settings import Count, Positive, convert
+from longtrain.settings import Count, Positive, Tokens, convert
 from longtrain.training.strategy import rows_of_a_rank
 
 if TYPE_CHECKING:
@@ -206,10 +206,30 @@ def _steps(cfg: DictConfig, stage: DictConfig, rows: int) -> int | None:
         return int(stage.steps)
     if stage.get("fraction") and total:
         return round(stage.fraction * total)
-    counts = prepared_counts(cfg)
-    if not stage.get("epochs") or counts is None:
+    counted = _tokens(cfg)
+    if not stage.get("epochs") or counted is None:
         return None
-    return int(stage.epochs * (counts["tokens"] - counts["val_tokens"]) / (stage.row_tokens * rows))
+    return int(stage.epochs * counted[1] / (stage.row_tokens * rows))
+
+
+def _tokens(cfg: DictConfig) -> tuple[int, int] | None:
+    """Tokens of the data and those that are trained on, as `tokens=` states or as prepared."""
+    stated = convert(cfg.tokens, Tokens | None, "tokens")
+    if stated is not None:
+        return stated, stated
+    counts = prepared_counts(cfg)
+    return None if counts is None else (counts["tokens"], counts["tokens"] - counts["val_tokens"])
+
+
+def duration(plan: TrainingPlan, stages: list[dict[str, Any]]) -> str:
+    """A sentence about the hours of all stages, or about what is missing to know them."""
+    gpus = f"{plan.given.layout.ranks} {plan.recipe.gpu.name}"
+    if any(stage["hours"] is None for stage in stages):
+        return (
+            "Hours are not known before data is prepared: run longtrain prepare with the same recipe, or "
+            "state the training tokens, tokens=200m."
+        )
+    return f"All stages take {sum(stage['hours'] for stage in stages):.3g} hours on {gpus}, validation aside."
 
 
 def disk_of(plan: TrainingPlan) -> dict[str, int | None]:
@@ -218,8 +238,8 @@ def disk_of(plan: TrainingPlan) -> dict[str, int | None]:
     Raises:
         ConfigError: features are to be stored that the method does not read from a store.
     """
-    recipe, counts = plan.recipe, prepared_counts(plan.recipe.cfg)
-    tokens = None if counts is None else counts["tokens"]
+    recipe, counted = plan.recipe, _tokens(plan.recipe.cfg)
+    tokens = None if counted is None else counted[0]
     found: dict[str, int | None] = {
         "checkpoint": disk.checkpoint_bytes(plan.trained),
         "checkpoints_at_most": disk.GENERATIONS * disk.checkpoint_bytes(plan.trained),

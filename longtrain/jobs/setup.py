@@ -182,11 +182,40 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     values: list[Any] = [{"artifact": name} for name in artifact_names(cfg)]
     if cfg.method is not None and methods.get(str(cfg.method.name)).objective is None and not values:
         values.append({"method": plain(cfg.method)})
+    if chosen := {key: value for key, value in plain(cfg.select).items() if value is not None}:
+        _choose(values, chosen, cfg)
     listed = suite["policies"] if "policies" in suite else suite["systems"]
     parse_all(listed or [])
     values += [value for value in listed or [] if value not in values]
     wanted = dict.fromkeys(name for entry in parse_all(values) for name in entry.artifacts)
     return values, {name: load_artifact(name, cfg) for name in wanted}
+
+
+def _choose(values: list[Any], chosen: dict[str, Any], cfg: DictConfig) -> None:
+    """Give the keys of `select` to the entries that choose which rows a step reads.
+
+    Raises:
+        ConfigError: none of them does.
+    """
+    from longtrain import methods
+
+    names = [
+        value["method"]["name"] if "method" in value else load_artifact(value["artifact"], cfg).method
+        for value in values
+    ]
+    readers = [
+        value
+        for value, name in zip(values, names, strict=True)
+        if "every" in methods.get(name).inference_keys
+    ]
+    if not readers:
+        key, value = next(iter(chosen.items()))
+        raise ConfigError(
+            f"select.{key}={value} and neither artifact= nor method= chooses rows; entries of suite.systems "
+            f"say it themselves: {{artifact: NAME, {key}: {value}}}"
+        )
+    for value in readers:
+        value |= chosen
 
 
 def load_artifact(name: str, cfg: DictConfig) -> Artifact:

@@ -16,7 +16,7 @@ from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import artifact_names, plain
-from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, convert, one_of, read
+from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
 from longtrain.training.settings import LoopConfig
@@ -46,6 +46,8 @@ def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) ->
     before: list[str] = []
     for job, cfg in steps:
         _common(cfg)
+        if job == "bench":
+            _read_by_bench(cfg, words)
         for part in PARTS.get(job, ()):
             part(cfg)
         if job == "export" and "train" not in before:
@@ -127,7 +129,7 @@ def _decode(cfg: DictConfig) -> None:
     kinds: dict[str, Any] = {
         "temperature": NotNegative,
         "top_k": CountOrZero,
-        "max_new_tokens": Count,
+        "max_new_tokens": Tokens,
         "keep": Count | None,
         "law": one_of([AUTO, "point", "iid", "no_replace"]),
         "shape": one_of([AUTO]) | tuple[Count, ...],
@@ -136,6 +138,18 @@ def _decode(cfg: DictConfig) -> None:
     for key, kind in kinds.items():
         if key in cfg.decode:
             convert(plain(cfg.decode[key]), kind, f"decode.{key}")
+
+
+def _read_by_bench(cfg: DictConfig, words: Sequence[str]) -> None:
+    """Refuse typed keys that only `eval` reads, of a suite in which bench has a group, `cost`."""
+    if "cost" not in cfg.suite:
+        return
+    for key in (word.lstrip("+").partition("=")[0] for word in words):
+        if key.startswith("suite.") and not key.startswith("suite.cost"):
+            raise ConfigError(
+                f"{key} is read by longtrain eval suite={cfg.suite.name}; bench reads lengths and: "
+                f"{', '.join(f'suite.cost.{name}' for name in cfg.suite.cost)}"
+            )
 
 
 def _evaluation(cfg: DictConfig) -> None:

@@ -12,6 +12,11 @@ from typing import Any
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
 
+OWN = {
+    "recipe": "; your own: --config-dir FOLDER +recipe=NAME, from FOLDER/recipe/NAME.yaml",
+    "target": "; your own: target.path=FOLDER, or a Hub id target.path=ORG/NAME",
+}
+"""Group -> how an option of the user's own is named."""
 PLACES = {
     errno.EACCES,
     errno.EPERM,
@@ -61,10 +66,9 @@ def _explain_override(text: str) -> str:
     if found := re.search(r"Could not find '(?:([^']*)/)?([^'/]+)'", text):
         group, option = found.groups()
         known = re.findall(r"^\t(\S+)$", text, re.M)
-        own = "; your own: --config-dir FOLDER +recipe=NAME, from FOLDER/recipe/NAME.yaml"
         return (
             f"unknown {group or 'config'} '{option}'{near(option, known)}; known: {', '.join(known)}"
-            f"{own if group == 'recipe' else ''}"
+            f"{OWN.get(group, '')}"
         )
     if found := re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text):
         key = found[1]

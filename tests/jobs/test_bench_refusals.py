@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from longtrain.bench.suites import bench_of
 from longtrain.errors import ConfigError
 from longtrain.jobs import bench
 
@@ -92,3 +93,21 @@ def test_settings_are_refused(composed, tmp_path, suite, override, words):
         bench.run(composed("bench", *f"suite={suite}".split(), *override.split()))
     assert "\n" not in str(refused.value)
     assert not [*tmp_path.rglob("bench/*.json")]
+
+
+def test_a_suite_measures_the_target_that_is_named(composed):
+    """`shape=auto` is the named target's; a suite of published shapes refuses any other."""
+    cfg = composed("bench", "suite=draft_memory")
+    assert bench_of("training").read(bench.plain(cfg.suite), bench.context_of(cfg)).shape["vocab_size"] == 256
+    with pytest.raises(ConfigError, match=r"the named target has none of them; pass suite.cost.shape= with"):
+        bench.run(composed("bench", "suite=eviction"))
+    more = ("lengths=[512]", "suite.cost.draft_shape=llama32_1b")
+    cfg = composed("bench", "suite=eviction", "target.path=null", "target.shape=llama31_8b", *more)
+    suite = bench_of("eviction")
+    settings = suite.read(bench._with_lengths(cfg, suite), bench.context_of(cfg))
+    assert settings.shape == "llama31_8b" and settings.lengths == (512,)
+
+
+def test_keys_that_bench_does_not_read_are_refused(run):
+    said = run("bench", "suite=eviction", "suite.budgets=[8]")
+    assert said.returncode == 1 and "suite.budgets is read by longtrain eval" in said.stderr

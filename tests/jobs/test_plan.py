@@ -54,11 +54,18 @@ def test_rows_hold_as_many_documents_as_they_will(composed, tmp_path):
     assert module[1] / module[0] == pytest.approx(after["documents"] / before["documents"])
 
 
-def test_without_data_the_steps_are_not_known(composed, text, monkeypatch):
+def test_without_data_the_steps_are_not_known(composed, text, monkeypatch, capsys):
     tables = []
     monkeypatch.setattr(plan, "of_rows", lambda rows, columns, **_: tables.append(rows) or "")
     plan.run(composed("plan", "method=longspec", "data=text", f"data.text={text}", STAGE))
     assert tables[0][0]["steps"] is None
+    monkeypatch.undo()
+    words = ("method=longspec", "data=text", f"data.text={text}", STAGE, "trainer.accelerator=cuda")
+    plan.run(composed("plan", *words))
+    assert "Hours are not known" in capsys.readouterr().out
+    plan.run(composed("plan", *words, "tokens=64k"))
+    said = capsys.readouterr().out
+    assert "All stages take" in said and " 2048 |" in said  # two epochs of 64k tokens in rows of 64
 
 
 def test_no_times_on_a_processor_and_what_prepare_writes_is_told(composed, text, monkeypatch, capsys):

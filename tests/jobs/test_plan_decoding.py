@@ -7,6 +7,7 @@ from longtrain import methods
 from longtrain.cache.hierarchical import HierarchicalCache
 from longtrain.costs import decoding
 from longtrain.costs.hardware import GIB, GPUS
+from longtrain.costs.held import fits
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.jobs import plan
@@ -81,7 +82,8 @@ def test_plain_decoding_needs_a_target_alone(composed, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method=lookaheadkv"], "plan needs a recipe"),
+        (["select.dense_layers=[0]", "method=specontext"], "select.dense_layers=.* leave it out"),
+        (["target.path=null", "target.shape=big"], "target.shape=big; allowed: one of llama_micro"),
         (["gpu=B200"], "gpu=B200; known: H100"),
         (["contexts=[1m]"], "16384 positions"),
         (["batch=0"], "batch=0"),
@@ -147,3 +149,37 @@ def test_angles_of_a_module_can_be_typed(composed, name):
 def test_a_head_that_cannot_be_built_is_refused(composed):
     with pytest.raises(TargetMismatchError, match=r"method.sets=99; target .* allows 1..2"):
         plan.run(composed("plan", "target=tiny", "contexts=[1k]", "method=specontext", "method.sets=99"))
+
+
+def test_what_fits_is_said_in_a_sentence(composed, capsys):
+    """The longest context that fits is the one at which the bytes need the whole of the device."""
+    words = ["target=llama31_8b", "target.path=null", "contexts=[8k,128k]", "gpu=A6000"]
+    plan.run(composed("plan", *words, "batch=2"))
+    said = capsys.readouterr().out
+    longest = int(said.partition("does up to ")[2].partition(":")[0])
+    assert "Does not fit at 131072 tokens" in said and "| yes |" in said and "| no |" in said
+    kept = [WEIGHTS + 2 * tokens * 131072 for tokens in (longest - 4, longest + 4)]  # norms are not counted
+    assert [fits(one, GPUS["A6000"].memory_bytes) for one in kept] == [True, False]
+    plan.run(composed("plan", *words))
+    assert "Fits: there is room for" in capsys.readouterr().out
+    plan.run(composed("plan", *words, "batch=1", "target.shape=llama33_70b"))
+    assert "Does not fit: the weights alone take" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "says"), [("sparse", "method=sparse\n"), ("indexer", "artifact=NAME; for")]
+)
+def test_a_method_that_the_table_leaves_out_is_told(composed, capsys, method, says):
+    plan.run(composed("plan", "target=tiny", "target.path=tiny", "contexts=[1k]", f"method={method}"))
+    said = capsys.readouterr().out
+    assert f"The table leaves method={method} out" in said and says in said
+
+
+def test_a_choice_that_is_good_for_more_steps_is_scored_less_often(composed, capsys):
+    scores = []
+    for every in (1, 4):
+        words = ["target=llama31_8b", "target.path=null", "contexts=[128k]", "method=specontext"]
+        plan.run(composed("plan", *words, f"select.every={every}"))
+        table = capsys.readouterr().out.partition("scores ms")[2].splitlines()[2]
+        scores.append(float(table.split("|")[6]))
+    assert scores[1] == pytest.approx(scores[0] / 4, rel=0.01)
