@@ -1,90 +1,96 @@
-"""Messages of the package's errors, and the tests that raise them."""
+"""Messages of the package's errors: what each says is wrong, what it says to do, and where it is raised."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from repository import ROOT
 
 LEAST_WORDS = 12
-"""Letters that a test's pattern and a message must share."""
+"""Letters that a message has beside the values in it; shorter ones are parts of others."""
+
+AREAS = {
+    "Settings and the command line": ("settings", "prompt", "cli", "files", "assets", "jobs"),
+    "The target": ("targets", "features", "layers"),
+    "Data": ("data", "chunked", "losses"),
+    "Training and checkpoints": ("training",),
+    "Methods": ("methods",),
+    "Artifacts and the Hub": ("artifact",),
+    "Decoding, caches and kernels": ("decoding", "cache", "kernels"),
+    "Evaluation and benchmarks": ("systems", "evaluation", "bench", "costs", "plots", "tables"),
+}
+"""Headings, and the folders and modules of `longtrain/` whose errors stand below them."""
+
+_SHAPED = {"wrong": "{}={}; allowed: {}", "refusal": "{1}; allowed: {2}"}
+"""Functions that make an error of their arguments, and the words that they make."""
 
 
 class Message(NamedTuple):
-    """One message: its words, with `...` for values, the file that raises it and a test that shows it."""
+    """One message, with `...` for values: what is wrong, what to do ("" where it does not say), and its file."""
 
     words: str
+    remedy: str
     source: str
-    test: str
 
 
 @cache
-def raised() -> tuple[tuple[str, str], ...]:
-    """Words and file of each error that `longtrain` raises with a text of its own."""
+def raised() -> tuple[Message, ...]:
+    """Every error that `longtrain` raises with a text of its own."""
     found = []
     for file in sorted((ROOT / "longtrain").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                words = _words(node.exc.args[0])
-                name = ast.unparse(node.exc.func)
-                if (
-                    name.endswith(("Error", "Missing"))
-                    and len(words.replace("...", "").strip()) >= LEAST_WORDS
-                ):
-                    found.append((words, file.relative_to(ROOT).as_posix()))
+            text = _text(node.exc) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else ""
+            if len(text.replace("...", "").strip()) >= LEAST_WORDS:
+                words, _, remedy = text.partition("; ")
+                found.append(Message(words, remedy, file.relative_to(ROOT).as_posix()))
     return tuple(dict.fromkeys(found))
 
 
-@cache
-def patterns() -> tuple[tuple[str, str], ...]:
-    """What `pytest.raises(..., match=...)` expects, as plain words, with the test's file."""
-    found = []
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "match" and isinstance(node.value, ast.Constant):
-                found += [
-                    (words, file.relative_to(ROOT).as_posix()) for words in _plain(str(node.value.value))
-                ]
-    return tuple(found)
+def area(source: str) -> str:
+    """The heading of a file's messages.
 
-
-def shown() -> Iterator[Message]:
-    """Messages that a test raises: its words stand in no other file's messages, or it imports that file."""
-    places: dict[str, set[str]] = {}
-    for part, _ in patterns():
-        places.setdefault(part, {source for words, source in raised() if part in words})
-    for words, source in raised():
-        module = source.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for part, test in sorted(patterns(), key=lambda one: -len(one[0])):
-            if part in words and (len(places[part]) == 1 or f"{module} import" in _text(test)):
-                yield Message(words, source, test)
-                break
-
-
-@cache
-def _text(file: str) -> str:
-    return (ROOT / file).read_text(encoding="utf-8")
+    Raises:
+        LookupError: the file belongs to no area.
+    """
+    part = source.split("/")[1].removesuffix(".py")
+    for name, parts in AREAS.items():
+        if part in parts:
+            return name
+    raise LookupError(f"{source} raises errors, and docs/generate/messages.py has no area for '{part}'")
 
 
 def table() -> str:
-    """All messages that tests raise, as a Markdown table by the part of the package that raises them."""
-    rows = sorted(shown(), key=lambda one: (one.source, one.words))
-    parts: dict[str, list[Message]] = {}
-    for row in rows:
-        parts.setdefault(Path(row.source).parts[1].removesuffix(".py"), []).append(row)
+    """All messages as Markdown tables, one for each area."""
+    areas: dict[str, list[Message]] = {name: [] for name in AREAS}
+    for message in raised():
+        areas[area(message.source)].append(message)
     lines = []
-    for part, found in parts.items():
-        lines += [f"### {part}", "", "| message | raised in | shown by |", "|---|---|---|"]
-        for row in found:
-            source, test = row.source.removeprefix("longtrain/"), row.test.removeprefix("tests/")
-            lines.append(f"| {_code(row.words)} | `{source}` | `{test}` |")
+    for name, found in areas.items():
+        lines += [f"### {name}", "", "| what is wrong | what is allowed, or what to do | raised in |", "|---|---|---|"]
+        for words, remedy, source in sorted(found):
+            cells = (_code(words), _plain(remedy), f"`{source.removeprefix('longtrain/')}`")
+            lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+@cache
+def texts() -> frozenset[str]:
+    """Every text in the sources of `longtrain`, with `...` for values."""
+    files = (ROOT / "longtrain").rglob("*.py")
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in files)
+    return frozenset(_words(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr))
+
+
+def _text(call: ast.Call) -> str:
+    """The words of the error that a call makes; empty where it makes none with words of its own."""
+    name = ast.unparse(call.func)
+    if name in _SHAPED:
+        return re.sub(r"(\.\.\.)+", "...", _SHAPED[name].format(*map(_words, call.args)))
+    return _words(call.args[0]) if name.endswith(("Error", "Missing")) and call.args else ""
 
 
 def _words(node: ast.expr) -> str:
@@ -98,20 +104,11 @@ def _words(node: ast.expr) -> str:
     return "..."
 
 
-def _plain(pattern: str) -> list[str]:
-    """The runs of plain words in a regular expression that are long enough to know a message by."""
-    text = re.sub(r"\\([^\w])", lambda found: f"\0{ord(found[1]):04d}", pattern)
-    runs = re.split(
-        r"\.\*|\.\+|[()|\[\]^$?*+\\]|\\\w|\d+",
-        re.sub(
-            r"\0(\d{4})",
-            lambda found: chr(int(found[1])) if chr(int(found[1])) not in "()|[]^$?*+" else "\n",
-            text,
-        ),
-    )
-    return [run for part in runs for run in part.split("\n") if len(run.strip()) >= LEAST_WORDS]
-
-
 def _code(words: str) -> str:
     text = words.replace("|", "\\|").replace("\n", " ")
     return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _plain(words: str) -> str:
+    """Words as Markdown that shows them as they are."""
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", words.removesuffix("...")).replace("\n", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,14 +31,19 @@ GPUS = {
     "H200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
     "A100": Gpu("A100", 312e12, 2.039e12, 80e9, 300e9, 32e9),
     "A6000": Gpu("A6000", 154.8e12, 0.768e12, 48e9, 56.25e9, 32e9),
+    "L40S": Gpu("L40S", 362e12, 0.864e12, 48e9, 32e9, 32e9),
+    "L4": Gpu("L4", 121e12, 0.3e12, 24e9, 32e9, 32e9),
+    "RTX4090": Gpu("RTX4090", 165.2e12, 1.008e12, 24e9, 32e9, 32e9),
+    "RTX3090": Gpu("RTX3090", 71e12, 0.936e12, 24e9, 56.25e9, 32e9),
 }
-"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of the RTX A6000."""
+"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of the RTX A6000; without NVLink PCIe's both times."""
 
 
 def gpu_called(name: str) -> Gpu | None:
     """The entry of `GPUS` for what CUDA calls a device ("NVIDIA H200"); None for others."""
-    slower = any(board in name for board in ("NVL", "PCIe", "40GB"))
-    return next((gpu for key, gpu in GPUS.items() if key in name and not slower), None)
+    other = any(board in name for board in ("NVL", "PCIe", "40GB", "Laptop", " D", " Ti"))
+    called = name.replace("RTX ", "RTX")
+    return next((gpu for key, gpu in GPUS.items() if re.search(rf"{key}(?!\w)", called) and not other), None)
 
 
 def named(name: str, key: str) -> Gpu:
