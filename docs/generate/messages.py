@@ -29,7 +29,7 @@ _SHAPED = {"wrong": "{}={}; allowed: {}", "refusal": "{1}; allowed: {2}"}
 
 
 class Message(NamedTuple):
-    """One message, with `...` for values: what is wrong, what to do ("" where it does not say), and its file."""
+    """One message, with `...` for values: what is wrong, what to do ("": it does not say), and its file."""
 
     words: str
     remedy: str
@@ -69,7 +69,12 @@ def table() -> str:
         areas[area(message.source)].append(message)
     lines = []
     for name, found in areas.items():
-        lines += [f"### {name}", "", "| what is wrong | what is allowed, or what to do | raised in |", "|---|---|---|"]
+        lines += [
+            f"### {name}",
+            "",
+            "| what is wrong | what is allowed, or what to do | raised in |",
+            "|---|---|---|",
+        ]
         for words, remedy, source in sorted(found):
             cells = (_code(words), _plain(remedy), f"`{source.removeprefix('longtrain/')}`")
             lines.append(f"| {' | '.join(cells)} |")

@@ -124,7 +124,7 @@ class LookaheadObjective(Objective):
         return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
 
     def _compared(self, s_HT: Tensor) -> Tensor:
-        """What the KL compares, by `method.kl_over`; the last tokens of two prompts lie too far apart to mix."""
+        """What the KL compares, by `method.kl_over`; responses keep the ends of two prompts apart."""
         if self.config.kl_over == "heads":
             return s_HT
         how: Literal["mean", "max"] = "max" if self.config.reduction == "max" else "mean"
