@@ -36,7 +36,7 @@ GPUS = {
     "RTX4090": Gpu("RTX4090", 165.2e12, 1.008e12, 24e9, 32e9, 32e9),
     "RTX3090": Gpu("RTX3090", 71e12, 0.936e12, 24e9, 56.25e9, 32e9),
 }
-"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of cards; those without NVLink have PCIe's twice."""
+"""Data-sheet peaks: of the SXM boards (A100: of 80 GB), and of cards; without NVLink PCIe's twice."""
 
 
 def gpu_called(name: str) -> Gpu | None:
