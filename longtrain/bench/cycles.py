@@ -20,7 +20,6 @@ from torch import Tensor
 
 from longtrain.bench import clock
 from longtrain.bench.suites import Row
-from longtrain.cache.elastic import ElasticCache
 from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
@@ -145,16 +144,13 @@ def ready(
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
     roles = [role for role in (draft, parts.selector) if role is not None]
     in_layers = parts.selector is not None and parts.selector.table_LG is None
-    adapts = isinstance(cache, ElasticCache)  # its layers leave the device between steps, not within them
-    captures = adapts or can_capture(cache)
-    if in_layers or not captures or any(role.tensors() is None for role in roles):
+    if in_layers or not can_capture(cache) or any(role.tensors() is None for role in roles):
         raise ConflictError(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
             "them out (suite=engine: pass suite.cycles=0)"
         )
-    if not adapts:
-        selects = parts.selector is not None
-        cache = buffers.take_in(cache, room=room + shape.n_nodes, selects=selects)
+    selects = parts.selector is not None
+    cache = buffers.take_in(cache, room=room + shape.n_nodes, selects=selects)
     if draft is not None:
         draft.start(tokens_BS, n_B, step, cache)
     if parts.selector is not None:

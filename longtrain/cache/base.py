@@ -87,6 +87,9 @@ class KVCache(ABC):
     def expect(self, n_B: Tensor | None) -> None:  # noqa: B027 (most caches need not know)
         """Told before a forward how many of its rows are valid in each sequence; None: all of them."""
 
+    def foresee(self, rows: int) -> None:  # noqa: B027 (most caches have all their room from the start)
+        """Told by the host before a recorded cycle, which runs without it, commits at most so many rows."""
+
     def commit_limit(self) -> Tensor | None:
         """Most rows of each sequence, int64_B, that the next commit may take; None: all of a step's."""
         return None

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longtrain.cache.base import Causal, KernelMask, Mask, PrefixOnly
 from longtrain.cache.room import GIB, check_room
 from longtrain.cache.row_sets import ReadBudget
-from longtrain.cache.row_store import RowStore
+from longtrain.cache.row_store import WAITED, RowStore, beside
 from longtrain.cache.selected import LayerScores, SelectedCache, check_layers
 from longtrain.cache.slots import SlotMap
 from longtrain.errors import ConfigError, ConflictError
@@ -153,16 +153,17 @@ class ElasticCache(SelectedCache):
             raise ConfigError(f"cache=elastic was made for {self._budget} and is to read {budget}")
         super().begin(budget, table_LG=table_LG)
         assert self.row_sets is not None and self._table_LG is not None
-        L, B, _, S, _ = self._shape
+        L, B, G, _, _ = self._shape
         K, X = budget.rows, self.row_sets.idx_BXK.shape[1]
         most = int(self.offloading.reload_above * K) if self.offloading.difference else -1
-        self.slot_map = SlotMap(B, X, K, rows=S, most_moved=most, device=self._device)
+        self.slot_map = SlotMap(B, X, K, most_moved=most, device=self._device)
         self._heads_LX = torch.nn.functional.one_hot(self._table_LG, X).sum(1)
         self._heads_LX[list(budget.dense_layers)] = 0
         self._counts_LBX = torch.zeros(L, B, X, dtype=torch.int64, device=self._device)
         self.moved_rows.zero_()
         cuda = self._device.type == "cuda" and self.offloading.prefetch
-        self._side = torch.cuda.Stream(self._device) if cuda else None
+        self._side = torch.cuda.Stream(self._device, priority=-1) if cuda else None
+        self._beside = beside(B * G * K)
 
     def _sizes(self) -> tuple[int, int, int]:
         return self._shape[:3]
@@ -175,26 +176,33 @@ class ElasticCache(SelectedCache):
         sets, slots = self.row_sets, self.slot_map
         assert sets is not None and slots is not None
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
-        self._counts_LBX.copy_(self._rows.on_host_L[:, None, None] * slots.n_BX)
-        self.moved_rows += (self._counts_LBX * self._heads_LX[:, None]).sum()
         self._wait(*self._waiting)
         if self._side is None:
+            self._count()
             self.load()
             return
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
+            self._count()
             self.load(marked=True)
 
+    def _count(self) -> None:
+        """How many rows of each set the host is asked for, layer by layer."""
+        assert self.slot_map is not None
+        torch.mul(self._rows.on_host_L[:, None, None], self.slot_map.n_BX, out=self._counts_LBX)
+        self.moved_rows.add_((self._counts_LBX * self._heads_LX[:, None]).sum())
+
     def load(self, *, marked: bool = False) -> None:
-        """Bring the rows that the last choice lacked; `marked`: with an event after each layer's."""
+        """Bring the rows that the last choice lacked; `marked`: beside a step, with events."""
         slots, table_LG, budget = self.slot_map, self._table_LG, self._budget
         assert slots is not None and table_LG is not None and budget is not None
+        programs = self._beside if marked else WAITED
         for layer in range(len(table_LG)):
             if layer in budget.dense_layers:
                 continue
             own = slice(layer, layer + 1)
             lists = RowLists(slots.to_BXK, slots.from_BXK, table_LG[own], slots.n_BX[None])
-            self._rows.load(own, self._slots_LBGJE[own], lists, self._counts_LBX[own])
+            self._rows.load(own, self._slots_LBGJE[own], lists, self._counts_LBX[own], programs=programs)
             if marked:
                 self._waiting[layer] = torch.cuda.Event()
                 self._waiting[layer].record()
@@ -223,7 +231,8 @@ class ElasticCache(SelectedCache):
         if not sparse or layer in self._budget.dense_layers:
             self._make_room(T)
             self._new = (k_BGTD, v_BGTD)
-            self._rows.write(layer, rows_BGTE, self._after(self.len_B, T))
+            first = 0 if self._high == 0 else None
+            self._rows.write(layer, rows_BGTE, self._after(self.len_B, T), first=first)
         if sparse:
             spare = self._slots_LBGJE.shape[3] - self._budget.rows - self._budget.every + 1
             if spare < T:
@@ -283,6 +292,11 @@ class ElasticCache(SelectedCache):
     def make_room(self, rows: int) -> bool:
         """Have `rows` rows of each sequence fit; whether a layer left the device."""
         return self._rows.make_room(rows)
+
+    def foresee(self, rows: int) -> None:
+        """See `KVCache`: layers leave the device between recorded cycles, not within them."""
+        self._make_room(self._nodes)
+        self._high += rows
 
     def _make_room(self, tail: int) -> None:
         """Before a step: exact lengths are asked for only where the host's bound says that a layer must go.
@@ -359,8 +373,8 @@ class ElasticCache(SelectedCache):
             tensor.untyped_storage().resize_(0)
 
     def tensors(self) -> tuple[Tensor, ...] | None:
-        """See `KVCache`; None while layers may still leave the device."""
-        if self._budget is None or not self._rows.still:
+        """See `KVCache`; None before it is known how many rows are read."""
+        if self._budget is None:
             return None
         own = (self.len_B, self._slots_LBGJE, self.moved_rows, *self._rows.tensors())
         if self.row_sets is None or self.slot_map is None:

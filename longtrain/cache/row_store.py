@@ -17,10 +17,19 @@ from torch import Tensor
 from longtrain.cache.pinned import lent
 from longtrain.cache.room import check_room
 from longtrain.errors import ConfigError
-from longtrain.kernels.row_moves import Pages, RowLists, move_rows
+from longtrain.kernels.row_moves import Pages, Programs, RowLists, move_rows
 
-HOST_PROGRAMS = 16
-"""Programs that read the host's memory, on as few of the GPU's cores; these slow down what runs there too."""
+WAITED = Programs(8, numbers=16384)
+"""What reads the host's memory while the step waits for it. Where rows lie far apart more is slower."""
+
+
+def beside(rows: int) -> Programs:
+    """What reads the host's memory beside a step: no more than brings its rows in time.
+
+    Args:
+        rows: of a layer's sets, of all heads and sequences.
+    """
+    return Programs(min(32, max(4, rows // 1024)))
 
 
 class RowStore:
@@ -108,12 +117,25 @@ class RowStore:
         self.on_host_L.copy_(torch.tensor(away))
         return len(self._held) != before
 
-    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor) -> None:
-        """Write new rows of a layer."""
+    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor, *, first: int | None = None) -> None:
+        """Write new rows of a layer.
+
+        Args:
+            layer: which.
+            rows_BGTE: the rows.
+            to_BT: where each goes.
+            first: where the first of all sequences goes, the others behind it, if the host knows it: the copy
+                engines then write to the host's memory.
+        """
         T = rows_BGTE.shape[2]
         from_B1T = torch.arange(T, device=to_BT.device).expand(len(to_BT), 1, T)
         lists = RowLists(to_BT[:, None], from_B1T, self.first_LG[:1])
-        move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
+        if first is None:
+            move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
+        else:
+            goals = self.host_LBGSE[layer, :, :, first : first + T].flatten(0, 1)
+            for goal_TE, rows_TE in zip(goals, rows_BGTE.flatten(0, 1), strict=True):
+                goal_TE.copy_(rows_TE, non_blocking=True)
         if layer in self._held:
             pages = Pages(self.pages.at_LC[layer : layer + 1], self.pages.size)
             move_rows(self.pool_BGRE[None], rows_BGTE[None], lists, goal_pages=pages)
@@ -133,7 +155,7 @@ class RowStore:
         lists: RowLists,
         n_host_LBX: Tensor,
         *,
-        programs: int | None = HOST_PROGRAMS,
+        programs: Programs | None,
     ) -> None:
         """Bring rows of some layers to the device, from wherever they are.
 

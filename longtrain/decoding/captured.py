@@ -53,6 +53,8 @@ class Cycles:
         self._held: list[Tensor] = []
         self._where: list[Hashable] = []
         self._ran = False
+        self._counted = False
+        """Whether the host has counted what the next replay commits: it does as it records the graph."""
         self.capture_s = 0.0
         """Wall time that making the graph took, in seconds."""
 
@@ -71,7 +73,9 @@ class Cycles:
         device = self.phases.target.device
         if self._captured and self._ran and self._graph is None and has_graphs(device):
             started_s = time.perf_counter()
+            self.phases.cache.foresee(0)
             self._graph = record(self.phases, device, self._pool())
+            self._counted = True
             self._held = _held(self.phases)
             self._where = _places(self._held)
             self.capture_s = time.perf_counter() - started_s
@@ -83,6 +87,9 @@ class Cycles:
         if self._graph is None:
             self.phases()
         else:
+            if not self._counted:
+                self.phases.cache.foresee(self.phases.shape.depth + 1)
+            self._counted = False
             self._graph.replay()
         self._ran = True
 

@@ -25,7 +25,7 @@ ROW = 2 * D * 8
 @pytest.mark.parametrize("most_moved", [12, 3, -1])
 def test_slots_hold_what_was_chosen(most_moved):
     """After any sequence of sets: every row once, and rows that stay are not moved."""
-    slots = SlotMap(B, 2, 12, rows=60, most_moved=most_moved, device=torch.device("cpu"))
+    slots = SlotMap(B, 2, 12, most_moved=most_moved, device=torch.device("cpu"))
     content = torch.full((B, 2, 12), -1)
     len_B, full = torch.tensor([5, 11, 30]), 0
     idx, n_B = torch.zeros(B, 2, 12, dtype=torch.int64), torch.zeros(B, dtype=torch.int64)

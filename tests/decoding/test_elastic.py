@@ -10,6 +10,7 @@ import torch
 
 from longtrain import methods
 from longtrain.cache.named import cache_maker
+from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, ConflictError
@@ -61,13 +62,44 @@ def test_the_text_of_captured_cycles(shape):
     keys = {"budget_tokens": 14, "sinks": 2, "window": 4, "every": 5}
     parts = spec.attach(head, target, config, keys)
     plain = generate(parts, target=target).tokens
-    for options in ({}, {"memory_gib": 1.0}):
+    for options in ({}, {"memory_gib": 1.0}, {"memory_gib": 0.00018, "page_rows": 16}):
         cache = cache_maker("elastic", options, **shape_of(target))
         whole = replace(parts, cache=cache, draft=OracleDraft(target, noise=0.5) if shape else None)
         assert generate(whole, target=target, shape=TreeShape(shape)).tokens == plain
         if not shape:
             run = Engine(target, whole, capture=True).generate
             assert run(PROMPTS, max_new_tokens=NEW, ignore_eos=True).tokens == plain
+
+
+def test_layers_leave_the_device_between_recorded_cycles(monkeypatch):
+    """With replays that leave the host as it was, as those of CUDA graphs do."""
+    target = micro(dtype=torch.float32)
+    spec = methods.get("specontext")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = spec.build(spec.config(layers=[0]), target.info)
+    parts = spec.attach(head, target, spec.config(layers=[0]), {"budget_tokens": 14, "sinks": 2, "window": 4})
+    plain = generate(parts, target=target).tokens
+    made, make = [], maker(target, memory_gib=0.00018, page_rows=16)
+
+    class Recorded:
+        def __init__(self, work, device, pool):
+            self.work, self.pool = work, lambda: None
+            work.cache._high += 1  # as commit does while it is recorded
+
+        def replay(self):
+            known = self.work.cache._high
+            assert known > int(self.work.cache.len_B.max())
+            self.work()
+            self.work.cache._high = known
+
+    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
+    monkeypatch.setattr(captured, "record", Recorded)
+    kept = replace(parts, cache=lambda *sizes: made.append(make(*sizes)) or made[-1])
+    run = Engine(target, kept, capture=True).generate
+    assert run(PROMPTS, max_new_tokens=NEW, ignore_eos=True).tokens == plain
+    (cache,) = made
+    assert cache.offloaded and cache._high == int(cache.len_B.max())
 
 
 @pytest.mark.gpu
@@ -88,7 +120,7 @@ def test_the_text_on_a_gpu():
     for capture in (False, True):
         for prefetch in (False, True):
             assert text(capture, prefetch=prefetch) == plain
-    assert text(False, memory_gib=0.00018, page_rows=16) == plain
+        assert text(capture, memory_gib=0.00018, page_rows=16) == plain
 
 
 def test_rows_that_follow_a_prompt_are_read_whole():

@@ -40,7 +40,7 @@ from longtrain.kernels.hierarchical import attention as hier_attention
 from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
 from longtrain.kernels.row_choice import choose_rows
-from longtrain.kernels.row_moves import move_rows
+from longtrain.kernels.row_moves import Programs, move_rows
 from longtrain.kernels.row_scores import row_scores
 from longtrain.targets.loading import random_target
 
@@ -193,7 +193,7 @@ def _move(paged):
     goal, source, lists, pages = move_case(paged=paged, device=DEVICE)
     if not (paged or INTERPRETED):
         source = source.cpu().contiguous().pin_memory()
-    move_rows(goal, source, lists, **pages, programs=1)
+    move_rows(goal, source, lists, **pages, programs=Programs(1))
 
 
 def choices() -> Jobs:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from row_move_cases import move_case, written_out
 
-from longtrain.kernels.row_moves import move_rows
+from longtrain.kernels.row_moves import Programs, move_rows
 
 
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
@@ -21,8 +21,9 @@ def test_the_twin_moves_rows(paged):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")
+@pytest.mark.parametrize(("rows", "warps"), [(16, 4), (64, 8)])
 @pytest.mark.parametrize("size", [0, 128])
-def test_the_kernel_compiles_for_hopper_without_spills(size):
+def test_the_kernel_compiles_for_hopper_without_spills(size, rows, warps):
     """Rows of 512 bytes, 16 bytes of them a thread and load."""
     pytest.importorskip("triton")
     import aot
@@ -32,9 +33,9 @@ def test_the_kernel_compiles_for_hopper_without_spills(size):
     jit = row_moves_triton._move_kernel
     types = {arg: "*i64" for arg in jit.arg_names if arg.endswith("_ptr")}
     types |= {"goal_ptr": "*bf16", "source_ptr": "*bf16"}
-    constants = {"E": 256, "WIDTH": 256, "ROWS": 16, "COUNTED": True, "GOAL_SIZE": 0, "SOURCE_SIZE": size}
+    constants = {"E": 256, "WIDTH": 256, "ROWS": rows, "COUNTED": True, "GOAL_SIZE": 0, "SOURCE_SIZE": size}
     strides = [f"{side}_{dim}" for side in ("goal", "source") for dim in "lbgr"]
-    binary = aot.compile_kernel(jit, types, constants, aligned=strides)
+    binary = aot.compile_kernel(jit, types, constants, aligned=strides, warps=warps)
     assert binary.stack_bytes == 0 and binary.registers <= 128
     assert binary.count("LDG.E.128") and binary.count("STG.E.128")
 
@@ -48,6 +49,6 @@ def test_rows_of_pinned_memory_on_a_gpu(host):
         goal = goal.cpu().contiguous().pin_memory()
     else:
         source = source.cpu().contiguous().pin_memory()
-    move_rows(goal, source, lists, programs=1)
+    move_rows(goal, source, lists, programs=Programs(1))
     torch.cuda.synchronize()
     assert torch.equal(goal.cpu(), expected)

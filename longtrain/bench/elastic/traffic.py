@@ -64,7 +64,7 @@ def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
     """Rows moved, as shares of all rows of the sets: by the difference of sets, and by an LRU buffer."""
     B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
     rows, steps = length + settings.steps + 1, settings.steps
-    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, rows=rows, most_moved=K, device=device)
+    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
     lru = LruBuffer(B, X, 2 * K, rows=rows, device=device)
     len_B = torch.full((B,), length, dtype=torch.int64, device=device)
     moved = kept = loaded = wanted = 0
@@ -113,7 +113,7 @@ def _gather(target: Target, length: int, budget: ReadBudget, settings: ElasticSe
 def _choose(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
     """Milliseconds of choosing rows by their scores, and of finding what has to be moved into which slot."""
     B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
-    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, rows=length, most_moved=K, device=device)
+    sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
     scores = [torch.rand(B, X, length, device=device) for _ in range(2)]
     len_B = torch.full((B,), length // 2, dtype=torch.int64, device=device)
 

@@ -21,7 +21,7 @@ from longtrain.errors import ConfigError
 from longtrain.kernels.devices import compiles_for, interpreted
 from longtrain.kernels.row_moves import reference
 
-__all__ = ["Pages", "RowLists", "move_rows"]
+__all__ = ["Pages", "Programs", "RowLists", "move_rows"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,19 @@ class RowLists:
     n_LBX: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Programs:
+    """How much of the host's memory is on its way at once: more slows down what the GPU does beside it.
+
+    Args:
+        most: programs of the kernel. Layers are moved in their order.
+        numbers: of rows, that each of them moves at once.
+    """
+
+    most: int
+    numbers: int = 4096
+
+
 def move_rows(
     goal_LBGRE: Tensor,
     source_LBGSE: Tensor,
@@ -61,7 +74,7 @@ def move_rows(
     *,
     goal_pages: Pages | None = None,
     source_pages: Pages | None = None,
-    programs: int | None = None,
+    programs: Programs | None = None,
 ) -> None:
     """Copy rows as the lists say; rows of the goal that no entry names keep their content.
 
@@ -73,8 +86,7 @@ def move_rows(
         lists: on the device that moves the rows.
         goal_pages: where the goal's rows lie; None: at their own numbers.
         source_pages: where the source's rows lie.
-        programs: most of the kernel's programs: few of them leave the GPU to others while they wait for the
-            host's memory. Layers are moved in their order. None: as many as there are rows to move.
+        programs: see `Programs`; None: as many as there are rows to move.
 
     Raises:
         ConfigError: a CUDA device without Triton's kernels.

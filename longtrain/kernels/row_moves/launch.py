@@ -11,10 +11,11 @@ from longtrain.kernels.devices import launched_on
 from longtrain.kernels.row_moves.kernel import _move_kernel
 
 if TYPE_CHECKING:
-    from longtrain.kernels.row_moves import Pages, RowLists
+    from longtrain.kernels.row_moves import Pages, Programs, RowLists
+
 
 _TILE = 4096
-"""Numbers that a program moves at once, so that enough of them are on their way to hide the bus's latency."""
+"""Numbers that each of many programs moves at once."""
 
 
 def move_rows(
@@ -23,7 +24,7 @@ def move_rows(
     lists: RowLists,
     goal_pages: Pages | None,
     source_pages: Pages | None,
-    programs: int | None,
+    programs: Programs | None,
 ) -> None:
     """See `kernels.row_moves.move_rows`."""
     L, B, G, _, E = goal_LBGRE.shape
@@ -31,11 +32,11 @@ def move_rows(
     if not (L and B and G and M):
         return
     ones, width = L * B * G, triton.next_power_of_2(E)
-    rows = min(triton.next_power_of_2(M), max(1, _TILE // width))
-    chunks = triton.cdiv(M, rows)
-    grid = (
-        (ones, chunks) if programs is None else (min(ones, programs), min(chunks, max(1, programs // ones)))
-    )
+    tile = _TILE if programs is None else programs.numbers
+    rows = min(triton.next_power_of_2(M), max(1, tile // width))
+    grid = (ones, triton.cdiv(M, rows))
+    if programs is not None:
+        grid = (min(ones, programs.most), min(grid[1], max(1, programs.most // ones)))
     some = lists.to_BXM  # stands in for pointers that are not read
     counts, goal_at, source_at = lists.n_LBX, goal_pages, source_pages
     with launched_on(lists.to_BXM):
@@ -53,6 +54,7 @@ def move_rows(
             E=E, WIDTH=width, ROWS=rows, COUNTED=counts is not None,
             GOAL_SIZE=0 if goal_at is None else goal_at.size,
             SOURCE_SIZE=0 if source_at is None else source_at.size,
+            num_warps=min(8, max(1, tile // 1024)),
         )  # fmt: skip
 
 
