@@ -143,8 +143,7 @@ def ready(
         watch = looking.watch_prompts([context] * batch) if looking else None
         fill(cache, target, n_B, context, seed=counts.seed, watch=watch)
     roles = [role for role in (draft, parts.selector) if role is not None]
-    in_layers = parts.selector is not None and parts.selector.table_LG is None
-    if in_layers or not can_capture(cache) or any(role.tensors() is None for role in roles):
+    if not can_capture(cache) or any(role.tensors() is None for role in roles):
         raise ConflictError(
             f"the cycles of parts '{parts.name}' cannot be captured, and so not measured one by one; leave "
             "them out (suite=engine: pass suite.cycles=0)"

@@ -102,10 +102,14 @@ class RowSets:
 
     def open(self, len_B: Tensor) -> None:
         """A step over `len_B` committed rows begins."""
-        self.due_B.copy_(len_B >= self._until_B)
-        self.since_B.copy_(torch.where(self.due_B, len_B, self.since_B))
-        self._until_B.copy_(self.since_B + self.budget.every)
-        self.n_B.copy_(self.since_B.clamp(max=self.budget.rows))
+        torch.ge(len_B, self._until_B, out=self.due_B)
+        torch.where(self.due_B, len_B, self.since_B, out=self.since_B)
+        torch.add(self.since_B, self.budget.every, out=self._until_B)
+        torch.clamp(self.since_B, max=self.budget.rows, out=self.n_B)
+
+    def due(self, len_B: Tensor) -> Tensor:
+        """Sequences that the coming step, over `len_B` committed rows, chooses for."""
+        return len_B >= self._until_B
 
     def put(self, scores_BXS: Tensor, sets: slice = slice(None)) -> None:
         """Choose some of the sets, in sequences that are due.
@@ -130,6 +134,10 @@ class RowSets:
         left_B = self._until_B - len_B
         return left_B.where(left_B > 0, self.budget.every)
 
+    def read(self, new_rows: int) -> int:
+        """J, the rows that a step of `new_rows` reads at most."""
+        return self.budget.rows + self.budget.every - 1 + new_rows
+
     def rows(self, sets_G: Tensor | slice, slots: int, new_rows: int) -> Tensor:
         """Slots that a step reads: of each set's rows, then of all rows since, new ones included.
 
@@ -141,7 +149,7 @@ class RowSets:
         Returns:
             rows_BGJ, int64; of a sequence the first `n_B + len_B - since_B + T` count.
         """
-        J = self.budget.rows + self.budget.every - 1 + new_rows
+        J = self.read(new_rows)
         at_J = torch.arange(J, device=self.n_B.device)
         near_BJ = self.since_B[:, None] + at_J - self.n_B[:, None]
         chosen_BGJ = torch.nn.functional.pad(self.idx_BXK[:, sets_G], (0, J - self.budget.rows))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,22 @@ from longtrain.kernels.tree_attention import tree_attention
 
 LayerScores: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_BHTD of the step's rows, root first, k_BGSD of all slots, len_B) -> scores_BGS of those slots."""
+
+
+class _SharedByLayers(NamedTuple):
+    """What the layers of one step share.
+
+    Args:
+        new_rows: T.
+        count_B: rows before the new ones.
+        at_J: 0 .. J - 1.
+        rows_BXJ: rows of all sets; None where each layer chooses its own.
+    """
+
+    new_rows: int
+    count_B: Tensor
+    at_J: Tensor
+    rows_BXJ: Tensor | None
 
 
 class SelectedCache(KVCache):
@@ -48,7 +64,7 @@ class SelectedCache(KVCache):
         self._ask: LayerScores | None = None
         self._masks = KernelMask()
         self._dense = False
-        self._step_rows: tuple[int, Tensor] | None = None
+        self._step: _SharedByLayers | None = None
 
     def begin(self, budget: ReadBudget, *, table_LG: Tensor | None, ask: LayerScores | None = None) -> None:
         """Decode sparsely from now on.
@@ -75,7 +91,7 @@ class SelectedCache(KVCache):
         device, n_sets = self.len_B.device, 1 + int(table_LG.max())
         if self._table_LG is None or not torch.equal(self._table_LG, table_LG.to(device)):
             self._table_LG = table_LG.to(device)
-        self._ask, self._step_rows = ask, None
+        self._ask, self._step = ask, None
         known = self.row_sets
         if known is not None and (known.budget, *known.idx_BXK.shape[:2]) == (budget, B, n_sets):
             known.forget()  # a graph of a step may know its tensors
@@ -101,7 +117,7 @@ class SelectedCache(KVCache):
             ConfigError: scores of fewer slots, or of another number of sets.
         """
         assert self.row_sets is not None, "begin() comes first"
-        self._step_rows = None
+        self._step = None
         self.row_sets.open(self.len_B)
         if scores_BXS is None:
             return
@@ -138,7 +154,7 @@ class SelectedCache(KVCache):
         if layer in sets.budget.dense_layers or self._fits:
             return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
         k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
-        count_B = sets.n_B + self.len_B - sets.since_B
+        count_B = self._step_of(q_BHTD.shape[2]).count_B
         return tree_attention(q_BHTD, k_BGJD, v_BGJD, count_B, self._masks.of(mask), scale=scale)
 
     @property
@@ -165,7 +181,7 @@ class SelectedCache(KVCache):
             index = rows_BXJ[:, sets_G, :, None].expand(-1, -1, -1, buffers[0].shape[-1])
             return buffers[0][layer].gather(2, index), buffers[1][layer].gather(2, index)
         (B, X, J), (_, _, G, _, D) = rows_BXJ.shape, buffers[0].shape
-        at_BXJ = torch.arange(J, device=rows_BXJ.device).expand(B, X, J)
+        at_BXJ = self._step_of(new_rows).at_J.expand(B, X, J)
         lists = RowLists(at_BXJ, rows_BXJ, sets_G[None])
         goals = buffers[0].new_empty(2, 1, B, G, J, D)
         for goal, buffer in zip(goals, buffers, strict=True):
@@ -173,16 +189,26 @@ class SelectedCache(KVCache):
         return goals[0, 0], goals[1, 0]
 
     def _rows_of(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
-        """Rows of sets, rows_BXJ, and the set of each KV head of a layer; made once a step for all layers."""
-        sets, table_LG = self.row_sets, self._table_LG
+        """Rows of some sets, rows_BXJ, and which of these sets each KV head of a layer reads."""
+        sets, table_LG, step = self.row_sets, self._table_LG, self._step_of(new_rows)
         assert sets is not None and table_LG is not None
-        if self._ask is not None:  # sets of the layer's own, chosen in it
-            G = table_LG.shape[1]
-            own = sets.rows(slice(layer * G, (layer + 1) * G), self.held.capacity, new_rows)
-            return own, table_LG[layer] - layer * G
-        if self._step_rows is None or self._step_rows[0] != new_rows:
-            self._step_rows = new_rows, sets.rows(slice(None), self.held.capacity, new_rows)
-        return self._step_rows[1], table_LG[layer]
+        if step.rows_BXJ is not None:
+            return step.rows_BXJ, table_LG[layer]
+        G = table_LG.shape[1]  # sets of the layer's own, chosen in it
+        return sets.rows(slice(layer * G, (layer + 1) * G), self.held.capacity, new_rows), table_LG[0]
+
+    def _step_of(self, new_rows: int) -> _SharedByLayers:
+        """What all layers share, made by the first of them."""
+        sets = self.row_sets
+        assert sets is not None
+        if self._step is None or self._step.new_rows != new_rows:
+            rows_BXJ = None
+            if self._ask is None:
+                rows_BXJ = sets.rows(slice(None), self.held.capacity, new_rows)
+            count_B = sets.n_B + self.len_B - sets.since_B
+            at_J = torch.arange(sets.read(new_rows), device=self.len_B.device)
+            self._step = _SharedByLayers(new_rows, count_B, at_J, rows_BXJ)
+        return self._step
 
     def expect(self, n_B: Tensor | None) -> None:
         """See `KVCache`."""
@@ -191,7 +217,7 @@ class SelectedCache(KVCache):
     def commit(self, path_BP: Tensor | None, n_B: Tensor) -> None:
         """See `KVCache`."""
         self.store.commit(path_BP, n_B)
-        self.len_B, self._step_rows = self.store.len_B, None
+        self.len_B, self._step = self.store.len_B, None
         self._masks.forget()
 
     def commit_limit(self) -> Tensor | None:

@@ -283,8 +283,6 @@ class Engine:
         shape = max(shapes, key=lambda one: one.n_nodes)
         if self.parts.selector is not None and self.parts.selector.tensors() is None:
             reason = f"the selector of '{self.parts.name}' does not update its state in place"
-        elif self.parts.selector is not None and self.parts.selector.table_LG is None:
-            reason = f"'{self.parts.name}' chooses rows within the layers, which no graph was tried with"
         elif self.target.shards is not None:
             reason = "the target's layers are split over ranks, which a graph cannot gather"
         elif draft is not None and draft.tensors() is None:

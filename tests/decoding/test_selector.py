@@ -195,10 +195,6 @@ def test_what_does_not_go_together():
         generate(Parts(cache=micro().new_cache, selector=rule))
     with pytest.raises(ConflictError, match="the selector of 'head' does not update its state in place"):
         Engine(micro(), Parts(selector=rule, name="head"), capture=True).generate([[1]], max_new_tokens=2)
-    within = made("query")
-    within.tensors = lambda: ()
-    with pytest.raises(ConflictError, match="'layers' chooses rows within the layers"):
-        Engine(micro(), Parts(selector=within, name="layers"), capture=True).generate([[1]], max_new_tokens=2)
     with pytest.raises(ConfigError, match=r"the budget is 0.1 of the prompt"):
         rule.with_budget(Budget(ratio=0.1))
     with pytest.raises(ConfigError, match="a budget of 6 rows, of which 2 sinks and the last 4"):

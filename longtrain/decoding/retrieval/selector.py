@@ -71,7 +71,7 @@ class Selector:
             root_B: the step's first token, at position `cache.len_B`; known tokens end with it.
 
         Returns: scores_BXS in fp32 or wider, of the cache's `used` slots or more; only their order within a
-            set counts. Slots from `cache.len_B` on may hold anything.
+            set counts. Slots from `cache.len_B` on may hold anything, and so may sequences that are not due.
         """
         raise NotImplementedError
 

@@ -1,13 +1,15 @@
-"""Triton kernels of `kernels.row_choice`: a radix selection over chunks of a row of scores, and its writing.
+"""Triton kernels of `kernels.row_choice`: a bound that leaves few rows, and the choice among these.
 
-Scores become unsigned numbers in the same order. Four passes find the K-th largest of them, eight bits each:
-a pass counts, chunk by chunk, the digits of the numbers that begin as the K-th one does, and the next
-pass reads from those counts which digit comes next. The last kernel knows from the counts how many rows each
-chunk before its own gives, so every chunk writes its rows to their place.
+Scores become unsigned numbers in the same order. Slots are dealt out to groups in turn, so that neighbours
+fall into different ones; of each group the highest number is taken (`peaks_kernel`). The K-th largest of
+those is a lower bound of the K-th largest of all, and little more than K rows reach it: each chunk of slots
+writes down its own (`reach_kernel`). One program for each set then finds the K-th largest of what is left by
+bisection, and writes the set (`choose_kernel`). Where many rows reach the bound, equal ones say, it goes over
+them in turns.
 
 Rows at the first and last places are no part of this: as many fewer are looked for. Texts of at most K rows
-are written out whole. Only integers are added, so the division into chunks changes nothing.
-Shapes: as there; a row is a set of a sequence, chunks are BLOCK slots each, digits 256.
+are written out whole. Only integers are compared and counted, so how slots are divided changes nothing.
+Shapes: as there; a row is a set of a sequence, chunks are BLOCK slots each.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,13 +20,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _MOST = tl.constexpr(3.4028234663852886e38)
-_DIGITS = tl.constexpr(256)
+_BITS = tl.constexpr(16)
+"""Upper bits of the bound; the others are 0."""
 
 
 @triton.jit
-def _order(score_ptr, slot, S):
-    """Scores as unsigned numbers in the same order; those that do not count are read, too."""
-    x = tl.load(score_ptr + slot, mask=slot < S, other=0.0).to(tl.float32)
+def _order(score_ptr, slot, inside):
+    """Scores as unsigned numbers above 0 in the same order."""
+    x = tl.load(score_ptr + slot, mask=inside, other=0.0).to(tl.float32)
     x = tl.where(x != x, -_MOST, x)
     x = tl.minimum(tl.maximum(x, -_MOST), _MOST)
     x = tl.where(x == 0.0, 0.0, x)  # of two zeros one
@@ -32,41 +35,47 @@ def _order(score_ptr, slot, S):
     return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
 
 
-@triton.jit
-def _digit(count_ptr, chunks, need, TILE: tl.constexpr):
-    """The digit of the `need`-th largest number, and how many numbers have a higher one."""
-    digit, chunk = tl.arange(0, _DIGITS), tl.arange(0, TILE)
-    total = tl.zeros((_DIGITS,), tl.int32)
-    for first in range(0, chunks, TILE):
-        at = first + chunk
-        part = tl.load(
-            count_ptr + at[:, None] * _DIGITS + digit[None, :], mask=(at < chunks)[:, None], other=0
-        )
-        total += tl.sum(part, 0)
-    from_here = tl.sum(total, 0) - tl.cumsum(total, 0) + total
-    found = tl.sum((from_here >= need).to(tl.int32), 0) - 1
-    return found, tl.sum(tl.where(digit > found, total, 0), 0)
+@triton.jit(do_not_specialize=["sinks", "window", "K"])
+def peaks_kernel(
+    score_ptr, len_ptr, due_ptr, peak_ptr, score_b, score_x, S, X, sinks, window, K,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, DUE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The highest numbers of COLUMNS groups of a row, 0 where none counts; slot s is in group s % GROUPS.
 
-
-@triton.jit
-def _is_due(due_ptr, b, DUE: tl.constexpr):
-    due = True
-    if DUE:
-        due = tl.load(due_ptr + b) != 0
-    return due
+    peak_ptr: [rows, GROUPS].
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    b, x = row // X, row % X
+    n = tl.load(len_ptr + b).to(tl.int32)
+    if n <= K:
+        return
+    if DUE:  # noqa: SIM102 (one of them is settled when this is compiled)
+        if tl.load(due_ptr + b) == 0:
+            return
+    score_ptr += b.to(tl.int64) * score_b + x.to(tl.int64) * score_x
+    group, turn = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TILE)
+    peak = tl.zeros((COLUMNS,), tl.uint32)
+    for first in range(0, n - window, TILE * GROUPS):
+        slot = first + turn[:, None] * GROUPS + group[None, :]
+        order = _order(score_ptr, slot, slot < S)
+        order = tl.where((slot >= sinks) & (slot < n - window), order, 0)
+        peak = tl.maximum(peak, tl.max(order, 0))
+    tl.store(peak_ptr + row.to(tl.int64) * GROUPS + group, peak)
 
 
 @triton.jit(do_not_specialize=["sinks", "window", "K", "chunks"])
-def digits_kernel(
-    score_ptr, len_ptr, due_ptr, count_ptr, above_ptr, state_ptr, score_b, score_x,
+def reach_kernel(
+    score_ptr, len_ptr, due_ptr, peak_ptr, slot_ptr, count_ptr, score_b, score_x,
     S, X, sinks, window, K, chunks,
-    LEVEL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DUE: tl.constexpr, CHAINED: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, DUE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Count the digits of one level in one chunk of a row.
+    """The slots of one chunk whose numbers reach the bound, ascending, and how many they are.
 
-    count_ptr: counts of two levels in turn, [2, rows, chunks, 256]. above_ptr: numbers of each chunk that are
-    larger than all that begin as the K-th does, [rows, chunks]. state_ptr: of each row and level how the K-th
-    number begins, and which of those that begin so it is, [rows, 4, 2].
+    slot_ptr: [rows, chunks, BLOCK]; count_ptr: [rows, chunks].
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -74,103 +83,142 @@ def digits_kernel(
     row, chunk = tl.program_id(0), tl.program_id(1)
     b, x = row // X, row % X
     n = tl.load(len_ptr + b).to(tl.int32)
-    live = tl.cdiv(n - window, BLOCK)
-    if (n <= K) | (chunk >= live):
+    if (n <= K) | (chunk * BLOCK >= n - window):
         return
-    if not _is_due(due_ptr, b, DUE):
-        return
-    digit = tl.arange(0, _DIGITS)
+    if DUE:  # noqa: SIM102
+        if tl.load(due_ptr + b) == 0:
+            return
     slot = chunk * BLOCK + tl.arange(0, BLOCK)
-    free = (slot >= sinks) & (slot < n - window)
-    order = _order(score_ptr + b.to(tl.int64) * score_b + x.to(tl.int64) * score_x, slot, S)
-    plane = tl.num_programs(0).to(tl.int64) * chunks * _DIGITS
-    count_ptr += row.to(tl.int64) * chunks * _DIGITS
-    if LEVEL > 0:
-        before_ptr = count_ptr + (LEVEL - 1) % 2 * plane
-        need = K - sinks - window
-        begin = need * 0
-        if LEVEL > 1:
-            begin = tl.load(state_ptr + row * 8 + (LEVEL - 1) * 2)
-            need = tl.load(state_ptr + row * 8 + (LEVEL - 1) * 2 + 1)
-        found, higher = _digit(before_ptr, live, need, TILE)
-        begin = begin * _DIGITS + found
-        own = tl.load(before_ptr + chunk * _DIGITS + digit)
-        above = tl.sum(tl.where(digit > found, own, 0), 0)
-        if LEVEL > 1:
-            above += tl.load(above_ptr + row * chunks + chunk)
-        tl.store(above_ptr + row * chunks + chunk, above)
-        if chunk == 0:
-            tl.store(state_ptr + row * 8 + LEVEL * 2, begin)
-            tl.store(state_ptr + row * 8 + LEVEL * 2 + 1, need - higher)
-        free = free & ((order >> (32 - 8 * LEVEL)).to(tl.int32) == begin)
-    own_digit = ((order >> (24 - 8 * LEVEL)) & (_DIGITS - 1)).to(tl.int32)
-    counts = tl.histogram(own_digit, _DIGITS, mask=free)
-    tl.store(count_ptr + LEVEL % 2 * plane + chunk * _DIGITS + digit, counts)
+    order = _order(score_ptr + b.to(tl.int64) * score_b + x.to(tl.int64) * score_x, slot, slot < S)
+    peak = tl.load(peak_ptr + row.to(tl.int64) * GROUPS + tl.arange(0, GROUPS))
+    need = K - sinks - window
+    bound, one = tl.full((), 0, tl.uint32), tl.full((), 1, tl.uint32)
+    for bit in tl.static_range(_BITS):
+        higher = bound | (one << (31 - bit))
+        bound = tl.where(tl.sum((peak >= higher).to(tl.int32), 0) >= need, higher, bound)
+    reaches = (slot >= sinks) & (slot < n - window) & (order >= bound)
+    place = tl.cumsum(reaches.to(tl.int32), 0)
+    own = row.to(tl.int64) * chunks + chunk
+    tl.store(slot_ptr + own * BLOCK + place - 1, slot, mask=reaches)
+    tl.store(count_ptr + own, tl.sum(reaches.to(tl.int32), 0))
+
+
+@triton.jit
+def _middle(low, high):
+    """The upper middle of two unsigned numbers."""
+    return high - ((high - low) >> 1)
+
+
+@triton.jit
+def _part(score_ptr, slot_ptr, count_ptr, chunk, BLOCK: tl.constexpr):
+    """Slots of a chunk that reach the bound, their numbers (0 for none), and which there are."""
+    each = tl.arange(0, BLOCK)
+    inside = each < tl.load(count_ptr + chunk)
+    slot = tl.load(slot_ptr + chunk * BLOCK + each, mask=inside, other=0)
+    return slot, tl.where(inside, _order(score_ptr, slot, inside), 0)
+
+
+@triton.jit
+def _write(out_ptr, slot, order, edge, equal_before, place, skipped):
+    """Write the slots above the edge, and of those at the edge all after the first `skipped` ones.
+
+    equal_before: slots at the edge in earlier parts; place: where the first slot goes. Returns both for the
+    next part.
+    """
+    larger, equal = order > edge, order == edge
+    nth = equal_before + tl.cumsum(equal.to(tl.int32), 0)
+    taken = larger | (equal & (nth > skipped))
+    at = place + tl.cumsum(taken.to(tl.int32), 0) - 1
+    tl.store(out_ptr + at, slot.to(tl.int64), mask=taken)
+    return equal_before + tl.sum(equal.to(tl.int32), 0), place + tl.sum(taken.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["sinks", "window", "K", "chunks"])
-def write_kernel(
-    score_ptr, len_ptr, due_ptr, count_ptr, above_ptr, state_ptr, out_ptr, score_b, score_x, out_b, out_x,
-    S, X, sinks, window, K, chunks,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, DUE: tl.constexpr, CHAINED: tl.constexpr,
+def choose_kernel(
+    score_ptr, len_ptr, due_ptr, slot_ptr, count_ptr, few_ptr, out_ptr, score_b, score_x, out_b, out_x,
+    X, sinks, window, K, chunks,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, FEW: tl.constexpr, DUE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen rows of one chunk; of the first chunk also those that are chosen in any case."""
+    """Write one set. few_ptr: room for FEW slots of each row; up to so many are held at once."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     b, x = row // X, row % X
     n = tl.load(len_ptr + b).to(tl.int32)
-    if not _is_due(due_ptr, b, DUE):
-        return
+    if DUE:  # noqa: SIM102
+        if tl.load(due_ptr + b) == 0:
+            return
     out_ptr += b.to(tl.int64) * out_b + x.to(tl.int64) * out_x
     each = tl.arange(0, BLOCK)
     if n <= K:
-        if chunk == 0:
-            for first in range(0, K, BLOCK):
-                at = first + each
-                tl.store(out_ptr + at, tl.where(at < n, at, 0).to(tl.int64), mask=at < K)
-        return
-    live = tl.cdiv(n - window, BLOCK)
-    if chunk >= live:
-        return
-    if chunk == 0:
-        for first in range(0, sinks + window, BLOCK):
+        for first in range(0, K, BLOCK):
             at = first + each
-            late = at >= sinks
-            place = tl.where(late, at + K - sinks - window, at)
-            value = tl.where(late, at + n - sinks - window, at)
-            tl.store(out_ptr + place, value.to(tl.int64), mask=at < sinks + window)
+            tl.store(out_ptr + at, tl.where(at < n, at, 0).to(tl.int64), mask=at < K)
+        return
+    for first in range(0, sinks + window, BLOCK):
+        at = first + each
+        late = at >= sinks
+        value = tl.where(late, at + n - sinks - window, at)
+        tl.store(
+            out_ptr + tl.where(late, at + K - sinks - window, at),
+            value.to(tl.int64),
+            mask=at < sinks + window,
+        )
 
-    slot = chunk * BLOCK + each
-    free = (slot >= sinks) & (slot < n - window)
-    order = _order(score_ptr + b.to(tl.int64) * score_b + x.to(tl.int64) * score_x, slot, S)
-    plane = tl.num_programs(0).to(tl.int64) * chunks * _DIGITS
-    count_ptr += row.to(tl.int64) * chunks * _DIGITS + plane
-    begin = tl.load(state_ptr + row * 8 + 6)
-    need = tl.load(state_ptr + row * 8 + 7)
-    found, higher = _digit(count_ptr, live, need, TILE)
-    edge = (begin * _DIGITS + found).to(tl.uint32, bitcast=True)
-    # rows of earlier chunks: larger ones, and those that are equal to the K-th
-    digit, other = tl.arange(0, _DIGITS), tl.arange(0, TILE)
-    larger = tl.zeros((TILE,), tl.int32)
-    equal = tl.zeros((TILE,), tl.int32)
-    equals = tl.zeros((TILE,), tl.int32)
-    for first in range(0, live, TILE):
-        at = first + other
-        inside, earlier = at < live, at < chunk
-        part = tl.load(count_ptr + at[:, None] * _DIGITS + digit[None, :], mask=inside[:, None], other=0)
-        above = tl.load(above_ptr + row * chunks + at, mask=inside, other=0)
-        above += tl.sum(tl.where((digit > found)[None, :], part, 0), 1)
-        same = tl.sum(tl.where((digit == found)[None, :], part, 0), 1)
-        larger += tl.where(earlier, above, 0)
-        equal += tl.where(earlier, same, 0)
-        equals += same
-    larger_before, equal_before = tl.sum(larger, 0), tl.sum(equal, 0)
-    skipped = tl.sum(equals, 0) - (need - higher)  # of equal ones the later are taken
-    is_larger, is_equal = free & (order > edge), free & (order == edge)
-    ranks = tl.cumsum((is_larger.to(tl.int32) << 16) + is_equal.to(tl.int32), 0)
-    nth_equal = equal_before + (ranks & 0xFFFF)
-    place = sinks + larger_before + (ranks >> 16) + tl.maximum(nth_equal - skipped, 0) - 1
-    taken = is_larger | (is_equal & (nth_equal > skipped))
-    tl.store(out_ptr + place, slot.to(tl.int64), mask=taken)
+    score_ptr += b.to(tl.int64) * score_b + x.to(tl.int64) * score_x
+    slot_ptr += row.to(tl.int64) * chunks * BLOCK
+    count_ptr += row * chunks
+    need, live = K - sinks - window, tl.cdiv(n - window, BLOCK)
+    chunk = tl.arange(0, CHUNKS)
+    count = tl.load(count_ptr + chunk, mask=chunk < live, other=0)
+    total = tl.sum(count, 0)
+    if total <= FEW:
+        few_ptr += row.to(tl.int64) * FEW
+        before = tl.cumsum(count, 0) - count
+        for first in range(0, tl.max(count, 0), SPAN):
+            nth = first + tl.arange(0, SPAN)
+            inside = nth[None, :] < count[:, None]
+            some = tl.load(slot_ptr + chunk[:, None] * BLOCK + nth[None, :], mask=inside, other=0)
+            tl.store(few_ptr + before[:, None] + nth[None, :], some, mask=inside)
+        tl.debug_barrier()
+        at = tl.arange(0, FEW)
+        slot = tl.load(few_ptr + at, mask=at < total, other=0)
+        order = tl.where(at < total, _order(score_ptr, slot, at < total), 0)
+        high = tl.max(order, 0)
+        low = tl.min(tl.where(at < total, order, high), 0)
+        while low < high:
+            middle = _middle(low, high)
+            enough = tl.sum((order >= middle).to(tl.int32), 0) >= need
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        larger = tl.sum((order > low).to(tl.int32), 0)
+        skipped = tl.sum((order == low).to(tl.int32), 0) - (need - larger)
+        _write(out_ptr, slot, order, low, 0, sinks, skipped)
+        return
+
+    highest = tl.zeros((BLOCK,), tl.uint32)
+    for one in range(0, live):
+        _, order = _part(score_ptr, slot_ptr, count_ptr, one, BLOCK)
+        highest = tl.maximum(highest, order)
+    low, high = tl.full((), 1, tl.uint32), tl.max(highest, 0)
+    while low < high:
+        middle = _middle(low, high)
+        reach = tl.zeros((BLOCK,), tl.int32)
+        for one in range(0, live):
+            _, order = _part(score_ptr, slot_ptr, count_ptr, one, BLOCK)
+            reach += (order >= middle).to(tl.int32)
+        enough = tl.sum(reach, 0) >= need
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    larger, equal = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for one in range(0, live):
+        _, order = _part(score_ptr, slot_ptr, count_ptr, one, BLOCK)
+        larger += (order > low).to(tl.int32)
+        equal += (order == low).to(tl.int32)
+    skipped = tl.sum(equal, 0) - (need - tl.sum(larger, 0))
+    seen, place = skipped * 0, sinks
+    for one in range(0, live):
+        slot, order = _part(score_ptr, slot_ptr, count_ptr, one, BLOCK)
+        seen, place = _write(out_ptr, slot, order, low, seen, place, skipped)

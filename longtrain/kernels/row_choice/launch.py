@@ -9,44 +9,30 @@ import triton
 from torch import Tensor
 
 from longtrain.kernels.devices import chaining, dense_rows, launched_on
-from longtrain.kernels.row_choice.kernel import digits_kernel, write_kernel
+from longtrain.kernels.row_choice.kernel import choose_kernel, peaks_kernel, reach_kernel
 
-_LEVELS = 4
+_MOST_FEW = 16384
+"""Most slots that one program holds at once."""
 
 
 @dataclass(frozen=True)
 class ChoiceTile:
-    """How the slots are divided.
+    """How the slots are divided; all sizes are powers of two.
 
     Args:
-        block: slots of a chunk, a power of two, at most 32768.
-        warps: warps of a program.
-        chunks: chunks whose counts are read at once, a power of two.
-        programs: most programs for which it is taken.
+        groups: groups of slots; at least twice the rows of a set are taken.
+        columns: groups of a program.
+        block: slots of a chunk.
+        warps: warps of the programs of the three kernels.
     """
 
-    block: int
-    warps: int
-    chunks: int = 32
-    programs: int | None = None
+    groups: int = 4096
+    columns: int = 256
+    block: int = 4096
+    warps: tuple[int, int, int] = (8, 8, 16)
 
 
-TILES = (
-    ChoiceTile(1024, 4, programs=264),
-    ChoiceTile(2048, 4, programs=264),
-    ChoiceTile(8192, 16, chunks=16, programs=132),
-    ChoiceTile(8192, 8, chunks=16),
-)
-"""Chosen on an H200 at 32K and 128K slots, 8 and 32 sets; it has 132 cores."""
-
-
-def tile_for(rows: int, slots: int) -> ChoiceTile:
-    """The first tile that gives few enough programs, and chunks whose counts can be read at once."""
-    for tile in TILES:
-        chunks = triton.cdiv(slots, tile.block)
-        if tile.programs is not None and chunks <= tile.chunks and rows * chunks <= tile.programs:
-            return tile
-    return TILES[-1]
+TILE = ChoiceTile()
 
 
 def choose_rows(
@@ -56,35 +42,36 @@ def choose_rows(
     sinks: int,
     window: int,
     due_B: Tensor | None,
-    tile: ChoiceTile | None = None,
+    tile: ChoiceTile = TILE,
 ) -> None:
-    """See `kernels.row_choice.choose_rows`; `tile` None: what suits the sizes."""
+    """See `kernels.row_choice.choose_rows`."""
     B, X, S = scores_BXS.shape
     rows, K = B * X, out_BXK.shape[2]
     if not rows:
         return
-    tile = tile or tile_for(rows, S)
     scores_BXS = dense_rows(scores_BXS)
+    twice = triton.next_power_of_2(2 * (K - sinks - window))
+    groups, few = min(max(tile.groups, twice), _MOST_FEW), min(max(2048, twice), _MOST_FEW)
     chunks = max(1, triton.cdiv(S, tile.block))
-    size = rows * chunks
-    scratch = torch.empty(size * 513 + rows * 8, dtype=torch.int32, device=scores_BXS.device)
-    counts, above, state = scratch.split((size * 512, size, rows * 8))
-    due = len_B if due_B is None else due_B.view(torch.uint8)
-    const = {
-        "BLOCK": tile.block,
-        "TILE": min(tile.chunks, triton.next_power_of_2(chunks)),
-        "DUE": due_B is not None,
-        "num_warps": tile.warps,
-        **chaining(scores_BXS.device),
-    }
-    sizes = (S, X, sinks, window, K, chunks)
-    strides = scores_BXS.stride()[:2]
+    span = max(1, min(tile.block, 8192 // triton.next_power_of_2(chunks)))
+    sizes = [rows * groups, rows * chunks * tile.block, rows * chunks, rows * few]
+    scratch = torch.empty(sum(sizes), dtype=torch.int32, device=scores_BXS.device)
+    peaks, slots, counts, held = scratch.split(sizes)
+    texts = (scores_BXS, len_B, len_B if due_B is None else due_B.view(torch.uint8))
+    strides, limits = scores_BXS.stride()[:2], (X, sinks, window, K)
+    const = {"DUE": due_B is not None, **chaining(scores_BXS.device)}
     with launched_on(scores_BXS):
-        for level in range(_LEVELS):
-            digits_kernel[(rows, chunks)](
-                scores_BXS, len_B, due, counts, above, state, *strides, *sizes, LEVEL=level, **const
-            )
-        write_kernel[(rows, chunks)](
-            scores_BXS, len_B, due, counts, above, state, out_BXK, *strides, *out_BXK.stride()[:2], *sizes,
-            **const,
+        peaks_kernel[(rows, groups // tile.columns)](
+            *texts, peaks.view(torch.uint32), *strides, S, *limits,
+            GROUPS=groups, COLUMNS=tile.columns,
+            TILE=min(32, triton.next_power_of_2(triton.cdiv(S, groups))), num_warps=tile.warps[0], **const,
+        )  # fmt: skip
+        reach_kernel[(rows, chunks)](
+            *texts, peaks.view(torch.uint32), slots, counts, *strides, S, *limits, chunks,
+            GROUPS=groups, BLOCK=tile.block, num_warps=tile.warps[1], **const,
+        )  # fmt: skip
+        choose_kernel[(rows,)](
+            *texts, slots, counts, held, out_BXK, *strides, *out_BXK.stride()[:2], *limits, chunks,
+            BLOCK=tile.block, CHUNKS=triton.next_power_of_2(chunks), SPAN=span, FEW=few,
+            num_warps=tile.warps[2], **const,
         )  # fmt: skip

@@ -87,6 +87,11 @@ def weights_kernel(
     head, one = tl.arange(0, HEADS), tl.arange(0, TILE)
     exists = head < H
     line = line * H + head
+    logit = tl.load(
+        logit_ptr + line[:, None] * logit_m + slot[None, :],
+        mask=exists[:, None] & (slot < logit_m)[None, :],
+        other=float("-inf"),
+    )
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     live = tl.cdiv(n, CHUNK)
@@ -102,11 +107,5 @@ def weights_kernel(
         total = total * tl.exp2(top - new) + tl.sum(tl.exp2(part - new[:, None]), 1)
         top = new
     lse = (top + tl.log2(total)) * _LN2
-    inside = slot < n
-    logit = tl.load(
-        logit_ptr + line[:, None] * logit_m + slot[None, :],
-        mask=exists[:, None] & (slot < logit_m)[None, :],
-        other=float("-inf"),
-    )
     best = tl.max(logit - lse[:, None], 0)
-    tl.store(score_ptr + slot, tl.where(inside, best, float("-inf")), mask=slot < S)
+    tl.store(score_ptr + slot, tl.where(slot < n, best, float("-inf")), mask=slot < S)

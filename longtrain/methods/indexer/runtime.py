@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.room import check_room
-from longtrain.decoding.retrieval.scores import log_scores
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConflictError
+from longtrain.kernels.row_scores import row_scores
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
@@ -57,10 +57,8 @@ class IndexerSelector(Selector):
         """See `Selector`: log-weights of the root's index query."""
         k_LBSGI, _ = self._state()
         (G, S), one = k_BGSD.shape[1:3], slice(layer, layer + 1)
-        q_BHI = self.module.query(q_BHTD[:, :, 0].transpose(0, 1)[None], one)
-        seen_BS = torch.arange(S, device=len_B.device) < len_B[:, None]
-        scores_BGRS = log_scores(q_BHI[:, None], k_LBSGI[layer, :, :S], seen_BS[:, None], sets=1, groups=G)
-        return scores_BGRS[:, :, 0]
+        q_BGHI = self.module.query(q_BHTD[:, :, 0].transpose(0, 1)[None], one).unflatten(1, (G, -1))
+        return row_scores(q_BGHI, k_LBSGI[layer, :, :S], len_B, groups=G, scale=q_BGHI.shape[-1] ** -0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Index the keys of the accepted nodes; slots beyond the length are written over in their turn."""

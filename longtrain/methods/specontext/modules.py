@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
+from longtrain.kernels.devices import kernels_serve
+from longtrain.kernels.fused_layer import rotate_heads
+from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.layers import RMSNorm, SwiGLU, apply_rope
 from longtrain.methods.set_objective import SetScorer
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, group_of, hidden_of
@@ -121,16 +124,34 @@ class RetrievalHead(SetScorer):
             if self.fc_norm is not None:
                 states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
             joined = torch.cat(tuple(states), -1)
-            feature = self.fc(joined if self.input_norm is None else self.input_norm(joined))
+            feature = _product(self.fc, joined if self.input_norm is None else self.input_norm(joined))
         assert self.hidden_norm is not None
         return torch.cat((normed, self.hidden_norm(feature)), -1)
 
     def query(self, entry: Tensor, rope: Rope) -> Tensor:
         """Turned queries [..., X * H, D], group after group."""
-        q = self.q_proj(entry).unflatten(-1, (-1, self.dim))
-        return apply_rope(q if self.q_norm is None else self.q_norm(q), rope)
+        return self._turned(_product(self.q_proj, entry), self.q_norm, rope)
 
     def key(self, entry: Tensor, rope: Rope) -> Tensor:
         """Turned keys [..., G, D], or [..., X * G, D] where each group has its own."""
-        k = self.k_proj(entry).unflatten(-1, (-1, self.dim))
-        return apply_rope(k if self.k_norm is None else self.k_norm(k), rope)
+        return self._turned(_product(self.k_proj, entry), self.k_norm, rope)
+
+    def _turned(self, x: Tensor, norm: RMSNorm | None, rope: Rope) -> Tensor:
+        """Normed and turned heads [..., heads, D]; one kernel where no gradient is asked for."""
+        lead, size = x.shape[:-1], x.shape[-1]
+        if not kernels_serve(x) or rope[0].shape[:-1] != lead:
+            heads = x.unflatten(-1, (-1, self.dim))
+            return apply_rope(heads if norm is None else norm(heads), rope)
+        cos, sin = (part.reshape(-1, self.dim) for part in rope)
+        norms, eps = (None, 0.0) if norm is None else ((norm.weight, norm.weight), norm.eps)
+        rows, heads = x.reshape(-1, size), size // self.dim
+        turned, _, _ = rotate_heads(rows, (cos, sin), (heads, 0), norms=norms, eps=eps)
+        return turned.unflatten(0, lead)
+
+
+def _product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """A product; of the few rows of a decoding step one that reads weights as fast as they come."""
+    rows = x.reshape(-1, x.shape[-1])
+    if not serves(rows, layer.weight):
+        return layer(x)
+    return small_linear(rows, layer.weight, residual=layer.bias).unflatten(0, x.shape[:-1])

@@ -1,8 +1,8 @@
 """The head at work: keys of every committed row, and scores before each forward of the target.
 
-With n tokens committed and the root after them, rows 0..n-1 are held; row n, of the root, is the query. All
-that it is made of is known before the target reads the root: its embedding, and what the target left at token
-n - 1.
+With n tokens committed and the root after them, rows 0..n-1 are held; row n, of the root, is the query, and
+its key is made beside it. All that it is made of is known before the target reads the root: its embedding,
+and what the target left at token n - 1.
 
 Shapes: B batch, S slots or prompt tokens, P rows, X sets, H query heads, G KV heads, D head dim, E hidden
 dim, W embeddings mixed, L target layers.
@@ -96,50 +96,57 @@ class RetrievalSelector(Selector):
             own.copy_(one)
 
     def ahead(self, root_B: Tensor) -> Tensor:
-        """See `Selector`: scores_BXS of the cache's `used` slots.
+        """See `Selector`: scores_BXS of the cache's `used` slots; -inf in sequences that are not due.
 
         Raises:
             ConflictError: called before `start`.
         """
         k_BSGD, cache = self._state()
         assert isinstance(cache, DenseCache | SelectedCache)
-        head, shift = self.head, int(self.config.row == "feature")
-        entry = self._entries(root_B[:, None], self._before)
-        q_BRHD = head.query(entry, self._rope(cache.len_B[:, None]))
-        q_BXHD = q_BRHD.view(len(root_B), head.n_sets, -1, head.dim)
+        head, shift, len_B = self.head, int(self.config.row == "feature"), cache.len_B
+        entry, rope = self._entries(root_B[:, None]), self._rope(len_B[:, None])
+        k_BSGD[torch.arange(len(len_B), device=len_B.device), len_B] = head.key(entry, rope)[:, 0]
+        q_BXHD = head.query(entry, rope).view(len(root_B), head.n_sets, -1, head.dim)
+        seen_B = len_B - shift if shift else len_B
+        sets = cache.row_sets if isinstance(cache, SelectedCache) else None
+        if sets is not None and self.budget.every > 1:
+            seen_B = seen_B * sets.due(len_B)  # of the others no key is read
         k_BSGD = k_BSGD[:, shift : cache.used + shift]
-        seen_B = cache.len_B - shift if shift else cache.len_B
         return row_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
-        """Keys of the accepted nodes, and what the next row is made of.
+        """Keys of the accepted nodes but the root, whose key `ahead` made, and what the next row is made of.
 
         Raises:
             ConflictError: called before `start`.
         """
         k_BSGD, cache = self._state()
-        path_BP, n_B = verdict.path_BP, verdict.n_B
-        P, tokens_BP = path_BP.shape[1], tree.tokens_BN.gather(1, path_BP)
-        pos_BP = (cache.len_B - n_B)[:, None] + torch.arange(P, device=n_B.device)
-        row_B1 = torch.arange(len(n_B), device=n_B.device)[:, None]
-        if self.head.mix is None:
-            states = [step.hidden[layer][row_B1, path_BP] for layer in self.head.hidden]
-            rows = [
-                torch.cat((own[:, None], x[:, :-1]), 1) for own, x in zip(self._before, states, strict=True)
+        path_BP, n_B, head = verdict.path_BP, verdict.n_B, self.head
+        B, P = path_BP.shape
+        row_B1 = torch.arange(B, device=n_B.device)[:, None]
+        tokens_BP = tree.tokens_BN.gather(1, path_BP)
+        if head.mix is None:
+            states = [
+                step.hidden[layer] if P == 1 else step.hidden[layer][row_B1, path_BP] for layer in head.hidden
             ]
-            entry = self.head.entry(self.target.embed(tokens_BP), rows)
-            after = [torch.cat((own[:, None], x), 1) for own, x in zip(self._before, states, strict=True)]
-            for own, x in zip(self._before, after, strict=True):
-                own.copy_(x[row_B1[:, 0], n_B])
+            if P > 1:
+                entry = head.entry(self.target.embed(tokens_BP[:, 1:]), [x[:, :-1] for x in states])
+            last_B1, goes_B1 = (n_B - 1).clamp(min=0)[:, None], n_B[:, None] > 0
+            for own, x in zip(self._before, states, strict=True):
+                last_BE = x[:, 0] if P == 1 else x[row_B1, last_B1][:, 0]
+                torch.where(goes_B1, last_BE, own, out=own)
         else:
-            (before_BWE,), W = self._before, len(self.head.mix)
+            (before_BWE,), W = self._before, len(head.mix)
             embed = torch.cat((before_BWE, self.target.embed(tokens_BP)), 1)
-            entry = self.head.entry(embed.unfold(1, W, 1).transpose(2, 3), ())
+            if P > 1:
+                entry = head.entry(embed.unfold(1, W, 1).transpose(2, 3)[:, 1:], ())
             place_BW = n_B[:, None] + torch.arange(W - 1, device=n_B.device)
             before_BWE.copy_(embed[row_B1, place_BW])
-        keys = self._keys(entry, pos_BP)
+        if P == 1:
+            return
+        pos_BP = (cache.len_B - n_B)[:, None] + torch.arange(1, P, device=n_B.device)
         slot_BP = pos_BP.where(pos_BP < cache.len_B[:, None], k_BSGD.shape[1] - 1)
-        k_BSGD[row_B1, slot_BP] = keys
+        k_BSGD[row_B1, slot_BP] = self._keys(entry, pos_BP)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,12 +179,12 @@ class RetrievalSelector(Selector):
         check_room(needed, weight.device, what="the keys of a retrieval head", batch=batch, tokens=slots)
         self.k_BSGD = weight.new_zeros(size)
 
-    def _entries(self, tokens_BP: Tensor, before: list[Tensor]) -> Tensor:
-        """What the query of the root is projected from, [B, 1, ...]."""
-        embed = self.target.embed(tokens_BP)
+    def _entries(self, root_B1: Tensor) -> Tensor:
+        """What query and key of the root are projected from, [B, 1, ...]."""
+        embed = self.target.embed(root_B1)
         if self.head.mix is None:
-            return self.head.entry(embed, [state[:, None] for state in before])
-        return self.head.entry(torch.cat((before[0], embed), 1)[:, None], ())
+            return self.head.entry(embed, [state[:, None] for state in self._before])
+        return self.head.entry(torch.cat((self._before[0], embed), 1)[:, None], ())
 
     def _keys(self, entry: Tensor, pos_BP: Tensor) -> Tensor:
         """Turned keys [B, P, ...] of rows at these positions."""
