@@ -22,6 +22,7 @@ HEADS = [
     {"variant": "embedding", "sets": 2},
     {"variant": "lagged", "row": "feature"},
 ]
+INDEX = {"dims": 16}
 
 
 @pytest.fixture
@@ -31,15 +32,15 @@ def made(monkeypatch, tapes):  # noqa: F811
     return tapes
 
 
-def head(keys, target, *, rows=14, every=1) -> Parts:
-    """A retrieval head whose parts all matter."""
-    spec = methods.get("specontext")
+def head(keys, target, *, rows=14, every=1, name="specontext") -> Parts:
+    """A retrieval head, or an indexer, whose parts all matter."""
+    spec = methods.get(name)
     config = spec.config(**keys)
     module = spec.build(config, target.info).to(target.dtype)
     coins = torch.Generator().manual_seed(5)
-    for name, param in module.named_parameters():
+    for part, param in module.named_parameters():
         noise = torch.randn(param.shape, generator=coins, dtype=torch.float64)
-        param.data = (1 + 0.2 * noise if "norm" in name else noise * 0.25).to(target.device, target.dtype)
+        param.data = (1 + 0.2 * noise if "norm" in part else noise * 0.25).to(target.device, target.dtype)
     limits = {"budget_tokens": rows, "sinks": 2, "window": 4, "every": every}
     return spec.attach(module.to(target.device), target, config, limits)
 
@@ -53,6 +54,15 @@ def test_a_step_can_be_replayed(keys, sampling, made):
     found = both(target, head(keys, target), PROMPTS, **options)
     assert len(made) == 1
     assert found.tokens != Engine(target).generate(PROMPTS, **options).tokens
+
+
+def test_layers_may_choose_within_a_recorded_step(made):
+    """Each layer scores its own rows with its index."""
+    target = micro()
+    parts = head(INDEX, target, name="indexer")
+    found = both(target, parts, PROMPTS, max_new_tokens=24, ignore_eos=True)
+    assert len(made) == 1
+    assert found.tokens != Engine(target).generate(PROMPTS, max_new_tokens=24, ignore_eos=True).tokens
 
 
 def test_speculation_on_chosen_rows(made):
@@ -81,25 +91,30 @@ def test_one_graph_serves_texts_until_they_fit_the_budget(made):
     assert found == Engine(target).generate(prompts, **options).tokens
 
 
+METHODS = [*(("specontext", keys) for keys in HEADS), ("indexer", INDEX)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("keys", HEADS, ids=str)
-def test_cuda_graphs_give_the_same_texts(keys, every):
+@pytest.mark.parametrize(("name", "keys"), METHODS, ids=str)
+def test_cuda_graphs_give_the_same_texts(name, keys, every):
     """In fp32: kernels that sum in another order move logits by 1e-6, and texts of 48 tokens stay."""
     target = random_target("llama_micro", dtype=torch.float32, device="cuda")
     for prompts in (PROMPTS, prompts_of(200)):
-        both(target, head(keys, target, every=every), prompts, max_new_tokens=48, ignore_eos=True)
-    auto = Engine(target, head(keys, target, every=every))
+        parts = head(keys, target, every=every, name=name)
+        both(target, parts, prompts, max_new_tokens=48, ignore_eos=True)
+    auto = Engine(target, head(keys, target, every=every, name=name))
     auto.generate(PROMPTS, max_new_tokens=48, ignore_eos=True)
     assert auto._kept is not None and auto._kept.arena is not None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", HEADS, ids=str)
-def test_kernels_give_the_texts_of_a_cpu(keys):
+@pytest.mark.parametrize(("name", "keys"), METHODS, ids=str)
+def test_kernels_give_the_texts_of_a_cpu(name, keys):
     """The same weights in fp32: sums in another order move scores and logits by 1e-6."""
     target = random_target("llama_micro", dtype=torch.float32)
     options = {"max_new_tokens": 24, "ignore_eos": True}
-    plain = Engine(target, head(keys, target, every=4)).generate(PROMPTS, **options).tokens
+    plain = Engine(target, head(keys, target, every=4, name=name)).generate(PROMPTS, **options).tokens
     target = target.to("cuda")
-    assert Engine(target, head(keys, target, every=4)).generate(PROMPTS, **options).tokens == plain
+    parts = head(keys, target, every=4, name=name)
+    assert Engine(target, parts).generate(PROMPTS, **options).tokens == plain

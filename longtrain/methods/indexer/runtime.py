@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.cache.room import check_room
-from longtrain.decoding.retrieval.selector import Selector
-from longtrain.errors import ConflictError
+from longtrain.decoding.retrieval.own_keys import KeyedSelector
 from longtrain.kernels.row_scores import row_scores
 
 if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
     from longtrain.cache.row_sets import ReadBudget
-    from longtrain.cache.selected import SelectedCache
     from longtrain.decoding.roles import TokenTree, Verdict
     from longtrain.methods.indexer.modules import Indexer
     from longtrain.targets.step import TargetStep
 
 
-class IndexerSelector(Selector):
+class IndexerSelector(KeyedSelector):
     """Scores a layer's rows with an indexer (`decoding.retrieval.selector.Selector`).
 
     Args:
@@ -33,36 +30,30 @@ class IndexerSelector(Selector):
         budget: see `Selector`.
     """
 
-    name = "indexer"
+    name, title = "indexer", "an indexer"
 
     def __init__(self, module: Indexer, budget: ReadBudget) -> None:
-        super().__init__(budget)
+        super().__init__(module.k_proj, budget)
         self.module = module
-        self.k_LBSGI: Tensor | None = None
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Index the prompts' keys."""
         super().start(tokens_BS, n_B, step, cache)
-        weight, (B, S) = self.module.k_proj, tokens_BS.shape
-        L, G, _, dims = weight.shape
+        (B, S), (L, G, _, dims) = tokens_BS.shape, self.module.k_proj.shape
         assert self.cache is not None
-        slots = S + self.cache.rows_left()
-        self.k_LBSGI = None  # before the memory of the next is taken
-        needed = L * B * slots * G * dims * weight.itemsize
-        check_room(needed, weight.device, what="the keys of an indexer", batch=B, tokens=slots)
-        self.k_LBSGI = weight.new_zeros(L, B, slots, G, dims)
+        self.reserve(L, B, S + self.cache.rows_left(), G, dims)
         self._index(torch.arange(S, device=tokens_BS.device).expand(B, -1))
 
     def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
         """See `Selector`: log-weights of the root's index query."""
-        k_LBSGI, _ = self._state()
+        k_LBSGI, _ = self.begun()
         (G, S), one = k_BGSD.shape[1:3], slice(layer, layer + 1)
         q_BGHI = self.module.query(q_BHTD[:, :, 0].transpose(0, 1)[None], one).unflatten(1, (G, -1))
         return row_scores(q_BGHI, k_LBSGI[layer, :, :S], len_B, groups=G, scale=q_BGHI.shape[-1] ** -0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:
         """Index the keys of the accepted nodes; slots beyond the length are written over in their turn."""
-        _, cache = self._state()
+        _, cache = self.begun()
         first_B = cache.len_B - verdict.n_B
         path_P = torch.arange(verdict.path_BP.shape[1], device=first_B.device)
         self._index(first_B[:, None] + path_P)
@@ -70,27 +61,9 @@ class IndexerSelector(Selector):
     @torch.no_grad()
     def _index(self, slot_BP: Tensor) -> None:
         """Index keys of these slots in every layer."""
-        k_LBSGI, cache = self._state()
+        k_LBSGI, cache = self.begun()
         row_B1 = torch.arange(len(slot_BP), device=slot_BP.device)[:, None]
         for layer, k_BSGI in enumerate(k_LBSGI):
             k_BPGD = cache.keys(layer)[row_B1, :, slot_BP]
             found = self.module.key(k_BPGD.flatten(0, 1).transpose(0, 1)[None], slice(layer, layer + 1))
             k_BSGI[row_B1, slot_BP] = found.unflatten(0, slot_BP.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its index."""
-        return self.module.k_proj.dtype
-
-    def bytes(self) -> int:
-        """Bytes of the index."""
-        return 0 if self.k_LBSGI is None else self.k_LBSGI.nbytes
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The index."""
-        return () if self.k_LBSGI is None else (self.k_LBSGI,)
-
-    def _state(self) -> tuple[Tensor, SelectedCache]:
-        if self.k_LBSGI is None or self.cache is None:
-            raise ConflictError("an indexer was asked before start(); run it through Engine.generate")
-        return self.k_LBSGI, self.cache

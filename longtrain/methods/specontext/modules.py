@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.devices import kernels_serve
-from longtrain.kernels.fused_layer import rotate_heads
+from longtrain.kernels.fused_layer import add_rms_norm, rotate_heads
 from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.layers import RMSNorm, SwiGLU, apply_rope
 from longtrain.methods.set_objective import SetScorer
@@ -115,18 +115,20 @@ class RetrievalHead(SetScorer):
 
     def _joined(self, embed: Tensor, states: Sequence[Tensor]) -> Tensor:
         """The normed embedding and what stands beside it; arguments: `entry`."""
-        normed = self.input_layernorm(embed)
+        normed = _normed(self.input_layernorm, embed)
         if self.mix is not None:
             return (normed * self.mix).sum(-2)
         if self.fc is None:
             feature = states[0]
         else:
             if self.fc_norm is not None:
-                states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+                states = [_normed(norm, state) for norm, state in zip(self.fc_norm, states, strict=True)]
             joined = torch.cat(tuple(states), -1)
-            feature = _product(self.fc, joined if self.input_norm is None else self.input_norm(joined))
+            if self.input_norm is not None:
+                joined = _normed(self.input_norm, joined)
+            feature = _product(self.fc, joined)
         assert self.hidden_norm is not None
-        return torch.cat((normed, self.hidden_norm(feature)), -1)
+        return torch.cat((normed, _normed(self.hidden_norm, feature)), -1)
 
     def query(self, entry: Tensor, rope: Rope) -> Tensor:
         """Turned queries [..., X * H, D], group after group."""
@@ -147,6 +149,13 @@ class RetrievalHead(SetScorer):
         rows, heads = x.reshape(-1, size), size // self.dim
         turned, _, _ = rotate_heads(rows, (cos, sin), (heads, 0), norms=norms, eps=eps)
         return turned.unflatten(0, lead)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """The norm; one kernel where no gradient is asked for."""
+    if not kernels_serve(x) or (torch.is_grad_enabled() and norm.weight.requires_grad):
+        return norm(x)
+    return add_rms_norm(x.reshape(-1, x.shape[-1]), None, norm.weight, norm.eps)[1].view(x.shape)
 
 
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.cache.arena import rounded_slots
-from longtrain.cache.dense import DenseCache
-from longtrain.cache.room import check_room
-from longtrain.cache.selected import SelectedCache
-from longtrain.decoding.retrieval.selector import Selector
-from longtrain.errors import ConflictError
+from longtrain.decoding.retrieval.own_keys import KeyedSelector
 from longtrain.kernels.row_scores import row_scores
 from longtrain.methods.rope import rope_of
 from longtrain.methods.specontext.modules import RetrievalHead
@@ -37,7 +32,7 @@ CHUNK = 4096
 """Rows of a prompt that are computed at once."""
 
 
-class RetrievalSelector(Selector):
+class RetrievalSelector(KeyedSelector):
     """Scores rows with a retrieval head (`decoding.retrieval.selector.Selector`).
 
     Its state is its own keys, and of each text what the next row is made of: the target's states at the last
@@ -52,24 +47,23 @@ class RetrievalSelector(Selector):
     Source: SpeContext §4.3.
     """
 
-    name = "specontext"
+    name, title = "specontext", "a retrieval head"
 
     def __init__(self, head: RetrievalHead, target: Target, config: Config, budget: ReadBudget) -> None:
-        super().__init__(budget)
+        super().__init__(head.k_proj.weight, budget)
         self.head, self.target, self.config = head, target, config
         self.want = Want(hidden=head.hidden)
         self.table_LG = head.table_LG.cpu()
         self._rope = rope_of(config, target)
-        self.k_BSGD: Tensor | None = None
         self._before: list[Tensor] = []
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
         """Take in the prompts."""
         super().start(tokens_BS, n_B, step, cache)
         (B, S), head, device = tokens_BS.shape, self.head, tokens_BS.device
-        left = cache.rows_left()
-        self._reserve(B, S + (self.target.info.max_positions if left is None else left))
-        assert self.k_BSGD is not None
+        assert self.cache is not None
+        slots, groups = S + self.cache.rows_left(), head.key_sets * head.heads[1]
+        (k_BSGD,) = self.reserve(1, B, slots, groups, head.dim)
         row_B1, size = torch.arange(B, device=device)[:, None], max(1, CHUNK // B)
         for first in range(0, S, size):
             at_P = torch.arange(first, min(first + size, S), device=device)
@@ -82,7 +76,7 @@ class RetrievalSelector(Selector):
                 place_PW = at_P[:, None] - back_W
                 inside_PW1 = (place_PW >= 0)[..., None]
                 embed, states = self.target.embed(tokens_BS[:, place_PW.clamp(min=0)]) * inside_PW1, []
-            self.k_BSGD[:, at_P] = self._keys(head.entry(embed, states), at_P.expand(B, -1))
+            k_BSGD[:, at_P] = self._keys(head.entry(embed, states), at_P.expand(B, -1))
         last_B1 = (n_B - 1)[:, None]
         if head.mix is None:
             found = [step.hidden[layer][row_B1, last_B1][:, 0] for layer in head.hidden]
@@ -101,16 +95,14 @@ class RetrievalSelector(Selector):
         Raises:
             ConflictError: called before `start`.
         """
-        k_BSGD, cache = self._state()
-        assert isinstance(cache, DenseCache | SelectedCache)
+        (k_BSGD,), cache = self.begun()
         head, shift, len_B = self.head, int(self.config.row == "feature"), cache.len_B
         entry, rope = self._entries(root_B[:, None]), self._rope(len_B[:, None])
         k_BSGD[torch.arange(len(len_B), device=len_B.device), len_B] = head.key(entry, rope)[:, 0]
         q_BXHD = head.query(entry, rope).view(len(root_B), head.n_sets, -1, head.dim)
         seen_B = len_B - shift if shift else len_B
-        sets = cache.row_sets if isinstance(cache, SelectedCache) else None
-        if sets is not None and self.budget.every > 1:
-            seen_B = seen_B * sets.due(len_B)  # of the others no key is read
+        if self.budget.every > 1 and cache.row_sets is not None:
+            seen_B = seen_B * cache.row_sets.due(len_B)  # of the others no key is read
         k_BSGD = k_BSGD[:, shift : cache.used + shift]
         return row_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
@@ -120,7 +112,7 @@ class RetrievalSelector(Selector):
         Raises:
             ConflictError: called before `start`.
         """
-        k_BSGD, cache = self._state()
+        (k_BSGD,), cache = self.begun()
         path_BP, n_B, head = verdict.path_BP, verdict.n_B, self.head
         B, P = path_BP.shape
         row_B1 = torch.arange(B, device=n_B.device)[:, None]
@@ -148,36 +140,9 @@ class RetrievalSelector(Selector):
         slot_BP = pos_BP.where(pos_BP < cache.len_B[:, None], k_BSGD.shape[1] - 1)
         k_BSGD[row_B1, slot_BP] = self._keys(entry, pos_BP)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the hidden states that it reads."""
-        return self.head.q_proj.weight.dtype
-
-    def bytes(self) -> int:
-        """Bytes of its keys, and of one row's input a text."""
-        own = [] if self.k_BSGD is None else [self.k_BSGD]
-        return sum(tensor.nbytes for tensor in [*own, *self._before])
-
     def tensors(self) -> tuple[Tensor, ...]:
         """Its keys and the next rows' inputs."""
-        return () if self.k_BSGD is None else (self.k_BSGD, *self._before)
-
-    def _state(self) -> tuple[Tensor, KVCache]:
-        if self.k_BSGD is None or self.cache is None:
-            raise ConflictError("a retrieval head was asked before start(); run it through Engine.generate")
-        return self.k_BSGD, self.cache
-
-    def _reserve(self, batch: int, positions: int) -> None:
-        """Room for keys; that of an earlier call where it serves. The last slot takes what must not count."""
-        slots, kept, weight = rounded_slots(positions + 1), self.k_BSGD, self.head.k_proj.weight
-        groups = self.head.key_sets * self.head.heads[1]
-        if kept is not None and len(kept) == batch and kept.shape[1] >= slots:
-            return
-        self.k_BSGD = None  # before the memory of the next is taken
-        size = (batch, slots, groups, self.head.dim)
-        needed = batch * slots * groups * self.head.dim * weight.itemsize
-        check_room(needed, weight.device, what="the keys of a retrieval head", batch=batch, tokens=slots)
-        self.k_BSGD = weight.new_zeros(size)
+        return (*super().tensors(), *self._before)
 
     def _entries(self, root_B1: Tensor) -> Tensor:
         """What query and key of the root are projected from, [B, 1, ...]."""

@@ -1,0 +1,84 @@
+"""Selectors that hold a key of their own for every committed row.
+
+Shapes: L layers that have such keys, B batch, S slots, G heads of them in a layer, D their dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.cache.arena import rounded_slots
+from longtrain.cache.room import check_room
+from longtrain.decoding.retrieval.selector import Selector
+from longtrain.errors import ConflictError
+
+if TYPE_CHECKING:
+    from longtrain.cache.row_sets import ReadBudget
+    from longtrain.cache.selected import SelectedCache
+
+
+class KeyedSelector(Selector):
+    """Scores rows by its own keys: that of token s lies in slot s, beside the cache's.
+
+    Args:
+        weight: of the module that makes the keys: they have its dtype and lie on its device.
+        budget: see `Selector`.
+    """
+
+    title = ""
+    """What messages call the module, with its article."""
+
+    def __init__(self, weight: Tensor, budget: ReadBudget) -> None:
+        super().__init__(budget)
+        self._weight = weight
+        self.keys_LBSGD: Tensor | None = None
+
+    def reserve(self, layers: int, batch: int, positions: int, heads: int, dim: int) -> Tensor:
+        """Room for keys; that of an earlier call where it serves, which a recorded step may know.
+
+        Args:
+            layers: L.
+            batch: B.
+            positions: most rows of a sequence; S is more: the last slot takes what must not count.
+            heads: G.
+            dim: D.
+
+        Raises:
+            NoRoomError: memory would run out.
+        """
+        slots, kept, weight = rounded_slots(positions + 1), self.keys_LBSGD, self._weight
+        if kept is not None and kept.shape[1] == batch and kept.shape[2] >= slots:
+            return kept
+        self.keys_LBSGD = kept = None  # before the memory of the next is taken
+        size = (layers, batch, slots, heads, dim)
+        needed, what = math.prod(size) * weight.itemsize, f"the keys of {self.title}"
+        check_room(needed, weight.device, what=what, batch=batch, tokens=slots)
+        self.keys_LBSGD = weight.new_zeros(size)
+        return self.keys_LBSGD
+
+    def begun(self) -> tuple[Tensor, SelectedCache]:
+        """The keys and the cache.
+
+        Raises:
+            ConflictError: called before `start`.
+        """
+        if self.keys_LBSGD is None or self.cache is None:
+            raise ConflictError(f"{self.title} was asked before start(); run it through Engine.generate")
+        return self.keys_LBSGD, self.cache
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its keys."""
+        return self._weight.dtype
+
+    def bytes(self) -> int:
+        """Bytes of its state."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its keys."""
+        return () if self.keys_LBSGD is None else (self.keys_LBSGD,)
