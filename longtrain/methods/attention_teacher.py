@@ -64,8 +64,8 @@ class Teacher:
         return total / members_X.clamp(min=1)[:, None, None], members_X
 
     @torch.no_grad()
-    def testify(self, order_XRS: Tensor, rows: int, evidence_LGX: Tensor) -> None:
-        """Add what each KV head's attention each set holds."""
+    def add_evidence(self, order_XRS: Tensor, rows: int, evidence_LGX: Tensor) -> None:
+        """Add to `evidence_LGX` how much of each KV head's attention lies in the best rows of each set."""
         inside_XRS = best(order_XRS, rows)
         for layer, mass_GRS in self.layers():
             held = torch.einsum("grs,xrs->gx", mass_GRS, inside_XRS.to(mass_GRS.dtype))

@@ -8,7 +8,9 @@ from typing import Annotated
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, check, wrong
 
 BLOCK_BYTES = 256 << 20
-"""Bytes of the scores of one block of query rows in fp32; several such tensors exist at once."""
+"""Bytes of the scores of one block of query rows in fp32; `BLOCKS` such tensors exist at once."""
+BLOCKS = 12
+"""Tensors of that size at once: the teacher's, the student's, and gradients."""
 KEY_ROWS = 8192
 """Rows of a packed row whose keys are computed at once."""
 

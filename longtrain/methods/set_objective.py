@@ -80,8 +80,8 @@ class SetObjective(Objective):
     target: Target
     hidden: tuple[int, ...] = ()
     """The target's outputs that are wanted."""
-    shift = 0
-    """A row of the target is scored by the key so many rows behind it."""
+    key_offset = 0
+    """Row s of the target is scored by the key of row s + `key_offset`."""
 
     def __init__(self, module: SetScorer, target: Target, config: SetLearning) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class SetObjective(Objective):
         )
         mass_XRS, members_X = teacher.sets(module.table_LG, module.n_sets)
         q_RHD = self.queries(row, one.start + at_R, drawn)
-        k_SGD = k_TGD[one.start : one.stop].roll(-self.shift, 0)
-        past_RS = slot_S < at_R[:, None] - self.shift
+        k_SGD = k_TGD[one.start : one.stop].roll(-self.key_offset, 0)
+        past_RS = slot_S < at_R[:, None] - self.key_offset
         score_XRS = log_scores(q_RHD, k_SGD, past_RS, sets=module.sets, groups=module.heads[1])
         law_XRS = score_XRS.masked_fill(~far_RS, -torch.inf).log_softmax(-1)
         cross_XR = -(mass_XRS * law_XRS.masked_fill(~far_RS, 0.0)).sum(-1)

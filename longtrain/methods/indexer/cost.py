@@ -8,10 +8,7 @@ from __future__ import annotations
 from longtrain.costs.model import Sizes
 from longtrain.costs.training import PackedRow, StepCost
 from longtrain.methods.indexer.config import Config
-from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
-
-BLOCKS = 12
-"""Tensors as large as a block of scores that exist at once: teacher's, student's, and gradients."""
+from longtrain.methods.set_learning import BLOCK_BYTES, BLOCKS, KEY_ROWS
 
 
 def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:

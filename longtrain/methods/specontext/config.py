@@ -58,6 +58,11 @@ def hidden_of(config: Config, n_layers: int) -> tuple[int, ...]:
     return feature_layers(n_layers) if config.layers is None else tuple(config.layers)
 
 
+def key_offset(config: Config) -> int:
+    """Row s of the target is scored by the head's key of row s + this: 1 where that row holds its feature."""
+    return int(config.row == "feature")
+
+
 def group_of(layer: int, sets: int, n_layers: int) -> int:
     """The group of a layer: groups are successive and differ by one layer at most."""
     return layer * sets // n_layers

@@ -14,11 +14,8 @@ from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.costs.roofline import Width
 from longtrain.costs.training import PackedRow, StepCost
-from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
+from longtrain.methods.set_learning import BLOCK_BYTES, BLOCKS, KEY_ROWS
 from longtrain.methods.specontext.config import EMBEDDING, SHIFTED, Config, hidden_of
-
-BLOCKS = 12
-"""Tensors as large as a block of scores that exist at once: teacher's, student's, and gradients."""
 
 
 def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:

@@ -15,12 +15,12 @@ from longtrain.data.rows import packed_rows
 from longtrain.methods.attention_teacher import Teacher
 from longtrain.methods.rope import rope_of
 from longtrain.methods.set_objective import ReadRow, SetObjective
+from longtrain.methods.specontext.config import Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
 
 if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
     from longtrain.methods.spec import Loss
-    from longtrain.methods.specontext.config import Config
     from longtrain.targets.model import Target
 
 
@@ -41,7 +41,7 @@ class RetrievalObjective(SetObjective):
         super().__init__(module, target, config)
         self.config, self.rope = config, rope_of(config, target)
         self.hidden = module.hidden
-        self.shift = int(config.row == "feature")  # the row after holds this token's feature
+        self.key_offset = key_offset(config)
 
     def forward(self, batch: Batch) -> Loss:
         """See `SetObjective`."""
@@ -53,7 +53,7 @@ class RetrievalObjective(SetObjective):
     def learned(self, teacher: Teacher, law_XRS: Tensor, rows: int) -> None:
         """Evidence of what each KV head's attention each set holds."""
         if self.config.mapping == "calibrated":
-            teacher.testify(law_XRS, rows, self.module.evidence_LGX)
+            teacher.add_evidence(law_XRS, rows, self.module.evidence_LGX)
 
     def queries(self, row: ReadRow, at_R: Tensor, drawn: slice) -> Tensor:
         """See `SetObjective`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from longtrain.decoding.retrieval.own_keys import KeyedSelector
 from longtrain.kernels.row_scores import row_scores
 from longtrain.methods.rope import rope_of
+from longtrain.methods.specontext.config import Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.step import TargetStep, Want
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from longtrain.cache.base import KVCache
     from longtrain.cache.row_sets import ReadBudget
     from longtrain.decoding.roles import TokenTree, Verdict
-    from longtrain.methods.specontext.config import Config
     from longtrain.targets.model import Target
 
 CHUNK = 4096
@@ -96,14 +96,14 @@ class RetrievalSelector(KeyedSelector):
             ConflictError: called before `start`.
         """
         (k_BSGD,), cache = self.begun()
-        head, shift, len_B = self.head, int(self.config.row == "feature"), cache.len_B
+        head, offset, len_B = self.head, key_offset(self.config), cache.len_B
         entry, rope = self._entries(root_B[:, None]), self._rope(len_B[:, None])
         k_BSGD[torch.arange(len(len_B), device=len_B.device), len_B] = head.key(entry, rope)[:, 0]
         q_BXHD = head.query(entry, rope).view(len(root_B), head.n_sets, -1, head.dim)
-        seen_B = len_B - shift if shift else len_B
+        seen_B = len_B - offset if offset else len_B
         if self.budget.every > 1 and cache.row_sets is not None:
             seen_B = seen_B * cache.row_sets.due(len_B)  # of the others no key is read
-        k_BSGD = k_BSGD[:, shift : cache.used + shift]
+        k_BSGD = k_BSGD[:, offset : cache.used + offset]
         return row_scores(q_BXHD, k_BSGD, seen_B, groups=head.heads[1], scale=head.dim**-0.5)
 
     def observe(self, tree: TokenTree, verdict: Verdict, step: TargetStep) -> None:

@@ -24,7 +24,7 @@ from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.files import as_json
 from longtrain.methods.rope import rotary_of
 from longtrain.methods.spec import Formats, Imported
-from longtrain.methods.specontext.config import EMBEDDING, Config
+from longtrain.methods.specontext.config import EMBEDDING, Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.info import TargetSketch
 
@@ -88,7 +88,7 @@ def sglang_files(
         "kv_heads": head.heads[1],
         "head_dim": head.dim,
         "rms_norm_eps": head.input_layernorm.eps,
-        "shift": int(config.row == "feature"),
+        "shift": key_offset(config),
         "rope_scaling": rotary.scaling,
     }
     kept = {**head.state_dict(), EMBEDDINGS: embed_VE, FREQUENCIES: rotary.frequencies}

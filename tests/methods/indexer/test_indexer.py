@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longtrain.data.rows.batch import Batch
 from longtrain.decoding.engine import PLAIN, Engine
 from longtrain.decoding.roles import Parts, TreeShape, Verdict
 from longtrain.decoding.tree import chain
@@ -35,16 +34,6 @@ def indexer_of(target, config):
     module = Indexer(config, target.info).to(target.dtype)
     module.q_proj.data += 0.1 * torch.randn_like(module.q_proj)
     return module
-
-
-def batch_of(*lengths):
-    bounds = [0]
-    for n in lengths:
-        bounds.append(bounds[-1] + n)
-    ids = torch.randint(2, 97, (bounds[-1],), generator=torch.Generator().manual_seed(3))
-    learn = torch.ones(bounds[-1], dtype=torch.bool)
-    learn[bounds[:-1]] = False
-    return Batch(ids, tuple(bounds), learn, seed=3, tokens_in_step=int(learn.sum()))
 
 
 def seen_by(target, ids):
@@ -96,11 +85,11 @@ def by_hand(module, target, config, batch):
 @pytest.mark.parametrize(
     "more", [{"by_mass": False}, {"pool": "mean", "recall_weight": 0.5}], ids=["max", "mean, soft recall"]
 )
-def test_loss_and_gradient_are_those_of_the_sum_written_out(more, target, monkeypatch):
+def test_loss_and_gradient_are_those_of_the_sum_written_out(more, target, make_batch, monkeypatch):
     """Three documents, one too short to be learned of, in many blocks of queries and keys."""
     monkeypatch.setattr(set_objective, "BLOCK_BYTES", 4 * 4 * 64 * 2)
     monkeypatch.setattr(set_objective, "KEY_ROWS", 17)
-    config, batch = Config(**SMALL, **more), batch_of(40, 9, 61)
+    config, batch = Config(**SMALL, **more), make_batch(target, (40, 9, 61))
     module = indexer_of(target, config)
     loss = IndexerObjective(module, target, config)(batch)
     want = by_hand(module, target, config, batch)

@@ -30,17 +30,6 @@ def target():
     return random_target("llama_micro", seed=1, dtype=torch.float64)
 
 
-def batch_of(*lengths, seed=3):
-    gen = torch.Generator().manual_seed(seed)
-    bounds = [0]
-    for n in lengths:
-        bounds.append(bounds[-1] + n)
-    ids = torch.randint(2, 97, (bounds[-1],), generator=gen)
-    learn = torch.ones(bounds[-1], dtype=torch.bool)
-    learn[bounds[:-1]] = False
-    return Batch(ids, tuple(bounds), learn, seed=seed, tokens_in_step=int(learn.sum()))
-
-
 def by_hand(head, target, config, batch):
     """The loss of a batch, document by document and row by row, with gradients by autograd alone."""
     total, info = 0.0, target.info
@@ -97,11 +86,11 @@ def by_hand(head, target, config, batch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradient_are_those_of_the_sum_written_out(name, target, monkeypatch):
+def test_loss_and_gradient_are_those_of_the_sum_written_out(name, target, make_batch, monkeypatch):
     """Three documents, one too short to be learned of, in many blocks of queries and keys."""
     monkeypatch.setattr(objectives, "BLOCK_BYTES", 4 * 4 * 64 * 2)
     monkeypatch.setattr(objectives, "KEY_ROWS", 17)
-    config, batch = CONFIGS[name], batch_of(40, 9, 61)
+    config, batch = CONFIGS[name], make_batch(target, (40, 9, 61))
     head = head_of(config, target)
     loss = RetrievalObjective(head, target, config)(batch)
     want = by_hand(head, target, config, batch)
@@ -119,7 +108,7 @@ def test_loss_and_gradient_are_those_of_the_sum_written_out(name, target, monkey
     assert 0 < held < oracle <= 1
 
 
-def test_a_head_learns_where_the_target_looks():
+def test_a_head_learns_where_the_target_looks(make_batch):
     """Recall of the far attention rises from chance towards the teacher's own sets."""
     target = random_target("llama_micro", seed=1)
     config = Config(layers=[0, 1], sets=2, pool="mean", **{**SMALL, "queries": 32, "recall_rows": 14})
@@ -129,7 +118,7 @@ def test_a_head_learns_where_the_target_looks():
     optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
     shares = []
     for step in range(40):
-        loss = objective(batch_of(120, 120, seed=step % 4))
+        loss = objective(make_batch(target, (120, 120), seed=step % 4))
         optimizer.zero_grad()
         (loss.total / loss.tokens).backward()
         optimizer.step()
@@ -138,13 +127,13 @@ def test_a_head_learns_where_the_target_looks():
     assert sum(shares[-5:]) / 5 > sum(shares[:5]) / 5 + 0.1
 
 
-def test_a_calibrated_map_finds_the_set_of_each_kv_head(target):
+def test_a_calibrated_map_finds_the_set_of_each_kv_head(target, make_batch):
     """Sets that swap the KV heads' roles are found out: each head reads the set that holds its attention."""
     config = Config(layers=[0], mapping="calibrated", **{**SMALL, "queries": 24})
     head = head_of(config, target)
     objective = RetrievalObjective(head, target, config)
-    objective(batch_of(80, 80))
+    objective(make_batch(target, (80, 80)))
     evidence = head.evidence_LGX.clone()
     assert evidence.min() > 0 and torch.equal(head.table_LG, evidence.argmax(-1))
-    objective.eval()(batch_of(80, 80))
+    objective.eval()(make_batch(target, (80, 80)))
     assert torch.equal(head.evidence_LGX, evidence)
