@@ -38,6 +38,7 @@ COLUMNS = {
     "scores ms": "head_ms.median",
     "choice ms": "choose_ms.median",
     "of a step": "selection_share",
+    "slots ms": "slots_ms.median",
 }
 
 
@@ -111,19 +112,27 @@ def _gather(target: Target, length: int, budget: ReadBudget, settings: ElasticSe
 
 @torch.no_grad()
 def _choose(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
-    """Milliseconds of choosing rows by their scores, and of finding what has to be moved into which slot."""
+    """Milliseconds of choosing rows by their scores; and of finding what has to be moved into which slot."""
     B, X, K, device = settings.batch, target.info.n_kv_heads, budget.rows, target.device
     sets, slots = RowSets(budget, B, X, device), SlotMap(B, X, K, most_moved=K, device=device)
     scores = [torch.rand(B, X, length, device=device) for _ in range(2)]
-    len_B = torch.full((B,), length // 2, dtype=torch.int64, device=device)
+    len_B = torch.full((B,), max(length // 2, length - 64), dtype=torch.int64, device=device)
 
     def choose(call: int) -> None:
         len_B.add_(1)  # or nothing would be due
         sets.open(len_B)
         sets.put(scores[call % 2])
-        slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
 
-    return {"choose_ms": clock.replayed(choose, device, calls=2, repeats=20)}
+    found = {"choose_ms": clock.replayed(choose, device, calls=2, repeats=20)}
+    chosen = []
+    for call in range(2):
+        choose(call)
+        chosen.append(sets.idx_BXK.clone())
+
+    def find(call: int) -> None:
+        slots.change(chosen[call % 2], sets.n_B, sets.due_B)
+
+    return found | {"slots_ms": clock.replayed(find, device, calls=2, repeats=20)}
 
 
 @torch.no_grad()

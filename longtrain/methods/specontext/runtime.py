@@ -115,30 +115,28 @@ class RetrievalSelector(KeyedSelector):
         (k_BSGD,), cache = self.begun()
         path_BP, n_B, head = verdict.path_BP, verdict.n_B, self.head
         B, P = path_BP.shape
+        goes_B1 = n_B[:, None] > 0
+        if P == 1 and head.mix is None:
+            for own, layer in zip(self._before, head.hidden, strict=True):
+                torch.where(goes_B1, step.hidden[layer][:, 0], own, out=own)
+            return
         row_B1 = torch.arange(B, device=n_B.device)[:, None]
-        tokens_BP = tree.tokens_BN.gather(1, path_BP)
+        embed = self.target.embed(tree.tokens_BN.gather(1, path_BP))
         if head.mix is None:
-            states = [
-                step.hidden[layer] if P == 1 else step.hidden[layer][row_B1, path_BP] for layer in head.hidden
-            ]
-            if P > 1:
-                entry = head.entry(self.target.embed(tokens_BP[:, 1:]), [x[:, :-1] for x in states])
-            last_B1, goes_B1 = (n_B - 1).clamp(min=0)[:, None], n_B[:, None] > 0
+            states = [step.hidden[layer][row_B1, path_BP] for layer in head.hidden]
+            parts = embed[:, 1:], [x[:, :-1] for x in states]
+            last_B1 = (n_B - 1).clamp(min=0)[:, None]
             for own, x in zip(self._before, states, strict=True):
-                last_BE = x[:, 0] if P == 1 else x[row_B1, last_B1][:, 0]
-                torch.where(goes_B1, last_BE, own, out=own)
+                torch.where(goes_B1, x[row_B1, last_B1][:, 0], own, out=own)
         else:
             (before_BWE,), W = self._before, len(head.mix)
-            embed = torch.cat((before_BWE, self.target.embed(tokens_BP)), 1)
-            if P > 1:
-                entry = head.entry(embed.unfold(1, W, 1).transpose(2, 3)[:, 1:], ())
-            place_BW = n_B[:, None] + torch.arange(W - 1, device=n_B.device)
-            before_BWE.copy_(embed[row_B1, place_BW])
-        if P == 1:
-            return
-        pos_BP = (cache.len_B - n_B)[:, None] + torch.arange(1, P, device=n_B.device)
-        slot_BP = pos_BP.where(pos_BP < cache.len_B[:, None], k_BSGD.shape[1] - 1)
-        k_BSGD[row_B1, slot_BP] = self._keys(entry, pos_BP)
+            embed = torch.cat((before_BWE, embed), 1)
+            parts = embed.unfold(1, W, 1).transpose(2, 3)[:, 1:], []
+            before_BWE.copy_(embed[row_B1, n_B[:, None] + torch.arange(W - 1, device=n_B.device)])
+        if P > 1:
+            pos_BP = (cache.len_B - n_B)[:, None] + torch.arange(1, P, device=n_B.device)
+            slot_BP = pos_BP.where(pos_BP < cache.len_B[:, None], k_BSGD.shape[1] - 1)
+            k_BSGD[row_B1, slot_BP] = self._keys(head.entry(*parts), pos_BP)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Its keys and the next rows' inputs."""
