@@ -5,6 +5,7 @@ model.safetensors    the trained tensors
 golden.safetensors   fixed inputs and the outputs they must give
 FOLDER/...           the module in formats of other tools, where the method has any; never read here
 README.md            model card (read by people, never by longtrain); *.png: its pictures
+evidence.json        the training's curves and the results of evaluations, as the card and `inspect` show them
 local.json           the target's folder on this machine, where it has one; never uploaded
 """
 
@@ -14,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +26,22 @@ from torch import Tensor, nn
 
 import longtrain
 from longtrain import methods
-from longtrain.artifact.found import find, imported
-from longtrain.artifact.golden import LOOSE, Golden
-from longtrain.artifact.golden_laws import DraftGolden
-from longtrain.artifact.golden_rows import RowGolden
-from longtrain.artifact.golden_scores import ScoreGolden
-from longtrain.artifact.hub import is_path, model_card, upload
+from longtrain.artifact.card import is_path, model_card
+from longtrain.artifact.evidence import EVIDENCE, Evidence
+from longtrain.artifact.found import HUB, find, imported
+from longtrain.artifact.golden import Golden
+from longtrain.artifact.hub import check_push, upload
 from longtrain.artifact.stored import (
+    GOLDEN,
+    KINDS,
+    LAWS,
     LOCAL,
     MANIFEST,
     SCHEMA,
     check_copies,
     compare_names,
     local_target,
+    read_golden,
     read_manifest,
     read_tensors,
     refuse_not_finite,
@@ -52,12 +57,11 @@ if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
 
-MODEL, GOLDEN, CARD = "model.safetensors", "golden.safetensors", "README.md"
-FILES = (MANIFEST, MODEL, GOLDEN, CARD, "*.png")
+MODEL, CARD = "model.safetensors", "README.md"
+READ = (MANIFEST, MODEL, GOLDEN, EVIDENCE)
+"""What is fetched of an artifact on the Hub."""
+FILES = (*READ, CARD, "*.png")
 """What is uploaded; it names no folder of this machine."""
-LAWS = "laws"
-KINDS: dict[str, type[Golden]] = {LAWS: DraftGolden, "scores": ScoreGolden, "rows": RowGolden}
-"""Golden outputs of a draft, an evictor and a selector, by the manifest's name; it leaves out a draft's."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,8 @@ class Artifact:
 
         Args:
             where: a folder, a name under `home/checkpoints`, the name of one that ships with the package
-                (`tiny_longspec`, `tiny_lookaheadkv`), or a Hub id (ORG/NAME, or hub:ORG/NAME); or another
-                tool's folder that a method reads.
+                (`tiny_longspec`, `tiny_lookaheadkv`), or a Hub id (ORG/NAME, or hub:ORG/NAME, either with
+                @REVISION); or another tool's folder that a method reads.
             home: the folder that holds `checkpoints`.
             trained_by: who trained another tool's folder, where that changes what it means.
             unverified: take an artifact without golden outputs too, which nothing then compares with what
@@ -140,7 +144,7 @@ class Artifact:
         Raises:
             ArtifactError: nothing is there, or what is there is damaged or of another format.
         """
-        folder = find(where, Path(home), patterns=FILES[:-1])
+        folder = find(where, Path(home), patterns=READ)
         if not (folder / MANIFEST).is_file():
             name, found = imported(folder, trained_by)
             refuse_not_finite(found.tensors, str(folder))
@@ -161,7 +165,7 @@ class Artifact:
         info = dataclasses.replace(info, name=local_target(folder) or info.name)
         tensors = read_tensors(folder / MODEL, manifest["files"])
         refuse_not_finite(tensors, str(folder / MODEL))
-        golden = _read_golden(folder, manifest)
+        golden = read_golden(folder, manifest)
         if golden is None and methods.get(method).attach is not None and not unverified:
             raise ArtifactError(
                 f"{folder} has no golden outputs, so nothing shows that it computes what was exported; "
@@ -248,19 +252,7 @@ class Artifact:
             "provenance": shown.provenance,
         }
         files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
-        copies = {path.partition("/")[0] for path in files if "/" in path}
-        card = model_card(
-            spec,
-            self.config,
-            shown.target,
-            shown.provenance,
-            name=folder.name,
-            parameters=self.parameters(),
-            role=next((name for name, kind in KINDS.items() if isinstance(self.golden, kind)), LAWS),
-            pictures=sorted(pictures),
-            copies=copies,
-        )
-        files[CARD] = card.encode()
+        files[CARD] = self._card(folder.name, files, pictures, Evidence())
         if is_path(self.target.name):
             where = {"target": str(Path(self.target.name).expanduser().absolute())}
             files[LOCAL] = as_json(where)
@@ -268,24 +260,54 @@ class Artifact:
             write_files(fresh, {**files, **pictures})
         return folder
 
-    def push(self, repo: str, *, private: bool | None = None) -> str:
-        """Upload the folder this artifact was loaded from.
+    def describe(
+        self,
+        evidence: Evidence | None = None,
+        *,
+        pictures: dict[str, bytes] | None = None,
+        address: str | None = None,
+    ) -> None:
+        """Write the card of the folder anew; what is not given stays as the folder has it.
+
+        Args:
+            evidence: how training went and what was measured.
+            pictures: PNG files to add, by file name.
+            address: where readers find the artifact, `hub:ORG/NAME`; None: in the card's own folder.
+
+        Raises:
+            ConfigError: the artifact was not loaded from a folder of ours.
+        """
+        folder, files = self.folder, dict(pictures or {})
+        if folder is None or not (folder / MANIFEST).is_file():
+            raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
+        if evidence is not None:
+            files[EVIDENCE] = evidence.to_bytes()
+        name = address.rpartition("/")[2] if address else folder.name
+        shown = {*(file.name for file in folder.glob("*.png")), *(pictures or {})}
+        known = evidence or Evidence.of_folder(folder)
+        files[CARD] = self._card(name, self._copies(), shown, known, address=address)
+        write_files(folder, files)
+
+    def push(self, repo: str, *, private: bool = True, collection: str | None = None) -> str:
+        """Upload the folder this artifact was loaded from; its card then says how to load it from there.
 
         Args:
             repo: ORG/NAME on the Hub (`HF_ENDPOINT` decides which one).
-            private: whether a repository made by this call is private; None: the account's default.
+            private: see `upload`.
+            collection: see `upload`.
 
         Returns:
             The address of the commit.
 
         Raises:
-            ConfigError: not logged in, offline, or `repo` is not ORG/NAME.
+            ConfigError: not logged in, offline, or `repo` is not ORG/NAME; or another tool's folder.
             ArtifactError: the Hub refused.
         """
-        if self.folder is None:
-            raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
-        more = [name for name in read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
-        return upload(self.folder, repo, patterns=[*FILES, *more], private=private)
+        check_push(repo, collection)
+        self.describe(address=HUB + repo)
+        assert self.folder is not None
+        patterns = [*FILES, *self._copies()]
+        return upload(self.folder, repo, patterns=patterns, private=private, collection=collection)
 
     def parameters(self) -> int:
         """Numbers in all tensors."""
@@ -304,6 +326,33 @@ class Artifact:
             return None
         name = next(name for name, kind in KINDS.items() if isinstance(self.golden, kind))
         return {"dtype": self.golden.dtype, **({} if name == LAWS else {"kind": name})}
+
+    def _copies(self) -> list[str]:
+        """Files of the folder in formats of other tools."""
+        assert self.folder is not None
+        return [name for name in read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
+
+    def _card(
+        self,
+        name: str,
+        files: Iterable[str],
+        pictures: Iterable[str],
+        evidence: Evidence,
+        *,
+        address: str | None = None,
+    ) -> bytes:
+        """The model card; see `model_card`."""
+        card = model_card(
+            self._without_folders(),
+            methods.get(self.method),
+            name=name,
+            role=next((role for role, kind in KINDS.items() if isinstance(self.golden, kind)), LAWS),
+            address=address,
+            pictures=sorted(pictures),
+            evidence=evidence,
+            copies={path.partition("/")[0] for path in files if "/" in path},
+        )
+        return card.encode()
 
     def _without_folders(self) -> Artifact:
         """The artifact as others may read it: of folders and paths only the last part is left."""
@@ -339,21 +388,3 @@ def _attach(spec: MethodSpec, module: nn.Module, target: Target, config: Any, ke
     if spec.attach is None:
         raise ArtifactError(f"method {spec.name} brings nothing to an engine; it cannot be attached")
     return spec.attach(module, target, config, keys)
-
-
-def _read_golden(folder: Path, manifest: dict[str, Any]) -> Golden | None:
-    """The recorded outputs, or None where the manifest names none.
-
-    Raises:
-        ArtifactError: they are damaged, or of a kind that is not known.
-    """
-    about = manifest["golden"]
-    if about is None:
-        return None
-    kind = KINDS.get(about.get("kind", LAWS)) if isinstance(about.get("kind", LAWS), str) else None
-    if kind is None or about["dtype"] not in LOOSE:
-        raise ArtifactError(
-            f"{folder / MANIFEST} names golden outputs of kind {about.get('kind', LAWS)!r} and dtype "
-            f"{about['dtype']!r}; known: {', '.join(KINDS)}, in {', '.join(LOOSE)}; export it again"
-        )
-    return kind.from_tensors(read_tensors(folder / GOLDEN, manifest["files"]), about["dtype"])

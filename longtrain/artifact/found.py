@@ -21,7 +21,7 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
 
     Args:
         where: a folder, a name under `home/checkpoints` or of `assets.bundled_artifacts`, or a Hub id
-            (ORG/NAME, or hub:ORG/NAME).
+            (ORG/NAME, or hub:ORG/NAME, either with @REVISION).
         home: the folder that holds `checkpoints`.
         patterns: names of an artifact's files, for a download.
 
@@ -46,19 +46,18 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
                 )
             raise ArtifactError(
                 f"{folder} holds no {MANIFEST}, and nothing else that a method reads ({_known()}); run: "
-                "longtrain "
-                "export"
+                "longtrain export"
             )
     names = sorted(p.parent.name for p in (home / "checkpoints").glob(f"*/{MANIFEST}"))
     text = text.removeprefix(HUB)
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
-        folder = download(text, patterns=[*patterns, *_patterns()], known=names)
+        repo, _, revision = text.partition("@")
+        folder = download(repo, revision=revision or None, patterns=[*patterns, *_patterns()], known=names)
         if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
             return folder
         raise ArtifactError(
-            f"{text} on {endpoint()} is no longtrain artifact: it has no {MANIFEST}, and nothing else "
-            "that a method "
-            f"reads ({_known()})"
+            f"{text} on {endpoint()} is no longtrain artifact: it has no {MANIFEST}, and nothing else that "
+            f"a method reads ({_known()})"
         )
     raise ArtifactError(
         f"no artifact '{where}': neither a folder nor a name under {home / 'checkpoints'} "

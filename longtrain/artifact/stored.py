@@ -12,12 +12,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from longtrain.artifact.golden import LOOSE, Golden
+from longtrain.artifact.golden_laws import DraftGolden
+from longtrain.artifact.golden_rows import RowGolden
+from longtrain.artifact.golden_scores import ScoreGolden
 from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json
 
 SCHEMA = 1
 MANIFEST = "longtrain.json"
 LOCAL = "local.json"
+GOLDEN = "golden.safetensors"
+LAWS = "laws"
+KINDS: dict[str, type[Golden]] = {LAWS: DraftGolden, "scores": ScoreGolden, "rows": RowGolden}
+"""Golden outputs of a draft, an evictor and a selector, by the manifest's name; it leaves out a draft's."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -73,6 +81,24 @@ def read_tensors(path: Path, checksums: dict[str, str]) -> dict[str, Tensor]:
             f"{path} is not what {MANIFEST} was written for (sha256 differs); copy or export it again"
         )
     return tensors
+
+
+def read_golden(folder: Path, manifest: dict[str, Any]) -> Golden | None:
+    """The recorded outputs, or None where the manifest names none.
+
+    Raises:
+        ArtifactError: they are damaged, or of a kind that is not known.
+    """
+    about = manifest["golden"]
+    if about is None:
+        return None
+    kind = KINDS.get(about.get("kind", LAWS)) if isinstance(about.get("kind", LAWS), str) else None
+    if kind is None or about["dtype"] not in LOOSE:
+        raise ArtifactError(
+            f"{folder / MANIFEST} names golden outputs of kind {about.get('kind', LAWS)!r} and dtype "
+            f"{about['dtype']!r}; known: {', '.join(KINDS)}, in {', '.join(LOOSE)}; export it again"
+        )
+    return kind.from_tensors(read_tensors(folder / GOLDEN, manifest["files"]), about["dtype"])
 
 
 def check_copies(folder: Path, checksums: dict[str, str]) -> None:

@@ -13,8 +13,10 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
+from longtrain.jobs import export_formats, export_push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
+from longtrain.targets.at_hand import licence_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +43,6 @@ def run(cfg: DictConfig) -> None:
         ArtifactError: the checkpoint is damaged, of another module, other settings or another target, the
             disk is full, or what was written does not do what the module in memory does.
     """
-    from longtrain.jobs import export_formats
     from longtrain.training import checkpoint
 
     if cfg.verify is not None:
@@ -51,6 +52,11 @@ def run(cfg: DictConfig) -> None:
     if form is not None and (named := export_formats.source(cfg)) is not None:
         export_formats.write(cfg, form, named)
         return
+    if cfg.push:
+        export_push.check(cfg)
+        if (named := export_formats.source(cfg)) is not None:
+            export_push.again(cfg, named)
+            return
     trained = Path(cfg.run_dir) / "train"
     path = checkpoint.find(trained / "checkpoints", "auto")
     if path is None:
@@ -61,18 +67,16 @@ def run(cfg: DictConfig) -> None:
     config = _config(spec, settings["method"])
     saved = checkpoint.read(path)
     facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step)
+    facts["license"] = cfg.get("licence")
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:
         if form is not None:
             raise ConfigError(f"format={form}: method {spec.name} makes no artifact; leave format out")
-        if cfg.push:
-            raise ConfigError(f"push={cfg.push}: method {spec.name} makes no artifact; leave push out")
         _same_settings(saved, settings["method"], trained)
         module = spec.build(config, None)
         load_tensors(module, tensors, str(path), "pass the settings of the run")
-        spec.export(module, config, folder, facts)
-        log.info("exported=%s", folder)
+        export_push.target(cfg, spec, config, module, folder=folder, facts=facts)
         return
     _same_settings(saved, settings["method"], trained)
     single = spec.members is None
@@ -85,13 +89,13 @@ def run(cfg: DictConfig) -> None:
     module = spec.build(config, target.info)
     load_tensors(module, tensors, str(path), "pass the settings of the run")
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    pictures = _pictures(Path(cfg.run_dir))
+    facts["target_license"] = licence_of(str(target.info.name))
     if spec.members is None:
-        artifact = _write(spec, config, module, target=target, folder=folder, facts=facts, pictures=pictures)
+        artifact = _write(cfg, spec, config, module, target=target, folder=folder, facts=facts)
         if form is not None:
             export_formats.write(cfg, form, str(folder), target=target)
         elif cfg.push:
-            log.info("pushed=%s", artifact.push(str(cfg.push)))
+            export_push.push(cfg, artifact, str(cfg.push))
         return
     members = spec.members(config)
     if form is not None:
@@ -101,14 +105,13 @@ def run(cfg: DictConfig) -> None:
         )
     for name, (its_spec, its_config) in members.items():
         part = module.get_submodule(name)
-        artifact = _write(
-            its_spec, its_config, part, target=target, folder=folder / name, facts=facts, pictures=pictures
-        )
+        artifact = _write(cfg, its_spec, its_config, part, target=target, folder=folder / name, facts=facts)
         if cfg.push:
-            log.info("pushed=%s", artifact.push(f"{cfg.push}-{name}"))
+            export_push.push(cfg, artifact, f"{cfg.push}-{name}")
 
 
 def _write(
+    cfg: DictConfig,
     spec: MethodSpec,
     config: Any,
     module: nn.Module,
@@ -116,28 +119,24 @@ def _write(
     target: Target,
     folder: Path,
     facts: dict[str, Any],
-    pictures: dict[str, bytes],
 ) -> Artifact:
-    """A module as an artifact, read back and compared.
+    """A module as an artifact, read back and compared, with a card that says what its run has shown.
 
     Raises:
         ArtifactError: the disk is full, or what was written does not do what the module in memory does.
     """
     from longtrain.artifact import Artifact
+    from longtrain.jobs.export_evidence import gather
 
     made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
-    made.save(folder, pictures=pictures)
+    made.save(folder)
     artifact = Artifact.load(folder)
     _compare(spec, config, module, target=target, artifact=artifact)
+    evidence, pictures = gather(Path(cfg.run_dir), artifact.checksum())
+    artifact.describe(evidence, pictures=pictures)
     size = sum(file.stat().st_size for file in folder.iterdir())
     log.info("exported=%s parameters=%d bytes=%d step=%d", folder, artifact.parameters(), size, facts["step"])
     return artifact
-
-
-def _pictures(run_dir: Path) -> dict[str, bytes]:
-    """Curves of training and, where it was evaluated before, of acceptance."""
-    files = {"training.png": "train/curves.png", "acceptance.png": "eval/acceptance.png"}
-    return {name: (run_dir / file).read_bytes() for name, file in files.items() if (run_dir / file).is_file()}
 
 
 def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from omegaconf import DictConfig
 from longtrain import methods
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import replaced_folder, write_files
+from longtrain.jobs import export_push
 from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
 from longtrain.log import get_logger
+from longtrain.provenance import without_folders
 from longtrain.settings import wrong
+from longtrain.targets.at_hand import CARD
 
 if TYPE_CHECKING:
     from longtrain.methods.spec import Formats
@@ -72,8 +75,11 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         ArtifactError: another folder is in the way, or what was written is not what was meant.
         TargetMismatchError: another target.
     """
-    from longtrain.artifact.hub import upload
+    from longtrain.artifact.card import appended
+    from longtrain.artifact.evidence import Evidence
 
+    if cfg.push:
+        export_push.check(cfg)
     artifact = load_artifact(where, cfg)
     formats = _formats(artifact.method, form)
     formats.refuse(form, artifact.typed_config(), None)
@@ -84,8 +90,12 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         raise ArtifactError(
             f"{folder} exists and was not written by longtrain; move it, or pass another name"
         )
-    config, facts = artifact.typed_config(), artifact.provenance
-    files = formats.write(form, artifact.tensors, config, target, facts, folder.name)
+    config, facts, made = artifact.typed_config(), artifact.provenance, artifact.folder
+    assert made is not None
+    files = formats.write(form, artifact.tensors, config, target, facts, str(cfg.push or folder.name))
+    pictures = {file.name: file.read_bytes() for file in sorted(made.glob("*.png"))}
+    card = appended(files[CARD].decode(), without_folders(facts), Evidence.of_folder(made), [*pictures])
+    files |= {CARD: card.encode(), **pictures}
     if cfg.push:
         _check_names(files, target)
     with replaced_folder(folder) as fresh:
@@ -93,7 +103,7 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         formats.verify(fresh, None, None)
     log.info("exported=%s format=%s bytes=%d", folder, form, sum(map(len, files.values())))
     if cfg.push:
-        log.info("pushed=%s", upload(folder, str(cfg.push), patterns=[*formats.patterns, "README.md"]))
+        export_push.push_folder(cfg, folder, formats.patterns)
 
 
 def check(method: str, form: str, config: Any, info: TargetInfo | None) -> None:

@@ -144,6 +144,7 @@ class Formats:
             in it; raises ConfigError for what an engine would drop silently.
         verify: (folder, target or None, who trained it or None) -> a line on each thing that was compared;
             raises ArtifactError with all that is wrong.
+        serves: format -> the engines that read it, for people.
     """
 
     names: tuple[str, ...]
@@ -153,6 +154,7 @@ class Formats:
     refuse: Callable[[str, Any, TargetInfo | None], None]
     write: Callable[[str, Mapping[str, Tensor], Any, Target, dict[str, Any], str], dict[str, bytes]]
     verify: Callable[[Path, Target | None, str | None], list[str]]
+    serves: Mapping[str, str] = field(default_factory=dict)
 
 
 Begin = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]
@@ -197,6 +199,8 @@ class MethodSpec:
         files: (the module's tensors, config, info) -> further files of the artifact's folder, by their path
             in it: the module in formats of other tools. They are uploaded with it and never read back.
         formats: folders of other tools that it reads and writes; None: there are none.
+        elsewhere: another tool -> how it loads the artifact's folder itself, as Markdown for the card;
+            `ADDRESS` stands for where that is, `TARGET` for the target.
         from_data: (a fresh module, config, the target's facts, prepared data) -> facts for provenance: what
             the module takes from the data before it is trained, the same on every rank.
         members: config -> the methods whose modules are children of this one, with their settings, by the
@@ -222,6 +226,7 @@ class MethodSpec:
     has_views: Callable[[Any], bool] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None
     formats: Formats | None = None
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     from_data: Callable[[nn.Module, Any, TargetInfo, Prepared], dict[str, Any]] | None = None
     members: Callable[[Any], Mapping[str, tuple[MethodSpec, Any]]] | None = None
     begins: Mapping[str, Begin] = field(default_factory=dict)

@@ -184,7 +184,8 @@ def _exportable(cfg: DictConfig) -> None:
     """Something was trained under this name, unless the job is about a folder or an artifact."""
     own = _own(cfg)
     named = [name for name in artifact_names(cfg) if _place(cfg, name) != own]
-    if cfg.verify is not None or (cfg.format is not None and (named or own.is_dir())):
+    again = cfg.format is not None or cfg.push is not None
+    if cfg.verify is not None or (again and (named or own.is_dir())):
         return
     where = Path(cfg.run_dir) / "train" / "checkpoints"
     if not any(where.glob("*.ckpt")):

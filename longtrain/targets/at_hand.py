@@ -8,7 +8,8 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, refusal
 from longtrain.targets.weights import weight_files
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin"]
+CARD = "README.md"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin", CARD]
 """What is fetched of a target on the Hub."""
 
 
@@ -73,3 +74,19 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
     if weights:
         weight_files(folder)
     return folder
+
+
+def licence_of(where: str) -> str | None:
+    """The licence that the card of a target on this machine states; None: it has no card, or states none.
+
+    Args:
+        where: `tiny`, a folder or a Hub id.
+    """
+    import yaml
+
+    try:
+        text = (folder_of(where, fetch=False) / CARD).read_text(encoding="utf-8")
+        front = yaml.safe_load(text.split("---\n", 2)[1]) if text.startswith("---\n") else {}
+        return str(front.get("license_name") or front["license"])
+    except (ConfigError, OSError, ValueError, KeyError, IndexError, AttributeError, yaml.YAMLError):
+        return None

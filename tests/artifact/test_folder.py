@@ -74,7 +74,8 @@ def test_card_tells_what_people_need(made, target, tmp_path):
     assert "python -m longtrain train +recipe=x 'prompt=a b'" in body
     assert "| org/books | abc | book | cc0-1.0 |" in body
     assert "![training](training.png)" in body
-    assert 'Artifact.load("d")' in body and "`window` | `16`" in body
+    assert 'Artifact.load("FOLDER")' in body and "`FOLDER` stands for the folder that holds this" in body
+    assert "`window` | `16`" in body
 
 
 def test_half_precision_target_gets_a_half_precision_module(folder):

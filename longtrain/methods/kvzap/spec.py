@@ -24,6 +24,15 @@ from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive", "window", "threshold", "decoding")
 
+IN_KVPRESS = """```python
+from kvpress import KVzapPress
+from kvpress.presses.kvzap_press import KVzapModel
+
+press = KVzapPress(model_type="mlp")
+press.kvzap_model = KVzapModel.from_pretrained("ADDRESS", subfolder="kvpress")
+press.post_init_from_model = lambda model: None  # kvpress would look for a published one of the model's name
+```"""
+
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
     """A fresh module."""
@@ -101,5 +110,6 @@ SPEC = MethodSpec(
     golden_keys={"budget_ratio": 1.0},
     check_data=_check_data,
     files=kvpress_files,
+    elsewhere={"kvpress": IN_KVPRESS},
     cost=COST,
 )

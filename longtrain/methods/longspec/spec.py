@@ -24,6 +24,22 @@ from longtrain.methods.views import has_views
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
+IN_VLLM = """The class in `longtrain/methods/longspec/vllm_proposer.py`, one file without longtrain, reads it.
+FOLDER is a copy of this folder on the machine (of one on the Hub the path that `hf download` prints):
+
+```python
+LLM(
+    model="TARGET",
+    speculative_config={
+        "method": "custom_class",
+        "model": "longtrain.methods.longspec.vllm_proposer.LongSpecProposer",  # or where you copied it to
+        "num_speculative_tokens": 4,
+    },
+    additional_config={"longspec": "FOLDER"},
+    enforce_eager=True,
+)
+```"""
+
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
     """A draft with fresh weights."""
@@ -103,5 +119,6 @@ SPEC = MethodSpec(
     attach=_attach,
     has_views=has_views,
     inference_keys=("head_bits",),
+    elsewhere={"vLLM": IN_VLLM},
     cost=MethodCost(training=training, cycle=cycle),
 )

@@ -23,6 +23,12 @@ from longtrain.targets.info import TargetInfo
 from longtrain.targets.model import Target
 
 KEYS = ("budget_tokens", "budget_ratio", "adaptive")
+IN_KVPRESS = """```python
+from longtrain.methods.lookaheadkv.press import LookaheadKVPress  # the file stands alone: copy it as you like
+
+with LookaheadKVPress(artifact="ADDRESS", budget=128)(model):
+    model.generate(**tokenizer(prompt, return_tensors="pt").to(model.device), max_new_tokens=64)
+```"""
 
 
 def _build(config: Config, info: TargetInfo | None) -> nn.Module:
@@ -97,5 +103,6 @@ SPEC = MethodSpec(
     golden_keys={"budget_ratio": 1.0},
     check_data=_check_data,
     files=peft_files,
+    elsewhere={"kvpress": IN_KVPRESS},
     cost=COST,
 )

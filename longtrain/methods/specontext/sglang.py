@@ -212,4 +212,5 @@ FORMATS = Formats(
     refuse=refuse,
     write=sglang_files,
     verify=verify_folder,
+    serves={FORM: "SGLang's sparsity framework"},
 )

@@ -102,7 +102,7 @@ def format_files(
         "files": {file: hashlib.sha256(content).hexdigest() for file, content in files.items()},
     }
     shown = replace(target.info, name=at_hand.name) if at_hand.is_dir() else target.info
-    card = serving_card(form, name, config, shown, facts=facts, drafted=drafted)
+    card = serving_card(form, name, config, shown, drafted=drafted)
     return {**files, RECORD: as_json(record), "README.md": card.encode()}
 
 
@@ -120,4 +120,5 @@ FORMATS = Formats(
     refuse=refuse,
     write=format_files,
     verify=verify_folder,
+    serves={"speculators": "vLLM", "flat": "SGLang and vLLM"},
 )

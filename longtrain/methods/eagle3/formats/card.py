@@ -12,7 +12,7 @@ from longtrain.targets.info import TargetInfo
 Json = dict[str, Any]
 
 
-def serving_card(form: str, name: str, config: Config, info: TargetInfo, *, facts: Json, drafted: int) -> str:
+def serving_card(form: str, name: str, config: Config, info: TargetInfo, *, drafted: int) -> str:
     """The text, with a command for each engine that reads the format.
 
     Args:
@@ -20,14 +20,12 @@ def serving_card(form: str, name: str, config: Config, info: TargetInfo, *, fact
         name: the folder's name.
         config: hyperparameters.
         info: the target; its name must be a Hub id or a name, no folder.
-        facts: provenance of the training run.
         drafted: tokens of a chain.
     """
     target = info.name or "TARGET"
     speculative: Json = {"method": "eagle3", "model": name, "num_speculative_tokens": drafted}
     vllm = f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'"
     window = f"It sees the last {config.window} tokens besides the current one. " if config.window else ""
-    trained = [f"- {key}: {facts[key]}" for key in ("step", "tokens") if facts.get(key) is not None]
     lines = [
         "---\ntags: [eagle3, speculative-decoding, longtrain]\nlibrary_name: "
         f"{'sglang' if form == FLAT else 'vllm'}\n---",
@@ -50,7 +48,6 @@ def serving_card(form: str, name: str, config: Config, info: TargetInfo, *, fact
         "## Check it\n\n```sh\nlongtrain export --verify FOLDER\n```\n\n`longtrain/` holds fixed inputs "
         "and what the draft "
         "made of them; engines do not read it.",
-        "## Training\n\n" + ("\n".join(trained) or "Not recorded."),
     ]
     return "\n\n".join(lines) + "\n"
 

@@ -1,0 +1,100 @@
+"""`evidence.json` of an artifact: how its training went and what was measured with it, for its readers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from longtrain.errors import ArtifactError, ConfigError
+from longtrain.files import as_json, read_json
+from longtrain.settings import read
+
+EVIDENCE = "evidence.json"
+MOST_POINTS = 120
+"""Points of a curve that are kept."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure over the optimizer steps of a training run.
+
+    Args:
+        steps: of its points.
+        values: as many.
+    """
+
+    steps: list[int]
+    values: list[float]
+
+    def thinned(self) -> Curve:
+        """At most `MOST_POINTS` points, evenly chosen, the last one among them."""
+        last = len(self.steps) - 1
+        count = min(len(self.steps), MOST_POINTS)
+        kept = [last * i // max(1, count - 1) for i in range(count)]
+        return Curve([self.steps[i] for i in kept], [self.values[i] for i in kept])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished evaluation in which the module ran.
+
+    Args:
+        suite: its name.
+        title: what the result may be called.
+        target: the target's name.
+        dtype: the target's precision.
+        protocol: hash of all that prompts, decoding and scores follow from.
+        command: that measured it.
+        commit: of the code; empty: not known.
+        notes: that the result comes with.
+        header: of the table.
+        rows: a line a system.
+        pictures: names of PNG files beside the card.
+    """
+
+    suite: str
+    title: str
+    target: str
+    dtype: str
+    protocol: str
+    command: str
+    commit: str
+    notes: list[str]
+    header: list[str]
+    rows: list[list[str]]
+    pictures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a module beside its weights.
+
+    Args:
+        curves: of its training, by name.
+        results: of its evaluations.
+    """
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    results: list[Measured] = field(default_factory=list)
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return as_json(asdict(self))
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Evidence:
+        """What a folder holds; nothing where it has no such file.
+
+        Raises:
+            ArtifactError: the file is damaged.
+        """
+        path = folder / EVIDENCE
+        if not path.is_file():
+            return cls()
+        try:
+            found = read_json(path)
+            if not isinstance(found, dict):
+                raise ValueError("it is no object")
+            return read(cls, found, "evidence")
+        except (OSError, ValueError, ConfigError) as error:
+            raise ArtifactError(f"{path} cannot be read: {error}; export again, or remove it") from None

@@ -1,0 +1,97 @@
+"""What an export says of a run beside its weights: curves, results that used these weights, pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from longtrain.artifact.card import TRAINING
+from longtrain.artifact.evidence import Curve, Evidence, Measured
+from longtrain.log import get_logger
+from longtrain.provenance import typed_command, without_folders
+
+log = get_logger(__name__)
+
+CURVES = ("loss", "accuracy", "tau", "recall", "r2")
+"""What the names of the curves that are kept contain, beside all of validation's."""
+
+
+def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
+    """The curves and results of a run, and its pictures by their names on the card.
+
+    Args:
+        run_dir: the run's folder.
+        weights: hash of the artifact's tensors, or of a target's: results of other weights are left out.
+    """
+    pictures: dict[str, bytes] = {}
+    if (curves := run_dir / "train" / "curves.png").is_file():
+        pictures[TRAINING] = curves.read_bytes()
+    results = []
+    for folder in sorted((run_dir / "eval").glob("*")):
+        if (found := _read(folder / "results.json")) is None or not _used(found, weights):
+            continue
+        drawn = {f"{folder.name}-{file.name}": file.read_bytes() for file in sorted(folder.glob("*.png"))}
+        pictures |= drawn
+        results.append(_measured(folder, found, [*drawn]))
+    return Evidence(_curves(run_dir / "train" / "metrics.csv"), results), pictures
+
+
+def _used(results: dict[str, Any], weights: str) -> bool:
+    """Whether a system of an evaluation, or its target, had these weights."""
+    if results["target"].get("weights_hash") == weights:
+        return True
+    used = [one["weights"] for system in results["systems"] for one in system["facts"].get("artifacts", [])]
+    if used and weights not in used:
+        log.info("left_out=%s reason=measured with other weights", results["suite"])
+    return weights in used
+
+
+def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Measured:
+    """An evaluation as the card shows it; of folders of this machine only the last part is left."""
+    from longtrain.evaluation.reporting.board import board, rows_of
+
+    made = _read(folder / "provenance.json") or {}
+    header, rows = board(results["scale"]["name"], rows_of(results, _read(folder / "timings.json")))
+    argv, git = without_folders(made.get("argv") or []), made.get("git") or {}
+    return Measured(
+        suite=str(results["suite"]),
+        title=str(results["title"]),
+        target=str(without_folders(results["target"]["name"])),
+        dtype=str(results["target"]["dtype"]),
+        protocol=str(results["protocol"]["hash"]),
+        command=typed_command(argv) if argv else "",
+        commit=f"{str(git.get('commit'))[:12]}{', changed' if git.get('dirty') else ''}" if git else "",
+        notes=[str(note) for note in results["notes"]],
+        header=header,
+        rows=rows,
+        pictures=pictures,
+    )
+
+
+def _curves(metrics: Path) -> dict[str, Curve]:
+    from longtrain.training import table
+
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in table.read(metrics):
+        for name, value in row.items():
+            if _shown(name) and value and math.isfinite(float(value)):
+                points.setdefault(name, []).append((int(row["step"]), float(value)))
+    return {
+        name: Curve([step for step, _ in found], [value for _, value in found]).thinned()
+        for name, found in points.items()
+    }
+
+
+def _shown(name: str) -> bool:
+    kind, _, figure = name.partition("/")
+    return kind == "val" or (kind == "train" and any(figure.startswith(word) for word in CURVES))
+
+
+def _read(path: Path) -> Any:
+    """A JSON file of ours; None where there is none or a kill left it damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
