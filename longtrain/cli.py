@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
-from longtrain.jobs import JOBS
+from longtrain.jobs import JOBS, NAMED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,7 +28,6 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
 Without a job word the recipe's own jobs run (train, unless it says otherwise).
-
   longtrain +recipe=quickstart
   longtrain eval +recipe=quickstart suite=acceptance lengths=[512,1k]
   longtrain generate +recipe=quickstart prompt="Once upon a time"
@@ -93,10 +92,11 @@ def _begin() -> None:
         shown = word == "config"
         if shown:
             sys.argv[1:] = rest if rest and rest[0] in JOBS else ["train", *rest]
+        bare = NAMED.get(sys.argv[1], ("", ""))[0] if len(sys.argv) > 1 else ""
         if len(sys.argv) > 1 and sys.argv[1] in JOBS:
             # it stays so when Lightning starts the other ranks with our argv
             sys.argv[1] = f"--config-name={sys.argv[1]}"
-        sys.argv[1:] = _ordered([*sys.argv[1:], *(["--cfg", "job", "--resolve"] if shown else [])])
+        sys.argv[1:] = _ordered([*sys.argv[1:], *(["--cfg", "job", "--resolve"] if shown else [])], bare)
         quiet_threads()
         _run_hydra()
 
@@ -284,9 +284,14 @@ def _unread() -> bool:
     return False
 
 
-def _ordered(words: list[str]) -> list[str]:
-    """Flags with their values before overrides, as argparse needs them; exit 2 at any other word."""
-    flags, overrides = [], []
+def _ordered(words: list[str], bare: str = "") -> list[str]:
+    """Flags with their values before overrides, as argparse needs them; exit 2 at any other word.
+
+    Args:
+        words: as typed.
+        bare: the key whose list other words are; empty: none are taken.
+    """
+    flags, overrides, named = [], [], []
     for before, word in zip(["", *words], words, strict=False):
         if before in KEY_FLAGS:
             overrides.append(f"{before.lstrip('-')}={word}")
@@ -297,9 +302,11 @@ def _ordered(words: list[str]) -> list[str]:
             flags.append(word)
         elif word[:1] in ("+", "~") or "=" in word:
             overrides.append(_quoted(word))
+        elif bare:
+            named.append(_in_quotes(word))
         else:
             _unknown_word(word)
-    return [*flags, *overrides]
+    return [*flags, *overrides, *([f"{bare}=[{','.join(named)}]"] if named else [])]
 
 
 def _unknown_word(word: str) -> NoReturn:
@@ -323,9 +330,14 @@ def _quoted(arg: str) -> str:
         return arg
     if len(value) > 1 and value[0] in "'\"" and value[-1] == value[0]:
         return arg
+    return f"{key}={_in_quotes(value)}"
+
+
+def _in_quotes(value: str) -> str:
+    """A value that Hydra takes as it is."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
-    return f"{key}='{escaped}'"
+    return f"'{escaped}'"
 
 
 def _set_full_error(value: str | None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 DASH = "-"
 """What stands where there is no figure."""
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -113,6 +115,15 @@ def number(value: Any) -> str:
 def fixed(value: float | None, digits: int = 2) -> str:
     """A number with so many digits after the point."""
     return DASH if value is None else f"{value:.{digits}f}"
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """A curve in one line of characters, the lowest value as a thin bar and the highest as a full one."""
+    groups = min(width, len(values))
+    bounds = [len(values) * i // groups for i in range(groups + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(BARS[round((len(BARS) - 1) * (mean - low) / ((high - low) or 1))] for mean in means)
 
 
 def percent(share: float | None) -> str:

@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
-from longtrain.jobs import JOBS
+from longtrain.jobs import JOBS, NAMED
 
 ROOT = Path(__file__).parent.parent
 DOCS = (
@@ -66,7 +66,10 @@ def test_commands_compose(name: str, words: list[str]) -> None:
     if "-m" in words:  # a sweep: its first run
         words = [re.sub(r"=([^,\[\]]+),.*", r"=\1", word) for word in words]
     flags = {"-m", "--cfg", "job", "--resolve", "--help"}
-    compose(job, overrides=cli._ordered([word for word in words if word not in flags]))
+    compose(
+        job,
+        overrides=cli._ordered([word for word in words if word not in flags], NAMED.get(job, ("", ""))[0]),
+    )
 
 
 def test_there_are_commands_to_check() -> None:

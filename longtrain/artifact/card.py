@@ -127,7 +127,7 @@ def front_matter(target: TargetInfo, provenance: Json, tags: Sequence[str]) -> s
     from huggingface_hub import ModelCardData
 
     named = is_hub_id(target.name)
-    found = [str(source["id"]) for source in _sources(provenance) if is_hub_id(str(source.get("id", "")))]
+    found = [str(source["id"]) for source in sources_of(provenance) if is_hub_id(str(source.get("id", "")))]
     return ModelCardData(
         library_name="longtrain",
         tags=list(tags),
@@ -285,14 +285,14 @@ def _training(provenance: Json) -> str:
             source.get("kind") or "",
             source.get("license") or source.get("licence") or "not stated",
         )
-        for source in _sources(provenance)
+        for source in sources_of(provenance)
     ]
     data = tables.markdown(("source", "revision", "kind", "licence"), rows)
     lines.append(f"Data:\n\n{data}" if rows else "Data: not recorded.")
     return "\n\n".join(lines)
 
 
-def _sources(provenance: Json) -> list[Json]:
+def sources_of(provenance: Json) -> list[Json]:
     """The data's sources, as a list of mappings, whatever the depth they were recorded at."""
     data = provenance.get("data") or {}
     found = data.get("sources", data) if isinstance(data, Mapping) else data

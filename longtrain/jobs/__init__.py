@@ -17,11 +17,19 @@ JOBS: dict[str, tuple[str, str]] = {
         "longtrain.jobs.eval",
         "run a suite with a target, policies and artifacts: JSON, tables, plots",
     ),
+    "inspect": (
+        "longtrain.jobs.inspect",
+        "say what an artifact is and whether it verifies, without its target",
+    ),
+    "leaderboard": ("longtrain.jobs.leaderboard", "make one page of finished evaluations"),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
     "bench": ("longtrain.jobs.bench", "measure speed and peak memory on this machine"),
     "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),
 }
 """Job name -> (module with `run(cfg)`, one line of help)."""
+
+NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ..."), "leaderboard": ("runs", "FOLDER ...")}
+"""Jobs that take bare words -> the key whose list they are, and what they are called in help."""
 
 SHARED = ("preflight", "train")
 """Jobs that every rank does; the others are done by the first rank alone."""
@@ -35,6 +43,8 @@ KEPT = {
     "export": "artifacts in {home}/checkpoints are as they were; run the same command again",
     "eval": "finished examples are kept in {run_dir}/eval/{suite}/ledger; the same command goes on with the "
     "others",
+    "inspect": "nothing was written",
+    "leaderboard": "nothing was written; run the same command again",
     "generate": "nothing was written to disk",
     "bench": "what was measured so far is in {run_dir}/bench; the same command measures anew",
     "plan": "nothing was written; run the same command again",

@@ -16,7 +16,7 @@ from typing import Any
 
 from longtrain import methods
 from longtrain.assets import asset_dir
-from longtrain.jobs import JOBS
+from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt.suite_help import suites_help
 
 HIDDEN = ("hydra",)
@@ -36,8 +36,9 @@ def job_help(job: str, words: Sequence[str] = ()) -> str:
     """
     options = groups()
     listed = "".join(f"{group}: {', '.join(names)}\n" for group, names in options.items())
+    usage = f"longtrain {job} {NAMED[job][1]}" if job in NAMED else f"longtrain {job}"
     lines = [
-        f"{JOBS[job][1]}\n\nUsage: longtrain {job} [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]\n",
+        f"{JOBS[job][1]}\n\nUsage: {usage} [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]\n",
         f"== Groups and their options (GROUP=OPTION; recipes by +recipe=NAME) ==\n{listed}",
     ]
     if suites := suites_help(job, words):

@@ -102,9 +102,11 @@ def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):
 
 def test_a_folder_of_this_machine_is_not_uploaded(composed, eagle, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_x")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     with pytest.raises(ConfigError, match="would name the target by a folder of this machine"):
         export.run(composed("export", "format=speculators", "push=org/one"))
     assert not (tmp_path / "checkpoints" / "one-speculators").exists()
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
     with pytest.raises(ConfigError, match="cannot push to org/one"):  # nothing but the network is missing
         export.run(composed("export", "format=flat", "push=org/one"))
 
