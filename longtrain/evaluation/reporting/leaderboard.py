@@ -131,8 +131,8 @@ def _said(groups: int, runs: int) -> str:
     return (
         f"Evaluations: {runs}, in groups: {groups}. Figures of one group may be compared: "
         "same suite, target, precision and protocol (prompts, decoding, scores). Those of two groups may "
-        "not. In brackets: 95% intervals; a star: the difference from the full cache over the same examples is "
-        "larger than noise."
+        "not. In brackets: 95% intervals; a star: the difference from the full cache is "
+        "larger than noise over the same examples."
     )
 
 
