@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import tables
-from longtrain.artifact.evidence import Evidence, Measured
+from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.errors import ConfigError
 from longtrain.provenance import typed_command
 
@@ -236,7 +236,7 @@ def _files(outputs: str, evidence: Evidence, copies: Iterable[str]) -> str:
     ).strip()
 
 
-def _result(one: Measured) -> str:
+def _result(one: Measurement) -> str:
     """A table with all that its figures depend on, and the pictures of that evaluation."""
     header = [tables.escaped(cell) for cell in one.header]
     rows = [[tables.escaped(cell) for cell in row] for row in one.rows]

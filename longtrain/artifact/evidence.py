@@ -35,7 +35,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A finished evaluation in which the module ran.
 
     Args:
@@ -75,7 +75,7 @@ class Evidence:
     """
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    results: list[Measured] = field(default_factory=list)
+    results: list[Measurement] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """The file's content."""

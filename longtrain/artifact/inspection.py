@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longtrain import methods, tables
 from longtrain.artifact.card import ROLES, sources_of
-from longtrain.artifact.evidence import Evidence, Measured
+from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.artifact.folder import READ, Artifact
 from longtrain.artifact.found import HUB, find, imported, reader_of
 from longtrain.artifact.stored import LAWS, MANIFEST, read_manifest, refuse_not_finite
@@ -33,7 +33,7 @@ class Inspection:
     """
 
     facts: Facts
-    results: list[Measured] = field(default_factory=list)
+    results: list[Measurement] = field(default_factory=list)
     fault: str = ""
 
 

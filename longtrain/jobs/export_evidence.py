@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.artifact.card import TRAINING
-from longtrain.artifact.evidence import Curve, Evidence, Measured
+from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.log import get_logger
 from longtrain.provenance import typed_command, without_folders
 
@@ -48,14 +48,14 @@ def _used(results: dict[str, Any], weights: str) -> bool:
     return weights in used
 
 
-def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Measured:
+def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Measurement:
     """An evaluation as the card shows it; of folders of this machine only the last part is left."""
     from longtrain.evaluation.reporting.board import board, rows_of
 
     made = _read(folder / "provenance.json") or {}
     header, rows = board(results["scale"]["name"], rows_of(results, _read(folder / "timings.json")))
     argv, git = without_folders(made.get("argv") or []), made.get("git") or {}
-    return Measured(
+    return Measurement(
         suite=str(results["suite"]),
         title=str(results["title"]),
         target=str(without_folders(results["target"]["name"])),
