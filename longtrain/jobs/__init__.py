@@ -18,10 +18,10 @@ JOBS: dict[str, tuple[str, str]] = {
         "run a suite with a target, policies and artifacts: JSON, tables, plots",
     ),
     "inspect": (
-        "longtrain.jobs.inspect",
+        "longtrain.jobs.finished.inspect",
         "say what an artifact is and whether it verifies, without its target",
     ),
-    "leaderboard": ("longtrain.jobs.leaderboard", "make one page of finished evaluations"),
+    "leaderboard": ("longtrain.jobs.finished.leaderboard", "make one page of finished evaluations"),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
     "bench": ("longtrain.jobs.bench", "measure speed and peak memory on this machine"),
     "plan": ("longtrain.jobs.plan", "estimate memory, compute and time of a recipe, without loading weights"),

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 from longtrain import files as files_
 from longtrain import provenance, tables
 from longtrain.errors import ConfigError
-from longtrain.jobs import eval_compare, eval_parts
+from longtrain.jobs import eval_parts
+from longtrain.jobs.finished import compare
 from longtrain.jobs.setup import load_target_from, plain, sampling_from, shape_from, systems_of
 from longtrain.log import get_logger
 from longtrain.progress import Progress
@@ -69,7 +70,7 @@ def run(cfg: DictConfig) -> None:
             those of plain decoding (results are written all the same).
     """
     if cfg.compare is not None:
-        eval_compare.run(cfg)
+        compare.run(cfg)
         return
     check(cfg)
     shards, shard = parts_of(cfg)
@@ -114,7 +115,7 @@ def check(cfg: DictConfig) -> None:
     from longtrain.evaluation.reporting.page import check_plotly
 
     known_suite(cfg)
-    if eval_compare.wants_page(cfg):
+    if compare.wants_page(cfg):
         check_plotly()
 
 
@@ -308,7 +309,7 @@ def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[
     files = {"table.md": table(outcome.results).encode(), **pictures(outcome.results, timings)}
     if speed := speed_table(outcome.results, timings):
         files["speed.md"] = speed.encode()
-    if eval_compare.wants_page(cfg):
+    if compare.wants_page(cfg):
         files["report.html"] = page(outcome.results, outcome.examples, timings=timings)
     return files
 

@@ -13,7 +13,7 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.jobs import export_formats, export_push
+from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
 from longtrain.targets.at_hand import licence_of
@@ -46,16 +46,16 @@ def run(cfg: DictConfig) -> None:
     from longtrain.training import checkpoint
 
     if cfg.verify is not None:
-        export_formats.verify(cfg)
+        formats.verify(cfg)
         return
-    form = export_formats.asked(cfg)
-    if form is not None and (named := export_formats.source(cfg)) is not None:
-        export_formats.write(cfg, form, named)
+    form = formats.asked(cfg)
+    if form is not None and (named := formats.source(cfg)) is not None:
+        formats.write(cfg, form, named)
         return
     if cfg.push:
-        export_push.check(cfg)
-        if (named := export_formats.source(cfg)) is not None:
-            export_push.again(cfg, named)
+        push.check(cfg)
+        if (named := formats.source(cfg)) is not None:
+            push.again(cfg, named)
             return
     trained = Path(cfg.run_dir) / "train"
     path = checkpoint.find(trained / "checkpoints", "auto")
@@ -76,16 +76,16 @@ def run(cfg: DictConfig) -> None:
         _same_settings(saved, settings["method"], trained)
         module = spec.build(config, None)
         load_tensors(module, tensors, str(path), "pass the settings of the run")
-        export_push.target(cfg, spec, config, module, folder=folder, facts=facts)
+        push.target(cfg, spec, config, module, folder=folder, facts=facts)
         return
     _same_settings(saved, settings["method"], trained)
     single = spec.members is None
     if form is not None and single:
-        export_formats.check(spec.name, form, config, None)
+        formats.check(spec.name, form, config, None)
     target = load_target_from(cfg, path=settings["target"]["path"], fuse=False)
     _same_target(saved, target)
     if form is not None and single:
-        export_formats.check(spec.name, form, config, target.info)
+        formats.check(spec.name, form, config, target.info)
     module = spec.build(config, target.info)
     load_tensors(module, tensors, str(path), "pass the settings of the run")
     module = module.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
@@ -93,9 +93,9 @@ def run(cfg: DictConfig) -> None:
     if spec.members is None:
         artifact = _write(cfg, spec, config, module, target=target, folder=folder, facts=facts)
         if form is not None:
-            export_formats.write(cfg, form, str(folder), target=target)
+            formats.write(cfg, form, str(folder), target=target)
         elif cfg.push:
-            export_push.push(cfg, artifact, str(cfg.push))
+            push.push(cfg, artifact, str(cfg.push))
         return
     members = spec.members(config)
     if form is not None:
@@ -107,7 +107,7 @@ def run(cfg: DictConfig) -> None:
         part = module.get_submodule(name)
         artifact = _write(cfg, its_spec, its_config, part, target=target, folder=folder / name, facts=facts)
         if cfg.push:
-            export_push.push(cfg, artifact, f"{cfg.push}-{name}")
+            push.push(cfg, artifact, f"{cfg.push}-{name}")
 
 
 def _write(
@@ -126,7 +126,7 @@ def _write(
         ArtifactError: the disk is full, or what was written does not do what the module in memory does.
     """
     from longtrain.artifact import Artifact
-    from longtrain.jobs.export_evidence import gather
+    from longtrain.jobs.exporting.evidence import gather
 
     made = Artifact.from_module(spec.name, config, module=module, target=target, provenance=facts)
     made.save(folder)

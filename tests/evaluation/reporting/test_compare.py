@@ -121,7 +121,7 @@ def test_tasks_of_one_run_alone_are_named_and_not_printed_as_json(write):
     ("labels", "name"), [(("a", "b"), "a_vs_b"), (("x/eval/longbench", "../b c"), "x-eval-longbench_vs_b-c")]
 )
 def test_a_comparison_has_a_folder_of_its_own(labels, name):
-    from longtrain.jobs.eval_compare import folder_name
+    from longtrain.jobs.finished.compare import folder_name
 
     assert folder_name(*labels) == name
 
@@ -187,12 +187,10 @@ def test_the_report_marks_what_is_larger_than_noise(write):
 
 
 def test_the_job_writes_its_files_and_refuses_what_it_cannot_compare(write, tmp_path, monkeypatch):
-    from longtrain.jobs import eval_compare
+    from longtrain.jobs.finished import compare as job
 
     written = {}
-    monkeypatch.setattr(
-        eval_compare.provenance, "write", lambda folder, config, **facts: written.update(facts)
-    )
+    monkeypatch.setattr(job.provenance, "write", lambda folder, config, **facts: written.update(facts))
     cfg = SimpleNamespace(
         compare=[str(write("old")), str(write("new", lift))],
         report="html",
@@ -201,20 +199,20 @@ def test_the_job_writes_its_files_and_refuses_what_it_cannot_compare(write, tmp_
         seed=0,
         suite={"bootstrap": 50},
     )
-    monkeypatch.setattr(eval_compare, "plain", lambda node: vars(node) if node is cfg else node)
-    eval_compare.run(cfg)
+    monkeypatch.setattr(job, "plain", lambda node: vars(node) if node is cfg else node)
+    job.run(cfg)
     folder = tmp_path / "both" / "compare" / "old_vs_new"
     assert {path.name for path in folder.iterdir()} == {"compare.json", "compare.md", "compare.html"}
     assert json.loads((folder / "compare.json").read_text())["bootstrap"]["resamples"] == 50
     assert written == {"protocol": "aa"}
     kept = (folder / "compare.json").read_bytes()
     cfg.compare = cfg.compare[::-1]
-    eval_compare.run(cfg)
+    job.run(cfg)
     assert (folder / "compare.json").read_bytes() == kept  # another comparison, another folder
     assert (tmp_path / "both" / "compare" / "new_vs_old" / "compare.md").is_file()
     cfg.compare = [cfg.compare[0]]
     with pytest.raises(ConfigError, match="names 1 of them; allowed: two"):
-        eval_compare.run(cfg)
+        job.run(cfg)
     cfg.compare = [str(tmp_path / "old"), "nowhere"]
     with pytest.raises(ConfigError, match="there is no run nowhere"):
-        eval_compare.run(cfg)
+        job.run(cfg)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from longtrain import methods
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import replaced_folder, write_files
-from longtrain.jobs import export_push
+from longtrain.jobs.exporting import push
 from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
 from longtrain.log import get_logger
 from longtrain.provenance import without_folders
@@ -79,7 +79,7 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
     from longtrain.artifact.evidence import Evidence
 
     if cfg.push:
-        export_push.check(cfg)
+        push.check(cfg)
     artifact = load_artifact(where, cfg)
     formats = _formats(artifact.method, form)
     formats.refuse(form, artifact.typed_config(), None)
@@ -103,7 +103,7 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         formats.verify(fresh, None, None)
     log.info("exported=%s format=%s bytes=%d", folder, form, sum(map(len, files.values())))
     if cfg.push:
-        export_push.push_folder(cfg, folder, formats.patterns)
+        push.push_folder(cfg, folder, formats.patterns)
 
 
 def check(method: str, form: str, config: Any, info: TargetInfo | None) -> None:

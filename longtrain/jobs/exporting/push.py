@@ -57,7 +57,7 @@ def again(cfg: DictConfig, where: str) -> None:
     Raises:
         ConfigError: it is not on this machine.
     """
-    from longtrain.jobs.export_evidence import gather
+    from longtrain.jobs.exporting.evidence import gather
 
     checkpoints = Path(cfg.home) / "checkpoints"
     if not (Path(where).exists() or (checkpoints / where).exists()):
@@ -84,7 +84,7 @@ def target(
 ) -> None:
     """Write a target that was trained, read it back, and upload it if asked."""
     from longtrain.artifact.card import appended
-    from longtrain.jobs.export_evidence import gather
+    from longtrain.jobs.exporting.evidence import gather
     from longtrain.targets.loading import load_target
 
     assert spec.export is not None
