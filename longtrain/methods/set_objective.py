@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.rows import packed_rows
-from longtrain.decoding.retrieval.scores import log_scores
+from longtrain.kernels.row_scores.reference import log_scores
 from longtrain.methods.attention_teacher import Teacher, share_held, soft_share
 from longtrain.methods.query_rows import Queries, draw, far
 from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
@@ -175,7 +175,9 @@ class SetObjective(Objective):
         q_RHD = self.queries(row, one.start + at_R, drawn)
         k_SGD = k_TGD[one.start : one.stop].roll(-self.key_offset, 0)
         past_RS = slot_S < at_R[:, None] - self.key_offset
-        score_XRS = log_scores(q_RHD, k_SGD, past_RS, sets=module.sets, groups=module.heads[1])
+        score_XRS = log_scores(
+            q_RHD, k_SGD, past_RS, sets=module.sets, groups=module.heads[1], scale=q_RHD.shape[-1] ** -0.5
+        )
         law_XRS = score_XRS.masked_fill(~far_RS, -torch.inf).log_softmax(-1)
         cross_XR = -(mass_XRS * law_XRS.masked_fill(~far_RS, 0.0)).sum(-1)
         whole_XR = mass_XRS.sum(-1)

@@ -1,7 +1,6 @@
 """Scores of rows from queries and keys, one rule for each kind of attention.
 
-Shapes: ... leading dims (batch, sets of layers), H query heads, G KV heads, R query rows, S rows, X sets, D
-head dim, C latent dim.
+Shapes: ... leading dims (batch, sets of layers), H query heads, G KV heads, S rows, D head dim, C latent dim.
 """
 
 from __future__ import annotations
@@ -66,32 +65,3 @@ def latent_scores(q_HC: Tensor, latent_SC: Tensor, visible_S: Tensor, *, scale: 
     """
     weights = head_weights(q_HC, latent_SC[..., None, :, :], visible_S, scale=scale)
     return group_scores(weights, 1)
-
-
-def log_scores(q_RHD: Tensor, k_SGD: Tensor, visible_RS: Tensor, *, sets: int, groups: int) -> Tensor:
-    """Scores of rows: of each KV head the highest log-weight among its query heads.
-
-    Weights are those of a softmax over the visible rows; heads can be compared only after it. Products run in
-    the tensors' own dtype, the rest in fp32 or wider. H query heads and G KV heads are those of one of X
-    `sets`.
-
-    Args:
-        q_RHD: query rows, [..., R, X * H, D], set after set.
-        k_SGD: keys, [..., S, G, D] or [..., S, X * G, D].
-        visible_RS: bool, [..., R, S]; which rows each query may be compared with.
-        sets: X.
-        groups: G.
-
-    Returns: scores_XRS, [..., X * G, R, S]; -inf where not visible.
-
-    Source: SpeContext §4.3 (MHA, GQA and MQA are one rule).
-    """
-    heads, keys = q_RHD.shape[-2] // sets, k_SGD.shape[-2] // groups
-    q = q_RHD.unflatten(-2, (keys, sets // keys, groups, heads // groups))
-    q = q.movedim(-6, -2).movedim(-5, -4)  # ... keys, G, sets that share them, heads of each, R, D
-    k = k_SGD.unflatten(-2, (keys, groups)).movedim(-4, -2)  # ... keys, G, S, D
-    score = (q.flatten(-4, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-4:-1])
-    score = score.to(torch.promote_types(score.dtype, torch.float32)) * q_RHD.shape[-1] ** -0.5
-    score = score.masked_fill(~visible_RS[..., None, None, None, None, :, :], -torch.inf)
-    log_weight = score - score.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
-    return log_weight.amax(-3).movedim(-3, -4).flatten(-5, -3)

@@ -1,4 +1,4 @@
-"""Scores of rows in plain torch. Shapes as in `kernels.row_scores`."""
+"""Scores of rows in plain torch. Shapes as in `kernels.row_scores`, and R query rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,37 @@ from torch import Tensor
 
 
 def row_scores(q_BXHD: Tensor, k_BSCD: Tensor, n_B: Tensor, groups: int, scale: float) -> Tensor:
-    """See `kernels.row_scores.row_scores`. Products run in the tensors' dtype, the rest in fp32 or wider."""
-    (B, X, H, D), (S, C) = q_BXHD.shape, k_BSCD.shape[1:3]
-    keys, share = C // groups, X // C
-    q = q_BXHD.view(B, keys, share, groups, H, D).transpose(2, 3).reshape(B, C, share * H, D)
-    score = q @ k_BSCD.permute(0, 2, 3, 1)
+    """See `kernels.row_scores.row_scores`."""
+    seen_BS = torch.arange(k_BSCD.shape[1], device=n_B.device) < n_B[:, None]
+    q_BRHD, sets = q_BXHD.flatten(1, 2)[:, None], q_BXHD.shape[1] // groups
+    return log_scores(q_BRHD, k_BSCD, seen_BS[:, None], sets=sets, groups=groups, scale=scale)[:, :, 0]
+
+
+def log_scores(
+    q_RHD: Tensor, k_SCD: Tensor, visible_RS: Tensor, *, sets: int, groups: int, scale: float
+) -> Tensor:
+    """Scores of rows by many queries, with gradients.
+
+    Products run in the tensors' own dtype, the rest in fp32 or wider.
+
+    Args:
+        q_RHD: query rows, [..., R, heads, D]: of one group of sets after another the heads of each set.
+        k_SCD: keys, [..., S, C, D], as in `row_scores`.
+        visible_RS: bool, [..., R, S]; which rows each query may be compared with.
+        sets: groups of sets.
+        groups: KV heads, each with a set in every group.
+        scale: softmax scale.
+
+    Returns: scores_XRS, [..., X, R, S]; -inf where not visible.
+
+    Source: SpeContext (arXiv 2512.00722) §4.3 (MHA, GQA and MQA are one rule).
+    """
+    heads, keys = q_RHD.shape[-2] // sets, k_SCD.shape[-2] // groups
+    q = q_RHD.unflatten(-2, (keys, sets // keys, groups, heads // groups))
+    q = q.movedim(-6, -2).movedim(-5, -4)  # ... keys, groups, sets that share them, heads of each, R, D
+    k = k_SCD.unflatten(-2, (keys, groups)).movedim(-4, -2)  # ... keys, groups, S, D
+    score = (q.flatten(-4, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-4:-1])
     score = score.to(torch.promote_types(score.dtype, torch.float32)) * scale
-    seen_BS = torch.arange(S, device=n_B.device) < n_B[:, None]
-    score = score.masked_fill(~seen_BS[:, None, None], -torch.inf)
-    weight = score - score.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
-    best = weight.view(B, keys, groups, share, H, S).amax(-2)
-    return best.transpose(2, 3).reshape(B, X, S)
+    score = score.masked_fill(~visible_RS[..., None, None, None, None, :, :], -torch.inf)
+    log_weight = score - score.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+    return log_weight.amax(-3).movedim(-3, -4).flatten(-5, -3)

@@ -55,7 +55,7 @@ def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize
 def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -> CycleCost:
     """Scores of all rows, by the head's keys of every token, and the target over the rows that they choose.
 
-    Nothing is drafted by the head itself. Choosing is in no figure: one launch that reads scores.
+    Nothing is drafted by the head itself. Choosing is in no figure: three launches that read scores.
     """
     E, width = size.hidden_size, Width(8 * itemsize, 8 * itemsize)
     heads, dim = config.n_heads or size.n_heads, config.head_dim or size.head_dim
