@@ -241,15 +241,19 @@ def _suite_keys(name: str) -> set[str]:
 def _run_hydra() -> None:
     """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set."""
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
-    from longtrain.prompt import chain
+    from longtrain.prompt import chain, naming
     from longtrain.prompt.explain import explain
 
     full = os.environ.get("HYDRA_FULL_ERROR")
     failures: list[BaseException] = []
+    runs: list[naming.SweptRun] = []
 
     def task(cfg: DictConfig) -> None:
         _set_full_error(full)
+        before = len(failures)
         try:
             chain.run(cfg)
         except Exception as error:
@@ -258,6 +262,11 @@ def _run_hydra() -> None:
             failures.append(error)
         finally:
             _set_full_error("1")
+            hydra_config = HydraConfig.get()
+            if hydra_config.mode == RunMode.MULTIRUN:
+                values = naming.swept(sys.argv[1:], hydra_config.overrides.task)
+                failed = len(failures) > before
+                runs.append(naming.SweptRun(str(cfg.name), values, Path(cfg.run_dir), failed))
 
     _set_full_error("1")  # Hydra then hands errors on instead of printing them its own way
     try:
@@ -269,6 +278,8 @@ def _run_hydra() -> None:
         failures.append(error)
     finally:
         _set_full_error(full)
+    if runs:
+        naming.summarise(runs)
     for failure in failures:
         _complain(explain(failure))
     if failures:

@@ -4,13 +4,16 @@ import logging
 import os
 
 
+def on_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one, as those who start ranks say in the environment."""
+    return all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
 class _RankZero(logging.Filter):
     """Lets records through on rank 0 only, unless the record carries `all_ranks=True`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) or 0)
-        local = int(os.environ.get("LOCAL_RANK", "0") or 0)
-        return (rank == 0 and local == 0) or getattr(record, "all_ranks", False)
+        return on_first_rank() or getattr(record, "all_ranks", False)
 
 
 def get_logger(name: str) -> logging.Logger:

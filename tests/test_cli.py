@@ -230,11 +230,27 @@ class TestDispatch:
         self.call(monkeypatch, "+recipe=quickstart")
         assert ran == [("train", "quickstart")]
 
-    def test_a_sweep_numbers_its_runs(
-        self, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    def test_a_sweep_names_its_runs_by_their_values_and_sums_up(
+        self,
+        ran: list[tuple[str, str]],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        self.call(monkeypatch, "train", "-m", "+recipe=quickstart", "seed=1,2")
-        assert ran == [("train", "quickstart_0"), ("train", "quickstart_1")]
+        folder = tmp_path / "runs" / "quickstart_window-64_seed-2" / "train"
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text('{"final_loss": 2.5, "final": {"val/loss": 2.75}}')
+        self.call(monkeypatch, "train", "-m", "+recipe=quickstart", "method.window=64", "seed=1,2")
+        assert ran == [("train", "quickstart_seed-1"), ("train", "quickstart_seed-2")]
+        self.call(monkeypatch, "train", "-m", "+recipe=quickstart", "method.window=32,64", "seed=2")
+        assert ran[2:] == [("train", "quickstart_window-32"), ("train", "quickstart_window-64")]
+        with pytest.raises(SystemExit):
+            self.call(monkeypatch, "train", "-m", "+recipe=quickstart", "method.window=64,0", "seed=1,2")
+        assert ran[4:] == [("train", f"quickstart_window-64_seed-{seed}") for seed in (1, 2)]
+        shown = capsys.readouterr()
+        said = [line.split()[:5] for line in shown.out.partition("method.window ")[2].splitlines()]
+        assert ["64", "1", "done", "-", "-"] in said and ["64", "2", "done", "2.5", "2.75"] in said
+        assert ["0", "1", "failed", "-", "-"] in said and "method.window=0" in shown.err
 
     def test_a_prompt_is_taken_as_typed(
         self, ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch

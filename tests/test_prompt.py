@@ -228,3 +228,29 @@ def test_a_recipe_leaves_out_what_it_says_of_another_suite(suite: str, kept: boo
     done = run("config", "eval", "+recipe=specontext_tiny", f"suite={suite}")
     shown = OmegaConf.create(done.stdout)
     assert ("stride" in shown.suite) is kept and shown.suite.budgets == [128, 256]
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "data"),
+    [
+        (
+            ["target=tiny", "method=longspec", "data=text", "data.text=me/it.txt"],
+            "longspec_tiny",
+            "text_me_it",
+        ),
+        (["target.path=models/mine", "data=text", "data.text=it", "data.name=x"], "mine", "x"),
+        (["target=tiny", "artifact=[checkpoints/a,b]"], "a_b_tiny", None),
+        (["target=tiny", "name=run"], "run", None),
+        (["+recipe=quickstart"], "quickstart", "excerpt"),
+        ([], "run", None),
+    ],
+)
+def test_what_a_run_and_its_data_are_called(
+    words: list[str], name: str, data: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    seen: list[tuple[str, str | None]] = []
+    fake(monkeypatch, plan=lambda cfg: seen.append((cfg.name, cfg.data.name if cfg.data else None)))
+    done = run("plan", *words, "quiet=true")
+    assert done.returncode == 0, done.stderr
+    assert seen == [(name, data)]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from longtrain import methods, provenance
+from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
 from longtrain.jobs.setup import NO_TARGET, load_artifact, load_tensors, plain
-from longtrain.log import get_logger
+from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
 from longtrain.settings import read as typed
 from longtrain.targets.at_hand import folder_at_hand
@@ -50,6 +51,7 @@ def run(cfg: DictConfig) -> None:
     assert spec.objective is not None  # refused there
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
+    _settle_wandb_id(cfg, folder, anew=resume == "never")
     trainer = training.build_trainer(
         settings,
         folder,
@@ -303,6 +305,23 @@ def _facts(cfg: DictConfig, info: TargetInfo | None, data: Any) -> dict[str, Any
         },
         "target": who,
     }
+
+
+def _settle_wandb_id(cfg: DictConfig, folder: Path, *, anew: bool) -> None:
+    """Give a run its own id for Weights & Biases, and the same one when it goes on.
+
+    Args:
+        cfg: the resolved configuration; `logger.wandb.id` is set where it is null.
+        folder: of the run; the id is kept in it.
+        anew: draw another one, for a run that starts again.
+    """
+    wandb = (cfg.get("logger") or {}).get("wandb")
+    if wandb is None or wandb.get("id") is not None or not on_first_rank():
+        return
+    file = folder / "wandb_id.txt"
+    if anew or not file.is_file():
+        files.write_text(file, secrets.token_hex(8))
+    wandb.id = file.read_text(encoding="utf-8").strip()
 
 
 def _instances(values: DictConfig | None) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS, KEPT, SHARED
-from longtrain.prompt import checks
+from longtrain.log import on_first_rank
+from longtrain.prompt import checks, naming
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-UNNAMED = "run"
-"""The `name` of a command that sets none."""
 
 
 def run(cfg: DictConfig) -> None:
@@ -34,17 +31,19 @@ def run(cfg: DictConfig) -> None:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    recipe = hydra.runtime.choices.get("recipe")
-    if recipe and cfg.name == UNNAMED:  # ours have a name; one of the user's own is called like its file
-        cfg.name = str(recipe)
-        if cfg.artifact is None and (made := checks.exported(cfg)):
+    choices, words = hydra.runtime.choices, list(hydra.overrides.task)
+    if cfg.name == naming.UNNAMED and not _typed("name", words):  # our recipes have a name
+        cfg.name = naming.usual_name(cfg, choices)
+        if choices.get("recipe") and cfg.artifact is None and (made := checks.exported(cfg)):
             cfg.artifact = made[0] if len(made) == 1 else made
+    if not _typed("data.name", words) and (data := naming.data_name(cfg)):
+        cfg.data.name = data
     if hydra.mode == RunMode.MULTIRUN:
-        cfg.name = f"{cfg.name}_{hydra.job.num}"
+        cfg.name = naming.swept_name(str(cfg.name), naming.swept(sys.argv[1:], words), hydra.job.num)
     jobs = _asked(cfg, str(hydra.job.config_name))
     steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
-    checks.check(steps, list(hydra.overrides.task))
-    first = all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    checks.check(steps, words)
+    first = on_first_rank()
     if cfg.dry_run:
         _only_check(steps)
         return
@@ -59,6 +58,11 @@ def run(cfg: DictConfig) -> None:
             importlib.import_module(JOBS[job][0]).run(step)
         except KeyboardInterrupt:
             _interrupted(step, job)
+
+
+def _typed(key: str, words: list[str]) -> bool:
+    """Whether the command line sets a key."""
+    return any(word.lstrip("+").partition("=")[0] == key for word in words)
 
 
 def _asked(cfg: DictConfig, config_name: str) -> list[str]:

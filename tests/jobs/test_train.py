@@ -261,6 +261,16 @@ def test_debug_groups_run(compose, tmp_path, debug):
         assert list((tmp_path / "runs" / "toy" / "train" / "profile").glob("*.json"))
 
 
+def test_the_id_on_a_server_is_the_runs_own_and_stays(compose, tmp_path):
+    def drawn(name, *, anew=False):
+        cfg = compose("logger=wandb", name=name)
+        train._settle_wandb_id(cfg, tmp_path / name, anew=anew)
+        return cfg.logger.wandb.id
+
+    first = drawn("a")
+    assert first == drawn("a") != drawn("b") and drawn("a", anew=True) != first
+
+
 @pytest.mark.slow
 def test_loggers_by_config(compose, tmp_path):
     train.run(compose("logger=tensorboard"))
