@@ -144,6 +144,8 @@ class DataConfig:
             whole; stages cut it into pieces).
         val_fraction: share of documents held out, chosen by a hash of their names.
         seed: the seed of the choice of held-out documents.
+        on_error: what to do about a file, row or conversation that cannot be read: `error` stops, `skip`
+            counts it and goes on.
         answers: `source` keeps recorded answers, `target` has the target write the last one anew, and what
             follows prompts of running text.
         answer_tokens: longest answer the target writes, and longest recorded one that is the only label.
@@ -170,6 +172,7 @@ class DataConfig:
     long_documents: Annotated[str, OneOf("split", "error", "truncate")] = "split"
     val_fraction: int | float = 0.0
     seed: int = 0
+    on_error: Annotated[str, OneOf("error", "skip")] = "error"
     answers: Annotated[str, OneOf("source", "target")] = "source"
     answer_tokens: Count = 1024
     answer_batch: Count = 8
@@ -228,4 +231,6 @@ class DataConfig:
         values = asdict(self)
         for key in ("stages", "val_rows", "name", "workers", "answer_batch", "answer_batch_tokens"):
             values.pop(key)
+        if self.on_error == "error":  # data that was prepared before there was this key stays current
+            del values["on_error"]
         return values

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from longtrain.assets import asset_dir
-from longtrain.data.read.adapters import ADAPTERS, adapt
+from longtrain.data.read.adapters import ADAPTERS, adapt, messages_of
 from longtrain.data.read.manifest import Manifest
 from longtrain.errors import ConfigError, DataError
 
@@ -185,3 +185,33 @@ def test_preference_pairs_give_the_preferred_answer():
     part = Manifest.load("fewshot_arc").parts[0]
     asked, answer = one(part.adapter, ROWS["fewshot_arc"], **part.columns).messages
     assert (asked["content"], answer["content"]) == ("Question. Answer. Question.", "Right")
+
+
+ASKED = [{"role": "user", "content": "a?"}]
+SAID = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a?", "response": "b"},
+        {"instruction": "a?", "output": "b"},
+        {"question": "a?", "answer": "b"},
+        {"prompt": ASKED, "completion": SAID},
+        {"prompt": ASKED, "completion": "b"},
+        {"messages": [*ASKED, *SAID], "prompt": "another"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "?"]}, *SAID]},
+    ],
+)
+def test_conversations_in_the_columns_that_are_common(row):
+    (document,) = adapt("conversation", row, {}, name="r", kind="")
+    assert document.messages == (*ASKED, *SAID)
+
+
+def test_tools_are_turns_and_pictures_are_refused():
+    turns = [*ASKED, {"role": "tool", "content": "42"}, *SAID]
+    assert [turn["role"] for turn in messages_of(turns, "r")] == ["user", "tool", "assistant"]
+    with pytest.raises(DataError, match=r"list content; allowed roles: .*or a list of texts"):
+        messages_of([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "r")
+    with pytest.raises(DataError, match="a turn is a str"):
+        messages_of(["hello"], "r")

@@ -402,3 +402,47 @@ def test_ranks_that_prepare_at_once_do_it_once(tokenizer_folder, texts, tmp_path
     folders = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
     assert len(folders) == 1 and all(rank.returncode == 0 for rank in ranks)
     assert len(Prepared.open(tmp_path / folders.pop(), verify=True).names) == 10
+
+
+def test_a_row_in_error_stops_or_is_counted(tokenizer, tmp_path, caplog):
+    path = Path(chats(tmp_path, 4))
+    bad = ["{oops", json.dumps({"messages": 5}), json.dumps({"messages": [{"role": "x", "content": "y"}]})]
+    path.write_text("\n".join([*bad[:1], path.read_text().strip(), *bad[1:]]) + "\n")
+    source = {"conversations": str(path)}
+    with pytest.raises(DataError, match=r"chats.jsonl:1 is not JSON"):
+        run(config(source), tokenizer, tmp_path)
+    with caplog.at_level("INFO"):
+        assert len(run(config(source, on_error="skip"), tokenizer, tmp_path).start) == 4
+    assert "3 in error (data.on_error=skip)" in caplog.text and "left out: " in caplog.text
+    path.write_text("{oops\n")
+    with pytest.raises(DataError, match=r"gave no document; .*1 in error.*; the first: .* is not JSON"):
+        run(config(source, on_error="skip"), tokenizer, tmp_path)
+    whole = config(source)
+    assert "on_error" not in whole.content()  # prepared data stays current
+
+
+def test_a_missing_column_says_what_to_type(tokenizer, tmp_path, texts):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "x y z"}\n')
+    with pytest.raises(DataError, match=r"pass '\+\+data.sources.1.columns=\{text: NAME\}'"):
+        run(config({"text": str(texts)}, {"jsonl": str(rows)}), tokenizer, tmp_path)
+
+
+def test_a_source_tree_is_code(tokenizer, tmp_path):
+    root = tmp_path / "tree"
+    for name in (
+        "src/main.c",
+        "src/deep/main.rs",
+        ".git/hook.py",
+        "node_modules/x.js",
+        "README.md",
+        "p.json",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"int a = 1; // {name}")
+    source = {"jsonl": str(root), "kind": "code"}
+    data = run(config(source), tokenizer, tmp_path)
+    assert list(data.names) == ["src/deep/main.rs", "src/main.c"]
+    (root / "rows.jsonl").write_text('{"text": "a row of code"}\n')
+    (root / "p.json").unlink()
+    assert list(run(config(source), tokenizer, tmp_path).names) == ["rows.jsonl:1"]

@@ -6,8 +6,10 @@ Shapes: T tokens of one document.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -18,20 +20,27 @@ from longtrain.data.chat.conversations import Conversations
 from longtrain.data.chat.prompts import Answers, Generate, PromptDocument, check_room, cut_text, respond
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document
+from longtrain.data.read.files import refuse
 from longtrain.data.read.sources import Inputs, documents
 from longtrain.data.retrieval.synthetic import synthetic_documents
 from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ConfigError, DataError, first_line, is_failure
+from longtrain.log import get_logger
 from longtrain.progress import follow
+
+log = get_logger(__name__)
 
 BATCH_CHARS = 4_000_000
 BATCH_DOCUMENTS = 512
+TOLD = 3
+"""Errors that are told of those that `data.on_error=skip` leaves out."""
 DROPS = {
     "short": "shorter than data.min_doc_tokens",
     "long": "longer than the limit and not to be shortened",
     "unanswered": "conversations that do not end with an answer",
     "unlabelled": "without any label",
     "empty": "with an empty answer",
+    "bad": "in error (data.on_error=skip)",
 }
 NOTES = {
     "truncated": "shortened",
@@ -65,9 +74,11 @@ class Tokenise:
     counts: Counter[str] = field(default_factory=Counter)
     nearest_val: tuple[int, int] | None = None
     texts: dict[str, list[np.ndarray]] | None = None
+    errors: list[DataError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.config, self.tokenizer, self.limit, self.counts)
+        self.tell = self._skip if self.config.on_error == "skip" else refuse
 
     def write(self, writer: PreparedWriter, sources: list[tuple[SourceConfig, Inputs]]) -> None:
         """All sources' documents, tokenised and checked.
@@ -83,13 +94,15 @@ class Tokenise:
             if source.reader == "synthetic":
                 continue
             before = self.counts["kept"] + self.counts["text only"]
-            stream = self._follow(documents(source, found), source)
-            for batch in _batches(stream):
-                self._add(writer, index, self._tokens(batch, index, source))
+            with self._placed(source):
+                stream = self._follow(documents(source, found, self.tell), source)
+                for batch in _batches(stream):
+                    self._add(writer, index, self._tokens(batch, index, source))
             self.conversations.check_share()
             if self.counts["kept"] + self.counts["text only"] == before:
+                first = f"; the first: {self.errors[0]}" if self.errors else ""
                 raise DataError(
-                    f"data source {source.reader} {source.where} gave no document; {self.summary()}"
+                    f"data source {source.reader} {source.where} gave no document; {self.summary()}{first}"
                 )
         for index, source in synthetic:
             stream = self._follow(self._synthetic(source), source)
@@ -106,7 +119,7 @@ class Tokenise:
         check_room(self.config, self.limit)
         for index, (source, found) in enumerate(sources):
             if source.reader != "synthetic":
-                for batch in _batches(self._follow(documents(source, found), source)):
+                for batch in _batches(self._follow(documents(source, found, self.tell), source)):
                     deque(self._tokens(batch, index, source), maxlen=0)
         for source, _ in sources:
             if source.reader == "synthetic":
@@ -118,6 +131,23 @@ class Tokenise:
         told = {**DROPS, **NOTES}
         words = ", ".join(f"{self.counts[key]} {text}" for key, text in told.items() if self.counts[key])
         return f"read {self.counts['documents']} documents: {words or 'all kept'}"
+
+    def _skip(self, error: DataError) -> None:
+        """Count what is left out; the first of it is told."""
+        self.counts["bad"] += 1
+        if len(self.errors) < TOLD:
+            self.errors.append(error)
+            log.warning("left out: %s", error)
+
+    @contextmanager
+    def _placed(self, source: SourceConfig) -> Iterator[None]:
+        """Say in advice about a source's columns what to type."""
+        try:
+            yield
+        except DataError as error:
+            number = self.config.sources.index(source)
+            typed = rf"pass '++data.sources.{number}.columns=\1'"
+            raise DataError(re.sub(r"set columns: (\{.*?\}) for this source", typed, str(error))) from error
 
     def _prompted(self, source: SourceConfig) -> bool:
         """Whether this source's documents become a prompt and a response each."""
@@ -158,7 +188,10 @@ class Tokenise:
                 self._keep_text(document, ids_T, index)
                 items += self._cut(document, ids_T, source)
             elif document.messages is not None:
-                items += self._conversation(document, source)
+                try:
+                    items += self._conversation(document, source)
+                except DataError as error:
+                    self.tell(error)
             else:
                 item = (_some(document.ids_T), _some(document.mask_T))
                 if item[1][1:].all():
@@ -166,7 +199,11 @@ class Tokenise:
                 items.append((document, *item))
         for made in self._with_answers(items, source):
             document, ids_T, mask_T = made
-            kept = self._limited(document, ids_T, mask_T)
+            try:
+                kept = self._limited(document, ids_T, mask_T)
+            except DataError as error:
+                self.tell(error)
+                continue
             if kept is not None:
                 yield document, *kept
 

@@ -23,7 +23,12 @@ ROLES = {
     "bot": "assistant",
     "model": "assistant",
     "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
 }
+TURNS = ("conversations", "messages", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "problem", "query")
 ANSWERS = ("response", "answer", "output", "completion", "solution", "qwq")
 
@@ -89,14 +94,25 @@ def messages_of(turns: Any, name: str) -> tuple[Message, ...]:
         )
     messages = []
     for turn in turns:
+        if not isinstance(turn, Mapping):
+            raise DataError(f"row {name}: a turn is a {type(turn).__name__}; role and content are wanted")
         role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+        content = _joined(content)
         if role not in ROLES or not isinstance(content, str):
             raise DataError(
                 f"row {name}: turn with role {role!r} and {type(content).__name__} content; "
-                f"allowed roles: {', '.join(ROLES)}; content must be text"
+                f"allowed roles: {', '.join(ROLES)}; content must be text, or a list of texts"
             )
         messages.append({"role": ROLES[role], "content": content})
     return tuple(messages)
+
+
+def _joined(content: Any) -> Any:
+    """A list of texts, or of `{type: text, text: ...}`, as one text; any other content as it is."""
+    if not isinstance(content, list | tuple):
+        return content
+    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else content
 
 
 def _column(row: Row, columns: Columns, key: str, name: str, *others: str) -> Any:
@@ -130,8 +146,22 @@ def _permissive_code(row: Row, columns: Columns, name: str) -> list[Document]:
 
 
 def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
-    turns = _column(row, columns, "conversations", name, "messages", "conversation")
+    """Turns in one column, or a prompt and a response in two."""
+    own = {key: columns[key] for key in ("prompt", "conversations") if key in columns}
+    asked = next((row[key] for key in (own.get("prompt"), *PROMPTS) if key and row.get(key)), None)
+    if asked is not None and not any(row.get(key) for key in (own.get("conversations"), *TURNS) if key):
+        answer = _column(row, columns, "response", name, *ANSWERS)
+        if isinstance(asked, str) and isinstance(answer, str):
+            return _instruct(row, columns, name)
+        turns = [*_turns(asked, "user"), *_turns(answer, "assistant")]
+    else:
+        turns = _column(row, columns, "conversations", name, *TURNS)
     return [Document("", "chat", messages=messages_of(turns, name))]
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    """Turns, or a text as a turn of a role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else _list(value)
 
 
 def _tokenised(row: Row, columns: Columns, name: str) -> list[Document]:

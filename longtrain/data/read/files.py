@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,11 +23,49 @@ from longtrain.files import parse_json
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+CODE_SUFFIXES = (
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".cs",
+    ".js", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".pl", ".swift", ".lua", ".r", ".jl", ".hs",
+    ".ml", ".ex", ".clj", ".dart", ".zig", ".f90", ".sh", ".sql", ".proto",
+)  # fmt: skip
+NOT_SOURCE = ("node_modules", "__pycache__")
+"""Folders of a source tree that hold no sources of its own, beside those whose names begin with a point."""
 PACKED_SUFFIXES = ("", ".xz", ".gz")
 BUNDLED = "bundled:"
 HUB = "hub:"
 MDS_SCALARS = {"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+Tell = Callable[[DataError], None]
+"""What is done about a row that cannot be read: it raises, or counts and lets the others be read."""
 MDS_SHAPE_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+
+
+def refuse(error: DataError) -> None:
+    """Stop at the first row that cannot be read.
+
+    Raises:
+        DataError: what was wrong.
+    """
+    raise error
+
+
+def find_code(where: str) -> list[Path]:
+    """Files with rows of code, or those of a source tree: a folder without `.jsonl` files.
+
+    Raises:
+        DataError: nothing there.
+    """
+    root = Path(os.path.expandvars(where)).expanduser()
+    rows = [file for suffix in JSONL_SUFFIXES[:2] for file in root.rglob(f"*{suffix}*")]
+    if not root.is_dir() or rows:
+        return find(where, JSONL_SUFFIXES)
+    found = sorted(
+        file
+        for file in root.rglob("*")
+        if file.suffix in CODE_SUFFIXES
+        and file.is_file()
+        and not any(part[0] == "." or part in NOT_SOURCE for part in file.relative_to(root).parts)
+    )
+    return found or find(where, (*JSONL_SUFFIXES, *CODE_SUFFIXES[:3]))
 
 
 def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -104,23 +142,29 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_jsonl(path: Path, tell: Tell = refuse) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a JSONL file, or of a JSON file that is one list, each with a name `file:line`.
 
+    Args:
+        path: the file.
+        tell: gets the error of a line that is not a JSON object.
+
     Raises:
-        DataError: a line that is not a JSON object, by its number.
+        DataError: from `tell`, the line by its number; or the file cannot be read at all.
     """
     try:
         with open_text(path) as file:
-            if file.read(64).lstrip().startswith("["):
-                file.seek(0)
-                rows = enumerate(parse_json(file.read()), 1)
-                yield from ((f"{path.name}:{number}", _object(row, path, number)) for number, row in rows)
-                return
+            whole = file.read(64).lstrip().startswith("[")
             file.seek(0)
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path.name}:{number}", _object(_parse(line, path, number), path, number)
+            for number, row in enumerate(parse_json(file.read()) if whole else file, 1):
+                if not whole and not row.strip():
+                    continue
+                try:
+                    found = _object(row if whole else _parse(row, path, number), path, number)
+                except DataError as error:
+                    tell(error)
+                    continue
+                yield f"{path.name}:{number}", found
     except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
         raise DataError(f"cannot read {path}: {error}; convert or leave out the file") from error
     except ValueError as error:

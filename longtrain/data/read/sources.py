@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from longtrain.data.config import SourceConfig
 from longtrain.data.read.adapters import Document, adapt
-from longtrain.data.read.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, need, read_jsonl, read_text, stem
+from longtrain.data.read.files import (
+    CODE_SUFFIXES,
+    JSONL_SUFFIXES,
+    TEXT_SUFFIXES,
+    Tell,
+    find,
+    find_code,
+    need,
+    read_jsonl,
+    read_text,
+    refuse,
+    stem,
+)
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.checks import sha256_file
 from longtrain.errors import DataError
@@ -51,25 +65,29 @@ def digest(values: Inputs) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def documents(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+def documents(source: SourceConfig, found: Inputs, tell: Tell = refuse) -> Iterator[Document]:
     """The documents of a source, in a fixed order.
 
     Args:
         source: one of the config's; not `synthetic`, which is written from other sources' tokens.
         found: what `inputs` gave for it.
+        tell: gets the error of a file or row that cannot be read.
 
     Raises:
-        DataError: a row that cannot be read.
+        DataError: from `tell`.
     """
     read = {"text": _texts, "manifest": _manifest}.get(source.reader, _rows)
     val = {"auto": None, "train": False, "val": True}[source.split]
-    for document in read(source, found):
+    for document in read(source, found, tell):
         yield replace(document, kind=source.kind or document.kind, val=val)
 
 
 def _find(source: SourceConfig) -> list[Path]:
-    suffixes = TEXT_SUFFIXES if source.reader == "text" else JSONL_SUFFIXES
-    found = find(need(source.where, source.reader), suffixes)
+    where = need(source.where, source.reader)
+    if source.reader == "jsonl" and source.kind == "code":
+        found = find_code(where)
+    else:
+        found = find(where, TEXT_SUFFIXES if source.reader == "text" else JSONL_SUFFIXES)
     kept = [path for path in found if not path.name.startswith(source.held_out)]
     if not kept:
         raise DataError(
@@ -86,22 +104,48 @@ def _file(path: Path, seen: Inputs | None) -> Inputs:
     return {"path": str(path), "bytes": size, "time_ns": time_ns, "sha256": sha256_file(path)}
 
 
-def _texts(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+def _texts(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
     for path in islice((Path(item["path"]) for item in found["files"]), source.rows):
-        yield Document(stem(path), "text", text=read_text(path))
+        yield from _told(partial(_text, path, stem(path), "text"), tell)
 
 
-def _rows(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+def _rows(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
     adapter = source.adapter or DEFAULT_ADAPTER[source.reader]
-    named = (item for file in found["files"] for item in read_jsonl(Path(file["path"])))
+    files = [Path(file["path"]) for file in found["files"]]
+    if files[0].suffix in CODE_SUFFIXES:
+        yield from _source_tree(Path(os.path.expandvars(str(source.where))).expanduser(), files, source, tell)
+        return
+    named = (item for file in files for item in read_jsonl(file, tell))
     for name, row in islice(named, source.rows):
-        yield from adapt(adapter, row, source.columns, name=name, kind="")
+        yield from _told(partial(adapt, adapter, row, source.columns, name=name, kind=""), tell)
 
 
-def _manifest(source: SourceConfig, found: Inputs) -> Iterator[Document]:
+def _source_tree(root: Path, files: list[Path], source: SourceConfig, tell: Tell) -> Iterator[Document]:
+    """A document a file, named by its place in the tree."""
+    for path in islice(files, source.rows):
+        name = path.relative_to(root).as_posix() if path != root else path.name
+        yield from _told(partial(_text, path, name, "code"), tell)
+
+
+def _text(path: Path, name: str, kind: str) -> list[Document]:
+    return [Document(name, kind, text=read_text(path))]
+
+
+def _told(read: Callable[[], list[Document]], tell: Tell) -> list[Document]:
+    """What is read; none where it cannot be and `tell` goes on."""
+    try:
+        return read()
+    except DataError as error:
+        tell(error)
+        return []
+
+
+def _manifest(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
     parts = Manifest.load(need(source.where, "manifest")).parts
     total = sum(part.share for part in parts)
     for part, item in zip(parts, found["parts"], strict=True):
         limit = None if source.rows is None else max(1, round(source.rows * part.share / total))
         for name, row in rows(part, item["commit"], limit):
-            yield from adapt(part.adapter, row, {**part.columns, **source.columns}, name=name, kind=part.kind)
+            columns = {**part.columns, **source.columns}
+            read = partial(adapt, part.adapter, row, columns, name=name, kind=part.kind)
+            yield from _told(read, tell)
