@@ -9,6 +9,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import benchmarks
+import equations
 import figures
 import knobs
 import messages
@@ -46,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A page's text with figures, settings, messages, and links as the site has them."""
+    """A page's text with figures, settings, messages, equations and links as the site has them."""
     return relink(_filled(markdown, page.file.src_uri), page.file.src_uri)
 
 
@@ -57,7 +58,7 @@ def _filled(text: str, page: str) -> str:
         PluginError: a figure is not where the page says.
     """
     try:
-        text = figures.fill(text, page.count("/"))
+        text = equations.shown(figures.fill(text, page.count("/")))
         for name in knobs.names():
             mark = f"{{{{ settings: {name} }}}}"
             if mark in text:
