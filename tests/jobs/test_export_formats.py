@@ -58,6 +58,7 @@ def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, tar
     assert layer["sliding_window"] == 21 and not list(folder.glob(".*"))
     card = (folder / "README.md").read_text()
     assert "--speculative-config" in card and str(target_folder.parent) not in card
+    assert "## Training" in card and "Data: not recorded." in card and "- step: 7" in card
     assert ("--speculative-draft-window-size 21" in card) == (form == "flat")
     with pytest.raises(ArtifactError, match=r"foretells \d.* always drafting the commonest one gives"):
         export.run(composed("export", f"verify={folder}"))  # with the target: it was not trained

@@ -27,8 +27,8 @@ def run(cfg: DictConfig) -> None:
         verdict = {**found.facts, "verifies": f"{'NO' if found.fault else 'yes'}: {found.facts['verifies']}"}
         tables.say(*(f"{key:<{wide}}  {text}" for key, text in verdict.items()))
         for one in found.results:
-            title = f"\n{one.title} (suite={one.suite}, {one.target} in {one.dtype}, protocol {one.protocol})"
-            tables.show(one.header, one.rows, title=title)
+            tables.say(f"\n{one.title} (suite={one.suite}, {one.target} in {one.dtype}, {one.protocol})")
+            tables.show(one.header, one.rows)
         if found.fault:
             faults.append(f"{name} does not verify: {found.fault}")
     if faults:

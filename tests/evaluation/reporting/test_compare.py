@@ -9,31 +9,6 @@ from longtrain.evaluation.figures import compare
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.reporting.comparisons import compare_table
 from longtrain.evaluation.reporting.page import compare_page
-from longtrain.files import as_json, jsonl
-
-
-@pytest.fixture
-def write(made, tools, tmp_path):
-    """Writes a run of the made-up suite: (name, change of a record, systems, hash) -> its folder."""
-
-    def run(name, change=lambda record: record, systems=None, protocol="aa", settings=None, **target):
-        systems = systems or made.systems[:3]
-        names = {system.name for system in systems}
-        records = [change(record) for record in made.records if record.system in names]
-        results = tools.make_results(made.suite, systems, records, resamples=100)
-        results["protocol"] = {
-            "hash": protocol,
-            "settings": settings or {"tasks": {"qasper": {"template": "x"}}},
-        }
-        results["target"].update(target)
-        folder = tmp_path / name / "eval" / "longbench"
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_bytes(as_json(results))
-        lines = tools.make_examples(made.suite, systems, records)
-        (folder / "examples.jsonl").write_bytes(jsonl(lines))
-        return tmp_path / name
-
-    return run
 
 
 def compared(*folders):

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.nn.functional import cross_entropy
 
 from longtrain.data.rows.batch import Batch
 from longtrain.errors import ConfigError, DataError
+from longtrain.jobs.exporting import push
 from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.pretrain.corpus import build_corpus
@@ -116,13 +118,18 @@ def test_export_writes_a_target_and_its_card(sources: Path, tmp_path: Path) -> N
         tmp_path / "c", Config(**SMALL), books=str(sources / "books"), code=None, instruct=None, held_out=[]
     )
     config = Config(**SMALL, tokenizer=str(tmp_path / "c/tokenizer"))
-    SPEC.export(
-        SPEC.build(config, None), config, tmp_path / "tiny", {"argv": ["longtrain", "train"], "step": 7}
-    )
+    curves = tmp_path / "run" / "train" / "curves.png"
+    curves.parent.mkdir(parents=True)
+    curves.write_bytes(b"a picture")
+    cfg = OmegaConf.create({"run_dir": str(tmp_path / "run"), "push": None})
+    facts = {"argv": ["longtrain", "train", f"data.books={sources}/books"], "step": 7}
+    push.target(cfg, SPEC, config, SPEC.build(config, None), folder=tmp_path / "tiny", facts=facts)
     target = load_target(tmp_path / "tiny", dtype="float32")
     assert target.info.vocab_size == 600 and target.tokenizer is not None
     text = (tmp_path / "tiny/README.md").read_text()
     assert "longtrain train" in text and "optimizer steps: 7" in text and "Not measured yet" in text
+    assert "![training](training.png)" in text and (tmp_path / "tiny/training.png").is_file()
+    assert text.count("## Training") == 1 and str(sources) not in text and "data.books=books" in text
     with pytest.raises(ConfigError, match=r"method\.tokenizer"):
         SPEC.export(SPEC.build(Config(**SMALL), None), Config(**SMALL), tmp_path / "x", {})
 
