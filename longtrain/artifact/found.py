@@ -52,7 +52,13 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
     text = text.removeprefix(HUB)
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         repo, _, revision = text.partition("@")
-        folder = download(repo, revision=revision or None, patterns=[*patterns, *_patterns()], known=names)
+        looked = f"not a folder, not under checkpoints/ (there: {', '.join(names) or 'none'}), and "
+        folder = download(
+            repo,
+            revision=revision or None,
+            patterns=[*patterns, *_patterns()],
+            elsewhere="" if str(where).startswith(HUB) else looked,
+        )
         if (folder / MANIFEST).is_file() or reader_of(folder) is not None:
             return folder
         raise ArtifactError(

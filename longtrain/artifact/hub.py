@@ -19,6 +19,14 @@ REPO = r"[\w.-]+/[\w.-]+"
 SLUG = re.compile(rf"{REPO}-[0-9a-f]{{24}}")
 """What the Hub calls a collection in its address; anything else is a title."""
 
+SAID = {
+    "RepositoryNotFoundError": "it has no such repository, or one that this login may not read",
+    "RevisionNotFoundError": "the repository has no such revision",
+    "GatedRepoError": "its owners give access on request; ask for it on its page",
+    "LocalEntryNotFoundError": "it was not fetched before, and the Hub is switched off or cannot be reached",
+}
+"""Kinds of the library's errors whose own words are many -> one line."""
+
 
 def upload(
     folder: Path,
@@ -89,16 +97,14 @@ def check_push(repo: str, collection: str | None = None) -> None:
         )
 
 
-def download(
-    repo: str, *, revision: str | None = None, patterns: Sequence[str], known: Sequence[str] = ()
-) -> Path:
+def download(repo: str, *, revision: str | None = None, patterns: Sequence[str], elsewhere: str = "") -> Path:
     """Fetch an artifact's files, from the local copy where there is one.
 
     Args:
         repo: ORG/NAME.
         revision: a branch, tag or commit; None: the newest.
         patterns: file names to fetch; nothing else is.
-        known: local artifacts, named in the error.
+        elsewhere: where else it was looked for, for the error.
 
     Raises:
         ArtifactError: the artifact is not there, or the Hub cannot be reached.
@@ -106,8 +112,7 @@ def download(
     import huggingface_hub as hub
 
     named = repo if revision is None else f"{repo}@{revision}"
-    there = f"not a folder, not under checkpoints/ (there: {', '.join(known) or 'none'})"
-    with _told("did not give it", before=f"no artifact '{named}': {there}, and "):
+    with _told("did not give it", before=f"no artifact '{named}': {elsewhere}"):
         return Path(
             hub.snapshot_download(repo, revision=revision, allow_patterns=list(patterns), endpoint=endpoint())
         )
@@ -137,7 +142,8 @@ def _told(what: str, remedy: str = "", *, before: str = "") -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
-        said = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", first_line(error))
+        known = (text for kind, text in SAID.items() if type(error).__name__ == kind)
+        said = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", next(known, first_line(error)))
         if token := hub.get_token():
             said = said.replace(token, "***")
         line = f"{before}{endpoint()} {what}: {redact(said)}{f'; {remedy}' if remedy else ''}"
