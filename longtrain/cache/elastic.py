@@ -95,6 +95,7 @@ class ElasticCache(SelectedCache):
         self._table_LG = self._ask = None
         self._masks, self._dense, self._high = KernelMask(), False, 0
         self._new: tuple[Tensor, Tensor] | None = None
+        self._places: tuple[Tensor, RowLists] | None = None
         self._waiting: dict[int, torch.cuda.Event] = {}
 
     def reserve(self, budget: ReadBudget) -> None:
@@ -173,6 +174,7 @@ class ElasticCache(SelectedCache):
         assert self._budget is not None
         self._make_room(self._nodes)
         super().choose(scores_BXS)
+        self._places = None
         sets, slots = self.row_sets, self.slot_map
         assert sets is not None and slots is not None
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
@@ -237,8 +239,7 @@ class ElasticCache(SelectedCache):
             spare = self._slots_LBGJE.shape[3] - self._budget.rows - self._budget.every + 1
             if spare < T:
                 raise ConfigError(f"a step of {T} rows; this cache was made for {spare} or fewer")
-            from_B1T = torch.arange(T, device=self._device).expand(len(self.len_B), 1, T)
-            lists = RowLists(self._after(self._near(), T)[:, None], from_B1T, self._rows.first_LG[:1])
+            _, lists = self._new_places(T)
             move_rows(self._slots_LBGJE[layer : layer + 1], rows_BGTE[None], lists)
 
     def tail_slots(self, layer: int, rows: int) -> None:
@@ -251,7 +252,8 @@ class ElasticCache(SelectedCache):
         if sparse and self._budget is not None and layer not in self._budget.dense_layers:
             self._wait(layer)
             k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
-            return tree_attention(q_BHTD, k_BGJD, v_BGJD, self._near(), self._masks.of(mask), scale=scale)
+            near_B, _ = self._new_places(q_BHTD.shape[2])
+            return tree_attention(q_BHTD, k_BGJD, v_BGJD, near_B, self._masks.of(mask), scale=scale)
         if self._high == 0 and new is not None and isinstance(mask, Causal):
             return scaled_dot_product_attention(
                 q_BHTD, *new, is_causal=True, scale=scale, enable_gqa=True
@@ -279,6 +281,7 @@ class ElasticCache(SelectedCache):
                 self._compact(from_BP, at_BP)
             self._high += P
         self.len_B.add_(n_B)
+        self._places = None
         self._masks.forget()
 
     def _compact(self, from_BP: Tensor, to_BP: Tensor) -> None:
@@ -319,6 +322,15 @@ class ElasticCache(SelectedCache):
         """Slot of the first new row: behind the chosen ones and those committed since."""
         assert self.row_sets is not None
         return self.row_sets.n_B + self.len_B - self.row_sets.since_B
+
+    def _new_places(self, T: int) -> tuple[Tensor, RowLists]:
+        """`_near`, and lists that bring so many new rows there; made once a step for all layers."""
+        if self._places is None or self._places[1].to_BXM.shape[-1] != T:
+            near_B = self._near()
+            from_B1T = torch.arange(T, device=self._device).expand(len(near_B), 1, T)
+            lists = RowLists(self._after(near_B, T)[:, None], from_B1T, self._rows.first_LG[:1])
+            self._places = near_B, lists
+        return self._places
 
     def _after(self, first_B: Tensor, count: int) -> Tensor:
         """So many numbers from each on."""

@@ -7,7 +7,7 @@ from row_move_cases import move_case, written_out
 from longtrain.kernels.row_moves import Programs, move_rows
 
 
-@pytest.mark.parametrize("programs", [None, Programs(1, 96), Programs(5, 48), Programs(24, 96)])
+@pytest.mark.parametrize("programs", [None, Programs(1, 64), Programs(5, 32), Programs(24, 128)])
 @pytest.mark.parametrize("paged", ["", "goal", "source"])
 def test_rows_are_moved(paged, programs):
     for seed, counted in ((0, True), (1, True), (2, False)):

@@ -60,7 +60,7 @@ class Programs:
 
     Args:
         most: programs of the kernel. Layers are moved in their order.
-        numbers: of rows, that each of them moves at once.
+        numbers: of rows, that each of them moves at once, a power of two.
     """
 
     most: int
