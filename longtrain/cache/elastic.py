@@ -99,11 +99,13 @@ class ElasticCache(SelectedCache):
         self._waiting: dict[int, torch.cuda.Event] = {}
 
     def reserve(self, budget: ReadBudget) -> None:
-        """Take the memory for sets of this budget: before prompts are read.
+        """Take the memory for sets of this budget, once: before prompts are read.
 
         Raises:
             ConfigError: a layer that there is not, or the cap leaves no room for the chosen rows.
         """
+        if budget == self._budget:
+            return
         L, B, G, S, E = self._shape
         check_layers(budget, L)
         near = budget.every - 1 + max(self._nodes, budget.every)
