@@ -235,8 +235,7 @@ class ElasticCache(SelectedCache):
         if not sparse or layer in self._budget.dense_layers:
             self._make_room(T)
             self._new = (k_BGTD, v_BGTD)
-            first = 0 if self._high == 0 else None
-            self._rows.write(layer, rows_BGTE, self._after(self.len_B, T), first=first)
+            self._rows.write(layer, rows_BGTE, self._after(self.len_B, T))
         if sparse:
             spare = self._slots_LBGJE.shape[3] - self._budget.rows - self._budget.every + 1
             if spare < T:

@@ -29,7 +29,7 @@ def beside(rows: int) -> Programs:
     Args:
         rows: of a layer's sets, of all heads and sequences.
     """
-    return Programs(min(32, max(4, rows // 1024)))
+    return Programs(min(64, max(4, rows // 1024)))
 
 
 class RowStore:
@@ -117,25 +117,12 @@ class RowStore:
         self.on_host_L.copy_(torch.tensor(away))
         return len(self._held) != before
 
-    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor, *, first: int | None = None) -> None:
-        """Write new rows of a layer.
-
-        Args:
-            layer: which.
-            rows_BGTE: the rows.
-            to_BT: where each goes.
-            first: where the first of all sequences goes, the others behind it, if the host knows it: the copy
-                engines then write to the host's memory.
-        """
+    def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor) -> None:
+        """Write new rows of a layer."""
         T = rows_BGTE.shape[2]
         from_B1T = torch.arange(T, device=to_BT.device).expand(len(to_BT), 1, T)
         lists = RowLists(to_BT[:, None], from_B1T, self.first_LG[:1])
-        if first is None:
-            move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
-        else:
-            goals = self.host_LBGSE[layer, :, :, first : first + T].flatten(0, 1)
-            for goal_TE, rows_TE in zip(goals, rows_BGTE.flatten(0, 1), strict=True):
-                goal_TE.copy_(rows_TE, non_blocking=True)
+        move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
         if layer in self._held:
             pages = Pages(self.pages.at_LC[layer : layer + 1], self.pages.size)
             move_rows(self.pool_BGRE[None], rows_BGTE[None], lists, goal_pages=pages)
