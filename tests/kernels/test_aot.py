@@ -31,7 +31,7 @@ def compiled_tree(tile, *, alone=False):
     constants = {
         "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": tile.rows, "KEYS": tile.keys, "MASK": 2,
         "WORDS": 1, "BULK": tile.bulk, "STAGES": tile.stages, "CHAINED": True, "AHEAD": tile.ahead,
-        "EARLY": True, "ALONE": alone,
+        "ALONE": alone,
     }  # fmt: skip
     return compile_kernel(
         tree.attend_kernel, types, constants, aligned=STRIDES, warps=tile.warps, registers=tile.registers
@@ -77,13 +77,12 @@ def test_tree_attention(tile, alone):
 
 def test_the_end_of_tree_attention():
     types = {name: "*bf16" for name in ("q_ptr", "k_ptr", "v_ptr")} | {"len_ptr": "*i64", "bits_ptr": "*i64"}
-    types |= {"out_ptr": "*fp32", "lse_ptr": "*fp32", "state_ptr": "*fp32", "scale2": "fp32"}
+    types |= {name: "*fp32" for name in ("part_ptr", "part_lse_ptr", "state_ptr", "lse_ptr")}
+    types |= {"out_ptr": "*bf16", "scale2": "fp32"}
     constants = {
-        "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": 64, "KEYS": 64, "OWN": 16, "CHAINED": True,
-        "EARLY": False,
+        "G": 8, "GROUP": 4, "D": 128, "WIDTH": 128, "ROWS": 64, "BLOCK": 32, "KEYS": 64, "CHAINED": True,
     }  # fmt: skip
-    built = compile_kernel(tree.finish_kernel, types, constants, aligned=STRIDES)
-    assert built.stack_bytes == 0
+    assert compile_kernel(tree.finish_kernel, types, constants, aligned=STRIDES).stack_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_merging_compiles_without_spills(splits):
     built = compile_kernel(
         merging.kernels.merge_kernel,
         types,
-        {**constants, "CHAINED": True, "EARLY": False},
+        {**constants, "CHAINED": True},
         warps=max(1, min(8, block // 8)),
     )
     assert built.stack_bytes == 0 and built.count("LDG") > 0 and not built.count("LDL")

@@ -103,7 +103,7 @@ def hier_attention(
         tile = TILES[bits][0] if even and D < 128 else tile_for(T * group, bits)
     programs = B * G * -(-T * group // tile.rows)
     fill = (B * G, min(one.resident for one in TILES[bits])) if even else (programs, tile.resident)
-    splits = splits or max(2, merging.splits_for(*fill, q_BHTD.device))
+    splits = splits or 1 + merging.splits_for(*fill, q_BHTD.device, beside=1)
     q_BHTD = dense_rows(q_BHTD)
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out, beta = partial_results(

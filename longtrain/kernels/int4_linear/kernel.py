@@ -226,7 +226,7 @@ def tile_for(lines: int, groups: int, rows: int) -> Int4Tile:
     if groups >= 64:
         return Int4Tile(16, 8, late=rows > 1 or lines > 4096)
     if lines > 4096:
-        return Int4Tile(16, 4, held=0, stages=6) if rows == 1 else Int4Tile(16, 8, registers=80)
+        return Int4Tile(16, 8, late=rows > 1, registers=80)
     return Int4Tile(16, 16, late=rows > 1)
 
 

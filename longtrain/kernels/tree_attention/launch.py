@@ -76,8 +76,6 @@ BLOCK = 64
 """Most partial results that a merging program reads at once."""
 CHUNK = 1
 """Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
-EARLY = (False, True)
-"""Whether the attention kernel, and the merging one, let the next kernel in when they start, or later."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
@@ -127,20 +125,19 @@ def tree_attention(
             scale * LOG2E, splits, T, nodes, base,
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
-            **const, **of_mask, KEYS=tile.keys, BULK=bulk,
-            STAGES=_stages(tile, width, k_BGSD), AHEAD=tile.ahead if bulk and side_by_side else 0,
-            EARLY=EARLY[0], ALONE=alone,
+            **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
+            AHEAD=tile.ahead if bulk and side_by_side else 0, ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
-        if alone:
-            kernels.finish_kernel[(B * G * T * 2,)](
-                q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, scale * LOG2E,
-                splits, T, base,
-                *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
-                **const, KEYS=tile.keys, OWN=max(16, triton.next_power_of_2(group)), EARLY=EARLY[0],
-                num_warps=4, **chained,
-            )  # fmt: skip
-        return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
+        if not alone:
+            return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
+        out_BTHD, lse_BHT = _results(q_BHTD)
+        kernels.finish_kernel[(B * H * T,)](
+            q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, out_BTHD, lse_BHT, scale * LOG2E,
+            splits, T, base, *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
+            **const, KEYS=tile.keys, **_merging(splits), **chained,
+        )  # fmt: skip
+    return out_BTHD.transpose(1, 2), lse_BHT
 
 
 def merge(
@@ -151,18 +148,26 @@ def merge(
     A query's heads lie side by side in memory, as the product after them wants it.
     """
     B, H, T, D = q_BHTD.shape
-    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
-    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
-    chained = chaining(q_BHTD.device)
-    block = min(BLOCK, triton.next_power_of_2(splits))
+    out_BTHD, lse_BHT = _results(q_BHTD)
     chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
         part_out, part_lse, out_BTHD, lse_BHT, splits, T,
         G=G, GROUP=H // G, D=D, WIDTH=width_of(D), ROWS=rows,
-        BLOCK=block, CHUNK=chunk, EARLY=EARLY[1],
-        num_warps=max(1, min(8, block // 8)), **chained,
+        CHUNK=chunk, **_merging(splits), **chaining(q_BHTD.device),
     )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
+
+
+def _results(q_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for out_BTHD and lse_BHT."""
+    B, H, T, D = q_BHTD.shape
+    return q_BHTD.new_empty(B, T, H, D), q_BHTD.new_empty(B, H, T, dtype=torch.float32)
+
+
+def _merging(splits: int) -> dict[str, int]:
+    """Block and warps of a program that merges so many splits."""
+    block = min(BLOCK, triton.next_power_of_2(splits))
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 8))}
 
 
 def mask_arguments(
@@ -208,9 +213,16 @@ def candidates(rows: int) -> tuple[TreeTile, ...]:
     return tuple(tile for tile in TILES[2:] if tile != first)
 
 
-def splits_for(programs: int, resident: int, device: torch.device) -> int:
-    """Splits that make `programs` fill the device once, in sixteens if many; the same for every length."""
-    fit = max(1, cores(device, otherwise=_INTERPRETED) * resident // programs)
+def splits_for(programs: int, resident: int, device: torch.device, *, beside: int = 0) -> int:
+    """Splits that make `programs` fill the device once, in sixteens if many; the same for every length.
+
+    Args:
+        programs: that are cut.
+        resident: programs that run on one multiprocessor at a time.
+        device: where they run.
+        beside: splits for other work, which the device has to hold too and the result does not count.
+    """
+    fit = max(1, cores(device, otherwise=_INTERPRETED) * resident // programs - beside)
     return fit if fit < 16 else fit // 16 * 16
 
 
