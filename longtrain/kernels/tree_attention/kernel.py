@@ -8,7 +8,7 @@ Partial results lie at ((b * G + kv) * tiles + tile) * splits + split.
 
 ALONE: a row's result has the bits that it has when the rows it sees are the cache's last ones. Tensor cores
 round by where in a tile a key stands, and a tree has its nodes side by side. So the splits with ragged tiles
-stop before them, and the merging kernel goes on for each row by itself: what it sees is gathered, in order,
+stop before them, and `finish_kernel` goes on for each node by itself: what it sees is gathered, in order,
 behind the prefix. Sums of weights are kept for each place in a tile, so that they are the same in any layout.
 Logits are kept in base 2 (`scale2` = scale * log2 e); the lse that leaves is natural.
 Offsets that may exceed 2^31 are 64-bit. Nothing beyond a sequence's own slots enters a result.
@@ -127,8 +127,8 @@ def attend_kernel(
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
     CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise, but only
         when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
-        prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
-        it still runs.
+        prefix are older than the kernel before it.
+    AHEAD: a split's first tile is asked for while the kernel before this one still runs.
     ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
         weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
@@ -140,14 +140,11 @@ def attend_kernel(
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     if CHAINED:
-        if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
-            if split + (AHEAD - 1) * splits < whole:
-                k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
-                v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
-                for i in tl.static_range(AHEAD):
-                    slot = ((split + i * splits) * KEYS).to(tl.int64)
-                    _prefetch(k_at + slot * k_s, KEYS * WIDTH)
-                    _prefetch(v_at + slot * v_s, KEYS * WIDTH)
+        if AHEAD:  # noqa: SIM102 (one of them is settled when this is compiled)
+            if split < whole:
+                slot = (split * KEYS).to(tl.int64)
+                _prefetch(k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g + slot * k_s, KEYS * WIDTH)
+                _prefetch(v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g + slot * v_s, KEYS * WIDTH)
         gdc_wait()
     out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot_ptr = lse_ptr + out_at
@@ -214,13 +211,64 @@ def attend_kernel(
     _store_part(slot_ptr, part_at, top, weights, acc, exists)
 
 
-@triton.jit
-def _merge(
+@triton.jit(do_not_specialize=["splits", "T", "base"])
+def finish_kernel(
+    q_ptr, k_ptr, v_ptr, len_ptr, bits_ptr, out_ptr, lse_ptr, state_ptr, scale2, splits, T, base,
+    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, OWN: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """What an ALONE split lacks for one node: its ragged tile.
+
+    Two programs for each node of each KV head, one for each tile that may be ragged; OWN rows hold a node's.
+    Queries and keys are older than the kernel before this one.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+    late, turn = tl.program_id(0) % 2, tl.program_id(0) // 2
+    node, kv, b = turn % T, turn // T % G, turn // (T * G)
+    n = tl.load(len_ptr + b).to(tl.int32) + base
+    whole, count = n // KEYS, tl.cdiv(n + T, KEYS)
+    if (whole + late >= count) | (late >= splits):
+        return
+    bits = tl.load(bits_ptr + b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t)
+    row, dim, key = tl.arange(0, OWN), tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    exists = row < GROUP
+    head = kv * GROUP + row
+    q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + node.to(tl.int64) * q_t
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0)
+    q = q.to(k_ptr.dtype.element_ty)
+    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+    k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole + late, n, bits, T, D, WIDTH, KEYS)
+    if CHAINED:
+        gdc_wait()
+
+    m = node * GROUP + row
+    pid = (b * G + kv) * tl.cdiv(T * GROUP, ROWS) + m // ROWS
+    state_at = (pid * 2 + late).to(tl.int64) * ROWS + m % ROWS
+    weights = tl.load(state_ptr + state_at[:, None] * KEYS + key[None, :], mask=exists[:, None], other=0.0)
+    out_at = (pid * splits + (whole + late) % splits).to(tl.int64) * ROWS + m % ROWS
+    part_at = out_ptr + out_at[:, None] * WIDTH + dim[None, :]
+    top = tl.load(lse_ptr + out_at, mask=exists, other=float("-inf"))
+    acc = tl.load(part_at, mask=exists[:, None], other=0.0)
+    top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
+    for tile in tl.range(whole + late + splits, count, splits, num_stages=1):  # only where there is one split
+        k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, tile, n, bits, T, D, WIDTH, KEYS)
+        top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
+    _store_part(lse_ptr + out_at, part_at, top, weights, acc, exists)
+
+
+@triton.jit(do_not_specialize=["splits", "T"])
+def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of a program's CHUNK packed rows from the splits' partial results."""
+    """out_BTHD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     chunks = tl.cdiv(T * GROUP, CHUNK)
     pid = tl.program_id(0)
     m = pid % chunks * CHUNK + tl.arange(0, CHUNK)
@@ -256,63 +304,3 @@ def _merge(
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at[:, None] * D + dim[None, :], out, mask=exists[:, None] & (dim < D)[None, :])
     tl.store(lse_ptr + index, (top + tl.log2(total)) * _LN2, mask=exists)
-
-
-@triton.jit(do_not_specialize=["splits", "T"])
-def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """out_BTHD and natural lse_BHT of CHUNK packed rows of one KV head, from the splits' partial results."""
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T, G, GROUP, D, WIDTH, ROWS, BLOCK, CHUNK)
-
-
-@triton.jit(do_not_specialize=["splits", "T", "base"])
-def finish_kernel(
-    q_ptr, k_ptr, v_ptr, len_ptr, bits_ptr, part_ptr, part_lse_ptr, state_ptr, out_ptr, lse_ptr, scale2,
-    splits, T, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """`merge_kernel` of a packed row, after what ALONE splits lack: ragged tiles, as the row sees them."""
-    if CHAINED:
-        gdc_launch_dependents()
-    m, head = tl.program_id(0) % (T * GROUP), tl.program_id(0) // (T * GROUP)
-    kv, b, node = head % G, head // G, m // GROUP
-    n = tl.load(len_ptr + b).to(tl.int32) + base
-    whole, count = n // KEYS, tl.cdiv(n + T, KEYS)
-    bits = tl.load(bits_ptr + b.to(tl.int64) * bits_b + node.to(tl.int64) * bits_t)
-    k_ptr += b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
-    v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
-    dim, key = tl.arange(0, WIDTH)[None, :], tl.arange(0, KEYS)[None, :]
-    exists = tl.arange(0, 16) < 1  # the least that a product takes
-    mine = exists[:, None]
-    q_at = b.to(tl.int64) * q_b + (kv * GROUP + m % GROUP).to(tl.int64) * q_h + node.to(tl.int64) * q_t
-    q_at += tl.zeros((16, 1), tl.int64)
-    q = tl.load(q_ptr + q_at + dim, mask=mine & (dim < D), other=0.0).to(k_ptr.dtype.element_ty)
-    k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, whole, n, bits, T, D, WIDTH, KEYS)
-    if CHAINED:
-        gdc_wait()
-    pid = head * tl.cdiv(T * GROUP, ROWS) + m // ROWS
-    top = tl.full((16,), float("-inf"), tl.float32)
-    weights = tl.zeros((16, KEYS), tl.float32)
-    acc = tl.zeros((16, WIDTH), tl.float32)
-    for tile in tl.range(whole, count, num_stages=1):
-        late = tile - whole
-        out_at = (pid * splits + tile % splits).to(tl.int64) * ROWS + m % ROWS + tl.zeros((16,), tl.int64)
-        if late < splits:  # else the split's state is here already
-            state_at = ((pid * 2 + late).to(tl.int64) * ROWS + m % ROWS) * KEYS
-            weights = tl.load(state_ptr + state_at + tl.zeros((16, 1), tl.int64) + key, mask=mine, other=0.0)
-            top = tl.load(part_lse_ptr + out_at, mask=exists, other=float("-inf"))
-            acc = tl.load(part_ptr + out_at[:, None] * WIDTH + dim, mask=mine, other=0.0)
-        top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
-        _store_part(
-            part_lse_ptr + out_at, part_ptr + out_at[:, None] * WIDTH + dim, top, weights, acc, exists
-        )
-        k, v, seen = _gathered(k_ptr, v_ptr, k_s, v_s, tile + 1, n, bits, T, D, WIDTH, KEYS)
-    tl.debug_barrier()
-    _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T, G, GROUP, D, WIDTH, ROWS, BLOCK, 1)

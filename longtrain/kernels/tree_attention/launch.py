@@ -42,7 +42,7 @@ class TreeTile:
         resident: programs that run on one multiprocessor at a time.
         bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
         registers: most registers of a thread; None: the compiler's choice.
-        ahead: tiles asked for before the kernel in front is over, a power of two or 0.
+        ahead: each split's first tile is asked for before the kernel in front is over.
     """
 
     rows: int
@@ -52,11 +52,11 @@ class TreeTile:
     resident: int
     bulk: bool = False
     registers: int | None = None
-    ahead: int = 0
+    ahead: bool = False
 
 
 TILES = (
-    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=2),
+    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=True),
     TreeTile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
@@ -126,18 +126,18 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
-            AHEAD=tile.ahead if bulk and side_by_side else 0, ALONE=alone,
+            AHEAD=tile.ahead and bulk and side_by_side, ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
-        if not alone:
-            return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
-        out_BTHD, lse_BHT = _results(q_BHTD)
-        kernels.finish_kernel[(B * H * T,)](
-            q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, out_BTHD, lse_BHT, scale * LOG2E,
-            splits, T, base, *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
-            **const, KEYS=tile.keys, **_merging(splits), **chained,
-        )  # fmt: skip
-    return out_BTHD.transpose(1, 2), lse_BHT
+        if alone:
+            kernels.finish_kernel[(B * G * T * 2,)](
+                q_BHTD, k_BGSD, v_BGSD, len_B, bits, part_out, part_lse, state, scale * LOG2E,
+                splits, T, base,
+                *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3], *bits_strides,
+                **const, KEYS=tile.keys, OWN=max(16, triton.next_power_of_2(group)),
+                num_warps=4, **chained,
+            )  # fmt: skip
+        return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
 
 def merge(
@@ -148,26 +148,18 @@ def merge(
     A query's heads lie side by side in memory, as the product after them wants it.
     """
     B, H, T, D = q_BHTD.shape
-    out_BTHD, lse_BHT = _results(q_BHTD)
+    out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
+    lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    chained = chaining(q_BHTD.device)
+    block = min(BLOCK, triton.next_power_of_2(splits))
     chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
     kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
         part_out, part_lse, out_BTHD, lse_BHT, splits, T,
         G=G, GROUP=H // G, D=D, WIDTH=width_of(D), ROWS=rows,
-        CHUNK=chunk, **_merging(splits), **chaining(q_BHTD.device),
+        BLOCK=block, CHUNK=chunk,
+        num_warps=max(1, min(8, block // 8)), **chained,
     )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
-
-
-def _results(q_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for out_BTHD and lse_BHT."""
-    B, H, T, D = q_BHTD.shape
-    return q_BHTD.new_empty(B, T, H, D), q_BHTD.new_empty(B, H, T, dtype=torch.float32)
-
-
-def _merging(splits: int) -> dict[str, int]:
-    """Block and warps of a program that merges so many splits."""
-    block = min(BLOCK, triton.next_power_of_2(splits))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 8))}
 
 
 def mask_arguments(
@@ -199,7 +191,7 @@ def candidates(rows: int) -> tuple[TreeTile, ...]:
     if first.rows == 16:
         return (
             replace(first, stages=6),
-            replace(first, ahead=0),
+            replace(first, ahead=False),
             replace(first, keys=128, stages=3),
             replace(first, resident=2, stages=3),
             replace(first, bulk=False, stages=3),
