@@ -43,8 +43,8 @@ def raised() -> tuple[Message, ...]:
     for file in sorted((ROOT / "longtrain").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             text = _text(node.exc) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) else ""
-            if len(text.replace("...", "").strip()) >= LEAST_WORDS:
-                words, _, remedy = text.partition("; ")
+            words, _, remedy = text.partition("; ")
+            if len(words.replace("...", "").strip()) >= LEAST_WORDS:
                 found.append(Message(words, remedy, file.relative_to(ROOT).as_posix()))
     return tuple(dict.fromkeys(found))
 
@@ -75,8 +75,8 @@ def table() -> str:
             "| what is wrong | what is allowed, or what to do | raised in |",
             "|---|---|---|",
         ]
-        for words, remedy, source in sorted(found):
-            cells = (_code(words), _plain(remedy), f"`{source.removeprefix('longtrain/')}`")
+        for words, remedy, source in sorted(found, key=lambda one: one.words.lstrip(".:'= ").casefold()):
+            cells = (_plain(words), _plain(remedy), f"`{source.removeprefix('longtrain/')}`")
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -109,11 +109,6 @@ def _words(node: ast.expr) -> str:
     return "..."
 
 
-def _code(words: str) -> str:
-    text = words.replace("|", "\\|").replace("\n", " ")
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
-
-
 def _plain(words: str) -> str:
     """Words as Markdown that shows them as they are."""
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", words.removesuffix("...")).replace("\n", " ")
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", words).replace("\n", " ").removesuffix("; ...")
