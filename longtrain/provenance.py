@@ -144,6 +144,18 @@ def _gpus() -> dict[str, Any]:
     return {"gpus": names, "cuda": torch.version.cuda}
 
 
+def commit_of(made: Mapping[str, Any]) -> str:
+    """The code of a `provenance.json` in one word; empty: not known."""
+    git = made.get("git") or {}
+    return f"{str(git.get('commit'))[:12]}{', changed' if git.get('dirty') else ''}" if git else ""
+
+
+def machine_of(made: Mapping[str, Any]) -> str:
+    """The GPUs of a `provenance.json`, each kind once, or CPU; empty: not known."""
+    about = made.get("machine") or {}
+    return ", ".join(sorted({*map(str, about.get("gpus", []))})) or ("CPU" if about else "")
+
+
 def typed_command(argv: Sequence[str]) -> str:
     """The words of `argv` as they were typed: the command line turns a job word into an option of Hydra's."""
     program, *words = [str(word) for word in argv]

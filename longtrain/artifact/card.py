@@ -215,7 +215,7 @@ def _titled(sections: Mapping[str, str]) -> list[str]:
 def _about(artifact: Artifact, spec: MethodSpec) -> str:
     target, facts = artifact.target, artifact.provenance
     return (
-        f"A `{spec.name}` module ({artifact.parameters():,} parameters) for the frozen target "
+        f"A module of method `{spec.name}` ({artifact.parameters():,} parameters) for the frozen target "
         f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
         f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
@@ -241,6 +241,7 @@ def _result(one: Measurement) -> str:
     header = [tables.escaped(cell) for cell in one.header]
     rows = [[tables.escaped(cell) for cell in row] for row in one.rows]
     facts = f"`suite={one.suite}` on {one.target} in {one.dtype}; protocol `{one.protocol}`"
+    facts += f"; measured on {one.machine}" if one.machine else ""
     parts = [
         f"### {tables.escaped(one.title)}",
         tables.markdown(header, rows),

@@ -46,6 +46,7 @@ class Measurement:
         protocol: hash of all that prompts, decoding and scores follow from.
         command: that measured it.
         commit: of the code; empty: not known.
+        machine: its GPUs, or CPU; empty: not known.
         notes: that the result comes with.
         header: of the table.
         rows: a line a system.
@@ -59,6 +60,7 @@ class Measurement:
     protocol: str
     command: str
     commit: str
+    machine: str
     notes: list[str]
     header: list[str]
     rows: list[list[str]]

@@ -16,7 +16,7 @@ from longtrain.artifact.folder import READ, Artifact
 from longtrain.artifact.found import HUB, find, imported, reader_of
 from longtrain.artifact.stored import LAWS, MANIFEST, read_manifest, refuse_not_finite
 from longtrain.errors import ArtifactError
-from longtrain.provenance import typed_command
+from longtrain.provenance import commit_of, typed_command
 from longtrain.targets.info import TargetInfo
 
 Facts = dict[str, str]
@@ -198,8 +198,7 @@ def _target_line(values: Mapping[str, Any]) -> str:
 
 
 def _made(made: Mapping[str, Any], version: str) -> str:
-    git = made.get("git") or {}
-    commit = f"commit {str(git.get('commit'))[:12]}{', changed' if git.get('dirty') else ''}" if git else ""
+    commit = f"commit {commit_of(made)}" if commit_of(made) else ""
     step = f"step {made['step']}" if made.get("step") else ""
     return ", ".join(
         part for part in (step, str(made.get("time_utc", "")), f"longtrain {version}", commit) if part

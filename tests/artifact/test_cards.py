@@ -46,6 +46,7 @@ RESULT = Measurement(
     protocol="0123456789abcdef",
     command="longtrain eval suite=acceptance",
     commit="0123456789ab",
+    machine="CPU",
     notes=["a variant | of it"],
     header=["system", "acceptance length", "at 1k"],
     rows=[["a|b", "2.50 [2.40, 2.60]", "2.60"]],

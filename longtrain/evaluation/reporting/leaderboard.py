@@ -15,7 +15,7 @@ from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.reporting.board import board, rows_of
 from longtrain.evaluation.reporting.tables import joined
 from longtrain.files import read_json
-from longtrain.provenance import typed_command, without_folders
+from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.tables import escaped, markdown
 
 Json = dict[str, Any]
@@ -47,14 +47,12 @@ class Finished:
     @property
     def commit(self) -> str:
         """The code that ran; empty: not known."""
-        git = self.made.get("git") or {}
-        return f"{str(git['commit'])[:12]}{', changed' if git.get('dirty') else ''}" if git else ""
+        return commit_of(self.made)
 
     @property
     def machine(self) -> str:
         """What it ran on."""
-        about = self.made.get("machine") or {}
-        return ", ".join(sorted({*about.get("gpus", [])})) or ("CPU" if about else "")
+        return machine_of(self.made)
 
 
 def load(folders: Sequence[Path]) -> list[Finished]:

@@ -10,7 +10,7 @@ from typing import Any
 from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.log import get_logger
-from longtrain.provenance import typed_command, without_folders
+from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 
 log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
 
     made = _read(folder / "provenance.json") or {}
     header, rows = board(results["scale"]["name"], rows_of(results, _read(folder / "timings.json")))
-    argv, git = without_folders(made.get("argv") or []), made.get("git") or {}
+    argv = without_folders(made.get("argv") or [])
     return Measurement(
         suite=str(results["suite"]),
         title=str(results["title"]),
@@ -62,7 +62,8 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
         dtype=str(results["target"]["dtype"]),
         protocol=str(results["protocol"]["hash"]),
         command=typed_command(argv) if argv else "",
-        commit=f"{str(git.get('commit'))[:12]}{', changed' if git.get('dirty') else ''}" if git else "",
+        commit=commit_of(made),
+        machine=machine_of(made),
         notes=[str(note) for note in results["notes"]],
         header=header,
         rows=rows,
