@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 import longtrain
 from longtrain.artifact import Artifact
@@ -321,3 +322,11 @@ def test_an_artifact_that_is_not_here_is_one_line_offline(tmp_path, monkeypatch)
     with pytest.raises(ArtifactError, match=r"no artifact 'org/none': .* did not give it") as error:
         Artifact.load("hub:org/none", home=tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_addresses_of_requests_are_no_lines_of_a_log(root):
+    """An upload's address is signed: who has the line could use it."""
+    config = yaml.safe_load((root / "conf/hydra/job_logging/longtrain.yaml").read_text())
+    assert {name: one["level"] for name, one in config["loggers"].items()} == dict.fromkeys(
+        ("httpx", "httpx2"), "WARNING"
+    )

@@ -116,6 +116,48 @@ def test_push_without_login_is_one_clear_error(composed, trained, tmp_path, monk
     assert not (tmp_path / "checkpoints").exists()  # told before the work
 
 
+def leave_results(folder, weights):
+    """What an evaluation of a system with these weights leaves behind."""
+    interval = {"value": 2.5, "low": 2.4, "high": 2.6, "n": 8}
+    system = {"name": "one", "kind": "artifact", "budget": None, "average": interval, "versus_full": None}
+    system |= {"facts": {"artifacts": [{"weights": weights}]}, "acceptance": None, "facets": []}
+    results = {
+        "suite": folder.name,
+        "title": "T",
+        "notes": [],
+        "systems": [system],
+        "scale": {"name": "score"},
+    }
+    results |= {"target": {"name": "/home/me/t", "dtype": "float32"}, "protocol": {"hash": "aa"}}
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(results))
+    (folder / "budget.png").write_bytes(b"a picture")
+
+
+def test_what_was_exported_is_pushed_with_what_its_run_measured_since(
+    composed, trained, tmp_path, monkeypatch
+):
+    export.run(composed("export", "licence=mit"))
+    shutil.rmtree(tmp_path / "runs" / "one" / "train" / "checkpoints")
+    artifact, sent = Artifact.load("one", home=tmp_path), []
+    for suite, weights in {"needle": artifact.checksum(), "ruler": "those of another"}.items():
+        leave_results(tmp_path / "runs" / "one" / "eval" / suite, weights)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr("longtrain.artifact.folder.upload", lambda *where, **how: sent.append((where, how)))
+    monkeypatch.setattr(export, "load_target_from", None)  # no target is needed
+    export.run(composed("export", "artifact=one", "push=org/one", "collection=org/All"))
+    (((folder, repo), how),) = sent
+    assert (folder, repo, how["private"]) == (tmp_path / "checkpoints" / "one", "org/one", True)
+    assert how["collection"] == "org/All" and {"README.md", "*.png", "evidence.json"} <= set(how["patterns"])
+    card = (folder / "README.md").read_text()
+    assert "license: mit" in card and "artifact=hub:org/one" in card and "/home/me" not in card
+    assert "![needle-budget](needle-budget.png)" in card and "2.50 \\[2.40, 2.60\\]" in card
+    assert "ruler" not in card.split("## Limits")[0].split("## Results")[1]
+    with pytest.raises(ConfigError, match="push takes a folder of this machine"):
+        export.run(composed("export", "artifact=hub:org/two", "push=org/one"))
+
+
 def test_a_synthetic_source_names_the_text_it_is_written_into():
     def item(reader, where, inputs, **more):
         return {"source": {"reader": reader, "where": where, **more}, "inputs": inputs}
