@@ -160,38 +160,54 @@ class ShapeCycles:
     """Cycles of several shapes over the same texts, cache and draft, made as they are needed.
 
     Args:
-        make: gives the cycles of a shape, those of an earlier call if their graph still holds.
+        make: gives the cycles of a shape, with the draft or without it; those of an earlier call if their
+            graph still holds.
+        device: the device that they run on.
     """
 
-    def __init__(self, make: Callable[[TreeShape], Cycles]) -> None:
-        self._make = make
-        self._made: dict[TreeShape, Cycles] = {}
+    def __init__(self, make: Callable[[TreeShape, bool], Cycles], device: torch.device) -> None:
+        self._make, self._device = make, device
+        self._made: dict[tuple[TreeShape, bool], Cycles] = {}
         self.capture_s = 0.0
         """Wall time that making graphs took, in seconds."""
 
-    def run(self, shape: TreeShape, *, timed: bool) -> tuple[Tensor, Stopwatch | None]:
+    def run(self, shape: TreeShape, *, timed: bool, drafts: bool = True) -> tuple[Tensor, Stopwatch | None]:
         """The next cycle.
 
         Args:
             shape: what is drafted in it.
             timed: whether its time is wanted.
+            drafts: whether the draft hears of it.
 
         Returns:
             Its news (`Phases.news_BX`), and its time if it is that of every such cycle.
         """
-        cycles = self._made.get(shape)
+        key = shape, drafts
+        cycles = self._made.get(key)
         if cycles is None:
-            cycles = self._made[shape] = self._make(shape)
+            cycles = self._made[key] = self._make(shape, drafts)
         known_s = cycles.capture_s
         ripe = cycles.prepare()
         self.capture_s += cycles.capture_s - known_s
-        watch = Stopwatch(cycles.phases.target.device) if timed and ripe else None
+        watch = Stopwatch(self._device) if timed and ripe else None
         cycles.run()
         if watch is not None:
             watch.stop()
-        if not ripe:  # a draft may have made room: graphs over its old buffers are of no use any more
-            self._made = {key: one for key, one in self._made.items() if one.sound}
+        if not ripe:  # a draft may have made room
+            self._drop_unsound()
         return cycles.phases.news_BX, watch
+
+    def between(self, work: Callable[[], None]) -> Stopwatch:
+        """Work between two cycles, and the time from the end of the one before; a draft may begin anew in it."""
+        watch = Stopwatch(self._device)
+        work()
+        watch.stop()
+        self._drop_unsound()
+        return watch
+
+    def _drop_unsound(self) -> None:
+        """Graphs over a draft's old buffers are of no use any more."""
+        self._made = {key: one for key, one in self._made.items() if one.sound}
 
 
 class CaptureBuffers:

@@ -2,35 +2,35 @@
 
 Two things are known of the past: how often the target accepted drafts at each level, and how long a cycle of
 each shape took. The choice for the next cycle follows from them alone, never from what that cycle will draft
-or accept; so the law of the text is the same as with any fixed shape.
+or accept; so the law of the text is the same as with any fixed shape. What trials cost is counted, and none is
+made that could bring a call more than a small share behind plain decoding.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from statistics import median_low
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from longtrain.decoding.captured import ShapeCycles, Stopwatch, TokenTransfer
+from longtrain.decoding.output import Output
+from longtrain.decoding.past import AHEAD, STALE, TIMES, Acceptance, Account, Costs, levels, octave_of
+from longtrain.decoding.phases import CycleState
 from longtrain.decoding.roles import Draft, Law, TreeShape, usual_law
 from longtrain.errors import ConfigError
 
 Widths: TypeAlias = tuple[int, ...]
 CHAINS: tuple[Widths, ...] = tuple((1,) * n for n in (1, 2, 3, 4, 6, 8))
 """What is chosen among where a draft offers nothing else."""
-_KEEP = 0.97
-"""What a cycle leaves of the weight of earlier ones: some 33 cycles count."""
-_FIRST = 0.8
-"""Share of first drafts expected to be accepted as long as nothing is known."""
-_TRUST = 1.0
-"""What an expectation weighs, in drafts tried. Levels not tried for long come back to it, and are tried."""
-_TIMES = 2
-"""Times of a cycle needed before they are believed: a single one may be an accident."""
-_MEMORY = 5
-"""Times of a cycle that are kept, the latest."""
-_STALE = 1024
-"""Timed cycles after which a time is forgotten."""
+_LEVEL = 0.25
+"""Share of a plain cycle that a level of drafts is expected to cost as long as no drafting was timed."""
+_PATIENCE = 4
+"""Plain cycles in a row after which a draft is left out of them."""
+_HEARS = 0.01
+"""Share of a plain cycle that a draft may take to hear of its token; one that takes more sleeps."""
+_NAP = 32
+"""Cycles without it before it may be taken in again."""
 
 
 @dataclass(frozen=True)
@@ -64,133 +64,46 @@ class ShapeChoice:
         return tuple(sorted(found, key=lambda shape: (shape.depth, shape.n_nodes, shape.widths)))
 
 
-class Acceptance:
-    """The share of drafts accepted at each level: a running mean over the texts of a batch.
-
-    Shapes that begin with the same widths share their first levels, so every chain learns from every other. A
-    level that was never reached is expected to be like the one above it.
-    """
-
-    def __init__(self) -> None:
-        self._cycles = 0
-        self._levels: dict[Hashable, tuple[float, float, int]] = {}  # accepted, tried, at which cycle
-
-    def learn(self, shape: TreeShape, accepted: Sequence[int]) -> None:
-        """Take in one cycle.
-
-        Args:
-            shape: what was drafted.
-            accepted: drafts accepted in each text that is not over.
-        """
-        self._cycles += 1
-        for level, key in enumerate(levels(shape)):
-            tried = sum(count >= level for count in accepted)
-            if not tried:
-                return
-            hits, tries = self._known(key)
-            hits += sum(count > level for count in accepted) / len(accepted)
-            self._levels[key] = hits, tries + tried / len(accepted), self._cycles
-
-    def rates(self, keys: Sequence[Hashable]) -> list[float]:
-        """Level by level, the probability that a draft is accepted where one was at every level above.
-
-        Args:
-            keys: `levels` of a shape.
-        """
-        rates, rate = [], _FIRST
-        for key in keys:
-            hits, tries = self._known(key)
-            rate = (hits + _TRUST * rate) / (tries + _TRUST)
-            rates.append(rate)
-        return rates
-
-    def tokens(self, keys: Sequence[Hashable]) -> float:
-        """Tokens that a cycle is expected to give, the target's own included."""
-        total = reached = 1.0
-        for rate in self.rates(keys):
-            reached *= rate
-            total += reached
-        return total
-
-    def _known(self, key: Hashable) -> tuple[float, float]:
-        """Drafts accepted and tried at a level, earlier ones counting less."""
-        known = self._levels.get(key)
-        if known is None:
-            return 0.0, 0.0
-        kept = _KEEP ** (self._cycles - known[2])
-        return known[0] * kept, known[1] * kept
-
-
-class Costs:
-    """What a cycle takes, drafting and verifying, in seconds: medians of measured times.
-
-    Attention makes cycles longer as texts grow, so a time counts for one octave of length; in a new octave
-    the last known one below is believed until there are times.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0
-        self._times: dict[tuple[Hashable, TreeShape, int], deque[tuple[int, float]]] = {}
-
-    def learn(self, kind: Hashable, shape: TreeShape, length: int, seconds: float) -> None:
-        """Take in one cycle.
-
-        Args:
-            kind: what else a cycle's time depends on (batch, sampling).
-            shape: what was drafted.
-            length: tokens of the longest text.
-            seconds: the time that it took.
-        """
-        self._now += 1
-        times = self._times.setdefault((kind, shape, _octave(length)), deque(maxlen=_MEMORY))
-        times.append((self._now, seconds))
-
-    def of(self, kind: Hashable, shape: TreeShape, length: int) -> float | None:
-        """Seconds of a cycle; None where too little was measured, or too long ago."""
-        for octave in range(_octave(length), -1, -1):
-            times = self._times.get((kind, shape, octave), ())
-            fresh = [seconds for at, seconds in times if self._now - at < _STALE]
-            if len(fresh) >= _TIMES:
-                return median_low(fresh)
-        return None
-
-    def table(self) -> list[dict[str, Any]]:
-        """Everything measured: widths, the octave's first length, median milliseconds and how many times."""
-        return [
-            {
-                "shape": list(shape.widths),
-                "law": shape.law.value,
-                "tokens_from": 1 << max(0, octave - 1),
-                "cycle_ms": 1e3 * median_low(seconds for _, seconds in times),
-                "times": len(times),
-            }
-            for (_, shape, octave), times in self._times.items()
-        ]
-
-
 class Control:
     """Chooses the shapes of one call of `Engine.generate`.
 
-    Every cycle it takes the shape with the largest `tokens / seconds`. The time of a shape not measured yet
-    is guessed from those of less and greater depth; if the guess makes it the best, it is measured. What was
-    learnt wears off, so a draft that was bad once is tried now and then.
+    Every cycle it takes the shape with the largest `tokens / seconds` among those that the call can afford
+    (`Account`). The time of a shape not measured yet is guessed from those of less and greater depth; if the
+    guess makes it the best, it is measured. What was learnt wears off, so a draft that was bad once is tried
+    now and then. Where plain decoding stays the best, the draft sleeps: it is left out of plain cycles, and
+    taken in again for its next trial if it can begin anew with a text.
 
     Args:
         shapes: smallest first.
         costs: kept from call to call.
         kind: of these cycles, for `costs`.
+        planned: most new tokens of a text.
+        wakes: whether the draft can be taken in again; one that cannot sleeps to the end of the call, and
+            only where hearing of every token costs more than may be lost.
 
     Note: QuantSpec finds its draft length by a search for each data set and model (Appendix G); here none is
         needed, and a text whose predictability changes is followed.
     """
 
-    def __init__(self, shapes: Sequence[TreeShape], costs: Costs, kind: Hashable = ()) -> None:
-        self.shapes, self.costs, self.kind = tuple(shapes), costs, kind
-        self.acceptance = Acceptance()
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        costs: Costs,
+        kind: Hashable = (),
+        *,
+        planned: int = AHEAD,
+        wakes: bool = True,
+    ) -> None:
+        self.shapes, self.costs, self.kind, self.wakes = tuple(shapes), costs, kind, wakes
+        self.acceptance, self.account = Acceptance(), Account(planned)
+        self.asleep = False
+        """Whether the draft is left out of the cycle that was chosen last."""
         self._levels = [levels(shape) for shape in self.shapes]
-        self._largest = max(range(len(self.shapes)), key=lambda i: self.shapes[i].n_nodes)
         self._known: list[float | None] = []
+        self._alone_s: float | None = None  # a plain cycle without the draft
+        self._wake_s = 0.0
         self._octave, self._age = -1, 0
+        self._plain = 0  # plain cycles in a row
 
     @property
     def free(self) -> bool:
@@ -198,7 +111,7 @@ class Control:
         return len(self.shapes) > 1
 
     def choose(self, *, length: int, left: int) -> TreeShape:
-        """The next cycle's shape.
+        """The next cycle's shape; `asleep` says whether the draft hears of it.
 
         Args:
             length: tokens of the longest text.
@@ -206,20 +119,26 @@ class Control:
         """
         if not self.free:
             return self.shapes[0]
-        known = self._costs_at(length)
-        for i in (self._largest, 0):  # a draft makes its room for the largest, once
-            if known[i] is None:
-                return self.shapes[i]
-        best, most = 0, 0.0
-        for i, cost in enumerate(known):
-            seconds = self._guess(self.shapes[i].depth) if cost is None else cost
-            speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
-            if speed > most:
-                best, most = i, speed
+        self._look_up(length)
+        plain_s = self._plain_s
+        best = 0 if plain_s is None else self._best(left, plain_s)
+        self._plain = 0 if best else self._plain + 1
+        if best:
+            self.asleep = False
+        elif not self.asleep:
+            self.asleep = self._tires(left)
+        self.account.begin(self._seconds(best, plain_s) - plain_s if best and plain_s else 0.0)
         return self.shapes[best]
 
     def learn(
-        self, shape: TreeShape, accepted: Sequence[int], *, length: int, seconds: float | None = None
+        self,
+        shape: TreeShape,
+        accepted: Sequence[int],
+        *,
+        length: int,
+        seconds: float | None = None,
+        asleep: bool = False,
+        waking_s: float | None = None,
     ) -> None:
         """Take in a cycle that is over.
 
@@ -228,41 +147,151 @@ class Control:
             accepted: drafts accepted in each text that was not over.
             length: tokens of the longest text.
             seconds: the time that the cycle took; None: not measured.
+            asleep: whether the draft was left out of it.
+            waking_s: the time that taking the draft in again took before it; None: nothing of the kind.
         """
         if not self.free:
             return
         if accepted:
             self.acceptance.learn(shape, accepted)
         if seconds is not None:
-            self.costs.learn(self.kind, shape, length, seconds)
-            if self._octave == _octave(length):
-                self._known[self.shapes.index(shape)] = self.costs.of(self.kind, shape, length)
+            kind = (self.kind, "alone") if asleep else self.kind
+            self.costs.learn(kind, shape, length, seconds)
+            if self._octave == octave_of(length):
+                cost = self.costs.of(kind, shape, length)
+                if asleep:
+                    self._alone_s = cost
+                else:
+                    self._known[self.shapes.index(shape)] = cost
+                seconds = cost or seconds
+        tokens = sum(accepted) / len(accepted) + 1 if accepted else 0.0
+        if waking_s is not None:
+            self._wake_s = waking_s
+            self.account.lost_s += waking_s
+        self.account.end(tokens, seconds, self._plain_s)
 
-    def _costs_at(self, length: int) -> list[float | None]:
+    @property
+    def _plain_s(self) -> float | None:
+        """Seconds of plain decoding's cycle, as it is without a draft where that was measured."""
+        known = [one for one in (self._alone_s, *self._known[:1]) if one is not None]
+        return min(known, default=None)
+
+    def _best(self, left: int, plain_s: float) -> int:
+        """The shape of most tokens a second that the call can afford."""
+        best, most, waking_s = 0, 1.0 / plain_s, 0.0
+        if self.asleep:
+            if not self.wakes or self._plain < _NAP:
+                return 0
+            waking_s = self._wake_s or 2 * plain_s
+        timed = any(one is not None for one in self._known[1:])
+        for i in range(1, len(self.shapes) if timed else 2):  # the first trials are the cheapest
+            seconds = self._seconds(i, plain_s)
+            speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
+            if speed > most and self.account.affords(waking_s + seconds - plain_s, plain_s):
+                best, most = i, speed
+        return best
+
+    def _tires(self, left: int) -> bool:
+        """Whether the draft is left out of plain cycles from now on."""
+        known_s, alone_s = self._known[0], self._alone_s
+        if known_s is None:
+            return False
+        if alone_s is None and left <= TIMES + 1:  # no draft is needed any more: time for a look at them
+            return True
+        if alone_s is None:
+            return self.wakes and self._plain > _PATIENCE
+        if self.wakes:
+            return self._plain > _PATIENCE and known_s > (1 + _HEARS) * alone_s
+        return not self.account.affords(known_s - alone_s, alone_s)
+
+    def _look_up(self, length: int) -> None:
         """What cycles of each shape take; all are looked up now and then, for times that are too old."""
-        octave = _octave(length)
+        octave = octave_of(length)
         self._age += 1
-        if self._octave != octave or self._age >= _STALE // 8:
+        if self._octave != octave or self._age >= STALE // 8:
             self._known = [self.costs.of(self.kind, shape, length) for shape in self.shapes]
+            self._alone_s = self.costs.of((self.kind, "alone"), self.shapes[0], length)
             self._octave, self._age = octave, 0
-        return self._known
 
-    def _guess(self, depth: int) -> float:
-        """The cost of a shape by straight lines through the known ones; the nearest beyond them."""
-        pairs = zip(self.shapes, self._known, strict=True)
-        points = [(shape.depth, cost) for shape, cost in pairs if cost is not None]
-        below = max((at for at in points if at[0] <= depth), key=lambda at: (at[0], -at[1]), default=None)
-        above = min((at for at in points if at[0] >= depth), default=None)
-        if below is None or above is None:
-            return (below or above or points[0])[1]
-        share = (depth - below[0]) / (above[0] - below[0]) if above[0] > below[0] else 0.0
-        return below[1] + share * (above[1] - below[1])
-
-
-def levels(shape: TreeShape) -> tuple[Hashable, ...]:
-    """Level by level, what shapes have in common whose drafts down to there are chosen alike."""
-    return tuple((shape.law.value, shape.widths[: level + 1]) for level in range(shape.depth))
+    def _seconds(self, i: int, plain_s: float) -> float:
+        """The cost of a shape: as measured, or else by a straight line through the known ones around it."""
+        known, depth = self._known[i], self.shapes[i].depth
+        if known is not None:
+            return known
+        pairs = zip(self.shapes[1:], self._known[1:], strict=True)
+        points = [(0, plain_s), *((shape.depth, cost) for shape, cost in pairs if cost is not None)]
+        below = max((at for at in points if at[0] <= depth), key=lambda at: (at[0], -at[1]))
+        above = min((at for at in points if at[0] > depth), default=None)
+        if above is not None:
+            slope = (above[1] - below[1]) / (above[0] - below[0])
+        else:
+            slope = (below[1] - plain_s) / below[0] if below[0] else _LEVEL * plain_s
+        return below[1] + max(0.0, slope) * (depth - below[0])
 
 
-def _octave(length: int) -> int:
-    return max(0, length).bit_length()
+class _Sent(NamedTuple):
+    """A cycle whose tokens have not arrived: what was drafted, whether the draft slept, and both times."""
+
+    shape: TreeShape
+    watch: Stopwatch | None
+    asleep: bool
+    waking: Stopwatch | None
+
+
+def run_cycles(
+    cycles: ShapeCycles,
+    control: Control,
+    out: Output,
+    texts: CycleState,
+    begin_anew: Callable[[], None],
+    *,
+    before: int,
+    late: int,
+) -> Counter[TreeShape]:
+    """Run cycles until every text is over.
+
+    Args:
+        cycles: cycles of the shapes that `control` chooses.
+        control: hears of a cycle when its tokens arrive.
+        out: takes the tokens.
+        texts: closed as they end.
+        begin_anew: begins the draft anew with the texts as `out` has them.
+        before: tokens of the longest prompt.
+        late: cycles that tokens are read behind.
+
+    Returns:
+        How many cycles of each shape were run.
+    """
+    used: Counter[TreeShape] = Counter()
+    transfer, sent = TokenTransfer(late), deque[_Sent]()
+    most = out.ending.max_new_tokens
+    length = 0
+
+    def take_in(*, rest: bool) -> None:
+        for emitted in transfer.arrived(rest=rest):
+            one = sent.popleft()
+            accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
+            seconds, waking_s = (watch.seconds() if watch else None for watch in (one.watch, one.waking))
+            known = {"seconds": seconds, "asleep": one.asleep, "waking_s": waking_s}
+            control.learn(one.shape, accepted, length=length, **known)
+            texts.close(out.take(emitted, one.shape))
+
+    def wake() -> None:
+        take_in(rest=True)
+        begin_anew()
+
+    while not out.done:
+        lengths, slept = out.lengths(), control.asleep
+        length = before + max(lengths)
+        if used.total() < most - 1:  # each gives every text at least one token
+            shape = control.choose(length=length, left=most - min(lengths))
+            waking = cycles.between(wake) if slept and not control.asleep else None
+            if out.done:
+                break
+            drafts = not control.asleep
+            news_BX, watch = cycles.run(shape, timed=control.free, drafts=drafts)
+            transfer.send(news_BX)
+            sent.append(_Sent(shape, watch, not drafts, waking))
+            used[shape] += 1
+        take_in(rest=used.total() == most - 1)
+    return used

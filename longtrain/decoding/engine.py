@@ -9,7 +9,6 @@ Shapes: B batch, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -23,16 +22,15 @@ from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
     ShapeCycles,
-    Stopwatch,
-    TokenTransfer,
     can_capture,
 )
-from longtrain.decoding.control import Control, Costs, ShapeChoice
+from longtrain.decoding.control import Control, ShapeChoice, run_cycles
 from longtrain.decoding.evict import Keep
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.output import Ending, Output, Stream
+from longtrain.decoding.past import Costs
 from longtrain.decoding.phases import CycleState, Phases
-from longtrain.decoding.prefill import prefill
+from longtrain.decoding.prefill import pad, prefill
 from longtrain.decoding.retrieval.selector import new_selected_cache
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import Coins, HashCoins, MinNewTokens, Sampling, probs
@@ -195,6 +193,8 @@ class Engine:
         cache = read.cache
         if draft:
             draft.start(read.tokens_BS, read.n_B, read.step, cache)
+            if len(shapes) > 1 and (reserve := getattr(draft, "reserve", None)):
+                reserve(max(one.n_grown for one in shapes))  # or graphs of smaller shapes would not last
         if selector:
             selector.start(read.tokens_BS, read.n_B, read.step, cache)
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
@@ -206,17 +206,26 @@ class Engine:
         texts.begin(root_B, coins, max_new_tokens)
         texts.close(over)
 
-        def cycles_of(one: TreeShape) -> Cycles:
-            phases = Phases(target, cache, draft, one, sampling, min_new, selector=selector, texts=texts)
+        def cycles_of(one: TreeShape, drafts: bool) -> Cycles:
+            own = draft if drafts else None
+            phases = Phases(target, cache, own, one, sampling, min_new, selector=selector, texts=texts)
             if stage is None:
                 return Cycles(phases, captured=False)
-            return stage.cycles(phases, (one, draft is not None, _constants(sampling, min_new)))
+            return stage.cycles(phases, (one, own is not None, _constants(sampling, min_new)))
 
-        cycles = ShapeCycles(cycles_of)
+        def begin_anew() -> None:
+            assert draft is not None
+            heads = zip(prompts, after or [()] * len(prompts), out.tokens, strict=True)
+            whole = [[*prompt, *more, *new[:-1]] for prompt, more, new in heads]
+            draft.start(*pad(whole, target.device), TargetStep(None, {}), cache)
+
+        cycles = ShapeCycles(cycles_of, target.device)
         kind = (len(prompts), stage is not None, _constants(sampling, min_new))
-        control = Control(shapes, self.costs, kind)
+        wakes = getattr(draft, "begins_anew", False)
+        control = Control(shapes, self.costs, kind, planned=max_new_tokens, wakes=wakes)
         before = max(map(len, prompts)) + max(map(len, after or [()]))
-        used = _decode(cycles, control, out, texts, before=before, late=int(stage is not None))
+        late = int(stage is not None)
+        used = run_cycles(cycles, control, out, texts, begin_anew, before=before, late=late)
         done_s = time.perf_counter()
 
         stats = Stats(
@@ -319,42 +328,6 @@ class Engine:
         if len(ids) != batch:
             raise ConfigError(f"{len(ids)} sequence_ids for {batch} prompts; pass one each")
         return HashCoins(seed, torch.tensor(list(ids), dtype=torch.int64, device=self.target.device))
-
-
-def _decode(
-    cycles: ShapeCycles, control: Control, out: Output, texts: CycleState, *, before: int, late: int
-) -> Counter[TreeShape]:
-    """Run cycles until every text is over.
-
-    Args:
-        cycles: cycles of the shapes that `control` chooses.
-        control: hears of a cycle when its tokens arrive.
-        out: takes the tokens.
-        texts: closed as they end.
-        before: tokens of the longest prompt.
-        late: cycles that tokens are read behind.
-
-    Returns:
-        How many cycles of each shape were run.
-    """
-    used: Counter[TreeShape] = Counter()
-    transfer, sent = TokenTransfer(late), deque[tuple[TreeShape, Stopwatch | None]]()
-    most = out.ending.max_new_tokens
-    while not out.done:
-        lengths = out.lengths()
-        if used.total() < most - 1:  # each gives every text at least one token
-            shape = control.choose(length=before + max(lengths), left=most - min(lengths))
-            news_BX, watch = cycles.run(shape, timed=control.free)
-            transfer.send(news_BX)
-            sent.append((shape, watch))
-            used[shape] += 1
-        for emitted in transfer.arrived(rest=used.total() == most - 1):
-            shape, watch = sent.popleft()
-            accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
-            seconds = watch.seconds() if watch else None
-            control.learn(shape, accepted, length=before + max(lengths), seconds=seconds)
-            texts.close(out.take(emitted, shape))
-    return used
 
 
 def _choose(logits_BV: Tensor, sampling: Sampling, coins: Coins, pos_B: Tensor) -> Tensor:

@@ -119,7 +119,9 @@ class Draft(Protocol):
 
     One for which other shapes may pay than chains of 1 to 8 says so in `offers`: the widths of those among
     which `decode.shape=auto` chooses. One that does not take every shape has `check_shape(shape)`, which is
-    called before anything is computed and raises ConfigError.
+    called before anything is computed and raises ConfigError. One whose `start` needs nothing of a text but
+    its tokens says `begins_anew = True`: it can then be left out of plain cycles for a while. One that makes
+    room for trees has `reserve(nodes)`.
     """
 
     want: Want

@@ -88,6 +88,11 @@ class Eagle3Runtime:
             self._feature_BE = torch.empty_like(last_BE)
         self._feature_BE.copy_(last_BE)
 
+    def reserve(self, nodes: int) -> None:
+        """Make room for trees of this many nodes (`decoding.roles.Draft`)."""
+        assert self.rows is not None
+        self.rows.reserve(nodes)
+
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
         """Draft level by level below the root (`TreeGrowth`).
 

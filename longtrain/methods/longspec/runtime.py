@@ -48,6 +48,7 @@ class LongSpecRuntime:
 
     want = Want()
     offers = ((1, 1), (1, 1, 1, 1), (2, 4, 4), (4, 8, 8, 8), (4, 16, 16, 16, 16))
+    begins_anew = True
 
     def __init__(self, draft: LongSpecDraft, target: Target, config: Config) -> None:
         self.draft, self.target, self.window = draft, target, config.window
@@ -78,6 +79,11 @@ class LongSpecRuntime:
         self.ring.begin(since_B)
         pos_BP = since_B[:, None] + torch.arange(few, device=n_B.device)
         self._take(tokens_BS.gather(1, pos_BP.clamp(max=S - 1)), pos_BP, n_B - since_B)
+
+    def reserve(self, nodes: int) -> None:
+        """Make room for trees of this many nodes (`decoding.roles.Draft`)."""
+        assert self.ring is not None
+        self.ring.reserve(nodes)
 
     def propose(self, root_B: Tensor, shape: TreeShape, sampling: Sampling, coins: Coins) -> TokenTree:
         """Draft level by level below the root (`TreeGrowth`).

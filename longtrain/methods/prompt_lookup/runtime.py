@@ -119,6 +119,7 @@ class PromptLookupRuntime:
     want = Want()
     offers = tuple((1,) * n for n in (1, 2, 4, 8, 12, 16))
     """A longer copy costs the draft nothing."""
+    begins_anew = True
 
     def __init__(self, target: Target, ngram: int) -> None:
         self.target, self.ngram = target, ngram
