@@ -176,7 +176,7 @@ class Sections:
     def target(self) -> Target:
         """A random target."""
         log.info("building a random target shape=%s dtype=%s", self.settings.shape, self.settings.dtype)
-        return self.context.random_target(self.settings.shape, dtype=self.settings.dtype, fused=False)
+        return self.context.random_target(self.settings.shape, dtype=self.settings.dtype)
 
     @cached_property
     def systems(self) -> list[System]:

@@ -153,7 +153,7 @@ def run(settings: TrainingSettings, context: Context) -> Iterator[Row]:
     shape_keys(settings.shape)
     named = settings.shape if isinstance(settings.shape, str) else "that of target.path"
     log.info("building a random target shape=%s dtype=%s", named, settings.dtype)
-    target = context.random_target(settings.shape, dtype=settings.dtype, fused=False)
+    target = context.random_target(settings.shape, dtype=settings.dtype)
     yield from measure(settings, prepared(spec, config, target, seed=context.seed), seed=context.seed)
 
 

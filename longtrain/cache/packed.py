@@ -37,7 +37,7 @@ class PackedCapture(KVCache):
         k_TGD, v_TGD = k_BGTD[0].transpose(0, 1), v_BGTD[0].transpose(0, 1)
         self._now = (layer, k_TGD, v_TGD)
         if layer in self.layers:
-            self.kv[layer] = k_TGD, v_TGD
+            self.kv[layer] = alone(k_TGD), alone(v_TGD)
 
     def attend(self, layer: int, q_BHTD: Tensor, *, mask: Mask, scale: float) -> tuple[Tensor, Tensor | None]:
         """Document-isolated causal attention.
@@ -67,3 +67,8 @@ class PackedCapture(KVCache):
     def bytes(self) -> int:
         """Bytes of the K and V kept."""
         return sum(k_TGD.nbytes + v_TGD.nbytes for k_TGD, v_TGD in self.kv.values())
+
+
+def alone(x: Tensor) -> Tensor:
+    """The tensor, copied where it is a part of a larger one, which whoever keeps it would keep too."""
+    return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()

@@ -198,7 +198,7 @@ class ShapeCycles:
         return cycles.phases.news_BX, watch
 
     def between(self, work: Callable[[], None]) -> Stopwatch:
-        """Work between two cycles, and the time from the end of the one before; a draft may begin anew in it."""
+        """Work between two cycles, and the time since the one before ended; a draft may begin anew in it."""
         watch = Stopwatch(self._device)
         work()
         watch.stop()

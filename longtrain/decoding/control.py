@@ -2,8 +2,8 @@
 
 Two things are known of the past: how often the target accepted drafts at each level, and how long a cycle of
 each shape took. The choice for the next cycle follows from them alone, never from what that cycle will draft
-or accept; so the law of the text is the same as with any fixed shape. What trials cost is counted, and none is
-made that could bring a call more than a small share behind plain decoding.
+or accept; so the law of the text is the same as with any fixed shape. What trials cost is counted, and none
+is made that could bring a call more than a small share behind plain decoding.
 """
 
 from __future__ import annotations

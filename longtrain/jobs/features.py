@@ -89,7 +89,7 @@ def load_for_training(cfg: DictConfig, settings: FeatureSettings, *, device: str
     offline = settings.mode == "offline" and bool(cfg.target and cfg.target.path)
     if offline:
         check_filled(settings)
-    return load_target_from(cfg, device=device, fuse=False, training=True, layers=not offline)
+    return load_target_from(cfg, device=device, fuse=not offline, training=True, layers=not offline)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from longtrain.errors import ConfigError
+from longtrain.kernels.head_kl import head_kl
 from longtrain.losses.blocks import (
     IGNORE,
     HeadLoss,
@@ -197,21 +198,17 @@ class _LinearKL(torch.autograd.Function):
         wide = torch.promote_types(hidden_TE.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_TE.device)
         hit_T = torch.zeros_like(weights_T, dtype=torch.bool)
-        grad_TE = torch.zeros_like(hidden_TE) if ctx.needs_input_grad[0] else None
+        grad_TE = torch.empty_like(hidden_TE) if ctx.needs_input_grad[0] else None
         with plain(hidden_TE):
             for a in range(0, hidden_TE.shape[0], rows):
                 part = slice(a, a + rows)
                 w_R = weights_T[part].to(wide)
                 student_RV, teacher_RV = hidden_TE[part] @ head_VE.t(), teacher_TE[part] @ head_VE.t()
-                hit_T[part] = (student_RV.argmax(-1) == teacher_RV.argmax(-1)) & (w_R > 0)
-                logq_RV = log_softmax(student_RV, dim=-1, dtype=wide)
-                logp_RV = log_softmax(teacher_RV, dim=-1, dtype=wide)
-                del student_RV, teacher_RV
-                p_RV = logp_RV.exp()
-                total += (torch.linalg.vecdot(p_RV, logp_RV.sub_(logq_RV)) * w_R).sum()
-                if grad_TE is not None:
-                    grad_RV = logq_RV.exp_().sub_(p_RV).mul_(w_R[:, None])
-                    grad_TE[part] = grad_RV.to(head_VE.dtype) @ head_VE
+                kl_R, hit_R = head_kl(student_RV, teacher_RV, w_R, gradient=grad_TE is not None)
+                total += kl_R.sum()
+                hit_T[part] = hit_R & (w_R > 0)
+                if grad_TE is not None:  # the student's logits are their gradient now
+                    torch.mm(student_RV, head_VE, out=grad_TE[part])
         ctx.save_for_backward(grad_TE)
         ctx.mark_non_differentiable(hit_T)
         return total, hit_T

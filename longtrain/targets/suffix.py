@@ -8,9 +8,10 @@ inputs of a linear, O outputs of one linear, H query heads, G KV heads, D head d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from longtrain.kernels.importance import Span, suffix_attention
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
+
+Made = TypeVar("Made")
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -51,6 +54,50 @@ class Lora:
 
 LayerLora = Mapping[str, Lora]
 """Key of `GROUPS` -> its LoRA; a group that is missing has none."""
+
+
+class Beside:
+    """Small work that follows a pass layer by layer, on a stream of its own, in what the pass leaves idle.
+
+    The numbers are the same. Elsewhere than on CUDA, and where ranks gather a target's layers together, the
+    work is done in the pass's own order.
+
+    Args:
+        target: the model that runs the pass.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._device = target.device
+        parallel = target.device.type == "cuda" and target.shards is None
+        self._stream = _stream(target.device) if parallel else None
+        self._held: tuple[Tensor, ...] = ()
+
+    def run(self, work: Callable[[], Made], *reads: Tensor) -> Made:
+        """Work behind all that was launched so far; what is launched next waits for the work before this.
+
+        Args:
+            work: its results are for more such work, or for after `join`.
+            reads: what it reads of the pass; they stay until the work is over.
+        """
+        if self._stream is None:
+            return work()
+        self.join()
+        self._held = reads
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return work()
+
+    def join(self) -> None:
+        """Whatever is launched from now on comes after the work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._held = ()
+
+
+@lru_cache(maxsize=8)
+def _stream(device: torch.device) -> Any:
+    """One a device: memory is kept apart by stream."""
+    return torch.cuda.Stream(device)
 
 
 class SuffixRun:

@@ -1,5 +1,8 @@
 """Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
 
+Long segments that ask for no gradient run torch's attention of whole sequences, which on a GPU of compute
+capability 9.0 is cuDNN's: up to twice as fast as the kernel for segments of different lengths.
+
 K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes
 dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Over
 blocks of keys, with the global lse, it gives the same dQ and keeps only one block's dK and dV at a time.
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from longtrain.kernels.attention.segments import Segment, joined, spread
 from longtrain.log import get_logger
@@ -22,6 +26,8 @@ log = get_logger(__name__)
 
 BLOCK = 8192
 """Keys of one block of the frozen-memory backward."""
+_LONG = 4096
+"""Rows from which on a segment without gradients is attended as a whole sequence."""
 _FLASH_ATTN = find_spec("flash_attn") is not None
 _NEEDED = {
     "_flash_attention_forward": {"cum_seq_q", "cum_seq_k", "is_causal", "scale", "window_size_left"},
@@ -63,6 +69,7 @@ def flash_segments(
     frozen = (
         torch.is_grad_enabled() and q_THD.requires_grad and not (k_SGD.requires_grad or v_SGD.requires_grad)
     )
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_SGD, v_SGD))
     outs: list[Tensor] = []
     run: list[Segment] = []
     for part in parts:
@@ -72,11 +79,31 @@ def flash_segments(
             run = []
             q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
             outs.append(_FrozenMemory.apply(q, k, v_SGD[part.k_start : part.k_stop], scale))
+        elif not learns and window is None and _is_long(part):
+            outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
+            run = []
+            q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
+            outs.append(_whole(q, k, v_SGD[part.k_start : part.k_stop], scale))
         else:
             run.append(part)
     outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return spread(out, [(p.q_start, p.q_stop) for p in parts], len(q_THD))
+
+
+def _is_long(part: Segment) -> bool:
+    rows = part.q_stop - part.q_start
+    return rows >= _LONG and rows == part.k_stop - part.k_start
+
+
+def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    """Causal attention of one long segment, in rows of few different numbers: each is planned once."""
+    n = len(q_THD)
+    step = 1 << (n.bit_length() - 5)
+    more = -n % step
+    q, k, v = (pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)[:n]
 
 
 def _run(

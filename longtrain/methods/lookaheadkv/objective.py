@@ -20,7 +20,7 @@ from longtrain.methods.lookaheadkv.validation import WINDOW, Ranking, ranks
 from longtrain.methods.samples import Sample, samples
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
-from longtrain.targets.suffix import SuffixRun
+from longtrain.targets.suffix import Beside, SuffixRun
 
 if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
@@ -110,9 +110,12 @@ class LookaheadObjective(Objective):
             if ranking is not None:
                 ranking.add(pred_HT.detach(), true_HT, truth.recent.get(WINDOW, [])[layer : layer + 1])
 
-        truth = Truth(found, info.head_dim**-0.5, then=each, windows=windows, device=device)
+        beside = Beside(self.target)
+        scale = info.head_dim**-0.5
+        truth = Truth(found, scale, then=each, beside=beside, windows=windows, device=device)
         # Layer by layer behind the prompt: the host launches the rows' operators while the device is busy.
         self._prefill(batch, truth)
+        beside.join()
         kl, narrow = divergence.means()
         documents = torch.full((), len(found), device=device)
         figures = {} if ranking is None else ranking.figures()

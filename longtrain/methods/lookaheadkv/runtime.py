@@ -20,7 +20,7 @@ from longtrain.errors import ConflictError
 from longtrain.kernels.importance import importance, own_importance, suffix_lse
 from longtrain.methods.lookaheadkv.modules import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import moved
-from longtrain.targets.suffix import SuffixRun
+from longtrain.targets.suffix import Beside, SuffixRun
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
@@ -109,6 +109,7 @@ class LookaheadEvictor:
             ConflictError: a suffix window is wanted and the prefill was not watched.
         """
         if isinstance(run.watched, LookaheadRows):
+            run.watched.beside.join()
             return torch.stack(run.watched.scores)
         if self.config.suffix_window:
             raise ConflictError(
@@ -144,6 +145,7 @@ class LookaheadRows:
             embeds_NE, pos_N, spans = lookahead_rows(module, keys, range(len(keys)), target.dtype)
             pos_N = moved(pos_N, embeds_NE.device)
             self._run = SuffixRun(target, embeds_NE, pos_N, spans, evictor.adapters)
+        self.beside = Beside(target)
         self.scores: list[Tensor] = []
         """s_BGS of the layers so far, fp32, not pooled."""
 
@@ -152,7 +154,8 @@ class LookaheadRows:
         """See one layer of the prefill."""
         if self._recent is not None:
             self._recent(layer, q_BHTD, k_BGTD, v_BGTD)
-        self.step(k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2))
+        k_BTGD, v_BTGD = k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2)
+        self.beside.run(lambda: self.step(k_BTGD, v_BTGD), k_BGTD, v_BGTD)
 
     def step(self, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
         """Take the rows through the next layer of the prompts."""

@@ -12,8 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from longtrain.cache.packed import alone
 from longtrain.kernels.importance import Span, importance, own_importance, suffix_lse
 from longtrain.methods.samples import Sample
+from longtrain.targets.suffix import Beside
 
 
 def positions(bounds: tuple[int, ...]) -> Tensor:
@@ -74,6 +76,7 @@ class Truth:
         found: the samples of the row.
         scale: the scale of the softmax.
         then: called with (layer, k_BTGD, v_BTGD) when the layer's scores are there.
+        beside: does this work beside the prefill.
         windows: numbers of last rows of a prompt whose scores are wanted too (SnapKV's).
         device: the device that the row is on.
 
@@ -87,10 +90,11 @@ class Truth:
         scale: float,
         *,
         then: Callable[[int, Tensor, Tensor], None],
+        beside: Beside,
         windows: Collection[int] = (),
         device: torch.device,
     ) -> None:
-        self._scale, self._then = scale, then
+        self._scale, self._then, self._beside = scale, then, beside
         responses, prompts = [(s.prompt, s.stop) for s in found], [(s.start, s.prompt) for s in found]
         self._response = ObserverRows(responses, prompts, device)
         self._windows: dict[int, ObserverRows] = {}
@@ -106,7 +110,10 @@ class Truth:
 
     def __call__(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         """See one layer."""
+        self._beside.run(lambda: self._see(layer, q_BHTD, k_BGTD, v_BGTD), q_BHTD, k_BGTD, v_BGTD)
+
+    def _see(self, layer: int, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> None:
         self.true.append(self._response.scores(q_BHTD, k_BGTD, self._scale))
         for window, rows in self._windows.items():
             self.recent[window].append(rows.scores(q_BHTD, k_BGTD, self._scale, own=True))
-        self._then(layer, k_BGTD.transpose(1, 2), v_BGTD.transpose(1, 2))
+        self._then(layer, alone(k_BGTD.transpose(1, 2)), alone(v_BGTD.transpose(1, 2)))
