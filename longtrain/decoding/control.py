@@ -26,11 +26,11 @@ CHAINS: tuple[Widths, ...] = tuple((1,) * n for n in (1, 2, 3, 4, 6, 8))
 _LEVEL = 0.25
 """Share of a plain cycle that a level of drafts is expected to cost as long as no drafting was timed."""
 _PATIENCE = 4
-"""Plain cycles in a row after which a draft is left out of them."""
+"""Plain cycles in a row after which a draft whose next trial is too dear is left out of them."""
 _HEARS = 0.01
 """Share of a plain cycle that a draft may take to hear of its token; one that takes more sleeps."""
 _NAP = 32
-"""Cycles without it before it may be taken in again."""
+"""Cycles without it before it may be taken in again, and so many later each time that it may not."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Control:
     Every cycle it takes the shape with the largest `tokens / seconds` among those that the call can afford
     (`Account`). The time of a shape not measured yet is guessed from those of less and greater depth; if the
     guess makes it the best, it is measured. What was learnt wears off, so a draft that was bad once is tried
-    now and then. Where plain decoding stays the best, the draft sleeps: it is left out of plain cycles, and
-    taken in again for its next trial if it can begin anew with a text.
+    now and then. Where plain decoding stays the best and the next trial is too dear, the draft sleeps: it is
+    left out of plain cycles, and taken in again for that trial if it can begin anew with a text.
 
     Args:
         shapes: smallest first.
@@ -110,6 +110,11 @@ class Control:
         """Whether there is anything to choose."""
         return len(self.shapes) > 1
 
+    @property
+    def times(self) -> bool:
+        """Whether the time of the cycle that was chosen last is wanted."""
+        return self.free and (not self.asleep or self._plain % _NAP <= TIMES)
+
     def choose(self, *, length: int, left: int) -> TreeShape:
         """The next cycle's shape; `asleep` says whether the draft hears of it.
 
@@ -118,6 +123,10 @@ class Control:
             left: most tokens that any text lacks.
         """
         if not self.free:
+            return self.shapes[0]
+        if self.asleep and self._plain % _NAP:  # plain cycles of a small target leave the host no time
+            self._plain += 1
+            self.account.begin(0.0)
             return self.shapes[0]
         self._look_up(length)
         plain_s = self._plain_s
@@ -180,7 +189,7 @@ class Control:
         """The shape of most tokens a second that the call can afford."""
         best, most, waking_s = 0, 1.0 / plain_s, 0.0
         if self.asleep:
-            if not self.wakes or self._plain < _NAP:
+            if not self.wakes:
                 return 0
             waking_s = self._wake_s or 2 * plain_s
         timed = any(one is not None for one in self._known[1:])
@@ -198,11 +207,12 @@ class Control:
             return False
         if alone_s is None and left <= TIMES + 1:  # no draft is needed any more: time for a look at them
             return True
-        if alone_s is None:
+        if alone_s is None:  # one nap tells what hearing of each token costs
             return self.wakes and self._plain > _PATIENCE
-        if self.wakes:
-            return self._plain > _PATIENCE and known_s > (1 + _HEARS) * alone_s
-        return not self.account.affords(known_s - alone_s, alone_s)
+        if not self.wakes:
+            return not self.account.affords(known_s - alone_s, alone_s)
+        poor = not self.account.affords(self._seconds(1, alone_s) - alone_s, alone_s)
+        return poor and self._plain > _PATIENCE and known_s > (1 + _HEARS) * alone_s
 
     def _look_up(self, length: int) -> None:
         """What cycles of each shape take; all are looked up now and then, for times that are too old."""
@@ -289,7 +299,7 @@ def run_cycles(
             if out.done:
                 break
             drafts = not control.asleep
-            news_BX, watch = cycles.run(shape, timed=control.free, drafts=drafts)
+            news_BX, watch = cycles.run(shape, timed=control.times, drafts=drafts)
             transfer.send(news_BX)
             sent.append(_Sent(shape, watch, not drafts, waking))
             used[shape] += 1

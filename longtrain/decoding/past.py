@@ -23,6 +23,8 @@ STALE = 1024
 """Timed cycles after which a time is forgotten."""
 _SHARE = 0.0125
 """Share of plain decoding's time that drafts may lose."""
+_TRIALS = 2
+"""Trials of one kind that a call must be able to afford before it makes one."""
 AHEAD = 128
 """Tokens of a call whose share may be lost before they are there."""
 
@@ -144,14 +146,14 @@ class Account:
         self._open: deque[float] = deque()
 
     def affords(self, risk_s: float, plain_s: float) -> bool:
-        """Whether the call stays within its share if this is lost too, and all that is under way.
+        """Whether the call stays within its share if this is lost more than once, and all that is under way.
 
         Args:
             risk_s: seconds that a cycle takes beyond a plain one.
             plain_s: seconds of a plain cycle.
         """
         share_s = _SHARE * plain_s * max(self._tokens, self._ahead)
-        return risk_s <= 0 or self.lost_s + sum(self._open) + risk_s <= share_s
+        return risk_s <= 0 or self.lost_s + sum(self._open) + _TRIALS * risk_s <= share_s
 
     def begin(self, risk_s: float) -> None:
         """A cycle is launched."""

@@ -325,7 +325,7 @@ def test_a_draft_that_slept_begins_anew_with_the_text(capture, tapes, clock, mon
 
     monkeypatch.setattr(draft, "start", begin)
     monkeypatch.setattr(control_module, "_NAP", 8)
-    monkeypatch.setattr(past, "_SHARE", 0.2)
+    monkeypatch.setattr(past, "_SHARE", 0.06)
     out = Engine(target, Parts(draft=draft, name="longspec"), capture=capture).generate(
         THREE, max_new_tokens=150, shape=ShapeChoice(((1,), (1, 1))), ignore_eos=True
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,8 @@ class LookaheadKV(nn.Module):
         for rows in plan:
             lora: dict[str, Lora] = {}
             for key, used in rows:
-                a_XE = next(pieces).view(len(used) * self.rank, -1)
-                b = {name: next(pieces).view(-1, self.rank) for name in used}
-                lora[key] = Lora(a_XE, b, self.scale)
+                a_XE = next(pieces)
+                lora[key] = Lora(a_XE, {name: next(pieces) for name in used}, self.scale)
             made.append(lora)
         return made
 
@@ -151,12 +150,50 @@ def _find(layer: nn.Module, name: str) -> _Adapter | None:
 
 
 def _cast(tensors: list[Tensor], dtype: torch.dtype, counts: list[list[int]]) -> Iterator[Tensor]:
-    """The tensors in one flat copy of `dtype`, cut into pieces of so many neighbours each."""
+    """The tensors in one flat copy of `dtype`, so many neighbours below each other in each piece."""
     if not tensors:
         return iter(())
-    lengths = iter([tensor.numel() for tensor in tensors])
-    cuts = [sum(next(lengths) for _ in range(n)) for group in counts for n in group]
-    return iter(torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype).split(cuts))
+    groups = tuple(n for group in counts for n in group)
+    assert sum(groups) == len(tensors)
+    return iter(_Cast.apply(dtype, groups, *tensors))
+
+
+class _Cast(torch.autograd.Function):
+    """Hundreds of small matrices in another type as one operator, and their gradients back as one.
+
+    An autograd node for each of them would take the host longer than the device needs for a step's rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dtype: torch.dtype, groups: tuple[int, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.groups, ctx.sizes = groups, [(one.numel(), one.shape) for one in tensors]
+        ctx.dtype = tensors[0].dtype
+        ctx.set_materialize_grads(False)
+        flat = torch.cat([one.reshape(-1) for one in tensors]).to(dtype)
+        pieces, at, first = [], 0, 0
+        for n in groups:
+            size = sum(numel for numel, _ in ctx.sizes[first : first + n])
+            columns = ctx.sizes[first][1][1]
+            pieces.append(flat.as_strided((size // columns, columns), (columns, 1), at))
+            at, first = at + size, first + n
+        return tuple(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        given = next(one for one in grads if one is not None)
+        first, parts = 0, []
+        for n, grad in zip(ctx.groups, grads, strict=True):
+            size = sum(numel for numel, _ in ctx.sizes[first : first + n])
+            parts.append(given.new_zeros(size) if grad is None else grad.reshape(-1))
+            first += n
+        flat = torch.cat(parts).to(ctx.dtype)
+        found, at = [], 0
+        for numel, (rows, columns) in ctx.sizes:
+            found.append(flat.as_strided((rows, columns), (columns, 1), at))
+            at += numel
+        return None, None, *found
 
 
 def _loaded(module: nn.Module, _incompatible: object) -> None:
