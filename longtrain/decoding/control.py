@@ -101,7 +101,6 @@ class Control:
         self._levels = [levels(shape) for shape in self.shapes]
         self._known: list[float | None] = []
         self._alone_s: float | None = None  # a plain cycle without the draft
-        self._wake_s = 0.0
         self._octave, self._age = -1, 0
         self._plain = 0  # plain cycles in a row
 
@@ -175,7 +174,7 @@ class Control:
                 seconds = cost or seconds
         tokens = sum(accepted) / len(accepted) + 1 if accepted else 0.0
         if waking_s is not None:
-            self._wake_s = waking_s
+            self.costs.waking_s = waking_s
             self.account.lost_s += waking_s
         self.account.end(tokens, seconds, self._plain_s)
 
@@ -191,12 +190,13 @@ class Control:
         if self.asleep:
             if not self.wakes:
                 return 0
-            waking_s = self._wake_s or 2 * plain_s
+            known_s = self.costs.waking_s
+            waking_s = plain_s if known_s is None else known_s
         timed = any(one is not None for one in self._known[1:])
         for i in range(1, len(self.shapes) if timed else 2):  # the first trials are the cheapest
             seconds = self._seconds(i, plain_s)
             speed = self.acceptance.tokens(self._levels[i][: left - 1]) / seconds
-            if speed > most and self.account.affords(waking_s + seconds - plain_s, plain_s):
+            if speed > most and self.account.affords(seconds - plain_s, plain_s, before_s=waking_s):
                 best, most = i, speed
         return best
 

@@ -94,6 +94,8 @@ class Costs:
     """
 
     def __init__(self) -> None:
+        self.waking_s: float | None = None
+        """Seconds that taking a draft in again took last; None: none was."""
         self._now = 0
         self._times: dict[tuple[Hashable, TreeShape, int], deque[tuple[int, float]]] = {}
 
@@ -145,15 +147,16 @@ class Account:
         self._tokens = self.lost_s = 0.0
         self._open: deque[float] = deque()
 
-    def affords(self, risk_s: float, plain_s: float) -> bool:
+    def affords(self, risk_s: float, plain_s: float, *, before_s: float = 0.0) -> bool:
         """Whether the call stays within its share if this is lost more than once, and all that is under way.
 
         Args:
             risk_s: seconds that a cycle takes beyond a plain one.
             plain_s: seconds of a plain cycle.
+            before_s: seconds that are lost once before it.
         """
         share_s = _SHARE * plain_s * max(self._tokens, self._ahead)
-        return risk_s <= 0 or self.lost_s + sum(self._open) + _TRIALS * risk_s <= share_s
+        return risk_s <= 0 or self.lost_s + sum(self._open) + before_s + _TRIALS * risk_s <= share_s
 
     def begin(self, risk_s: float) -> None:
         """A cycle is launched."""
