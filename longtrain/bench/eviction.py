@@ -64,9 +64,9 @@ SECTIONS = {
     "ttft": Section(
         "Time to first token",
         "Token ids in, first answer token on the host and the cache compacted. `added` is paired with a run "
-        "of the full cache right before, p10 and p90 over pairs; `overhead` is the median of the paired "
-        "ratios. Theory is that of this GPU. What policies write themselves is launched token by token, "
-        "without CUDA graphs. Peak memory has the weights of target and draft in it.",
+        "of the full cache right before or after, p10 and p90 over pairs; `overhead` is the median of the "
+        "paired ratios. Theory is that of this GPU. What policies write themselves is launched token by "
+        "token, without CUDA graphs. Peak memory has the weights of target and draft in it.",
         first_token.COLUMNS,
     ),
     "parts": Section(

@@ -2,8 +2,9 @@
 
 A run is `Engine.generate`: prompt ids in, prefill, the policy's scores and choice, compaction of the cache,
 the first answer token on the host, everything on the device done. Every run of a system is paired with a run
-of the full cache on the same prompt right before it, in one process; no two pairs share a prompt. Differences
-are taken pair by pair, so a clock that drifts meets both sides.
+of the full cache on the same prompt, right before it or, in every other pair, right after it, in one process;
+no two pairs share a prompt. Differences are taken pair by pair, so a clock that drifts meets both sides, and
+so does a device that is slower right after a run.
 
 The parts of the added time (scores, choice of rows, compaction) are each timed alone on the cache of one
 prompt. Alone, a part waits for the host to launch it; behind a prefill the host is ahead, so each is timed
@@ -198,11 +199,11 @@ class PairedRuns:
         return row
 
     def _pair(self, name: str) -> None:
-        """The full cache and then a system, on the same prompt."""
-        prompt = self.prompt()
-        base = self._one(FULL, prompt)
-        self.pairs[name].append((base, self._one(name, prompt)))
-        self.alone.append(base)
+        """The full cache and a system on the same prompt, every other time the other way round."""
+        prompt, order = self.prompt(), (FULL, name)
+        found = {one: self._one(one, prompt) for one in order[:: 1 - 2 * (len(self.pairs[name]) % 2)]}
+        self.pairs[name].append((found[FULL], found[name]))
+        self.alone.append(found[FULL])
 
     def _one(self, name: str, prompt: list[int]) -> Timing:
         """One run; what it kept goes to the row of its system."""

@@ -122,3 +122,17 @@ def test_documents_of_a_row_share_one_call():
     q, k, v = tensors(bounds, bounds)
     packed_attention(q, k, v, bounds, bounds, scale=0.3)
     assert CALLS == [("forward", 35, 35)]
+
+
+def test_a_long_segment_without_gradients_is_attended_whole(monkeypatch):
+    """In rows of few different numbers: the rows added behind it are seen by none of its own."""
+    monkeypatch.setattr(flash, "_LARGE", 33 * 8)
+    bounds = (0, 9, 50, 60, 93, 95)  # of 41 rows, padded to 42, and of 33, which are 34
+    q, k, v = tensors(bounds, bounds)
+    args = {"scale": 0.3}
+    out = packed_attention(q, k, v, bounds, bounds, **args)
+    torch.testing.assert_close(out, reference.packed_attention(q, k, v, bounds, bounds, window=None, **args))
+    assert [rows for _, rows, _ in CALLS] == [9, 10, 2]
+    CALLS.clear()
+    packed_attention(q.requires_grad_(), k, v, bounds, bounds, **args)
+    assert [rows for _, rows, _ in CALLS] == [95]

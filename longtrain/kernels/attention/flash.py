@@ -26,8 +26,8 @@ log = get_logger(__name__)
 
 BLOCK = 8192
 """Keys of one block of the frozen-memory backward."""
-_LONG = 4096
-"""Rows from which on a segment without gradients is attended as a whole sequence."""
+_LARGE = 4096 * 128
+"""Numbers of a query head from which on a segment without gradients is attended as a whole sequence."""
 _FLASH_ATTN = find_spec("flash_attn") is not None
 _NEEDED = {
     "_flash_attention_forward": {"cum_seq_q", "cum_seq_k", "is_causal", "scale", "window_size_left"},
@@ -79,7 +79,7 @@ def flash_segments(
             run = []
             q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
             outs.append(_FrozenMemory.apply(q, k, v_SGD[part.k_start : part.k_stop], scale))
-        elif not learns and window is None and _is_long(part):
+        elif not learns and window is None and _is_large(part, q_THD.shape[2]):
             outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
             run = []
             q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
@@ -91,9 +91,9 @@ def flash_segments(
     return spread(out, [(p.q_start, p.q_stop) for p in parts], len(q_THD))
 
 
-def _is_long(part: Segment) -> bool:
+def _is_large(part: Segment, head_dim: int) -> bool:
     rows = part.q_stop - part.q_start
-    return rows >= _LONG and rows == part.k_stop - part.k_start
+    return rows * head_dim >= _LARGE and rows == part.k_stop - part.k_start
 
 
 def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:

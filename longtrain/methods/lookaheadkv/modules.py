@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.targets.info import TargetInfo
 
+_Plan: TypeAlias = tuple[list[list[tuple[str, list[str]]]], list[Tensor], list[list[int]]]
+"""Layer by layer the linears that share an input; all A and B in that order; how many are one piece."""
 STD = 0.02
 """The spread of fresh soft tokens until the target's own embeddings are known."""
 
@@ -47,6 +49,7 @@ class LookaheadKV(nn.Module):
             )
         self.scale = config.lora_alpha / config.lora_rank
         self.rank = config.lora_rank
+        self._plan: _Plan | None = None
         self.fresh = True
         """False once weights were loaded: they must not be scaled then."""
         self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
@@ -73,7 +76,22 @@ class LookaheadKV(nn.Module):
 
         All of them are cast in one piece, in which the A of linears that share an input are neighbours.
         """
-        plan: list[list[tuple[str, dict[str, _Adapter]]]] = []
+        if self._plan is None:
+            self._plan = self._planned()
+        plan, tensors, counts = self._plan
+        pieces = _cast(tensors, dtype, counts)
+        made: list[LayerLora] = []
+        for rows in plan:
+            lora: dict[str, Lora] = {}
+            for key, names in rows:
+                a_XE = next(pieces)
+                lora[key] = Lora(a_XE, {name: next(pieces) for name in names}, self.scale)
+            made.append(lora)
+        return made
+
+    def _planned(self) -> _Plan:
+        """What `adapters` needs of the modules: looking hundreds of them up takes the host milliseconds."""
+        plan: list[list[tuple[str, list[str]]]] = []
         tensors: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             plan.append([])
@@ -82,18 +100,10 @@ class LookaheadKV(nn.Module):
                 if index == len(self.layers) - 1:
                     used = {name: found for name, found in used.items() if name in LAST}
                 if used:
-                    plan[-1].append((key, used))
+                    plan[-1].append((key, list(used)))
                     tensors += [one.lora_A.weight for one in used.values()]
                     tensors += [one.lora_B.weight for one in used.values()]
-        pieces = _cast(tensors, dtype, [[len(used)] + [1] * len(used) for rows in plan for _, used in rows])
-        made: list[LayerLora] = []
-        for rows in plan:
-            lora: dict[str, Lora] = {}
-            for key, used in rows:
-                a_XE = next(pieces)
-                lora[key] = Lora(a_XE, {name: next(pieces) for name in used}, self.scale)
-            made.append(lora)
-        return made
+        return plan, tensors, [[len(names)] + [1] * len(names) for rows in plan for _, names in rows]
 
     @torch.no_grad()
     def scale_embeddings(self, std: float) -> None:

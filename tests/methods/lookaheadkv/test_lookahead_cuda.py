@@ -14,6 +14,7 @@ from longtrain.artifact import Artifact
 from longtrain.decoding.evict import PromptRun
 from longtrain.methods.lookaheadkv.config import Config
 from longtrain.methods.lookaheadkv.objective import LookaheadObjective
+from longtrain.targets import suffix
 from longtrain.targets.step import Rows, Want
 
 pytestmark = pytest.mark.gpu
@@ -96,3 +97,32 @@ def test_an_artifact_of_the_cpu_is_verified_on_the_gpu(three_layers, make_module
     module = make_module(target, CONFIG, torch.float32)
     made = Artifact.from_module("lookaheadkv", CONFIG, module=module, target=target)
     assert Artifact.load(made.save(tmp_path / "e")).attach(target.cuda(), budget_tokens=16).evictor
+
+
+@pytest.mark.parametrize("changes", [{}, {"suffix_window": 16}], ids=str)
+def test_rows_beside_the_prefill_give_the_bits_of_rows_in_it(
+    three_layers, make_module, make_batch, changes, monkeypatch
+):
+    """Scores, loss and gradients: only the order of launches differs, and nothing is read too early."""
+    config = replace(CONFIG, **changes)
+    target = three_layers("qwen3", torch.bfloat16).cuda()
+    module = make_module(target, config, torch.float32).cuda()
+    evictor = (
+        methods.get("lookaheadkv")
+        .attach(make_module(target, config, torch.bfloat16).cuda(), target, config, {"budget_tokens": 64})
+        .evictor
+    )
+    ids = torch.randint(2, target.info.vocab_size, (2, 700), device="cuda")
+    batch = make_batch(target, PAIRS).to("cuda")
+    found = []
+    for beside in (True, True, False):
+        if not beside:
+            monkeypatch.setattr(suffix, "_stream", lambda device: None)
+        run, _ = prefilled(target, ids, [700, 333], evictor)
+        module.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = LookaheadObjective(module, target, config)(batch)
+        loss.total.backward()
+        found.append((evictor.scores(run), loss.total.detach(), gradient(module)))
+    for one in found[:2]:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[2], strict=True))
