@@ -1,4 +1,4 @@
-"""The draft as it runs when drafting (`decoding.draft_layer`).
+"""The draft as it runs when drafting (`methods.draft_layer`).
 
 The same function as `Eagle3Draft` up to rounding.
 Shapes: N rows (nodes or tokens, all sequences' together), E hidden dim, H query heads, D head dim, K tokens
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.decoding.draft_layer import JoinedLayer, normed
+from longtrain.methods.draft_layer import JoinedLayer, normed
 
 if TYPE_CHECKING:
     from longtrain.methods.eagle3.modules import Eagle3Draft

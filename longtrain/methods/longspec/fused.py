@@ -1,4 +1,4 @@
-"""The draft's layer as it runs when drafting (`decoding.draft_layer`).
+"""The draft's layer as it runs when drafting (`methods.draft_layer`).
 
 The same function as `LongSpecDraft` up to rounding. Rows are nodes or tokens, all sequences' together.
 Shapes: N rows, E hidden dim, H query heads, G KV heads, D head dim.
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from longtrain.decoding.draft_layer import JoinedLayer, head_norms, normed
 from longtrain.kernels.fused_layer import Slots, rotate_heads
+from longtrain.methods.draft_layer import JoinedLayer, head_norms, normed
 
 if TYPE_CHECKING:
     from longtrain.layers import Rope
