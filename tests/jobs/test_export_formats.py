@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from longtrain import cli, methods, provenance
 from longtrain.artifact import Artifact
+from longtrain.artifact.inspection import inspect
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
@@ -59,6 +60,12 @@ def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, tar
     card = (folder / "README.md").read_text()
     assert "--speculative-config" in card and str(target_folder.parent) not in card
     assert "## Training" in card and "Data: not recorded." in card and "- step: 7" in card
+    found = inspect(str(folder))
+    assert not found.fault and "parameters in" in found.facts["tensors"]
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-7])
+    assert "model.safetensors" in inspect(str(folder)).fault
+    (folder / "model.safetensors").write_bytes(whole)
     assert ("--speculative-draft-window-size 21" in card) == (form == "flat")
     with pytest.raises(ArtifactError, match=r"foretells \d.* always drafting the commonest one gives"):
         export.run(composed("export", f"verify={folder}"))  # with the target: it was not trained
@@ -135,6 +142,7 @@ def test_a_retrieval_head_becomes_a_folder_for_sglang(composed, tmp_path, target
     card = (folder / "README.md").read_text()
     assert "specontext_sglang.register()" in card and str(target_folder.parent) not in card
     export.run(composed("export", f"verify={folder}"))
+    assert not inspect(str(folder)).fault
     with pytest.raises(ConfigError, match="tokens and no hidden states"):
         export.run(composed(*words, f"artifact={tmp_path / 'checkpoints' / 'own'}"))
     assert not (tmp_path / "checkpoints" / "own-sglang").exists()
