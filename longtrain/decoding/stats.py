@@ -67,7 +67,7 @@ class Stats:
         output_tokens: tokens generated for each, cuts applied.
         prefill_s: wall time from the start to the first tokens, in seconds, the draft's own start included.
         decode_s: wall time of all cycles, in seconds.
-        capture_s: wall time of making CUDA graphs and of the first cycles, which compile, once a kind of call; not in
+        capture_s: wall time of making CUDA graphs and of the first cycles, which compile; not in
             `decode_s`.
         kept_rows: rows of each prompt left in the cache after eviction, mean over layers and KV heads.
         cache_bytes: the target's cache while decoding, largest of the pooled calls.
