@@ -153,14 +153,17 @@ class SpeedTest:
 
 
 def _figures(mine: Sequence[Stats], full: Sequence[Stats], *, peak: int) -> Json:
-    """Figures over all batches, which `full` ran in turn with `mine`; first tokens by batch."""
+    """Figures over all batches, which `full` ran in turn with `mine`; some of them by batch."""
     one, plain = sum(mine, Stats()), sum(full, Stats())
     ours, theirs = one.end_to_end_tokens_per_s, plain.end_to_end_tokens_per_s
+    each = [_over(a.tokens_per_s, b.tokens_per_s) for a, b in zip(mine, full, strict=True)]
+    ratios = [ratio for ratio in each if ratio is not None]
     overheads = [a.prefill_s - b.prefill_s for a, b in zip(mine, full, strict=True)]
     return {
         "tokens_per_s": _known(one.tokens_per_s),
         "end_to_end_tokens_per_s": _known(ours),
         "ratio": _over(one.tokens_per_s, plain.tokens_per_s),
+        "ratio_range": [min(ratios), max(ratios)] if ratios else None,
         "end_to_end_ratio": _over(ours, theirs),
         "ms_per_cycle": 1e3 * one.decode_s / max(1, one.target_forwards - len(mine)),
         "prefill_s": one.prefill_s,

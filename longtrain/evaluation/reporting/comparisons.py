@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from longtrain.evaluation.reporting.tables import Column, Sheet, difference, joined, section, sheet
 from longtrain.tables import DASH, escaped, fixed, interval, markdown, tokens, without_empty
 
 Json = dict[str, Any]
+CPU_NOTE = (
+    "Measured on a CPU, where other work and the number of threads change a time by a factor from run to "
+    "run: these figures say nothing about speed on a GPU."
+)
+"""What stands below speeds of a CPU."""
 
 
 def compare_table(compared: Json) -> str:
@@ -65,7 +71,7 @@ def speed_table(results: Json, timings: Json) -> str:
         ("system", lambda one: escaped(one["system"])),
         ("τ", lambda one: fixed(_tau_at(results, one))),
         ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
-        ("speed", lambda one: _times(one["ratio"])),
+        ("speed", lambda one: _times(one["ratio"], one.get("ratio_range"))),
         ("with prefill", lambda one: fixed(one["end_to_end_tokens_per_s"], 1)),
         ("speed with prefill", lambda one: _times(one["end_to_end_ratio"])),
         ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
@@ -80,7 +86,9 @@ def speed_table(results: Json, timings: Json) -> str:
         markdown(*without_empty(*sheet(columns, things))),
         f"Every system in turn on the same prompts, {timed[0]['batch']} at a time, in one process: {prompts}."
         f" Speeds are ratios to {next(iter(timed[0]['figures']))}; tokens/s and its ratio leave out prefill "
-        "(a draft's own included). τ is that of all prompts of the run.",
+        "(a draft's own included); in brackets the smallest and the largest ratio of a batch. τ is that of "
+        "all prompts of the run.",
+        CPU_NOTE if str(timings["device"]).startswith("cpu") else "",
     )
 
 
@@ -89,7 +97,8 @@ def _tau_at(results: Json, row: Json) -> float | None:
     if row["length"] is not None:
         place = (row["system"], row["task"], {"length": row["length"]})
         found = [one for one in results["cells"] if (one["system"], one["task"], one["facets"]) == place]
-        return found[0]["acceptance"]["value"] if found and found[0]["acceptance"] else None
+        if found or row["task"] != str(row["length"]):  # else the task is this length
+            return found[0]["acceptance"]["value"] if found and found[0]["acceptance"] else None
     systems = [system for system in results["systems"] if system["name"] == row["system"]]
     tasks = [task for system in systems for task in system["tasks"] if task["task"] == row["task"]]
     return tasks[0]["acceptance"]["tau"]["value"] if tasks and tasks[0]["acceptance"] else None
@@ -99,8 +108,12 @@ def _place(row: Json) -> str:
     return str(row["task"]) if row["length"] is None else f"{row['task']} at {tokens(row['length'])}"
 
 
-def _times(ratio: float | None) -> str:
-    return DASH if ratio is None else f"{ratio:.2f} ×"
+def _times(ratio: float | None, between: Sequence[float] | None = None) -> str:
+    """A ratio, and between which ratios single batches were where they differ."""
+    if ratio is None:
+        return DASH
+    spread = "" if between is None or between[0] == between[1] else f" ({between[0]:.2f} to {between[1]:.2f})"
+    return f"{ratio:.2f} ×{spread}"
 
 
 def _bytes(count: int | None) -> str:

@@ -104,7 +104,7 @@ def _systems(results: Json, *, plain: bool = False) -> Sheet:
         (f"average {scale}" if several else scale, lambda system: interval(system["average"])),
         ("vs full", lambda system: difference(system["versus_full"], plain=plain)),
         ("cache kept", lambda system: percent(_kept_share(system) if system["budget"] else None)),
-        ("τ", _tau),
+        ("τ", lambda system: DASH if scale == ACCEPTANCE else _tau(system)),
         ("accepted", lambda system: percent(_value(system["acceptance"], "acceptance_rate"))),
         ("texts", _same_texts),
         ("unjudged", _unjudged),
@@ -147,7 +147,7 @@ def _tasks(results: Json, drafted: Sequence[Json]) -> list[str]:
     if any(task["score"]["value"] is not None for task in by.values()):
         title = f"{results['scale']['name'].capitalize()} by task"
         parts.append(section(title, _grid(systems, names, by, _score)))
-    if drafted and len(names) > 1:
+    if drafted and len(names) > 1 and results["scale"]["name"] != ACCEPTANCE:
         parts.append(section("Acceptance length τ by task", _grid(drafted, names, by, _tau)))
     return parts
 

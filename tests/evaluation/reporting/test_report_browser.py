@@ -39,7 +39,8 @@ def report(made, tmp_path_factory):
     file = tmp_path_factory.mktemp("report") / "report.html"
     speed = [{"task": "lcc", "length": 4096, "prompts": 2, "batch": 1, "max_new_tokens": 64}]
     speed[0]["figures"] = {
-        name: {"tokens_per_s": 10.0, "ratio": 1.0} for name in ("full", "longspec_llama8b")
+        "full": {"tokens_per_s": 10.0, "ratio": 1.0},
+        "longspec_llama8b": {"tokens_per_s": 25.0, "ratio": 2.5, "ratio_range": [2.0, 3.5]},
     }
     timings = {"device": "cpu", "speed": speed}
     file.write_bytes(page(made.results, examples, timings=timings))
@@ -300,3 +301,10 @@ def test_a_comparison_opens_and_sorts(made, tmp_path, open_page):
     tab.locator("#pairs thead button").first.click()
     assert column(tab, "pairs", 1) == sorted(system.name for system in made.systems)
     assert len(column(tab, "pair-tasks", 1)) == len(made.systems)
+
+
+def test_speeds_show_their_spread_and_that_a_cpu_says_nothing(report, open_page):
+    tab = open_page(report)
+    assert "2.50 \u00d7 (2.00 to 3.50)" in tab.inner_text("#times") and "25.0" in tab.inner_text("#times")
+    assert "say nothing about speed on a GPU" in tab.inner_text("section#speed")
+    assert "2.50 \u00d7" in tab.inner_text("#card-speed")

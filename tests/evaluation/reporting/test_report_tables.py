@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.reporting.pictures import budget_rank, by_budget, pictures
 from longtrain.evaluation.reporting.tables import difference, summary, table
 from longtrain.tables import escaped
@@ -107,3 +108,13 @@ def test_budgets_are_lines_of_families_in_order(made):
     assert [place for place, _ in lines["snapkv"]] == ["64", "128", "256", "512"]
     assert "full" not in lines and "longspec_llama8b" not in lines
     assert sorted(["10%", "512", "5%", "64"], key=budget_rank) == ["64", "512", "5%", "10%"]
+
+
+def test_an_acceptance_length_has_one_interval(made):
+    """Where the score is the acceptance length, no second column or table says it again."""
+    results = copy.deepcopy(made.results)
+    results["scale"]["name"] = ACCEPTANCE
+    header, rows = summary(results)
+    assert "τ" in summary(made.results)[0] and "τ" not in header and len(rows) == len(made.systems)
+    again = "## Acceptance length τ by task"
+    assert again in table(made.results) and again not in table(results)

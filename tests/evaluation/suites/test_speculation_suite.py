@@ -168,6 +168,12 @@ def test_speed_is_timed_in_turn_on_the_first_prompts(target, data, systems):
     ratio = row["figures"]["draft"]["ratio"]
     assert "| gov_report | full | - |" in table and "| gov_report | draft | 3.25 |" in table
     assert f"{ratio:.2f} ×" in table and "2 of gov_report (12 tokens each)" in table
+    assert table.count("Measured on a CPU") == 1 and "say nothing about speed on a GPU" in table
+    low, high = row["figures"]["draft"]["ratio_range"]
+    assert low == high == ratio  # one batch; several show how far they are apart
+    row["figures"]["draft"]["ratio_range"] = [ratio / 2, 2 * ratio]
+    again = speed_table(results, {"device": "cuda:0", "speed": rows})
+    assert f"{ratio:.2f} × ({ratio / 2:.2f} to {2 * ratio:.2f})" in again and "a CPU" not in again
     assert speed_table(results, {"device": "cpu"}) == ""
 
 

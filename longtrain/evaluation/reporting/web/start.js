@@ -42,6 +42,8 @@ function overview() {
     const sum = (key) => found.reduce((total, one) => total + one[key], 0);
     if (found.length) cards.push(card("card-exact", "Drafted texts equal to plain decoding", `${sum("compared") - sum("different")} / ${sum("compared")}`, sum("different") ? "the rest may be rounding; see results.json" : "token for token"));
   }
+  const fast = timed().filter((row) => row.name !== full?.name && known(row.ratio)).sort((a, b) => b.ratio - a.ratio)[0];
+  if (fast) cards.push(card("card-speed", "Most tokens a second", fixed(fast.tokens_per_s, 1), el("b", {}, fast.name), `, ${ratioOf(fast)} of plain decoding${onCpu() ? "; a CPU says nothing about speed" : ""}`));
   return cards.length ? el("div", { class: "cards" }, cards) : null;
 }
 
@@ -55,7 +57,7 @@ function tasksSection() {
   const options = [];
   if (scored) options.push(["score", `${scaleName}s`]);
   if (scored && run.systems.some((system) => system.versus_full)) options.push(["versus", "difference from full"]);
-  if (drafted) options.push(["tau", "acceptance \u03c4"]);
+  if (drafted && scaleName !== ACCEPTANCE) options.push(["tau", "acceptance \u03c4"]);
   if (!options.length) return null;
   const place = el("div"), search = el("span");
   const show = (what) => { const made = taskMatrix(what); place.replaceChildren(made.table); search.replaceChildren(made.search); };
@@ -68,18 +70,26 @@ function tasksSection() {
     rivals && [el("h3", { class: "under" }, "Differences over the same prompts"), rivals]);
 }
 
+/** Systems that were timed, one entry for each task or length. */
+const timed = () => (page.timings?.speed ?? []).flatMap((row) => Object.entries(row.figures).map(([name, figures]) => ({ ...row, ...figures, name })));
+const onCpu = () => String(page.timings?.device).startsWith("cpu");
+function ratioOf(row) {
+  const [low, high] = row.ratio_range ?? [null, null];
+  return known(low) && low !== high ? `${fixed(row.ratio, 2)} \u00d7 (${fixed(low, 2)} to ${fixed(high, 2)})` : `${fixed(row.ratio, 2)} \u00d7`;
+}
+
 function timesSection() {
-  const rows = (page.timings?.speed ?? []).flatMap((row) => Object.entries(row.figures).map(([name, figures]) => ({ ...row, ...figures, name })));
+  const rows = timed();
   if (!rows.length) return null;
   const number = (key, name, digits, title) => rows.some((row) => known(row[key])) && { name, title, value: (row) => row[key], cell: (row) => fixed(row[key], digits) };
   const columns = [{ name: "system", left: true, value: (row) => row.name, cell: (row) => systemLabel(row.name) },
     { name: "task", left: true, value: (row) => row.task, cell: (row) => row.task },
     rows.some((row) => known(row.length)) && { name: "context", value: (row) => row.length, cell: (row) => (known(row.length) ? tokens(row.length) : "\u2013") },
     number("tokens_per_s", "tokens/s", 1, "Output tokens a second, the prompt\u2019s time left out"),
-    number("ratio", "ratio", 2, "To the full cache without a draft"),
+    rows.some((row) => known(row.ratio)) && { name: "ratio", title: "To the full cache without a draft; in brackets the smallest and the largest of a batch", value: (row) => row.ratio, cell: (row) => (known(row.ratio) ? ratioOf(row) : "\u2013") },
     number("end_to_end_tokens_per_s", "with prompt", 1, "Output tokens a second, the prompt\u2019s time included"),
     number("max_new_tokens", "output tokens", 0, "Asked for"), number("prompts", "prompts", 0), number("batch", "batch", 0)].filter(Boolean);
-  return section("speed", "Speed", `Measured on ${page.timings.device}; systems took turns on every batch.`, sortable(columns, rows, { id: "times", filter: false, label: "Speed" }).table);
+  return section("speed", "Speed", `Measured on ${page.timings.device}; systems took turns on every batch.${onCpu() ? " Other work and the number of threads change the times of a CPU by a factor from run to run: these figures say nothing about speed on a GPU." : ""}`, sortable(columns, rows, { id: "times", filter: false, label: "Speed" }).table);
 }
 
 function deep(name, value) {
