@@ -40,6 +40,10 @@ def test_a_training_line_keeps_its_steps_in_80_columns(monkeypatch: pytest.Monke
     bar.on_validation_start(trainer, None)
     bar._bar.refresh()
     shown = stream.getvalue().splitlines()
+    trainer.num_val_batches = [64]
+    bar.on_validation_batch_end(trainer, None, None, None, 11)
+    bar._bar.refresh()
+    assert "validating 12/64" in stream.getvalue().splitlines()[-1]
     bar.on_train_end(trainer, None)
     assert "4567/123456" in shown[-1] and "validating" in shown[-1] and "figure" in shown[-1]
 

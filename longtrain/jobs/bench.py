@@ -13,6 +13,7 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.jobs.setup import convert, device_of, drafting_from, load_target_from, plain, sampling_from
 from longtrain.log import get_logger
+from longtrain.progress import follow
 from longtrain.settings import AUTO, Counts
 from longtrain.tables import say
 
@@ -50,7 +51,7 @@ def _measure(cfg: DictConfig) -> None:
     folder = Path(cfg.run_dir) / "bench"
     rows: list[dict[str, Any]] = []
     try:
-        for row in bench.run(settings, context):
+        for row in follow(bench.run(settings, context), f"bench {name}", unit="measurements"):
             if not rows:  # what was refused leaves the last run's files alone
                 provenance.write(folder, plain(cfg))
             rows.append(row)

@@ -205,7 +205,21 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], left="validating")
         elif self.enabled and trainer.is_global_zero:
+            self._line = time.monotonic()
             log.info("validating step=%d/%d", trainer.global_step, self._total)
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *rest: Any
+    ) -> None:
+        """Say how far validation is; a log hears of it now and then."""
+        if not (self.enabled and trainer.is_global_zero):
+            return
+        done, total = batch_idx + 1, int(sum(trainer.num_val_batches))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], left=f"validating {done}/{total}")
+        elif time.monotonic() - self._line >= LINE_SECONDS and done < total:
+            self._line = time.monotonic()
+            log.info("validating step=%d/%d rows=%d/%d", trainer.global_step, self._total, done, total)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Say that training goes on."""

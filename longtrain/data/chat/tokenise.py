@@ -95,7 +95,8 @@ class Tokenise:
                 continue
             before = self.counts["kept"] + self.counts["text only"]
             with self._placed(source):
-                stream = self._follow(documents(source, found, self.tell), source)
+                files = len(found["files"]) if source.reader == "text" else None
+                stream = self._follow(documents(source, found, self.tell), source, total=files)
                 for batch in _batches(stream):
                     self._add(writer, index, self._tokens(batch, index, source))
             self.conversations.check_share()
@@ -319,11 +320,13 @@ class Tokenise:
         self.counts["truncated"] += 1
         return ids_T[: self.limit], mask_T[: self.limit]
 
-    def _follow(self, stream: Iterable[Any], source: SourceConfig) -> Iterator[Any]:
+    def _follow(
+        self, stream: Iterable[Any], source: SourceConfig, *, total: int | None = None
+    ) -> Iterator[Any]:
         """The stream with its progress shown, unless the answers that the target writes show theirs."""
         if self.config.written_by_target(source):
             return iter(stream)
-        return follow(stream, f"{source.reader} {source.where}", total=source.rows, bar=self.bar)
+        return follow(stream, f"{source.reader} {source.where}", total=source.rows or total, bar=self.bar)
 
     def _synthetic(self, source: SourceConfig) -> Iterator[Made | PromptDocument]:
         """A synthetic source's documents."""
