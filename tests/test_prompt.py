@@ -121,7 +121,7 @@ def test_what_is_missing_names_a_command_that_serves(run: Run) -> None:
     assert again.returncode == 0, again.stderr
     assert again.stderr == (
         "dry run of train, export: no fault in what is checked before work begins; "
-        "a suite's own keys and memory are checked later\n"
+        "memory and the rows of data are checked later\n"
     )
 
 
@@ -254,3 +254,31 @@ def test_what_a_run_and_its_data_are_called(
     done = run("plan", *words, "quiet=true")
     assert done.returncode == 0, done.stderr
     assert seen == [(name, data)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eval", "suite=needle", "suite.prompts=0"], "suite.prompts=0; allowed: a whole number"),
+        (["eval", "suite=acceptance", "suite.kinds=3"], "suite.kinds=3; allowed"),
+        (["train", "method=specontext", "method.sets=99", "data=excerpt"], "method.sets=99; target tiny"),
+    ],
+)
+def test_a_dry_run_reads_the_suite_and_builds_the_module(words: list[str], says: str, run: Run) -> None:
+    done = run(*words, "target=tiny", "dry_run=true")
+    assert done.returncode == 1 and says in done.stderr
+
+
+def test_method_keys_beside_an_artifact_are_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "checkpoints" / "it"
+    folder.mkdir(parents=True)
+    (folder / "longtrain.json").write_text('{"method": "longspec", "config": {"window": 64}}')
+    fake(monkeypatch, generate=lambda cfg: None, eval=lambda cfg: None)
+    monkeypatch.setattr("longtrain.jobs.generate.check", lambda cfg: None)
+    words = ["target=tiny", "method=longspec", "artifact=it", "quiet=true"]
+    assert run("generate", *words, "method.window=64").returncode == 0
+    done = run("generate", *words, "method.window=32")
+    assert done.returncode == 1
+    assert "method.window=32 is typed, and artifact it was exported with 64; leave it out" in done.stderr

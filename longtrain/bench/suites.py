@@ -24,6 +24,7 @@ from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError
 from longtrain.settings import AUTO, Count, read
 from longtrain.systems import Builder, Entry, System, parse
+from longtrain.systems.system import check_methods
 from longtrain.tables import of_rows
 from longtrain.targets.loading import random_target
 from longtrain.targets.model import Target
@@ -149,11 +150,9 @@ class Context:
             ConfigError: an entry is wrong, or two have one name.
         """
         found = [parse(value) for value in values]
-        for entry in found:
-            if entry.method is not None:
-                entry.config()
-            for name in entry.artifacts:
-                self.load(name)
+        check_methods(found, key)
+        for name in (name for entry in found for name in entry.artifacts):
+            self.load(name)
         names = [entry.called() for entry in found]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"{key} has two systems named {twice[0]}; give one of them a `label`")

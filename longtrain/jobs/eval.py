@@ -110,11 +110,15 @@ def check(cfg: DictConfig) -> None:
     """Refuse what would fail at the very end.
 
     Raises:
-        ConfigError: no such suite or report, or a package that the report needs is missing.
+        ConfigError: no such suite or report, a wrong key of the suite, or a package that the report needs is
+            missing.
     """
     from longtrain.evaluation.reporting.page import check_plotly
+    from longtrain.evaluation.suites import SUITES
+    from longtrain.evaluation.suites.shared import check_settings
 
     known_suite(cfg)
+    check_settings(importlib.import_module(SUITES[cfg.suite.name]), plain(cfg.suite))
     if compare.wants_page(cfg):
         check_plotly()
 

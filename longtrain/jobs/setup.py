@@ -176,7 +176,7 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
         ArtifactError: an artifact that is not there, or damaged.
     """
     from longtrain import methods
-    from longtrain.systems.system import parse_all
+    from longtrain.systems.system import check_methods, parse_all
 
     suite = plain(cfg.suite)
     values: list[Any] = [{"artifact": name} for name in artifact_names(cfg)]
@@ -185,7 +185,7 @@ def systems_of(cfg: DictConfig) -> tuple[list[Any], dict[str, Artifact]]:
     if chosen := {key: value for key, value in plain(cfg.select).items() if value is not None}:
         _choose(values, chosen, cfg)
     listed = suite["policies"] if "policies" in suite else suite["systems"]
-    parse_all(listed or [])
+    check_methods(parse_all(listed or []))
     values += [value for value in listed or [] if value not in values]
     wanted = dict.fromkeys(name for entry in parse_all(values) for name in entry.artifacts)
     return values, {name: load_artifact(name, cfg) for name in wanted}

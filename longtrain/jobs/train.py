@@ -136,12 +136,13 @@ def check(cfg: DictConfig) -> None:
         ConfigError: a setting is wrong, there is nothing to train, or the target is not here.
         ArtifactError: a file of the target is missing.
     """
-    spec = _settings(cfg)[0]
+    spec, config, *_ = _settings(cfg)
     if spec.export is None:
         if not (cfg.target and cfg.target.path):
             raise ConfigError(NO_TARGET)
         stored = str(cfg.target.get("weights") or "stored") == "stored"
         folder_at_hand(str(cfg.target.path), weights=stored)
+        outline.trained_weights(spec, config, outline.target_shape(cfg)[0])  # refuses what cannot be built
 
 
 def _settings(cfg: DictConfig) -> tuple[MethodSpec, Any, Optim, LoopConfig, FeatureSettings]:

@@ -97,7 +97,7 @@ def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "
-        "a suite's own keys and memory are checked later\n"
+        "memory and the rows of data are checked later\n"
     )
 
 

@@ -5,6 +5,7 @@ Nothing that is right loads torch here, so that a mistake is told within a secon
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) ->
             for name in artifact_names(cfg):
                 if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
                     _there(cfg, name, words)
+                    _as_exported(cfg, name, words)
         before.append(job)
 
 
@@ -138,6 +140,26 @@ def _decode(cfg: DictConfig) -> None:
     for key, kind in kinds.items():
         if key in cfg.decode:
             convert(plain(cfg.decode[key]), kind, f"decode.{key}")
+
+
+def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
+    """Refuse typed keys of a method that are not those of its artifact, which keeps its own."""
+    file = _place(cfg, name) / MANIFEST
+    keys = [word.partition("=")[0].removeprefix("method.") for word in words if word.startswith("method.")]
+    if not keys or cfg.method is None or not file.is_file():
+        return
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    if manifest.get("method") != cfg.method.name:
+        return
+    kind = methods.config_class(str(cfg.method.name))
+    given = read(kind, plain(cfg.method), "method", ignore=("name",))
+    kept = read(kind, manifest["config"], "method")
+    for key in (key.partition(".")[0] for key in keys):
+        if getattr(given, key) != getattr(kept, key):
+            raise ConfigError(
+                f"method.{key}={getattr(given, key)} is typed, and artifact {name} was exported with "
+                f"{getattr(kept, key)}; leave it out, or train and export with it under another name="
+            )
 
 
 def _read_by_bench(cfg: DictConfig, words: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ BASE = "common"
 EXAMPLES = {
     "eval": """\
   longtrain eval suite=smoke target=tiny method=quantspec
-  longtrain eval suite=needle target=tiny suite.systems=[snapkv,h2o] suite.budgets=[64,128] report=html
+  longtrain eval suite=needle target=tiny suite.systems=[laq,snapkv] suite.budgets=[64,128] report=html
   longtrain eval suite=longbench target=llama31_8b artifact=[checkpoints/A,checkpoints/B] shards=8
   longtrain eval compare=[RUN_A,RUN_B]
 """,

@@ -129,6 +129,20 @@ def parse_all(values: Any) -> list[Entry]:
     return [parse(value) for value in values]
 
 
+def check_methods(entries: Iterable[Entry], key: str = KEY) -> None:
+    """Refuse wrong settings of the entries' methods, by the key that they were typed under.
+
+    Raises:
+        ConfigError: there is no such method or setting, or a value is not allowed.
+    """
+    for entry in entries:
+        try:
+            if entry.method is not None:
+                entry.config()
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+
+
 def _bare(rest: Json) -> Json:
     """What `NAME` or `{name: NAME, option: value}` stands for."""
     name = str(rest.pop("name"))

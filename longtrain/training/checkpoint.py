@@ -198,9 +198,11 @@ def check_facts(saved: Saved, facts: Mapping[str, Any]) -> None:
         ConfigError: lists the keys that differ.
     """
     if changed := differences(saved.facts, facts):
+        run = saved.path.absolute().parents[2].name  # NAME/train/checkpoints/FILE
         raise ConfigError(
             f"cannot resume from {saved.path} (step {saved.step}): the settings changed ({changed}); "
-            f"put them back, choose another name=NAME, or pass resume=never to start anew"
+            "put them back, choose another name=NAME, pass resume=never to start anew, or begin with its "
+            f"weights: longtrain export with the settings of before, then name=NAME init={run}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,6 +54,22 @@ def settings_of(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         ConfigError: a key is missing or unknown, or a value is not allowed.
     """
     return read(kind, values, "suite", ignore=HARNESS_KEYS)
+
+
+def check_settings(module: Any, values: Mapping[str, Any]) -> None:
+    """Refuse wrong keys of a suite before its target is loaded.
+
+    Args:
+        module: of the suite; its own keys are its one dataclass whose name ends with Settings.
+        values: the whole group `suite`.
+
+    Raises:
+        ConfigError: see `settings_of`.
+    """
+    own = [kind for name, kind in vars(module).items() if name.endswith("Settings") and is_dataclass(kind)]
+    for kind in own:
+        if kind.__module__ == module.__name__:
+            settings_of(kind, values)
 
 
 def read_rows(

@@ -128,18 +128,22 @@ def verify(cfg: DictConfig) -> None:
         ArtifactError: something is wrong with it; the line says what.
         ConfigError: no method reads it.
     """
-    from longtrain.artifact.found import reader_of
+    from longtrain.artifact.found import MANIFEST, reader_of
 
     folder = Path(str(cfg.verify))
     if not folder.is_dir():
         raise ConfigError(
             f"verify={folder} is no folder; pass one that longtrain export format=... wrote, or another's"
         )
+    if (folder / MANIFEST).is_file():
+        artifact = load_artifact(str(folder), cfg)
+        artifact.attach(load_target_from(cfg, path=artifact.target.name, fuse=False))
+        log.info("verified=%s method=%s files and golden outputs", folder, artifact.method)
+        return
     spec = reader_of(folder)
     if spec is None or spec.formats is None:
         raise ArtifactError(
-            f"{folder} is in no format that is known ({', '.join(_names())}); an artifact is checked at "
-            "every load"
+            f"{folder} is neither an artifact nor in a format that is known ({', '.join(_names())})"
         )
     target = load_target_from(cfg, fuse=False) if cfg.target and cfg.target.path else None
     lines = spec.formats.verify(folder, target, cfg.get("trained_by"))
