@@ -127,8 +127,8 @@ def attend_kernel(
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
     CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise, but only
         when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
-        prefix are older than the kernel before it.
-    AHEAD: a split's first tile is asked for while the kernel before this one still runs.
+        prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
+        it still runs.
     ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
         weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
@@ -140,11 +140,14 @@ def attend_kernel(
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     if CHAINED:
-        if AHEAD:  # noqa: SIM102 (one of them is settled when this is compiled)
-            if split < whole:
-                slot = (split * KEYS).to(tl.int64)
-                _prefetch(k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g + slot * k_s, KEYS * WIDTH)
-                _prefetch(v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g + slot * v_s, KEYS * WIDTH)
+        if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
+            if split + (AHEAD - 1) * splits < whole:
+                k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+                v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+                for i in tl.static_range(AHEAD):
+                    slot = ((split + i * splits) * KEYS).to(tl.int64)
+                    _prefetch(k_at + slot * k_s, KEYS * WIDTH)
+                    _prefetch(v_at + slot * v_s, KEYS * WIDTH)
         gdc_wait()
     out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot_ptr = lse_ptr + out_at

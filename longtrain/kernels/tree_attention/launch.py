@@ -42,7 +42,7 @@ class TreeTile:
         resident: programs that run on one multiprocessor at a time.
         bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
         registers: most registers of a thread; None: the compiler's choice.
-        ahead: each split's first tile is asked for before the kernel in front is over.
+        ahead: tiles of each split asked for before the kernel in front is over.
     """
 
     rows: int
@@ -52,11 +52,11 @@ class TreeTile:
     resident: int
     bulk: bool = False
     registers: int | None = None
-    ahead: bool = False
+    ahead: int = 0
 
 
 TILES = (
-    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=True),
+    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=1),
     TreeTile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
@@ -126,7 +126,7 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
-            AHEAD=tile.ahead and bulk and side_by_side, ALONE=alone,
+            AHEAD=tile.ahead if bulk and side_by_side else 0, ALONE=alone,
             num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
         if alone:
@@ -191,7 +191,7 @@ def candidates(rows: int) -> tuple[TreeTile, ...]:
     if first.rows == 16:
         return (
             replace(first, stages=6),
-            replace(first, ahead=False),
+            replace(first, ahead=0),
             replace(first, keys=128, stages=3),
             replace(first, resident=2, stages=3),
             replace(first, bulk=False, stages=3),
