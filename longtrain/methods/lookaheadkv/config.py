@@ -35,10 +35,6 @@ class Config:
         default_factory=list
     )  # add the KL among the true best N tokens (ours); []: no
     budget_weight: NotNegative = 1.0  # weight of that term, a mean over `budgets`
-    kl_over: Annotated[str, OneOf("heads", "kv_heads", "pooled")] = (
-        "heads"  # whose importance the KL compares: each query head's (the paper's), or what the selection
-    )
-    # ranks (ours): kv_heads: reduced over a KV head's query heads; pooled: that, max-pooled by `pool_kernel`
     adaptive: Any = False  # how a budget is shared out unless evict.adaptive says: false (the paper's: as
     # many rows in every head), heads or layers (ours: rows move to the heads that want them)
     response: Annotated[str, OneOf("answer", "question_answer")] = (

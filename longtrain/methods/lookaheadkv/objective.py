@@ -6,13 +6,11 @@ H query heads, X heads of several layers, E hidden dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d
 
-from longtrain.decoding.select import reduce_heads
 from longtrain.losses import importance_kl
 from longtrain.methods.lookaheadkv.modules import lookahead_rows
 from longtrain.methods.lookaheadkv.samples import Truth, moved, positions, prompt_ids
@@ -106,7 +104,7 @@ class LookaheadObjective(Objective):
                 if mixed_T is not None:
                     both_HT = (pred_HT + truth.recent[config.suffix_window][layer]) / 2
                     pred_HT = torch.where(mixed_T, both_HT, pred_HT)
-                divergence.add(self._compared(pred_HT), self._compared(true_HT))
+                divergence.add(pred_HT, true_HT)
             if ranking is not None:
                 ranking.add(pred_HT.detach(), true_HT, truth.recent.get(WINDOW, [])[layer : layer + 1])
 
@@ -125,17 +123,6 @@ class LookaheadObjective(Objective):
             figures["kl"] = (kl.detach(), documents)
         figures["loss"] = (total.detach(), documents)
         return Loss(total, sum(sample.stop - sample.prompt for sample in found), figures)
-
-    def _compared(self, s_HT: Tensor) -> Tensor:
-        """What the KL compares, by `method.kl_over`; responses keep the ends of two prompts apart."""
-        if self.config.kl_over == "heads":
-            return s_HT
-        how: Literal["mean", "max"] = "max" if self.config.reduction == "max" else "mean"
-        s_GT = reduce_heads(s_HT[None], self.target.info.n_kv_heads, how)[0]
-        if self.config.kl_over == "kv_heads":
-            return s_GT
-        kernel = self.config.pool_kernel
-        return max_pool1d(s_GT, kernel, stride=1, padding=kernel // 2)
 
     @torch.no_grad()
     def _prefill(self, batch: Batch, truth: Truth) -> None:
