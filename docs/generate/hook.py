@@ -13,6 +13,7 @@ import equations
 import figures
 import knobs
 import messages
+import notebook_pages
 import recipe_pages
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -32,7 +33,10 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made of other files, and the files that pages link to."""
     made: dict[str, str] = {
-        page: (ROOT / source).read_text(encoding="utf-8") for source, page in ADOPTED.items()
+        page: notebook_pages.page(source)
+        if source.endswith(".ipynb")
+        else (ROOT / source).read_text(encoding="utf-8")
+        for source, page in ADOPTED.items()
     }
     made |= benchmarks.pages()
     made["recipes/provenance.md"] = recipe_pages.page()

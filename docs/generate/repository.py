@@ -19,6 +19,8 @@ ADOPTED = {
     "recipes/results/README.md": "benchmarks/notes.md",
     "data_prep/README.md": "corpora.md",
     "bundled/tiny/README.md": "bundled-target.md",
+    "notebooks/train_a_draft.ipynb": "notebooks/train_a_draft.md",
+    "notebooks/evict_a_cache.ipynb": "notebooks/evict_a_cache.md",
 }
 """File of the repository -> the site's page that shows it. Files in docs/ are pages by themselves."""
 

@@ -1,0 +1,119 @@
+"""Show what drafting and eviction do, on one prompt: two decodings side by side, then the rows that are kept.
+
+Shapes: L layers, G KV heads, S prompt tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from longtrain import methods
+from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError, LongtrainError
+from longtrain.jobs.demo_view import View
+from longtrain.jobs.generate import read_prompt
+from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
+from longtrain.settings import Count, convert
+
+if TYPE_CHECKING:
+    from longtrain.artifact import Artifact
+    from longtrain.decoding.engine import Generation
+    from longtrain.decoding.output import Stream
+    from longtrain.decoding.roles import Parts
+    from longtrain.targets.model import Target
+
+SNAPKV = "snapkv"
+"""What the rows that an artifact keeps are compared with."""
+
+
+def run(cfg: DictConfig) -> None:
+    """Decode one prompt plainly, with a draft, and on an evicted cache, and show what happened.
+
+    Raises:
+        ConfigError: no artifact drafts.
+        ConflictError: two artifacts play one role.
+        ArtifactError: an artifact is not there, is damaged, or is another target's.
+        DataError: the prompt file cannot be read.
+        LongtrainError: the two texts differ.
+    """
+    shipped = json.loads((asset_dir("bundled") / "demo.json").read_text(encoding="utf-8"))
+    own = {"prompt": read_prompt(cfg.prompt_file), "begun": ""} if cfg.prompt_file else {}
+    prompt, begun = {**shipped, **own}.values()
+    budget = convert(cfg.evict.budget_tokens, Count, "evict.budget_tokens")
+    count = convert(cfg.decode.max_new_tokens, Count, "decode.max_new_tokens")
+    names = artifact_names(cfg)
+    artifacts = [load_artifact(name, cfg) for name in names]
+    target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
+    draft, evictors = _parts(target, artifacts, budget)
+    ids = target.encode(prompt, chat=bool(target.require_tokenizer().chat_template))
+    view = View(target)
+    view.say(
+        f"The target {target.info.name} on {target.device.type}, with {' and '.join(names)}: their golden "
+        "outputs were verified. Nothing is trained, fetched or written."
+    )
+    view.prompt(prompt, len(ids))
+    plain, drafted = _side_by_side(view, target, draft, ids, count)
+    view.compared(plain, drafted)
+    if begun:
+        ids += target.require_tokenizer()(begun, add_special_tokens=False).input_ids
+    made = {name: _generate(target, parts, ids, count) for name, parts in evictors.items()}
+    view.kept(ids, begun, next(iter(made)), made[next(iter(made))], budget)
+    whole = {"whole cache": _generate(target, None, ids, count)}
+    view.texts(begun, whole | {f"{budget} rows, {name}": one for name, one in made.items()})
+
+
+def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Parts, dict[str, Parts]]:
+    """The draft, and what evicts: the artifact that does, if there is one, and SnapKV.
+
+    Raises:
+        ConfigError: no artifact drafts.
+    """
+    from longtrain.decoding.evict import Budget
+    from longtrain.decoding.roles import Parts
+    from longtrain.methods import policies
+
+    found = Parts()
+    for artifact in artifacts:
+        evicts = "budget_tokens" in methods.get(artifact.method).inference_keys
+        found = found.merge(artifact.attach(target, **({"budget_tokens": budget} if evicts else {})))
+    if found.draft is None:
+        named = ", ".join(artifact.method for artifact in artifacts) or "none"
+        raise ConfigError(
+            f"the demo needs an artifact that drafts, and the methods of those named are: {named}; pass "
+            "artifact=tiny_longspec, or artifact=[DRAFT,EVICTION]"
+        )
+    evictors = [found.evictor] if found.evictor is not None else []
+    evictors.append(policies.get(SNAPKV, budget=Budget(budget)))
+    return Parts(draft=found.draft), {one.name: Parts(evictor=one) for one in evictors}
+
+
+def _side_by_side(
+    view: View, target: Target, draft: Parts, ids: list[int], count: int
+) -> tuple[Generation, Generation]:
+    """Plain decoding and decoding with the draft, shown as they grow.
+
+    Raises:
+        LongtrainError: the two texts differ.
+    """
+    with view.growing("plain decoding", "speculative decoding") as columns:
+        plain, drafted = (
+            _generate(target, parts, ids, count, stream=column.take)
+            for column, parts in zip(columns, (None, draft), strict=True)
+        )
+    if plain.tokens != drafted.tokens:
+        raise LongtrainError(
+            "the two texts differ, and greedy speculative text is that of plain decoding; please report it "
+            "with the output of: longtrain demo quiet=false"
+        )
+    return plain, drafted
+
+
+def _generate(
+    target: Target, parts: Parts | None, ids: list[int], count: int, stream: Stream | None = None
+) -> Generation:
+    from longtrain.decoding.engine import Engine
+
+    return Engine(target, parts).generate([ids], max_new_tokens=count, stream=stream)

@@ -1,0 +1,148 @@
+"""What the demo shows: coloured on a terminal, with brackets instead in a pipe and where NO_COLOR is set.
+
+Shapes: L layers, G KV heads, S prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from longtrain.targets.tokenizer import GrowingText
+
+if TYPE_CHECKING:
+    from longtrain.decoding.engine import Generation
+    from longtrain.targets.model import Target
+
+ACCEPTED, BRIGHT, DIM = "bold green", "bold", "dim"
+SHOWN = 250
+"""Characters of the prompt's beginning and end that stand above the two texts."""
+
+
+class Column:
+    """A text that grows, and which of its tokens were drafted."""
+
+    def __init__(self, target: Target, name: str) -> None:
+        self.name, self.text = name, GrowingText(target.require_tokenizer())
+        self.ends = target.info.eos_ids
+        self.pieces: list[tuple[str, str]] = []
+        self.grown: Callable[[], None] = lambda: None
+
+    def take(self, row: int, tokens: list[int], drafted: list[bool]) -> None:
+        """Take new tokens (a `Stream`)."""
+        for token, from_draft in zip(tokens, drafted, strict=True):
+            if token not in self.ends:
+                self.pieces.append((self.text.add(token), ACCEPTED if from_draft else ""))
+        self.grown()
+
+
+class View:
+    """Writes the parts of the demo to stdout.
+
+    Args:
+        target: its tokenizer makes text of tokens.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.console = Console(highlight=False)
+        self.marks = self.console.no_color or not self.console.is_terminal
+
+    def say(self, *lines: str | Text | Table) -> None:
+        """Some lines, and an empty one."""
+        for line in (*lines, ""):
+            self.console.print(line, markup=False)
+
+    def prompt(self, prompt: str, tokens: int) -> None:
+        """The prompt's beginning and end, dim."""
+        self._title(f"The prompt, {tokens} tokens")
+        short = prompt if len(prompt) <= 2 * SHOWN else f"{prompt[:SHOWN]} ... {prompt[-SHOWN:]}"
+        self.say(Text(short.strip(), DIM))
+
+    @contextmanager
+    def growing(self, *names: str) -> Iterator[list[Column]]:
+        """Columns side by side, shown while their texts grow, or in a pipe when they are done."""
+        self._title("Two ways of decoding it, greedily")
+        shown = "[in brackets]" if self.marks else "green"
+        self.say(f"Tokens that the draft proposed and the target accepted are {shown}.")
+        columns = [Column(self.target, name) for name in names]
+        if self.console.is_terminal:
+            with Live(self._beside(columns), console=self.console, refresh_per_second=10) as live:
+                for column in columns:
+                    column.grown = lambda: live.update(self._beside(columns))
+                yield columns
+            self.say()
+        else:
+            yield columns
+            self.say(self._beside(columns))
+
+    def compared(self, plain: Generation, drafted: Generation) -> None:
+        """Steps and acceptance of both, and that the texts are the same, which was checked."""
+        lines = []
+        for name, made in (("plain", plain), ("speculative", drafted)):
+            tokens, steps = len(made.tokens[0]), made.stats.target_forwards
+            lines.append(f"{name + ':':<12} {tokens} tokens in {steps} steps, {tokens / steps:.2f} a step")
+        lines[-1] += f" (acceptance length τ {drafted.stats.tau:.2f})"
+        self.say(
+            *lines,
+            "The two texts are the same, token for token: this was checked. Each step reads all weights, "
+            "which is what takes a GPU's time; a CPU's speed shows nothing, so none is given.",
+        )
+
+    def kept(self, ids: Sequence[int], begun: str, by: str, made: Generation, budget: int) -> None:
+        """The prompt and what the answer begins with, the words bright that eviction kept."""
+        more = " and the answer's first words" if begun else ""
+        self._title(f"The same prompt{more}, the cache evicted to {budget} rows")
+        if made.kept is None:
+            self.say(f"The prompt has {len(ids)} tokens, which all fit: nothing is evicted.")
+            return
+        mask_LGS = made.kept.mask(len(ids))
+        kept_S = mask_LGS.any(1).any(0).tolist()
+        runs = [
+            (word, BRIGHT if any(kept_S[tokens.start : tokens.stop]) else DIM)
+            for word, tokens in self.target.words(ids)
+        ]
+        heads, shown = mask_LGS.shape[0] * mask_LGS.shape[1], "[in brackets]" if self.marks else "bright"
+        before, after = made.stats.cache_bytes_full / 1e6, made.stats.cache_bytes / 1e6
+        self.say(
+            f"{by} chose {budget} of {len(ids)} rows, on average, for each of the {heads} KV heads of all "
+            f"layers. Words that one of them kept are {shown}. With room for the answer the cache takes "
+            f"{after:.2f} MB, and took {before:.2f}."
+        )
+        self.say(self._marked(runs))
+
+    def texts(self, begun: str, made: Mapping[str, Generation]) -> None:
+        """What followed with each cache."""
+        self._title(f"What follows: ... {' '.join(begun.split()[-3:])}" if begun else "What follows")
+        grid = Table.grid(padding=(0, 2))
+        for name, one in made.items():
+            grid.add_row(Text(name), Text((one.texts or [""])[0].strip()))
+        self.console.print(grid)
+
+    def _title(self, title: str) -> None:
+        self.console.print(Text(f"== {title} ==", BRIGHT))
+
+    def _beside(self, columns: Sequence[Column]) -> Table:
+        grid = Table.grid(padding=(0, 3), expand=True)
+        for _ in columns:
+            grid.add_column(ratio=1)
+        grid.add_row(*(Text(column.name, "underline") for column in columns))
+        grid.add_row(*(self._marked(column.pieces) for column in columns))
+        return grid
+
+    def _marked(self, runs: Sequence[tuple[str, str]]) -> Text:
+        """Pieces of a text with their styles; in brackets, where there is no colour, what it would stress."""
+        text = Text()
+        for style, run in groupby(runs, key=lambda pair: pair[1]):
+            piece = "".join(piece for piece, _ in run)
+            if self.marks and style in (ACCEPTED, BRIGHT) and (inner := piece.strip()):
+                piece = piece.replace(inner, f"[{inner}]")
+            text.append(piece, "" if self.marks else style)
+        return text

@@ -1,0 +1,61 @@
+"""`longtrain demo`: what it shows, and that its artifacts ship with the package."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from longtrain.artifact import Artifact
+from longtrain.assets import bundled_artifacts
+from longtrain.targets.loading import load_target
+
+MOST_BYTES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_target("tiny")
+
+
+def test_bundled_artifacts_are_small_and_say_where_they_are_from():
+    found = bundled_artifacts()
+    assert set(found) == {"tiny_longspec", "tiny_lookaheadkv"}
+    files = [file for folder in found.values() for file in folder.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= MOST_BYTES
+    for folder in found.values():
+        about = json.loads((folder / "longtrain.json").read_text())["provenance"]
+        assert f"name={folder.name}" in about["argv"] and about["data"]["sources"]
+        assert "/tmp" not in (folder / "longtrain.json").read_text() + (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["tiny_longspec", "tiny_lookaheadkv"])
+def test_bundled_artifacts_load_by_name_and_verify(name, tiny, tmp_path):
+    artifact = Artifact.load(name, home=tmp_path)
+    assert artifact.golden is not None
+    artifact.build(tiny)
+
+
+def test_the_demo_says_the_same_twice_and_answers_from_64_rows(run):
+    done = run("demo")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "\x1b" not in done.stdout  # no terminal: brackets, no colour
+    assert "The two texts are the same" in done.stdout
+    beside = done.stdout.partition("speculative decoding")[2].partition("plain:")[0]
+    assert "[" in beside and "[1937204.]" not in beside
+    tau = float(done.stdout.partition("acceptance length τ ")[2].partition(")")[0])
+    assert tau > 1.3
+    kept = done.stdout.partition("cache evicted")[2].partition("== What follows")[0]
+    assert "[" in kept and "mother so last week" in kept
+    lines = done.stdout.partition("== What follows")[2].splitlines()[1:]
+    texts = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)
+    assert texts["64 rows, lookaheadkv"] == texts["whole cache"] != texts["64 rows, snapkv"]
+    assert "1937204" in texts["whole cache"]
+
+
+def test_without_an_artifact_that_drafts_there_is_no_demo(run):
+    done = run("demo", "artifact=tiny_lookaheadkv")
+    assert done.returncode == 1 and "an artifact that drafts" in done.stderr
+    done = run("demo", "artifact=nothing")
+    assert done.returncode == 1 and "tiny_longspec, tiny_lookaheadkv" in done.stderr
