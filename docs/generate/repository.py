@@ -19,6 +19,7 @@ ADOPTED = {
     "recipes/results/README.md": "benchmarks/notes.md",
     "data_prep/README.md": "corpora.md",
     "bundled/tiny/README.md": "bundled-target.md",
+    "bundled/artifacts/README.md": "bundled-artifacts.md",
     "notebooks/train_a_draft.ipynb": "notebooks/train_a_draft.md",
     "notebooks/evict_a_cache.ipynb": "notebooks/evict_a_cache.md",
 }
