@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from longtrain import methods
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.jobs.demo_view import View
+from longtrain.jobs.demo_screen import DemoScreen
 from longtrain.jobs.generate import read_prompt
 from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
 from longtrain.settings import Count, convert
@@ -49,20 +49,20 @@ def run(cfg: DictConfig) -> None:
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
     draft, evictors = _parts(target, artifacts, budget)
     ids = target.encode(prompt, chat=bool(target.require_tokenizer().chat_template))
-    view = View(target)
-    view.say(
+    screen = DemoScreen(target)
+    screen.say(
         f"The target {target.info.name} on {target.device.type}, with {' and '.join(names)}: their golden "
         "outputs were verified. Nothing is trained, fetched or written."
     )
-    view.prompt(prompt, len(ids))
-    plain, drafted = _side_by_side(view, target, draft, ids, count)
-    view.compared(plain, drafted)
+    screen.prompt(prompt, len(ids))
+    plain, drafted = _side_by_side(screen, target, draft, ids, count)
+    screen.compared(plain, drafted)
     if begun:
         ids += target.require_tokenizer()(begun, add_special_tokens=False).input_ids
     made = {name: _generate(target, parts, ids, count) for name, parts in evictors.items()}
-    view.kept(ids, begun, next(iter(made)), made[next(iter(made))], budget)
+    screen.kept(ids, begun, next(iter(made)), made[next(iter(made))], budget)
     whole = {"whole cache": _generate(target, None, ids, count)}
-    view.texts(begun, whole | {f"{budget} rows, {name}": one for name, one in made.items()})
+    screen.texts(begun, whole | {f"{budget} rows, {name}": one for name, one in made.items()})
 
 
 def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Parts, dict[str, Parts]]:
@@ -91,14 +91,14 @@ def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Part
 
 
 def _side_by_side(
-    view: View, target: Target, draft: Parts, ids: list[int], count: int
+    screen: DemoScreen, target: Target, draft: Parts, ids: list[int], count: int
 ) -> tuple[Generation, Generation]:
     """Plain decoding and decoding with the draft, shown as they grow.
 
     Raises:
         LongtrainError: the two texts differ.
     """
-    with view.growing("plain decoding", "speculative decoding") as columns:
+    with screen.growing("plain decoding", "speculative decoding") as columns:
         plain, drafted = (
             _generate(target, parts, ids, count, stream=column.take)
             for column, parts in zip(columns, (None, draft), strict=True)

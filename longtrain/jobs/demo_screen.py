@@ -26,7 +26,7 @@ SHOWN = 250
 """Characters of the prompt's beginning and end that stand above the two texts."""
 
 
-class Column:
+class GrowingColumn:
     """A text that grows, and which of its tokens were drafted."""
 
     def __init__(self, target: Target, name: str) -> None:
@@ -43,7 +43,7 @@ class Column:
         self.grown()
 
 
-class View:
+class DemoScreen:
     """Writes the parts of the demo to stdout.
 
     Args:
@@ -67,12 +67,12 @@ class View:
         self.say(Text(short.strip(), DIM))
 
     @contextmanager
-    def growing(self, *names: str) -> Iterator[list[Column]]:
+    def growing(self, *names: str) -> Iterator[list[GrowingColumn]]:
         """Columns side by side, shown while their texts grow, or in a pipe when they are done."""
         self._title("Two ways of decoding it, greedily")
         shown = "[in brackets]" if self.marks else "green"
         self.say(f"Tokens that the draft proposed and the target accepted are {shown}.")
-        columns = [Column(self.target, name) for name in names]
+        columns = [GrowingColumn(self.target, name) for name in names]
         if self.console.is_terminal:
             with Live(self._beside(columns), console=self.console, refresh_per_second=10) as live:
                 for column in columns:
@@ -129,7 +129,7 @@ class View:
     def _title(self, title: str) -> None:
         self.console.print(Text(f"== {title} ==", BRIGHT))
 
-    def _beside(self, columns: Sequence[Column]) -> Table:
+    def _beside(self, columns: Sequence[GrowingColumn]) -> Table:
         grid = Table.grid(padding=(0, 3), expand=True)
         for _ in columns:
             grid.add_column(ratio=1)
