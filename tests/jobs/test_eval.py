@@ -125,6 +125,13 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
     assert (tmp_path / FOLDER / "results.json").is_file()
 
 
+def test_settings_of_a_system_name_the_key_they_were_typed_under(run):
+    with pytest.raises(ConfigError, match=r"^suite.systems: method.rule=foo; allowed: window"):
+        run("suite.systems=[{name: sparse, rule: foo}]")
+    with pytest.raises(ConfigError, match=r"^select.every=4 and neither artifact= nor method= chooses rows"):
+        run("select.every=4")
+
+
 def test_a_draft_over_an_evictor_is_measured_and_compared_with_its_own_cache(run, results):
     systems = "suite.systems=[snapkv,{artifact:draft,policy:snapkv}]"
     run(systems, "suite.budgets=[48]", "suite.speed_prompts=0")

@@ -13,6 +13,7 @@ from longtrain.artifact.inspection import inspect
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
+from longtrain.methods.longspec.config import Config as LongSpecConfig
 from longtrain.targets.loading import load_target
 from longtrain.training import checkpoint
 from longtrain.training.tensor_file import pieces_of
@@ -153,13 +154,25 @@ def test_what_has_no_such_format(composed, trained, tmp_path):
         export.run(composed("export", "format=onnx"))
     with pytest.raises(ConfigError, match="format=flat: method longspec has no such format"):
         export.run(composed("export", "format=flat"))
-    with pytest.raises(ArtifactError, match=r"is in no format that is known \(flat, sglang, speculators\)"):
+    with pytest.raises(ArtifactError, match=r"nor in a format that is known \(flat, sglang, speculators\)"):
         export.run(composed("export", f"verify={tmp_path}"))
     with pytest.raises(
         ArtifactError,
         match=r"nothing else that a method reads \(eagle3: speculators, flat; specontext: sglang\)",
     ):
         Artifact.load(tmp_path)
+
+
+def test_an_artifact_of_our_own_is_verified(composed, trained, target_folder, tmp_path, caplog):
+    target = load_target(target_folder)
+    made = Artifact.from_module("longspec", LongSpecConfig(window=16), module=trained, target=target)
+    folder = made.save(tmp_path / "checkpoints" / "it")
+    with caplog.at_level("INFO"):
+        export.run(composed("export", f"verify={folder}", "target.path=null"))
+    assert "method=longspec files and golden outputs" in caplog.text
+    (folder / "golden.safetensors").write_bytes(b"x")
+    with pytest.raises(ArtifactError, match=r"golden\.safetensors"):
+        export.run(composed("export", f"verify={folder}"))
 
 
 def test_verify_may_be_typed_as_a_flag(monkeypatch):
