@@ -97,7 +97,6 @@ class Phases:
         self.watch = looking.watch_nodes if looking else None
         self.texts = texts or CycleState(cache.len_B)
         self.root_B, self.left_B = self.texts.root_B, self.texts.left_B
-        self._root = chain(self.root_B[:, None])  # what is verified where nothing is drafted
         self.most, self.coins = self.texts.most, self.texts.coins
         self.news_BX = self.root_B.new_zeros(len(self.root_B), 3 + shape.depth)
         """What the last cycle emitted, as `kernels.greedy.emitted` writes it."""
@@ -126,16 +125,14 @@ class Phases:
     def propose(self) -> TokenTree:
         """A tree below the last token of each text."""
         if self.draft is None or not self.shape.widths:
-            return self._root
+            return chain(self.root_B[:, None])
         tree = self.draft.propose(self.root_B, self.shape, self.sampling, self.coins)
         check_tree(tree, self.shape, len(self.root_B))
         return tree
 
     def forward(self, tree: TokenTree) -> TargetStep:
         """The target over all nodes at once."""
-        first_B = self.cache.len_B
-        pos_BN = first_B[:, None] if tree is self._root else positions(tree, first_B)
-        rows = Rows(pos_BN, tree.tokens_BN, mask=self.mask(tree))
+        rows = Rows(positions(tree, self.cache.len_B), tree.tokens_BN, mask=self.mask(tree))
         return self.target.forward(rows, self.cache, want=self.want, watch=self.watch)
 
     def mask(self, tree: TokenTree) -> Mask:

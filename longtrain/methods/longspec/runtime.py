@@ -109,12 +109,8 @@ class LongSpecRuntime:
                 "a LongSpec draft observed a step before start(); run it through Engine.generate"
             )
         path_BP, n_B = verdict.path_BP, verdict.n_B
-        is_chain = path_BP.shape[1] == tree.tokens_BN.shape[1]  # its path is its first nodes
-        tokens_BP = tree.tokens_BN if is_chain else tree.tokens_BN.gather(1, path_BP)
-        pos_BP = (cache.len_B - n_B)[:, None]
-        if path_BP.shape[1] > 1:
-            pos_BP = pos_BP + torch.arange(path_BP.shape[1], device=n_B.device)
-        self._take(tokens_BP, pos_BP, n_B)
+        step_P = torch.arange(path_BP.shape[1], device=n_B.device)
+        self._take(tree.tokens_BN.gather(1, path_BP), (cache.len_B - n_B)[:, None] + step_P, n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that this draft does not take (`decoding.roles.Draft`).
