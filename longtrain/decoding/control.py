@@ -282,8 +282,9 @@ def run_cycles(
             one = sent.popleft()
             accepted = [new.accepted for new, end in zip(emitted, out.finish, strict=True) if not end]
             seconds, waking_s = (watch.seconds() if watch else None for watch in (one.watch, one.waking))
-            known = {"seconds": seconds, "asleep": one.asleep, "waking_s": waking_s}
-            control.learn(one.shape, accepted, length=length, **known)
+            control.learn(
+                one.shape, accepted, length=length, seconds=seconds, asleep=one.asleep, waking_s=waking_s
+            )
             texts.close(out.take(emitted, one.shape))
 
     def wake() -> None:
