@@ -6,7 +6,7 @@ Shapes: L layers, G KV heads, S prompt tokens.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -78,7 +78,8 @@ def _parts(target: Target, artifacts: list[Artifact], budget: int) -> tuple[Part
     found = Parts()
     for artifact in artifacts:
         evicts = "budget_tokens" in methods.get(artifact.method).inference_keys
-        found = found.merge(artifact.attach(target, **({"budget_tokens": budget} if evicts else {})))
+        keys: dict[str, Any] = {"budget_tokens": budget} if evicts else {}
+        found = found.merge(artifact.attach(target, **keys))
     if found.draft is None:
         named = ", ".join(artifact.method for artifact in artifacts) or "none"
         raise ConfigError(
