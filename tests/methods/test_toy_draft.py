@@ -101,7 +101,8 @@ def test_it_trains_exports_loads_and_generates_through_the_jobs(composed, text, 
     plain, _ = text_of("decode=autoregressive")
     for shape in ("[1,1,1]", "[2,4,4]", "auto"):
         drafted, about = text_of(f"artifact={made}", f"decode.shape={shape}")
-        assert drafted == plain and "accepted" in about, shape
+        assert drafted == plain, shape
+        assert shape == "auto" or "accepted" in about, shape  # auto may find that drafting does not pay here
 
 
 def test_plan_and_bench_ask_it_what_it_costs(composed, text, tmp_path, capsys):
