@@ -152,8 +152,8 @@ def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
     if manifest.get("method") != cfg.method.name:
         return
     kind = methods.config_class(str(cfg.method.name))
-    given = read(kind, plain(cfg.method), "method", ignore=("name",))
-    kept = read(kind, manifest["config"], "method")
+    given: object = read(kind, plain(cfg.method), "method", ignore=("name",))
+    kept: object = read(kind, manifest["config"], "method")
     for key in (key.partition(".")[0] for key in keys):
         if getattr(given, key) != getattr(kept, key):
             raise ConfigError(

@@ -112,7 +112,8 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list | tuple):
         return content
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    return "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else content
 
 
 def _column(row: Row, columns: Columns, key: str, name: str, *others: str) -> Any:

@@ -66,10 +66,10 @@ def check_settings(module: Any, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: see `settings_of`.
     """
-    own = [kind for name, kind in vars(module).items() if name.endswith("Settings") and is_dataclass(kind)]
-    for kind in own:
-        if kind.__module__ == module.__name__:
-            settings_of(kind, values)
+    for name, kind in vars(module).items():
+        if name.endswith("Settings") and isinstance(kind, type) and is_dataclass(kind):
+            if kind.__module__ == module.__name__:
+                settings_of(kind, values)
 
 
 def read_rows(
