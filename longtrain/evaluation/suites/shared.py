@@ -67,9 +67,10 @@ def check_settings(module: Any, values: Mapping[str, Any]) -> None:
         ConfigError: see `settings_of`.
     """
     for name, kind in vars(module).items():
-        if name.endswith("Settings") and isinstance(kind, type) and is_dataclass(kind):
-            if kind.__module__ == module.__name__:
-                settings_of(kind, values)
+        if not isinstance(kind, type) or kind.__module__ != module.__name__:
+            continue
+        if name.endswith("Settings") and is_dataclass(kind):
+            settings_of(kind, values)
 
 
 def read_rows(
