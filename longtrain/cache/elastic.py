@@ -11,6 +11,7 @@ heads, D head dim, E = 2 D numbers of a row.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -50,7 +51,7 @@ class Offloading:
     page_rows: Count = 128
 
     def __post_init__(self) -> None:
-        if self.memory_gib is not None and self.memory_gib <= 0:
+        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
             raise ConfigError(f"memory_gib={self.memory_gib}; allowed: GiB above 0, or null")
 
 
@@ -113,23 +114,24 @@ class ElasticCache(SelectedCache):
         slots = L * B * G * (budget.rows + near) * E * item
         page = B * G * self.offloading.page_rows * E * item
         per_layer = -(-S // self.offloading.page_rows)
-        least = len(budget.dense_layers) * per_layer
+        whole = sorted(set(budget.dense_layers))
+        least = len(whole) * per_layer
         cap = self.offloading.memory_gib
         pages = least if cap is None else min(int(cap * GIB - slots) // page, L * per_layer)
         if pages < least:
             needed = (slots + least * page) / GIB
             raise ConfigError(
                 f"memory_gib={cap} and the rows that each step reads take {needed:.3g} GiB ({budget.rows} of "
-                f"{L} layers, {len(budget.dense_layers)} of them read whole); allowed: "
+                f"{L} layers, {len(whole)} of them read whole); allowed: "
                 f"{1.005 * needed:.3g} or more"  # rounded, and never down
             )
         check_room(slots + pages * page, self._device, what="an elastic cache", batch=B, tokens=S)
-        others = [layer for layer in range(L) if layer not in budget.dense_layers]
+        others = [layer for layer in range(L) if layer not in whole]
         self._rows = RowStore(
             self._shape,
             pages=pages,
             page_rows=self.offloading.page_rows,
-            keep=[*budget.dense_layers, *others],
+            keep=[*whole, *others],
             device=self._device,
             dtype=self._dtype,
         )
@@ -179,8 +181,8 @@ class ElasticCache(SelectedCache):
         self._places = None
         sets, slots = self.row_sets, self.slot_map
         assert sets is not None and slots is not None
+        self._wait(*self._waiting)  # of a step that read all rows: the lists below are still in use
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
-        self._wait(*self._waiting)
         if self._side is None:
             self._count()
             self.load()

@@ -190,7 +190,8 @@ def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Ar
         )
     selects = parts.selector is not None
     own, other = ("select", "evict") if selects else ("evict", "select")
-    if "window" in taken and cfg[other].get("window") is not None:
+    both = selects and entry.policy is not None  # the engine refuses these, whatever the window
+    if "window" in taken and not both and cfg[other].get("window") is not None:
         raise ConfigError(
             f"{other}.window={cfg[other].window} and what runs {'chooses rows' if selects else 'evicts'}; "
             f"pass {own}.window={cfg[other].window}"

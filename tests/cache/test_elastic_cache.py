@@ -157,6 +157,8 @@ def test_what_is_moved_is_counted():
     ("make", "words"),
     [
         (lambda: Offloading(memory_gib=0.0), "memory_gib=0.0; allowed: GiB above 0"),
+        (lambda: Offloading(memory_gib=float("inf")), "memory_gib=inf; allowed: GiB above 0"),
+        (lambda: Offloading(memory_gib=float("nan")), "memory_gib=nan; allowed: GiB above 0"),
         (
             lambda: caches([9, 9, 9], Offloading(memory_gib=1e-5)),
             "memory_gib=1e-05 and the rows that each step",
@@ -210,3 +212,10 @@ def test_the_cap_that_a_refusal_names_suffices():
             caches([9, 9, 9], Offloading(memory_gib=1e-6), budget=budget)
         named = float(str(caught.value).split("allowed: ")[1].split()[0])
         caches([9, 9, 9], Offloading(memory_gib=named), budget=budget)
+
+
+def test_a_layer_that_is_named_twice_takes_the_place_of_none():
+    cache, budget = unreserved(), replace(BUDGET, dense_layers=(1, 1))
+    cache.offloading = Offloading(memory_gib=1.0)
+    cache.reserve(budget)
+    assert cache.offloaded == []
