@@ -46,11 +46,11 @@ class Measurement:
         protocol: hash of all that prompts, decoding and scores follow from.
         command: that measured it.
         commit: of the code; empty: not known.
-        machine: its GPUs, or CPU; empty: not known.
         notes: that the result comes with.
         header: of the table.
         rows: a line a system.
         pictures: names of PNG files beside the card.
+        machine: its GPUs, or CPU; empty: not known, as in files that were written before it was kept.
     """
 
     suite: str
@@ -60,11 +60,11 @@ class Measurement:
     protocol: str
     command: str
     commit: str
-    machine: str
     notes: list[str]
     header: list[str]
     rows: list[list[str]]
     pictures: list[str] = field(default_factory=list)
+    machine: str = ""
 
 
 @dataclass(frozen=True)

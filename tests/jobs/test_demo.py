@@ -8,6 +8,7 @@ import re
 import pytest
 
 from longtrain.artifact import Artifact
+from longtrain.artifact.inspection import inspect
 from longtrain.assets import bundled_artifacts
 from longtrain.targets.loading import load_target
 
@@ -35,6 +36,8 @@ def test_bundled_artifacts_load_by_name_and_verify(name, tiny, tmp_path):
     artifact = Artifact.load(name, home=tmp_path)
     assert artifact.golden is not None
     artifact.build(tiny)
+    shown = inspect(name, home=tmp_path)
+    assert not shown.fault and shown.results, shown.fault
 
 
 def test_the_demo_says_the_same_twice_and_answers_from_64_rows(run):
