@@ -125,15 +125,8 @@ class Progress:
         self._pace.mark(self.done, now)
         if now - self._told >= self.every_s or self.done == self.total:
             self._told = now
-            left_s = self._pace.left_s(self.total) if self.total else float("nan")
-            log.info(
-                "%s: %s=%d of=%s left_s=%.0f",
-                what,
-                self.unit.replace(" ", "_"),
-                self.done,
-                self.total,
-                left_s,
-            )
+            left = f" of={self.total} left_s={self._pace.left_s(self.total):.0f}" if self.total else ""
+            log.info("%s: %s=%d%s", what, self.unit.replace(" ", "_"), self.done, left)
 
     def _start_bar(self) -> None:
         from rich.console import Console

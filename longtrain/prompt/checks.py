@@ -205,7 +205,8 @@ PARTS: dict[str, tuple[Check, ...]] = {
 def _exportable(cfg: DictConfig) -> None:
     """Something was trained under this name, unless the job is about a folder or an artifact."""
     own = _own(cfg)
-    named = [name for name in artifact_names(cfg) if _place(cfg, name) != own]
+    shipped = () if own.is_dir() else bundled_artifacts()
+    named = [name for name in artifact_names(cfg) if _place(cfg, name) != own or name in shipped]
     again = cfg.format is not None or cfg.push is not None
     if cfg.verify is not None or (again and (named or own.is_dir())):
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from longtrain import methods
+from longtrain.assets import bundled_artifacts
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import replaced_folder, write_files
 from longtrain.jobs.exporting import push
@@ -55,8 +56,11 @@ def source(cfg: DictConfig) -> str | None:
     own = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if names and Path(names[0]).absolute() != own.absolute() and names[0] != cfg.name:
         return names[0]
-    trained = checkpoint.find(Path(cfg.run_dir) / "train" / "checkpoints", "auto") is not None
-    return None if trained or not own.is_dir() else str(own)
+    if checkpoint.find(Path(cfg.run_dir) / "train" / "checkpoints", "auto") is not None:
+        return None
+    if not own.is_dir():
+        return names[0] if names and names[0] in bundled_artifacts() else None
+    return str(own)
 
 
 def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = None) -> None:
