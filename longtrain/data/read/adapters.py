@@ -116,13 +116,13 @@ def _joined(content: Any) -> Any:
     return "".join(texts) if len(texts) == len(parts) else content
 
 
-def _column(row: Row, columns: Columns, key: str, name: str, *others: str) -> Any:
+def _column(row: Row, columns: Columns, key: str, name: str, *others: str, instead: str = "") -> Any:
     for column in (columns.get(key, key), *(() if key in columns else others)):
         if row.get(column) is not None:
             return row[column]
     raise DataError(
         f"row {name} has no column '{columns.get(key, key)}'; it has: {', '.join(row)}; "
-        f"set columns: {{{key}: NAME}} for this source"
+        f"set columns: {{{key}: NAME}} for this source{instead}"
     )
 
 
@@ -156,7 +156,8 @@ def _conversation(row: Row, columns: Columns, name: str) -> list[Document]:
             return _instruct(row, columns, name)
         turns = [*_turns(asked, "user"), *_turns(answer, "assistant")]
     else:
-        turns = _column(row, columns, "conversations", name, *TURNS)
+        instead = ", or {prompt: NAME, response: NAME} for questions and answers in two columns"
+        turns = _column(row, columns, "conversations", name, *TURNS, instead=instead)
     return [Document("", "chat", messages=messages_of(turns, name))]
 
 
