@@ -29,7 +29,6 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
 
 Without a job word the recipe's own jobs run (train, unless it says otherwise).
   longtrain +recipe=quickstart
-  longtrain eval +recipe=quickstart suite=acceptance lengths=[512,1k]
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
@@ -75,7 +74,7 @@ def _begin() -> None:
     """Do what the first word says."""
     word, rest = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
     if word in ("-h", "--help"):
-        jobs = "\n".join(f"  {name:<10} {about}" for name, (_, about) in JOBS.items())
+        jobs = "\n".join(f"  {name:<11} {about}" for name, (_, about) in JOBS.items())
         _say(TOP_HELP.format(version=__version__, jobs=jobs))
     elif word in ("-V", "--version"):
         _say(f"longtrain {__version__}\n")

@@ -259,6 +259,7 @@ def test_an_interrupted_push_goes_on_and_comes_back_equal(hub, folder, tmp_path)
     assert not any(TOKEN.encode() in content for content in hub.files.values())
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_tool_loads_from_there(hub, tmp_path):
     from longtrain import methods
     from longtrain.methods.eagle3.config import Config

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 
 import pytest
 from byte_tokens import said
@@ -53,12 +52,12 @@ def test_a_draft_changes_the_statistics_only(words, composed, artifact, plain_te
     assert "acceptance length τ 1." in statistics and "draft 0." in statistics
 
 
-def test_as_much_is_drafted_as_pays(composed, artifact, plain_text, capsys):
+def test_a_shape_that_is_found_gives_the_text_of_plain_decoding(composed, artifact, plain_text, capsys):
+    """What is tried depends on times: `tests/decoding/test_control.py` holds the rule to its own clock."""
     words = ("prompt=hello there", "artifact=draft", "decode=auto", "decode.menu=[[1,1],[2,4]]")
     generate.run(composed("generate", *NEW, *words))
-    text, statistics = said(capsys)
+    text, _ = said(capsys)
     assert text == plain_text("hello there")
-    assert re.search(r" \| cycles plain \d+,.* 2-4 \d+ \| ", statistics), statistics
 
 
 @pytest.mark.parametrize(

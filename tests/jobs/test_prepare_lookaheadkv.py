@@ -48,6 +48,7 @@ def test_the_target_answers_questions_and_goes_on_with_novels(monkeypatch, tmp_p
     assert again.folder.joinpath("manifest.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_parts_write_the_answers_that_one_process_writes(monkeypatch, tmp_path, capsys):
     whole = prepared(monkeypatch, tmp_path / "whole")
     words = ["longtrain", "prepare", *SMALL, f"home={tmp_path / 'parts'}", "shards=2"]

@@ -60,7 +60,8 @@ def test_the_kernels_compile_for_hopper_without_spills():
         types |= {"peak_ptr": "*u32"}
         constants = {name: value for name, value in (sizes | more).items() if name in jit.arg_names}
         binary = aot.compile_kernel(jit, types, constants, aligned=("score_b", "score_x", "S"), warps=warps)
-        assert binary.stack_bytes == 0 and binary.registers <= 128
+        assert binary.stack_bytes == 0
+        assert binary.registers * 32 * warps <= 65536  # a program has the registers of one multiprocessor
         assert binary.count("LDG.E.128") or jit is row_choice_triton.choose_kernel
 
 
