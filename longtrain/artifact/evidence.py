@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError
 from longtrain.files import as_json, read_json
-from longtrain.settings import read
+from longtrain.settings import from_file
 
 EVIDENCE = "evidence.json"
 MOST_POINTS = 120
@@ -94,9 +94,7 @@ class Evidence:
         if not path.is_file():
             return cls()
         try:
-            found = read_json(path)
-            if not isinstance(found, dict):
-                raise ValueError("it is no object")
-            return read(cls, found, "evidence")
-        except (OSError, ValueError, ConfigError) as error:
+            found: Evidence = from_file(cls, read_json(path))
+            return found
+        except (OSError, ValueError) as error:
             raise ArtifactError(f"{path} cannot be read: {error}; export again, or remove it") from None

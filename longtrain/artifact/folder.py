@@ -221,18 +221,17 @@ class Artifact:
         module = self.build(target, verify=verify)
         return _attach(methods.get(self.method), module, target, self.typed_config(), keys)
 
-    def save(self, folder: str | Path, *, pictures: dict[str, bytes] | None = None) -> Path:
+    def save(self, folder: str | Path) -> Path:
         """Write the folder, whole or not at all; an older artifact in its place is replaced.
 
         Args:
-            folder: the folder to write.
-            pictures: PNG files for the model card, by file name.
+            folder: the folder to write; `describe` adds pictures and results to its card.
 
         Raises:
             ArtifactError: the folder holds something else.
             LongtrainError: the disk is full or not writable.
         """
-        folder, pictures = Path(folder), pictures or {}
+        folder = Path(folder)
         if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
             raise ArtifactError(f"{folder} exists and is no artifact; choose another name or remove it")
         files = {MODEL: save_tensors(self.tensors, metadata={"format": "pt"})}
@@ -252,12 +251,12 @@ class Artifact:
             "provenance": shown.provenance,
         }
         files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
-        files[CARD] = self._card(folder.name, files, pictures, Evidence())
+        files[CARD] = self._card(folder.name, files, (), Evidence())
         if is_path(self.target.name):
             where = {"target": str(Path(self.target.name).expanduser().absolute())}
             files[LOCAL] = as_json(where)
         with replaced_folder(folder) as fresh:
-            write_files(fresh, {**files, **pictures})
+            write_files(fresh, files)
         return folder
 
     def describe(

@@ -40,4 +40,6 @@ def made(target, config, module):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    return made.save(tmp_path / "checkpoints" / "draft", pictures={"training.png": b"not looked at"})
+    folder = made.save(tmp_path / "checkpoints" / "draft")
+    Artifact.load(folder).describe(pictures={"training.png": b"not looked at"})
+    return folder

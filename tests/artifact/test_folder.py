@@ -68,7 +68,9 @@ def test_two_saves_write_the_same_bytes(made, tmp_path):
 
 def test_card_tells_what_people_need(made, target, tmp_path):
     named = dataclasses.replace(made, target=dataclasses.replace(target.info, name="org/model"))
-    card = (named.save(tmp_path / "d", pictures={"training.png": b"x"}) / "README.md").read_text()
+    folder = named.save(tmp_path / "d")
+    Artifact.load(folder).describe(pictures={"training.png": b"x"})
+    card = (folder / "README.md").read_text()
     front, body = card.split("---\n", 2)[1:]
     assert "base_model: org/model" in front and "datasets:\n- org/books" in front
     assert "python -m longtrain train +recipe=x 'prompt=a b'" in body
