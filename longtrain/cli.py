@@ -6,13 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, NAMED
+from longtrain.prompt.store import composed_once, mount
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -150,93 +150,6 @@ def _about(text: str) -> str:
     return lines[0].lstrip("# ") if lines[0].startswith("#") else ""
 
 
-def mount(words: Sequence[str] | None = None) -> None:
-    """Put every recipe (`+recipe=NAME`) and method dataclass (`method=NAME`) into Hydra's ConfigStore.
-
-    A recipe is a global override named after its file; it exports and evaluates under that name. What it says
-    of its own suite is left out where another one is typed that has no such keys.
-
-    Args:
-        words: of a command line; recipes that no word names are listed and not read. None: all are read.
-    """
-    from longtrain import methods
-    from longtrain.prompt.help import bases_of
-
-    folder = asset_dir("recipes")
-    names = [file.stem for file in sorted(folder.glob("*.yaml"))]
-    wanted = names if words is None else [name for name in names if any(name in word for word in words)]
-    for name in wanted:  # which grows: what a recipe builds on is read too
-        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-        wanted += [base for base in bases_of(text) if base in names and base not in wanted]
-    _list(folder, tuple(methods.names()))
-    typed = [word.partition("=")[2] for word in words or () if word.startswith("suite=")]
-    for name in wanted:
-        _read(folder, name, typed[-1] if typed else "")
-
-
-@cache
-def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
-    """Name all recipes and methods to the ConfigStore, which belongs to the process: once is enough."""
-    from dataclasses import field, fields, make_dataclass
-
-    from hydra.core.config_store import ConfigStore
-
-    from longtrain import methods
-
-    store = ConfigStore.instance()
-    # Hydra copies all sources for each group that it lists, and again what it loads.
-    vars(store)["__deepcopy__"] = lambda memo: store
-    for file in recipe_folder.glob("*.yaml"):
-        store.store(group="recipe", name=file.stem, node={}, package="_global_", provider=file.name)
-    for name in method_names:
-        own = methods.config_class(name)
-        # Hydra merges no mapping into a typed one that is null; `settings` checks its type all the same
-        loose = [(f.name, Any, field(default=None)) for f in fields(own) if f.type == "dict[str, Any] | None"]
-        schema = make_dataclass("Method", [*loose, ("name", str, field(default=name))], bases=(own,))
-        store.store(group="method", name=name, node=schema, provider="longtrain.methods")
-
-
-def _read(recipe_folder: Path, name: str, suite: str) -> None:
-    """Put what a recipe says in its place.
-
-    Args:
-        recipe_folder: where it is.
-        name: of the recipe.
-        suite: that the command line chooses; empty: none.
-    """
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    file = recipe_folder / f"{name}.yaml"
-    named = {"name": name, "artifact": "${home}/checkpoints/${name}"}
-    node = OmegaConf.merge(named, _loaded(file))
-    if (known := _suite_keys(suite)) and (own := OmegaConf.select(node, "suite")):
-        kept = OmegaConf.masked_copy(own, [key for key in own if key in known])
-        OmegaConf.update(node, "suite", kept, merge=False)
-    ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_", provider=file.name)
-
-
-@cache
-def _loaded(file: Path) -> Any:
-    """What a file says; reading is what takes time."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.load(file)
-
-
-def _suite_keys(name: str) -> set[str]:
-    """The keys of a suite that ships here, with those of what it builds on; none of another's."""
-    from omegaconf import OmegaConf
-
-    from longtrain.prompt.help import bases_of
-
-    file = asset_dir("conf") / "suite" / f"{name}.yaml"
-    if not name or not file.is_file():
-        return set()
-    own = set(OmegaConf.select(OmegaConf.load(file), "suite") or ())
-    return own.union(*(_suite_keys(base) for base in bases_of(file.read_text(encoding="utf-8"))))
-
-
 def _run_hydra() -> None:
     """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set."""
     import hydra
@@ -270,7 +183,8 @@ def _run_hydra() -> None:
     _set_full_error("1")  # Hydra then hands errors on instead of printing them its own way
     try:
         mount(sys.argv[1:])
-        hydra.main(version_base="1.3", config_path=str(asset_dir("conf")), config_name="train")(task)()
+        with composed_once(sys.argv[1:]):
+            hydra.main(version_base="1.3", config_path=str(asset_dir("conf")), config_name="train")(task)()
     except Exception as error:
         if full or (isinstance(error, BrokenPipeError) and _unread()):
             raise

@@ -23,6 +23,14 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Errors of a disk that is full, or of a quota that is used up."""
 LARGEST = 2**40
 """No setting is as large, and no size of a model."""
+KINDS = {
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISDIR: "a folder",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+"""Test of a mode -> what it is, where it is no regular file."""
 TRIES = 100
 """How often a new folder is made anew where another process removes or takes it in the same moment."""
 
@@ -81,7 +89,7 @@ def read_bytes(path: Path) -> bytes:
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, f"it is {kind_of(os.fstat(stream.fileno()))}", str(path))
         return stream.read()
 
 
@@ -92,7 +100,15 @@ def need_regular(path: Path) -> None:
         OSError: there is none, or it is a folder, a pipe or a device.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind_of(path.stat())}", str(path))
+
+
+def kind_of(status: os.stat_result) -> str:
+    """What something is that stands where a regular file is wanted, for an error message."""
+    for is_one, name in KINDS.items():
+        if is_one(status.st_mode):
+            return f"{name}, not a regular file"
+    return "not a regular file"
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -133,6 +133,8 @@ def test_version_and_recipes(run: Run) -> None:
         (["train", "target=tinny"], ["unknown target 'tinny'; did you mean tiny?", "llama31_8b"], 1),
         (["train", "trget=tiny"], ["unknown key 'trget'", "did you mean target?"], 1),
         (["eval", "target.pth=x"], ["unknown key 'target.pth'; did you mean target.path?"], 1),
+        (["generate", "max_new_tokens=20"], ["'max_new_tokens'; did you mean decode.max_new_tokens?"], 1),
+        (["+recipe=quickstart", "lr=1"], ["did you mean optim.lr?"], 1),
         (["train", "+name=x"], ["key 'name' exists already"], 1),
         (["train", "method=longspec", "method.window=wide"], ["method.window", "wide", "Integer"], 1),
         (["train", "method=longspec", "method.windw=3"], ["did you mean method.window?"], 1),

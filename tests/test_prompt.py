@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from longtrain import cli, methods
@@ -28,14 +29,18 @@ LIGHT = (
 )
 
 
-def loaded(words: list[str], *names: str, cwd: Path) -> str:
-    """Which of the packages a command imports in a process of its own."""
+def alone(words: list[str], *names: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, which says at its end which of the packages it has imported."""
     code = LIGHT.replace("WORDS", repr(words)).replace("NAMES", repr(names))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=cwd, env=env
     )
-    return done.stdout.splitlines()[-1]
+
+
+def loaded(words: list[str], *names: str, cwd: Path) -> str:
+    """Which of the packages a command imports in a process of its own."""
+    return alone(words, *names, cwd=cwd).stdout.splitlines()[-1]
 
 
 def test_help_has_the_keys_of_every_chosen_group(tmp_path: Path) -> None:
@@ -110,8 +115,49 @@ def test_all_jobs_are_checked_before_the_first_begins(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_value_is_told_without_loading_torch(tmp_path: Path) -> None:
-    assert loaded(["+recipe=quickstart", "optim.lr=-1"], "torch", cwd=tmp_path) == "[]"
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+recipe=quickstart", "optim.lr=-1"],
+        ["plan", "method=longspec", "target=tiny", "gpu=FOO"],
+        ["plan", "method=longspec", "target.shape=foo"],
+        ["plan", "target=tiny", "contexts=[x]"],
+        ["train", "method=longspec", "target=tiny", "data=text"],
+        ["train", "method=longspec", "target=tiny", "data=text", "data.text=nothing"],
+        ["inspect", "nothing"],
+        ["leaderboard"],
+        ["leaderboard", "nothing"],
+        ["+recipe=quickstart", "home=/proc/nothing"],
+    ],
+)
+def test_a_mistake_is_told_first_and_without_loading_torch(words: list[str], tmp_path: Path) -> None:
+    done = alone(words, "torch", "transformers", cwd=tmp_path)
+    assert done.stdout == "[]\n"
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("longtrain: error: ")
+
+
+def test_a_command_composes_once_and_reads_the_methods_that_it_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run
+) -> None:
+    composed = []
+    compose = Hydra.compose_config
+
+    def counted(self: Hydra, *given: object, **named: object) -> object:
+        composed.append(given)
+        return compose(self, *given, **named)
+
+    monkeypatch.setattr(Hydra, "compose_config", counted)
+    run("+recipe=quickstart", "optim.lr=-1")
+    assert len(composed) == 1
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /method: eagle3}]\n"
+        "hydra: {mode: MULTIRUN, sweeper: {params: {optim.lr: '-1,-2'}}}\n"
+    )
+    said = run("train", "--config-dir", str(tmp_path), "+recipe=mine").stderr
+    assert "optim.lr=-1" in said and "optim.lr=-2" in said  # the file itself asks for a sweep
+    names = [f"longtrain.methods.{name}.config" for name in ("longspec", "kvzap")]
+    assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])
 
 
 def test_what_is_missing_names_a_command_that_serves(run: Run) -> None:
@@ -186,6 +232,9 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, run: Run) -> None:
     (tmp_path / "file").write_text("")
     done = run("+recipe=quickstart", f"home={tmp_path}/file/below")
     assert done.returncode == 1 and "cannot be written to" in done.stderr and "home=FOLDER" in done.stderr
+    done = run("eval", "suite=smoke", "target=tiny", "home=/proc/nothing")  # root may write there, they say
+    assert done.returncode == 1 and "home=/proc/nothing cannot be written to (/proc: " in done.stderr
+    assert run("inspect", "tiny_longspec", f"home={tmp_path}/file/below", "dry_run=true").returncode == 0
     said = explain(PermissionError(13, "Permission denied", "/x/y"))
     assert said.startswith("/x/y: Permission denied; outputs go below home=FOLDER")
 
@@ -250,8 +299,8 @@ def test_what_a_run_and_its_data_are_called(
 ) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     seen: list[tuple[str, str | None]] = []
-    fake(monkeypatch, plan=lambda cfg: seen.append((cfg.name, cfg.data.name if cfg.data else None)))
-    done = run("plan", *words, "quiet=true")
+    fake(monkeypatch, bench=lambda cfg: seen.append((cfg.name, cfg.data.name if cfg.data else None)))
+    done = run("bench", *words, "quiet=true")
     assert done.returncode == 0, done.stderr
     assert seen == [(name, data)]
 

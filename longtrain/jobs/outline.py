@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from omegaconf import DictConfig
 
 from longtrain import methods
@@ -27,6 +26,8 @@ from longtrain.targets.info import TargetInfo
 from longtrain.training import strategy as strategies
 
 if TYPE_CHECKING:
+    import torch
+
     from longtrain.methods.spec import MethodSpec
 
 
@@ -56,6 +57,8 @@ def itemsize_of(cfg: DictConfig) -> int:
 
 def trained_weights(spec: MethodSpec, config: Any, info: TargetInfo | None) -> int:
     """How many weights a method trains, counted on its module without memory."""
+    import torch
+
     with torch.device("meta"):
         module = spec.build(config, info)
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -67,6 +70,8 @@ def devices_of(cfg: DictConfig) -> int:
     Raises:
         ConfigError: `auto` on GPUs, and there are none here.
     """
+    import torch
+
     words = cfg.trainer
     value, accelerator = plain(words.get("devices")), str(words.get("accelerator"))
     if isinstance(value, list) and value:

@@ -20,18 +20,27 @@ from longtrain.jobs import outline, plan_advice, plan_training
 from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain
 from longtrain.methods.named import named
-from longtrain.methods.spec import MethodSpec
-from longtrain.settings import Count, Share, Tokens, Words, convert
+from longtrain.settings import Count, Positive, Share, Tokens, Words, convert
 from longtrain.settings import read as typed
 from longtrain.tables import of_rows, say
 from longtrain.targets.info import TargetInfo
 
 if TYPE_CHECKING:
     from longtrain.cache.row_sets import ReadBudget
+    from longtrain.methods.spec import MethodSpec
 
 CHAIN = (1, 1, 1, 1)
 """Drafted tokens of a cycle where `decode.shape` names no chain."""
 CONTEXTS = Annotated[tuple[Tokens, ...], Words("token counts such as [8k, 128k]")]
+
+KEYS: dict[str, Any] = {
+    "network_gbits": Positive,
+    "tokens": Tokens | None,
+    "contexts": CONTEXTS,
+    "batch": Count,
+    "acceptance": Share,
+}
+"""The job's own numbers and what each may be."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +107,8 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ConfigError: no target, no stages, or the target's shape is not at hand.
     """
+    check(cfg)
     spec = methods.get(cfg.method.name) if cfg.method else None
-    if not cfg.target:
-        raise ConfigError(
-            "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
-            "target=NAME, with a method where one is wanted"
-        )
     info, tied = outline.target_shape(cfg)
     config = typed(spec.config, plain(cfg.method), "method", ignore=("name",)) if spec else None
     plan = RecipePlan(cfg, info, tied, spec, config)
@@ -118,6 +123,23 @@ def run(cfg: DictConfig) -> None:
         path = Path(str(cfg.json)).expanduser()
         files.write_files(path.parent, {path.name: files.as_json(values)})
         say(f"written   {path}")
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse values that no plan can be made with; loads nothing.
+
+    Raises:
+        ConfigError: no target, or its shape is not at hand; or a value of the plan's own keys is wrong.
+    """
+    if not cfg.target:
+        raise ConfigError(
+            "plan needs a recipe; pass +recipe=NAME (longtrain recipes lists them), or for decoding alone "
+            "target=NAME, with a method where one is wanted"
+        )
+    hardware.named(str(cfg.gpu), "gpu")
+    for key, kind in KEYS.items():
+        convert(plain(cfg[key]), kind, key)
+    outline.target_shape(cfg)
 
 
 def _decoding(plan: RecipePlan) -> list[str]:

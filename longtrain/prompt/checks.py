@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import artifact_names, plain
+from longtrain.log import on_first_rank
 from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
@@ -29,6 +31,8 @@ Check = Callable[["DictConfig"], None]
 
 MANIFEST = "longtrain.json"
 """The file that every artifact and every checkpoint has."""
+WRITES_NOTHING = ("inspect", "generate", "demo", "plan")
+"""Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
 """Groups and keys of a command that training under the same name needs too."""
 
@@ -47,6 +51,8 @@ def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) ->
     before: list[str] = []
     for job, cfg in steps:
         _common(cfg)
+        if job not in WRITES_NOTHING:
+            _writable(cfg)
         if job == "bench":
             _read_by_bench(cfg, words)
         for part in PARTS.get(job, ()):
@@ -82,13 +88,20 @@ def _common(cfg: DictConfig) -> None:
             from longtrain.targets.at_hand import folder_of
 
             folder_of(where)  # it says what is allowed
-    place = Path(cfg.home).expanduser().absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        raise ConfigError(
-            f"home={cfg.home} cannot be written to ({place}); pass home=FOLDER, or set LONGTRAIN_HOME"
-        )
+
+
+def _writable(cfg: DictConfig) -> None:
+    """Folders can be made where outputs go: one is made for a moment, since permissions do not say it all."""
+    for key in ("home", "run_dir"):
+        folder = Path(cfg[key]).expanduser().absolute()
+        there = next(one for one in (folder, *folder.parents) if os.access(one, os.F_OK))
+        try:
+            Path(tempfile.mkdtemp(prefix=".longtrain-", dir=there)).rmdir()
+        except OSError as error:
+            raise ConfigError(
+                f"{key}={cfg[key]} cannot be written to ({there}: {error.strerror}); pass home=FOLDER, or "
+                "set LONGTRAIN_HOME"
+            ) from None
 
 
 def _method(cfg: DictConfig) -> None:
@@ -124,7 +137,16 @@ def _data(cfg: DictConfig) -> None:
     """The documents of a mixture; a method that reads its own corpus has other keys."""
     values = plain(cfg.get("data"))
     if isinstance(values, Mapping) and "sources" in values:
-        DataConfig.parse(values)
+        from longtrain.data.read.files import need, place
+
+        for source in DataConfig.parse(values).sources:
+            if source.reader == "synthetic" or (source.optional and not source.where):
+                continue
+            where = need(source.where, source.reader)
+            if (
+                source.reader in ("text", "jsonl", "conversations") and on_first_rank()
+            ):  # others read what it made
+                place(where)
 
 
 def _decode(cfg: DictConfig) -> None:
@@ -189,6 +211,26 @@ def _prompt(cfg: DictConfig) -> None:
     generate.check(cfg)
 
 
+def _plan(cfg: DictConfig) -> None:
+    from longtrain.jobs import plan
+
+    plan.check(cfg)
+
+
+def _inspected(cfg: DictConfig) -> None:
+    from longtrain.jobs.finished import inspect
+
+    inspect.check(cfg)
+    for name in artifact_names(cfg):
+        _there(cfg, name)
+
+
+def _listed(cfg: DictConfig) -> None:
+    from longtrain.jobs.finished import leaderboard
+
+    leaderboard.check(cfg)
+
+
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
     "preflight": (_training, _data),
@@ -197,7 +239,9 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "eval": (_evaluation, _method, _decode),
     "generate": (_prompt, _method, _decode),
     "bench": (_method, _decode),
-    "plan": (_method,),
+    "plan": (_method, _plan),
+    "inspect": (_inspected,),
+    "leaderboard": (_listed,),
 }
 """Job -> what is checked of its configuration."""
 
@@ -234,7 +278,7 @@ def _there(cfg: DictConfig, name: str, words: Sequence[str] = ()) -> None:
     place, own = _place(cfg, name), _own(cfg)
     if place.exists() or name in (shipped := bundled_artifacts()):
         return
-    mine = own in (place, *place.parents)
+    mine = cfg.method is not None and own in (place, *place.parents)
     if not mine and (name.startswith("hub:") or (name.count("/") == 1 and name[0] not in "./~")):
         return
     there = sorted(file.parent.name for file in (Path(cfg.home) / "checkpoints").glob(f"*/{MANIFEST}"))

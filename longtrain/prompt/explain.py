@@ -11,6 +11,7 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
+from longtrain.prompt.suite_help import JOBS as SUITE_JOBS
 
 OWN = {
     "recipe": "; your own: --config-dir FOLDER +recipe=NAME, from FOLDER/recipe/NAME.yaml",
@@ -105,7 +106,18 @@ def _explain_key(key: str) -> str:
         part, *rest = rest
     known = sorted(f"{trail}{name}" for name in node)
     where = f" in {trail[:-1]}" if trail else ""
-    return f"unknown key '{key}'{near(trail + part, known)}; known{where}: {', '.join(known)}"
+    groups = [name for name in node if trail or name != "suite" or job in SUITE_JOBS]
+    below = [f"{trail}{name}.{part}" for name in groups if not rest and _holds(node, name, part)]
+    hint = f"; did you mean {' or '.join(below)}?" if below else near(trail + part, known)
+    return f"unknown key '{key}'{hint}; known{where}: {', '.join(known)}"
+
+
+def _holds(node: Any, name: str, key: str) -> bool:
+    """Whether what a configuration has under a name is a mapping with that key."""
+    from omegaconf import DictConfig
+
+    value = node._get_node(name)  # as it stands: interpolations may lead nowhere here
+    return isinstance(value, DictConfig) and key in value
 
 
 def _is_own_key(key: str, job: str) -> bool:

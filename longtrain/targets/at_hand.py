@@ -6,7 +6,6 @@ from pathlib import Path
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, refusal
-from longtrain.targets.weights import weight_files
 
 CARD = "README.md"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_model*.bin", CARD]
@@ -72,6 +71,8 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{folder} has no config.json; get the folder again")
     if weights:
+        from longtrain.targets.weights import weight_files
+
         weight_files(folder)
     return folder
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
-
 from longtrain.errors import ConfigError
 
 _MICRO = {
@@ -134,4 +132,6 @@ def shape_config(shape: str | dict[str, Any]) -> Any:
         shape = SHAPES[shape]
     if "model_type" not in shape:
         raise ConfigError(f"a shape needs model_type; got the keys {', '.join(shape) or '(none)'}")
+    from transformers import AutoConfig
+
     return AutoConfig.for_model(**shape)

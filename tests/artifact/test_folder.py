@@ -165,7 +165,7 @@ def test_manifest_that_is_not_json(folder, content):
 def test_a_pipe_in_place_of_a_file_is_refused(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(ArtifactError, match="cannot be read: it is not a regular file"):
+    with pytest.raises(ArtifactError, match="cannot be read: it is a pipe, not a regular file"):
         Artifact.load(folder)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import parse_json
+from longtrain.files import kind_of, parse_json
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -72,25 +72,40 @@ def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that `where` names: itself, or every file of a folder with one of the suffixes, sorted.
 
     Args:
-        where: a path (`~` and `$VARS` are expanded), or `bundled:FOLDER`, text that ships with the package.
+        where: see `place`.
         suffixes: e.g. `TEXT_SUFFIXES`; each also counts with `.xz` or `.gz` behind it.
 
     Raises:
         DataError: nothing there.
     """
-    if where.startswith(BUNDLED):
-        path = asset_dir("bundled") / "text" / where.removeprefix(BUNDLED)
-    else:
-        path = Path(os.path.expandvars(where)).expanduser()
+    path = place(where)
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        raise DataError(f"no file or folder at {path}; pass a path that exists (given: {where})")
     endings = tuple(suffix + packed for suffix in suffixes for packed in PACKED_SUFFIXES)
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(endings))
     if not files:
         raise DataError(f"folder {path} holds no file ending in {', '.join(suffixes)} (plain, .xz or .gz)")
     return files
+
+
+def place(where: str) -> Path:
+    """The file or folder of that name.
+
+    Args:
+        where: a path (`~` and `$VARS` are expanded), or `bundled:FOLDER`, text that ships with the package.
+
+    Raises:
+        DataError: nothing there, or a pipe or a device, which cannot be read twice.
+    """
+    if where.startswith(BUNDLED):
+        path = asset_dir("bundled") / "text" / where.removeprefix(BUNDLED)
+    else:
+        path = Path(os.path.expandvars(where)).expanduser()
+    if not path.exists():
+        raise DataError(f"no file or folder at {path}; pass a path that exists (given: {where})")
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path} is {kind_of(path.stat())}; pass a file or a folder (given: {where})")
+    return path
 
 
 def local_file(where: str) -> Path:
