@@ -27,6 +27,7 @@ from longtrain.decoding.roles import Parts
 from longtrain.errors import ArtifactError
 
 if TYPE_CHECKING:
+    from longtrain.kernels.fused_layer import Rotation
     from longtrain.targets.model import Target
 
 PERIOD = 61
@@ -248,6 +249,16 @@ class WideTarget:
     def head_weight(self) -> Tensor:
         """The LM head's weight."""
         return self._target.head_weight.to(self.dtype)
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """The input embeddings."""
+        return self._target.embed_weight.to(self.dtype)
+
+    @property
+    def rotation(self) -> Rotation:
+        """The rotary embedding."""
+        return self.rope
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings."""

@@ -5,7 +5,6 @@ Shapes: L layers, B batch, T new rows, S slots, N tree nodes, P path, H query he
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from longtrain.cache.base import KernelMask, KVCache, Mask
@@ -33,8 +32,8 @@ class ArenaCache(KVCache):
 
     def __init__(self, store: DenseCache) -> None:
         self.store = store
-        self.len_B = torch.zeros_like(store.len_B)
-        self.rows_B = torch.zeros_like(store.len_B)
+        self._counts_2B = store.len_B.new_zeros(2, len(store.len_B))
+        self.len_B, self.rows_B = self._counts_2B.unbind(0)
         self._masks = KernelMask()
         self._claimed = self._used = 0
 
@@ -94,8 +93,7 @@ class ArenaCache(KVCache):
         """See `KVCache`. Rows move at most to where earlier ones of the path lay, so in place."""
         if path_BP is not None:
             move_rows(self.store.k_LBGSD, self.store.v_LBGSD, self.rows_B, path_BP, None)
-        self.rows_B.add_(n_B)
-        self.len_B.add_(n_B)
+        self._counts_2B.add_(n_B)
         self._masks.forget()
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from longtrain.decoding.roles import Draft, Parts, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import HashCoins, MinNewTokens, Sampling
 from longtrain.decoding.tree import chain, positions, visible
 from longtrain.decoding.verify import verify
-from longtrain.kernels.greedy import emitted
+from longtrain.kernels.greedy import settle
 from longtrain.targets.step import Rows, TargetStep, Want
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Phases:
         self.root_B, self.left_B = self.texts.root_B, self.texts.left_B
         self.most, self.coins = self.texts.most, self.texts.coins
         self.news_BX = self.root_B.new_zeros(len(self.root_B), 3 + shape.depth)
-        """What the last cycle emitted, as `kernels.greedy.emitted` writes it."""
+        """What the last cycle emitted, as `kernels.greedy.settle` writes it."""
 
     def begin(self, root_B: Tensor, coins: HashCoins, max_new_tokens: int) -> None:
         """Texts begin with `root_B`, which prefill gave; the first of `max_new_tokens` of each."""
@@ -125,7 +125,8 @@ class Phases:
     def propose(self) -> TokenTree:
         """A tree below the last token of each text."""
         if self.draft is None or not self.shape.widths:
-            return chain(self.root_B[:, None])
+            told = self.draft is not None or self.selector is not None  # after the next root has come
+            return chain((self.root_B.clone() if told else self.root_B)[:, None])
         tree = self.draft.propose(self.root_B, self.shape, self.sampling, self.coins)
         check_tree(tree, self.shape, len(self.root_B))
         return tree
@@ -142,7 +143,7 @@ class Phases:
     def accept(self, tree: TokenTree, step: TargetStep) -> Verdict:
         """The path that the target accepts, as much of it as the cache takes, and the token after it."""
         assert step.logits_BTV is not None
-        logits_BNV = self.min_new.in_tree(step.logits_BTV, tree.depth_N, self.most - self.left_B)
+        logits_BNV = self.min_new.in_tree(step.logits_BTV, tree.depth_N, self.most, self.left_B)
         most_B = self.cache.commit_limit()
         verdict = verify(
             tree,
@@ -157,15 +158,15 @@ class Phases:
 
     def commit(self, tree: TokenTree, step: TargetStep, whole: Verdict) -> None:
         """Keep the accepted rows, tell the draft, and hand out the tokens."""
-        verdict = replace(whole, n_B=whole.n_B.minimum(self.left_B))  # 0 in a row that is over
+        found = whole.path_BP, whole.n_B, whole.next_B
+        texts = self.root_B, self.left_B, self.cache.len_B
+        n_B, root_pos_B = settle(tree.tokens_BN, found, texts, self.news_BX)  # 0 in a row that is over
+        verdict = replace(whole, n_B=n_B, root_pos_B=root_pos_B)
         self.cache.commit(None if self._is_chain else verdict.path_BP, verdict.n_B)
         if self.draft is not None:
             self.draft.observe(tree, verdict, step)
         if self.selector is not None:
             self.selector.observe(tree, verdict, step)
-        emitted(tree.tokens_BN, whole.path_BP, whole.n_B, whole.next_B, self.news_BX)
-        self.root_B.copy_(verdict.next_B)
-        self.left_B.sub_(verdict.n_B)
 
     @property
     def _is_chain(self) -> bool:

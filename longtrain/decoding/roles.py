@@ -107,11 +107,17 @@ class Verdict:
             (`KVCache.commit_limit`) puts some off. The engine hands drafts 0 for a finished row, where
             nothing was committed.
         next_B: the token the target adds after them (the next root; of no meaning in a finished row).
+        root_pos_B: position of the root, where whoever made this has noted it.
     """
 
     path_BP: Tensor
     n_B: Tensor
     next_B: Tensor
+    root_pos_B: Tensor | None = None
+
+    def root_pos(self, len_B: Tensor) -> Tensor:
+        """Position of the root, by the cache's lengths after the commit."""
+        return len_B - self.n_B if self.root_pos_B is None else self.root_pos_B
 
 
 class Draft(Protocol):

@@ -149,11 +149,18 @@ class MinNewTokens:
         """Logits of each text's first token."""
         return logits_BV.index_fill(-1, self.ids, float("-inf")) if self.tokens else logits_BV
 
-    def in_tree(self, logits_BNV: Tensor, depth_N: Tensor, new_B: Tensor) -> Tensor:
-        """Logits below each node of a tree, by the nodes' depth and the new tokens up to the root."""
+    def in_tree(self, logits_BNV: Tensor, depth_N: Tensor, most: Tensor, left_B: Tensor) -> Tensor:
+        """Logits below each node of a tree.
+
+        Args:
+            logits_BNV: as the target gives them.
+            depth_N: depth of each node.
+            most: tokens that a text may have.
+            left_B: how many of them follow the root.
+        """
         if not self.tokens:
             return logits_BNV
-        early_BN = new_B[:, None] + depth_N < self.tokens
+        early_BN = (most - left_B)[:, None] + depth_N < self.tokens
         return torch.where(early_BN[..., None], self.at_first(logits_BNV), logits_BNV)
 
 

@@ -1,4 +1,4 @@
-"""Drafted trees as tensors: who sees whom, where each node stands, and what an accepted path emits.
+"""Drafted trees as tensors: who sees whom, and where each node stands.
 
 Everything here is a fixed number of tensor operations for a given shape: no value is read back to the host.
 
@@ -8,11 +8,12 @@ Shapes: B batch, N tree nodes, P path, V vocabulary, C candidates, K candidates 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
+from longtrain.decoding.roles import Law, TokenTree, TreeShape
 from longtrain.kernels import greedy
 
 
@@ -74,9 +75,15 @@ class BestNodes:
 
 def chain(tokens_BN: Tensor, *, law: Law = Law.POINT, q_BNV: Tensor | None = None) -> TokenTree:
     """A tree in which every node has one child: `tokens_BN[:, 0]` is the root."""
-    n = tokens_BN.shape[1]
-    depth_N = torch.arange(n, device=tokens_BN.device)
-    return TokenTree(tokens_BN, (depth_N - 1).expand(tokens_BN.shape[0], n), depth_N, law, q_BNV)
+    depth_N, parent_N = _of_chain(tokens_BN.shape[1], tokens_BN.device)
+    return TokenTree(tokens_BN, parent_N.expand_as(tokens_BN), depth_N, law, q_BNV)
+
+
+@lru_cache(maxsize=64)
+def _of_chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depth and parent of each node of a chain."""
+    depth_N = torch.arange(nodes, device=device)
+    return depth_N, depth_N - 1
 
 
 def visible(parents_BN: Tensor) -> Tensor:
@@ -93,15 +100,5 @@ def visible(parents_BN: Tensor) -> Tensor:
 
 def positions(tree: TokenTree, root_pos_B: Tensor) -> Tensor:
     """Absolute rotary position of each node: the root's plus the depth; int64_BN."""
-    return root_pos_B[:, None] + tree.depth_N
-
-
-def emitted(tree: TokenTree, verdict: Verdict) -> Tensor:
-    """The tokens a cycle adds to the text: the accepted nodes below the root, then the target's own token.
-
-    Returns:
-        int64_BP; the first `verdict.n_B` of each row count, the others repeat the target's token.
-    """
-    news_BX = verdict.path_BP.new_empty(len(verdict.path_BP), 2 + verdict.path_BP.shape[1])
-    greedy.emitted(tree.tokens_BN, verdict.path_BP, verdict.n_B, verdict.next_B, news_BX)
-    return news_BX[:, 2:]
+    root_B1 = root_pos_B[:, None]
+    return root_B1 if tree.tokens_BN.shape[1] == 1 else root_B1 + tree.depth_N

@@ -78,9 +78,9 @@ class JoinedLayer:
         return self.down(self.gate_up.swiglu(normed(x_NE, norm)), x_NE)
 
 
-def normed(x_NE: Tensor, norm: RMSNorm) -> Tensor:
-    """`norm(x)`, fused."""
-    return add_rms_norm(x_NE, None, norm.weight, norm.eps)[1]
+def normed(x_NE: Tensor, norm: RMSNorm, *, into: Tensor | None = None) -> Tensor:
+    """`norm(x)`, fused; written to `into` if given."""
+    return add_rms_norm(x_NE, None, norm.weight, norm.eps, normed_NE=into)[1]
 
 
 def head_norms(attention: GroupedQuery) -> tuple[Norms | None, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from longtrain.kernels.fused_layer import Rotation
 from longtrain.targets.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -23,26 +23,29 @@ class RotarySettings(Protocol):
     """0: the target's."""
 
 
-def rope_of(config: RotarySettings, target: Target) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+class ModuleRope:
     """Positions [...] -> cos and sin [..., D] in the target's dtype.
 
     Note: a module with heads of another size than the target's has the target's parameters at its own size.
     """
-    head_dim = config.head_dim or target.info.head_dim
-    if config.rope is None and head_dim == target.info.head_dim:
 
-        def of_target(pos: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = target.rope(pos.reshape(1, -1))
-            return cos.view(*pos.shape, -1), sin.view(*pos.shape, -1)
+    def __init__(self, config: RotarySettings, target: Target) -> None:
+        self._target = target
+        same = config.rope is None and (config.head_dim or target.info.head_dim) == target.info.head_dim
+        self._own = None if same else rotary_of(config, target.info)
 
-        return of_target
-    own = rotary_of(config, target.info)
-
-    def of_draft(pos: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = own(pos.reshape(-1), target.dtype)
+    def __call__(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin."""
+        if self._own is None:
+            cos, sin = self._target.rope(pos.reshape(1, -1))
+        else:
+            cos, sin = self._own(pos.reshape(-1), self._target.dtype)
         return cos.view(*pos.shape, -1), sin.view(*pos.shape, -1)
 
-    return of_draft
+    @property
+    def rotation(self) -> Rotation:
+        """The same as kernels take it."""
+        return self._target.rotation if self._own is None else self._own.angles(self._target.device)
 
 
 def rotary_of(config: RotarySettings, info: TargetInfo) -> Rotary:

@@ -18,10 +18,20 @@ from torch.nn.functional import linear
 
 from longtrain.cache.base import PrefixOnly
 from longtrain.errors import ConfigError, TargetMismatchError, refusal
-from longtrain.kernels.fused_layer import Norms, add_rms_norm, rotary, rotate_heads, swiglu
+from longtrain.kernels.fused_layer import (
+    Angles,
+    Norms,
+    RowPositions,
+    add_rms_norm,
+    enter_rows,
+    rotary,
+    rotate_heads,
+    swiglu,
+)
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.small_linear import serves, small_linear, small_swiglu
 from longtrain.targets.attention import Pass, attend
+from longtrain.targets.step import Rows
 
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
@@ -101,25 +111,18 @@ class FusedDecoder:
             self.layers = [_fused(layer) for layer in body.layers]
 
     def __call__(
-        self,
-        embeds_BTE: Tensor,
-        pos_BT: Tensor,
-        one_pass: Pass,
-        wanted: Sequence[int],
-        hidden: dict[int, Tensor],
+        self, rows: Rows, one_pass: Pass, wanted: Sequence[int], hidden: dict[int, Tensor]
     ) -> Tensor:
         """Final normed hidden state [B, T, E]; the output of each wanted layer goes into `hidden`."""
-        B, T, E = embeds_BTE.shape
+        x_NE, normed_NE, rope = self._enter(rows)
+        T, E = rows.pos_BT.shape[1], x_NE.shape[1]
+        B = len(x_NE) // T
         heads, eps = (self.info.n_heads, self.info.n_kv_heads), self.info.rms_norm_eps
-        cos_BTD, sin_BTD = self.rope(pos_BT.expand(B, -1), embeds_BTE.dtype)
-        rope = cos_BTD.reshape(B * T, -1), sin_BTD.reshape(B * T, -1)
         writes = not isinstance(one_pass.mask, PrefixOnly)
         looks = one_pass.inputs
-        x_NE = embeds_BTE.reshape(B * T, E)
-        add_NE: Tensor | None = None
+        above = [*(layer.module.input_layernorm for layer in self.layers[1:]), self.body.norm]
         for index, layer in enumerate(self.layers):
             module, attention = layer.module, layer.module.self_attn
-            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, module.input_layernorm.weight, eps)
             for look in looks:
                 look(index, normed_NE.view(B, T, E))
             into = one_pass.cache.tail_slots(index, T) if writes else None
@@ -142,18 +145,40 @@ class FusedDecoder:
                 x_NE, add_NE = _sum(layer.down, layer.gate_up.swiglu(normed_NE), x_NE)
             else:
                 add_NE = torch.cat([layer.down(layer.gate_up.swiglu(rows)) for rows in parts])
+            x_NE, normed_NE = add_rms_norm(x_NE, add_NE, above[index].weight, eps)
             if index in wanted:
-                hidden[index] = (x_NE if add_NE is None else x_NE + add_NE).view(B, T, E)
-        _, normed_NE = add_rms_norm(x_NE, add_NE, self.body.norm.weight, eps)
+                hidden[index] = x_NE.view(B, T, E)
         return normed_NE.view(B, T, E)
+
+    def _enter(self, rows: Rows) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """The rows' embeddings [N, E], the first layer's norm of them, and cos and sin, each [N, D]."""
+        weight, eps = self.layers[0].module.input_layernorm.weight, self.info.rms_norm_eps
+        if rows.embeds_BTE is None:
+            assert rows.ids_BT is not None
+            at = RowPositions(rows.pos_BT.expand(len(rows.ids_BT), -1))
+            table_VE = self.body.embed_tokens.weight
+            rotation = self.angles() or (lambda pos_BT: self.rope(pos_BT, table_VE.dtype))
+            return enter_rows(rows.ids_BT, table_VE, (weight, eps), at, rotation)
+        B, T, E = rows.embeds_BTE.shape
+        cos_BTD, sin_BTD = self.rope(rows.pos_BT.expand(B, -1), rows.embeds_BTE.dtype)
+        x_NE = rows.embeds_BTE.reshape(B * T, E)
+        normed_NE = add_rms_norm(x_NE, None, weight, eps)[1]
+        return x_NE, normed_NE, (cos_BTD.reshape(B * T, -1), sin_BTD.reshape(B * T, -1))
 
     def rope(self, pos_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The model's own rotary cos and sin [B, T, D], in one launch where its frequencies are constants."""
+        angles = self.angles()
+        if angles is None:
+            return self.body.rotary_emb(pos_BT.new_empty(0, dtype=dtype), position_ids=pos_BT)
+        cos_ND, sin_ND = rotary(pos_BT.reshape(-1), angles.frequency_F, angles.scaling, dtype)
+        return cos_ND.view(*pos_BT.shape, -1), sin_ND.view(*pos_BT.shape, -1)
+
+    def angles(self) -> Angles | None:
+        """The model's rotary embedding, where its frequencies are constants."""
         module = self.body.rotary_emb
         if getattr(module, "rope_type", None) not in _CONSTANT_ROPES:
-            return module(pos_BT.new_empty(0, dtype=dtype), position_ids=pos_BT)
-        cos_ND, sin_ND = rotary(pos_BT.reshape(-1), module.inv_freq, module.attention_scaling, dtype)
-        return cos_ND.view(*pos_BT.shape, -1), sin_ND.view(*pos_BT.shape, -1)
+            return None
+        return Angles(module.inv_freq, module.attention_scaling)
 
     def tensors(self) -> list[Tensor]:
         """The first layer's joined weights: they tell this decoder from one that was joined anew."""

@@ -18,6 +18,7 @@ from longtrain.cache.dense import DenseCache
 from longtrain.cache.packed import PackedCapture
 from longtrain.data.chat.mask import apply_template
 from longtrain.errors import ConfigError, ConflictError, DataError, refusal
+from longtrain.kernels.fused_layer import Rotation
 from longtrain.kernels.small_linear import serves, small_linear
 from longtrain.targets.attention import Inputs, LeaveEarly, Pass, Watch
 from longtrain.targets.fused import FusedDecoder
@@ -163,6 +164,11 @@ class Target(nn.Module):
         return self.model.lm_head.weight
 
     @property
+    def embed_weight(self) -> Tensor:
+        """The input embeddings [V, E]."""
+        return self.model.model.embed_tokens.weight
+
+    @property
     def final_norm_weight(self) -> Tensor:
         """Weight [E] of the RMSNorm before the LM head."""
         return self.model.model.norm.weight
@@ -184,6 +190,11 @@ class Target(nn.Module):
             return self.fused.rope(pos_BT, dtype or self.dtype)
         like = self.final_norm_weight.new_empty(0, dtype=dtype or self.dtype)
         return self.model.model.rotary_emb(like, position_ids=pos_BT)
+
+    @property
+    def rotation(self) -> Rotation:
+        """The target's rotary embedding as kernels take it: as constants where it is that to fused layers."""
+        return (self.fused and self.fused.angles()) or self.rope
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """Weights of a decoder layer under their Hugging Face names (`self_attn.q_proj.weight`, ...)."""
@@ -234,14 +245,12 @@ class Target(nn.Module):
 
         Raises:
             ConfigError: logits or late hidden states are wanted of a forward that stops early; no such layer.
-            DataError: neither or both of ids and embeddings are given.
         """
         self._check(want)
-        embeds_BTE = self._inputs(rows)
         one_pass = Pass(cache, rows.mask, want.stop_at_layer, watch)
         cache.expect(rows.n_B)
         hidden: dict[int, Tensor] = {}
-        last_BTE = self._run(embeds_BTE, rows.pos_BT, one_pass, want.hidden, hidden)
+        last_BTE = self._run(rows, one_pass, want.hidden, hidden)
         if last_BTE is None or want.logits == "none":
             return TargetStep(None, hidden)
         if want.logits == "last":
@@ -282,23 +291,11 @@ class Target(nn.Module):
         capture = PackedCapture(tuple(bounds), layers=want.kv, device=ids_T.device)
         one_pass = Pass(capture, Causal(), want.stop_at_layer, watch)
         hidden: dict[int, Tensor] = {}
-        self._run(self.embed(ids_T)[None], pos_T[None], one_pass, want.hidden, hidden)
+        self._run(Rows(pos_T[None], ids_T[None]), one_pass, want.hidden, hidden)
         return PackedStep({layer: state_BTE[0] for layer, state_BTE in hidden.items()}, capture.kv)
 
-    def _inputs(self, rows: Rows) -> Tensor:
-        if rows.ids_BT is not None and rows.embeds_BTE is None:
-            return self.embed(rows.ids_BT)
-        if rows.embeds_BTE is not None and rows.ids_BT is None:
-            return rows.embeds_BTE
-        raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
-
     def _run(
-        self,
-        embeds_BTE: Tensor,
-        pos_BT: Tensor,
-        one_pass: Pass,
-        wanted: tuple[int, ...],
-        hidden: dict[int, Tensor],
+        self, rows: Rows, one_pass: Pass, wanted: tuple[int, ...], hidden: dict[int, Tensor]
     ) -> Tensor | None:
         """The decoder without its LM head; None if the hook left early. Fills `hidden` as far as it gets."""
         stop = one_pass.stop_at_layer
@@ -306,12 +303,12 @@ class Target(nn.Module):
         with self.shards.running(layers) if self.shards is not None else nullcontext():
             try:
                 if self.fused is not None:
-                    last_BTE = self.fused(embeds_BTE, pos_BT, one_pass, wanted, hidden)
+                    last_BTE = self.fused(rows, one_pass, wanted, hidden)
                 else:
                     with self._recorded(wanted, hidden), self._shown(one_pass.inputs):
                         last_BTE = self.model.model(
-                            inputs_embeds=embeds_BTE,
-                            position_ids=pos_BT,
+                            inputs_embeds=rows.embeds(self.embed),
+                            position_ids=rows.pos_BT,
                             use_cache=False,
                             longtrain_pass=one_pass,
                         ).last_hidden_state

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longtrain.errors import TargetMismatchError, refusal
-from longtrain.kernels.fused_layer import rotary
+from longtrain.kernels.fused_layer import Angles, rotary
 from longtrain.targets.info import ROPE_TYPES
 
 
@@ -53,7 +53,11 @@ class Rotary:
         """Factor on cos and sin."""
         return float(self._module.attention_scaling)
 
+    def angles(self, device: torch.device) -> Angles:
+        """The same as constants, on a device."""
+        return Angles(self._module.to(device).inv_freq, self.scaling)
+
     def __call__(self, pos_T: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cos and sin, each [T, D] in `dtype` (computed in fp32, as targets do), of positions [T]."""
-        module = self._module.to(pos_T.device)
-        return rotary(pos_T, module.inv_freq, module.attention_scaling, dtype)
+        angles = self.angles(pos_T.device)
+        return rotary(pos_T, angles.frequency_F, angles.scaling, dtype)

@@ -5,12 +5,14 @@ Shapes: B batch, T new tokens, E hidden dim, V vocabulary, G KV heads, H query h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
 from longtrain.cache.base import Causal, Mask
+from longtrain.errors import DataError
 from longtrain.losses import TopLaw
 
 
@@ -24,6 +26,9 @@ class Rows:
         embeds_BTE: input embeddings instead of ids.
         mask: visibility among the new rows; every row sees the whole committed prefix of its sequence.
         n_B: valid rows of each sequence when the batch is right-padded; None: all T.
+
+    Raises:
+        DataError: neither or both of ids and embeddings are given.
     """
 
     pos_BT: Tensor
@@ -31,6 +36,17 @@ class Rows:
     embeds_BTE: Tensor | None = None
     mask: Mask = field(default_factory=Causal)
     n_B: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.ids_BT is None) == (self.embeds_BTE is None):
+            raise DataError("Rows needs either ids_BT or embeds_BTE, and not both")
+
+    def embeds(self, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Their embeddings [B, T, E]."""
+        if self.embeds_BTE is not None:
+            return self.embeds_BTE
+        assert self.ids_BT is not None
+        return embed(self.ids_BT)
 
 
 @dataclass(frozen=True)

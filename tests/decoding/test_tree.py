@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
-from longtrain.decoding.tree import chain, depths, emitted, positions, visible
+from longtrain.decoding.tree import chain, depths, positions, visible
+
+from .toys import emitted
 
 
 def test_a_node_sees_its_ancestors_and_itself():
@@ -28,6 +30,7 @@ def test_a_chain_is_causal():
     tree = chain(torch.arange(10).view(2, 5))
     assert torch.equal(visible(tree.parents_BN), torch.ones(2, 5, 5).tril().bool())
     assert positions(tree, torch.tensor([3, 10])).tolist() == [[3, 4, 5, 6, 7], [10, 11, 12, 13, 14]]
+    assert positions(chain(tree.tokens_BN[:, :1]), torch.tensor([3, 10])).tolist() == [[3], [10]]
 
 
 def test_depths_of_a_shape():

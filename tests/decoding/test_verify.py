@@ -13,11 +13,11 @@ from torch import Tensor
 
 from longtrain.decoding.roles import Law, TokenTree, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
-from longtrain.decoding.tree import chain, emitted
+from longtrain.decoding.tree import chain
 from longtrain.decoding.verify import verify
 from longtrain.errors import ConfigError
 
-from .toys import outcomes
+from .toys import emitted, outcomes
 
 SETTINGS = [
     Sampling(temperature=1.0),

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache, Mask, Tree
-from longtrain.decoding.roles import Law, TokenTree, TreeShape
+from longtrain.decoding.roles import Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import depths, positions, visible
+from longtrain.kernels.greedy import settle
 from longtrain.targets.info import TargetInfo
 from longtrain.targets.step import Rows, TargetStep, Want
 
@@ -200,3 +201,11 @@ def outcomes(run: Callable[[Coins], object], batch: int) -> Iterator[tuple[Tenso
         if not answers:
             return
         answers[-1] += 1
+
+
+def emitted(tree: TokenTree, verdict: Verdict) -> Tensor:
+    """The tokens [B, P] that a cycle adds to each text; those beyond `verdict.n_B` repeat the last."""
+    found = verdict.path_BP, verdict.n_B, verdict.next_B
+    news_BX = verdict.path_BP.new_empty(len(verdict.path_BP), 2 + verdict.path_BP.shape[1])
+    settle(tree.tokens_BN, found, tuple(verdict.n_B.clone() for _ in range(3)), news_BX)
+    return news_BX[:, 2:]

@@ -47,10 +47,15 @@ def test_what_is_emitted(most, monkeypatch):
     path, n, after = greedy.follow(best, tokens, parents, levels, limit)
     assert n.unique().numel() > 1 or most is not None
     got, expected = torch.full((2, 5, levels + 3), -1, dtype=torch.int64)
-    greedy.emitted(tokens, path, n, after, got)
+    left = torch.tensor([0, 9, 1, 9, 9])  # a text that is over, and one of which a token is left
+    texts = [(torch.zeros(5).long(), left.clone(), torch.arange(5)) for _ in range(2)]
+    made = [greedy.settle(tokens, (path, n, after), texts[0], got)]
     monkeypatch.setattr(greedy, "runs_on", lambda device: False)
-    greedy.emitted(tokens, path, n, after, expected)
+    made.append(greedy.settle(tokens, (path, n, after), texts[1], expected))
     assert torch.equal(got, expected) and (got >= 0).all()
+    for counts, (root, rest, length) in zip(made, texts, strict=True):
+        assert torch.equal(counts[0], n.minimum(left)) and torch.equal(counts[1], length)
+        assert torch.equal(root, after) and torch.equal(rest, left - counts[0])
     whole = greedy.follow(best, tokens, parents, levels, None)[1]
     assert torch.equal(got[:, 1], whole - 1) and ((whole > n).any() == (most is not None))
 

@@ -219,7 +219,12 @@ def _row_scores(sets, keys, heads, dim):
 
 def texts() -> Jobs:
     """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
-    for name, shape in ((None, ()), ("longspec", (3, 2)), ("quantspec", (1, 1, 1))):
+    for name, shape in (
+        (None, ()),
+        ("longspec", (3, 2)),
+        ("quantspec", (1, 1, 1)),
+        ("prompt_lookup", (1, 1)),
+    ):
         for fused in (True, False):
             yield partial(_text, name, TreeShape(shape), fused)
 
@@ -231,7 +236,8 @@ def _text(name, shape, fused):
     if name is not None:
         spec = methods.get(name)
         config = spec.config()
-        module = spec.build(config, target.info).to(DEVICE, DTYPE)
+        module = spec.build(config, target.info)
+        module = module.to(DEVICE, DTYPE) if module is not None else None
         parts = spec.attach(module, target, config, {})
     captured.has_graphs = lambda device: False
     for prompts in ([[7] * 254], [[5] * 300, [9] * 20]):

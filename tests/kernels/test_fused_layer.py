@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from longtrain.kernels import fused_layer
-from longtrain.kernels.fused_layer import Slots
+from longtrain.kernels.fused_layer import Angles, RowPositions, Slots
 
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Two roundings to the dtype."""
@@ -23,6 +23,16 @@ WIDE = 4096 if torch.cuda.is_available() else 130
 
 EIGHT_B = {
     "_add_rms_norm_kernel": ({"E": 4096, "WIDTH": 4096, "ADD": True}, {"eps": "fp32"}, 8),
+    "_enter_kernel": (
+        {"E": 4096, "WIDTH": 4096, "F": 64, "HALF": 64, "PATH": True, "STEPS": True},
+        {
+            **dict.fromkeys(("id_ptr", "path_ptr", "pos_ptr"), "*i64"),
+            "frequency_ptr": "*fp32",
+            "eps": "fp32",
+            "scaling": "fp32",
+        },
+        8,
+    ),
     "_rotate_kernel": (
         {
             "H": 32,
@@ -71,10 +81,10 @@ def test_kernels_compile_for_hopper_without_spills(name):
     jit = getattr(fused_layer_triton, name)
     pointers = {arg: "*bf16" for arg in jit.arg_names if arg.endswith("_ptr")}
     constants = {**constants, "CHAINED": True}
-    strides = [arg for arg in jit.arg_names if arg[-2:] in ("_n", "_b", "_g", "_s", "_t")]
+    strides = [arg for arg in jit.arg_names if arg[-2:] in ("_n", "_b", "_g", "_s", "_t", "_v")]
     binary = aot.compile_kernel(jit, {**pointers, **types}, constants, aligned=strides, warps=warps)
     # reducing an angle to the first quadrant exactly takes a few words of local memory
-    assert binary.stack_bytes == 0 or name == "_rotary_kernel"
+    assert binary.stack_bytes == 0 or name in ("_rotary_kernel", "_enter_kernel")
     assert binary.registers <= 128
     assert binary.count("LDG.E") and not binary.count("LDG.E.U8")
 
@@ -114,6 +124,43 @@ def test_add_rms_norm(device, dtype, width, adds, monkeypatch):
     got, expected = (way(monkeypatch, "add_rms_norm", *args) for way in (kernel, twin))
     close(got, expected)
     assert (got[0] is x) == (not adds)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize(("path", "ahead", "steps"), [(False, 0, False), (False, 3, False), (True, 2, True)])
+def test_rows_enter(device, dtype, constant, path, ahead, steps, monkeypatch):
+    """Embeddings, norm, cos and sin have the bits of the operators that do one of these each."""
+    E, D, B, T = 48, 24, 2, 3
+    table, weight = made(device, dtype, 30, 2 * E)[:, :E], made(device, dtype, E, seed=2)
+    ids = torch.randint(30, (5, B), generator=torch.Generator().manual_seed(0)).to(device).T
+    at_BT = torch.tensor([[0, 2, 4], [0, 1, 0]], device=device) if path else None
+    angles = Angles(torch.linspace(1.0, 0.01, D // 2, device=device), 1.5)
+
+    def rope(pos):
+        cos, sin = fused_layer.rotary(pos.flatten(), angles.frequency_F, angles.scaling, dtype)
+        return cos.view(*pos.shape, D), sin.view(*pos.shape, D)
+
+    chosen = ids.gather(1, at_BT) if path else ids[:, :T]
+    first = torch.tensor([[700, 1], [9, 1]], device=device)[:, 0]  # a view, as a table's first column is
+    pos = first[:, None] + ahead + torch.arange(T, device=device) * steps
+    found = []
+    for way in (kernel, twin):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_layer, "kernels_serve", lambda x, own=way is kernel: own)
+            want_rope = rope(pos)
+        entry = made(device, dtype, B * T, 2 * E)
+        x, normed, turns = way(
+            monkeypatch, "enter_rows", ids if path else ids[:, :T], table, (weight, 1e-5),
+            RowPositions.after(first, T, ahead=ahead, steps=steps), angles if constant else rope,
+            path_BT=at_BT, normed_NE=entry[:, E:],
+        )  # fmt: skip
+        want = way(monkeypatch, "add_rms_norm", table[chosen.flatten()], None, weight, 1e-5)
+        assert torch.equal(x, want[0]) and torch.equal(normed, want[1]) and torch.equal(normed, entry[:, E:])
+        for part, expected in zip(turns, want_rope, strict=True):
+            assert torch.equal(part, expected.view(B * T, D)) or not constant
+        found.append((x, normed, *turns))
+    close(*found)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

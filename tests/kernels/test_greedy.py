@@ -14,7 +14,7 @@ from longtrain.kernels import greedy
 COMPILED = {
     "_best_kernel": ({"COLUMNS": 2048}, {"x_ptr": "*bf16", "top_ptr": "*fp32", "at_ptr": "*i32"}, 4),
     "_best_of_chunks_kernel": ({"WIDTH": 64}, {"top_ptr": "*fp32", "at_ptr": "*i32", "out_ptr": "*i64"}, 1),
-    "_emitted_kernel": ({"P": 6, "WIDTH": 8}, {}, 1),
+    "_settle_kernel": ({"P": 6, "WIDTH": 8}, {}, 1),
     "_ancestors_kernel": ({"ROWS": 16, "NODES": 128}, {"out_ptr": "*u8"}, 1),
     "_follow_kernel": ({"LEVELS": 5, "NODES": 128, "MOST": True}, {}, 1),
 }
@@ -56,6 +56,10 @@ def test_on_a_gpu():
         got = greedy.follow(best.cuda(), tokens.cuda(), parents.cuda(), levels, most.cuda())
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, expected, strict=True))
         news, there = torch.empty(5, levels + 3, dtype=torch.int64), tokens.cuda().new_empty(5, levels + 3)
-        greedy.emitted(tokens, *expected, news)
-        greedy.emitted(tokens.cuda(), *got, there)
+        texts = expected[2].clone(), most % 3, most
+        moved = tuple(text.cuda() for text in texts)
+        made = greedy.settle(tokens, expected, texts, news), greedy.settle(tokens.cuda(), got, moved, there)
         assert torch.equal(there.cpu(), news)
+        assert all(
+            torch.equal(a.cpu(), b) for a, b in zip((*made[1], *moved), (*made[0], *texts), strict=True)
+        )

@@ -2,27 +2,32 @@
 
 `add_rms_norm`: s = x + d, n = s / rms(s) * w.  `rotate_heads`: RMSNorm of each query and key head where the
 model has it, then RoPE, in place, and new keys and values to their slots of a cache.  `swiglu`: silu(g) * u.
-`write_rows`: new keys and values to their slots alone.  `rotary`: cos and sin of positions.
+`write_rows`: new keys and values to their slots alone.  `rotary`: cos and sin of positions.  `enter_rows`:
+what a step begins with, embeddings, their RMSNorm, cos and sin.
 Triton on a GPU of compute capability 8.0 or more in fp32, bf16 and fp16, where no gradient is asked for
 (interpreted under TRITON_INTERPRET=1 on any device); plain torch everywhere else, written here. Both compute
 in fp32 or wider inside.
-Shapes: B batch, T new rows, N = B * T rows, S slots, E hidden dim, I intermediate dim, H query heads, G KV
-heads, D head dim.
+Shapes: B batch, T new rows, N = B * T rows, S slots, V vocabulary, E hidden dim, I intermediate dim, H query
+heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from longtrain.kernels.devices import kernels_serve
-from longtrain.kernels.fused_layer.slots import Slots
+from longtrain.kernels.fused_layer.slots import Angles, Rotation, RowPositions, Slots
 
 __all__ = [
+    "Angles",
     "Norms",
+    "Rotation",
+    "RowPositions",
     "Slots",
     "add_rms_norm",
+    "enter_rows",
     "move_rows",
     "rotary",
     "rotate_heads",
@@ -34,7 +39,46 @@ Norms = tuple[Tensor, Tensor]
 """Weights [D] of the RMSNorm of query heads and of key heads."""
 
 
-def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def enter_rows(
+    ids_BT: Tensor,
+    table_VE: Tensor,
+    norm: tuple[Tensor, float],
+    at: RowPositions,
+    rotation: Rotation,
+    *,
+    path_BT: Tensor | None = None,
+    normed_NE: Tensor | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """What the first layer reads of a step's rows, in one launch.
+
+    Args:
+        ids_BT: token ids, int64, of any strides.
+        table_VE: embeddings.
+        norm: weight [E] and epsilon of the RMSNorm that follows.
+        at: positions of the rows.
+        rotation: the rotary embedding, in the embeddings' dtype.
+        path_BT: which of the ids each row has, int64; None: row t the t-th.
+        normed_NE: written if given, any stride but 1 in the last dim.
+
+    Returns: x_NE, its norm normed_NE, and cos and sin, each [N, D].
+    """
+    if isinstance(rotation, Angles) and kernels_serve(table_VE):
+        from longtrain.kernels.fused_layer import kernel
+
+        return kernel.enter_rows(ids_BT, table_VE, *norm, at, rotation, path_BT, normed_NE)
+    ids = ids_BT if path_BT is None else ids_BT.gather(1, path_BT)
+    x_NE, pos_BT = embedding(ids, table_VE).flatten(0, 1), at.sum()
+    if isinstance(rotation, Angles):
+        rope = rotary(pos_BT.reshape(-1), rotation.frequency_F, rotation.scaling, x_NE.dtype)
+    else:
+        cos_BTD, sin_BTD = rotation(pos_BT)
+        rope = cos_BTD.flatten(0, 1), sin_BTD.flatten(0, 1)
+    return x_NE, add_rms_norm(x_NE, None, *norm, normed_NE=normed_NE)[1], rope
+
+
+def add_rms_norm(
+    x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float, *, normed_NE: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The residual stream after an addition, and its RMSNorm.
 
     Args:
@@ -42,15 +86,17 @@ def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: flo
         add_NE: what a layer's half adds to it; None: nothing, and the first result is `x_NE` itself.
         weight_E: weight of the norm.
         eps: epsilon of the norm.
+        normed_NE: written if given, any stride but 1 in the last dim.
 
     Returns: sum_NE and normed_NE in x's dtype; the norm is of the rounded sum.
     """
     if kernels_serve(x_NE):
         from longtrain.kernels.fused_layer import kernel
 
-        return kernel.add_rms_norm(x_NE, add_NE, weight_E, eps)
+        return kernel.add_rms_norm(x_NE, add_NE, weight_E, eps, normed_NE)
     sum_NE = x_NE if add_NE is None else x_NE + add_NE
-    return sum_NE, _normed(sum_NE, weight_E, eps)
+    new_NE = _normed(sum_NE, weight_E, eps)
+    return sum_NE, new_NE if normed_NE is None else normed_NE.copy_(new_NE)
 
 
 def rotate_heads(

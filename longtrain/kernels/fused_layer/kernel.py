@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.devices import chaining, dense_rows, launched_on
-from longtrain.kernels.fused_layer.slots import Slots
+from longtrain.kernels.fused_layer.slots import Angles, RowPositions, Slots
 
 _HEADS = 4
 """Heads that one program rotates."""
@@ -26,8 +26,8 @@ _COLUMNS = 1024
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, add_ptr, weight_ptr, sum_ptr, normed_ptr, x_n, add_n, eps, E: tl.constexpr, WIDTH: tl.constexpr,
-    ADD: tl.constexpr, CHAINED: tl.constexpr,
+    x_ptr, add_ptr, weight_ptr, sum_ptr, normed_ptr, x_n, add_n, normed_n, eps,
+    E: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row: sum (rounded as it is stored) and norm."""
     if CHAINED:
@@ -47,7 +47,7 @@ def _add_rms_norm_kernel(
         tl.store(sum_ptr + row * E + at, x, mask=keep)
         x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
-    tl.store(normed_ptr + row * E + at, (x * scale * weight.to(tl.float32)).to(dtype), mask=keep)
+    tl.store(normed_ptr + row * normed_n + at, (x * scale * weight.to(tl.float32)).to(dtype), mask=keep)
 
 
 @triton.jit
@@ -204,17 +204,80 @@ def _rotary_kernel(
     tl.store(sin_ptr + out + F, sin, mask=keep)
 
 
-def add_rms_norm(x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@triton.jit(do_not_specialize=["T", "ahead"])
+def _enter_kernel(
+    id_ptr, table_ptr, weight_ptr, path_ptr, pos_ptr, frequency_ptr, x_ptr, normed_ptr, cos_ptr, sin_ptr,
+    id_b, id_t, table_v, path_b, pos_b, pos_t, normed_n, eps, scaling, T, ahead,
+    E: tl.constexpr, WIDTH: tl.constexpr, F: tl.constexpr, HALF: tl.constexpr, PATH: tl.constexpr,
+    STEPS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One row: its token's embedding, the norm of that, and the angles of its position."""
+    if CHAINED:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    b, t = row // T, row % T
+    at, pair = tl.arange(0, WIDTH), tl.arange(0, HALF)
+    keep, turns = at < E, pair < F
+    weight = tl.load(weight_ptr + at, mask=keep, other=0.0)
+    frequency = tl.load(frequency_ptr + pair, mask=turns, other=0.0)
+    if CHAINED:
+        gdc_wait()
+    node = tl.load(path_ptr + b * path_b + t) if PATH else t
+    token = tl.load(id_ptr + b * id_b + node * id_t).to(tl.int64)
+    pos = tl.load(pos_ptr + b * pos_b + t * pos_t) + ahead
+    if STEPS:
+        pos += t
+    x = tl.load(table_ptr + token * table_v + at, mask=keep, other=0.0)
+    tl.store(x_ptr + row * E + at, x, mask=keep)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    tl.store(normed_ptr + row * normed_n + at, (x * scale * weight.to(tl.float32)).to(dtype), mask=keep)
+    angle = pos.to(tl.float32) * frequency
+    cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
+    out = row * (2 * F) + pair
+    tl.store(cos_ptr + out, cos, mask=turns)
+    tl.store(cos_ptr + out + F, cos, mask=turns)
+    tl.store(sin_ptr + out, sin, mask=turns)
+    tl.store(sin_ptr + out + F, sin, mask=turns)
+
+
+def enter_rows(
+    ids_BT: Tensor, table_VE: Tensor, weight_E: Tensor, eps: float, at: RowPositions, angles: Angles,
+    path_BT: Tensor | None, normed_NE: Tensor | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """See `kernels.fused_layer.enter_rows`."""
+    B, T = (ids_BT if path_BT is None else path_BT).shape
+    E, F = table_VE.shape[1], len(angles.frequency_F)
+    x_NE = table_VE.new_empty(B * T, E)
+    normed_NE = torch.empty_like(x_NE) if normed_NE is None else normed_NE
+    cos_ND, sin_ND = table_VE.new_empty((2, B * T, 2 * F)).unbind(0)
+    path = ids_BT if path_BT is None else dense_rows(path_BT)
+    chained = chaining(table_VE.device)
+    with launched_on(table_VE):
+        _enter_kernel[(B * T,)](
+            ids_BT, table_VE, weight_E, path, at.pos_BT, angles.frequency_F, x_NE, normed_NE, cos_ND, sin_ND,
+            *ids_BT.stride(), table_VE.stride(0), path.stride(0), *at.pos_BT.stride(), normed_NE.stride(0),
+            eps, angles.scaling, T, at.ahead, E=E, WIDTH=triton.next_power_of_2(E),
+            F=F, HALF=triton.next_power_of_2(F), PATH=path_BT is not None, STEPS=at.steps,
+            num_warps=8, **chained,
+        )  # fmt: skip
+    return x_NE, normed_NE, (cos_ND, sin_ND)
+
+
+def add_rms_norm(
+    x_NE: Tensor, add_NE: Tensor | None, weight_E: Tensor, eps: float, normed_NE: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """See `kernels.fused_layer.add_rms_norm`."""
     N, E = x_NE.shape
-    normed_NE = x_NE.new_empty(N, E)
+    normed_NE = x_NE.new_empty(N, E) if normed_NE is None else normed_NE
     sum_NE = x_NE if add_NE is None else x_NE.new_empty(N, E)
     add = x_NE if add_NE is None else dense_rows(add_NE)
     chained = chaining(x_NE.device)
     with launched_on(x_NE):
         _add_rms_norm_kernel[(N,)](
-            x_NE, add, weight_E, sum_NE, normed_NE, x_NE.stride(0), add.stride(0), eps,
-            E=E, WIDTH=triton.next_power_of_2(E), ADD=add_NE is not None,
+            x_NE, add, weight_E, sum_NE, normed_NE, x_NE.stride(0), add.stride(0),
+            normed_NE.stride(0), eps, E=E, WIDTH=triton.next_power_of_2(E), ADD=add_NE is not None,
             num_warps=8, **chained,
         )  # fmt: skip
     return sum_NE, normed_NE

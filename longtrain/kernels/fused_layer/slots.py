@@ -1,14 +1,60 @@
-"""Where new keys and values go.
+"""Where new rows stand in their texts, and where their keys and values go.
 
-Shapes: B batch, T new rows, S slots, G KV heads, D head dim.
+Shapes: B batch, T new rows, S slots, G KV heads, D head dim, F = D / 2 angles of a position.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Angles:
+    """A rotary embedding whose frequencies do not depend on the length of a text.
+
+    Args:
+        frequency_F: radians a position, fp32.
+        scaling: factor on cos and sin.
+    """
+
+    frequency_F: Tensor
+    scaling: float
+
+
+Rotation: TypeAlias = Angles | Callable[[Tensor], tuple[Tensor, Tensor]]
+"""A rotary embedding as constants, or as what gives cos and sin [..., D] of positions."""
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions of the rows of a step, which a kernel adds up itself.
+
+    Args:
+        pos_BT: int64, of any strides.
+        ahead: added to all of them.
+        steps: whether row t stands t positions further.
+    """
+
+    pos_BT: Tensor
+    ahead: int = 0
+    steps: bool = False
+
+    @classmethod
+    def after(cls, pos_B: Tensor, rows: int, *, ahead: int = 0, steps: bool = False) -> RowPositions:
+        """Rows of each sequence at one position, or from it on."""
+        return cls(pos_B[:, None].expand(-1, rows), ahead, steps)
+
+    def sum(self) -> Tensor:
+        """The positions as one tensor, int64_BT."""
+        if not self.steps:
+            return self.pos_BT + self.ahead if self.ahead else self.pos_BT
+        rows, device = self.pos_BT.shape[1], self.pos_BT.device
+        return self.pos_BT + torch.arange(self.ahead, self.ahead + rows, device=device)
 
 
 @dataclass(frozen=True)

@@ -65,26 +65,39 @@ def follow(
     return path_BP, n_B.minimum(most_B), cut_B
 
 
-def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
-    """What a path adds to the text: counts, the tokens of its nodes below the root, and the one after them.
+def settle(
+    tokens_BN: Tensor,
+    found: tuple[Tensor, Tensor, Tensor],
+    texts: tuple[Tensor, Tensor, Tensor],
+    out_BX: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What paths add to texts: counts, tokens of nodes below the root, the one after them; and what is left.
 
     Args:
         tokens_BN: token of each node, int64.
-        path_BP: accepted nodes, root first; 0 beyond the last.
-        n_B: how many of them count, 1 or more; fewer than were accepted where a limit cut the path.
-        next_B: token after them.
+        found: path_BP, accepted nodes, root first, 0 beyond the last; n_B, how many of them count, 1 or more,
+            fewer than were accepted where a limit cut the path; next_B, the token after them.
+        texts: root_B, which becomes next_B; left_B, tokens that may follow the root, which become fewer;
+            len_B, position of the root. Contiguous int64.
         out_BX: written: n_B; how many nodes below the root were accepted, counting those that a limit cut
             off; P tokens, of which those beyond n_B repeat the last. Contiguous int64.
+
+    Returns: n_B but no more than was left, and a copy of len_B.
     """
+    path_BP, n_B, next_B = found
+    root_B, left_B, len_B = texts
     if runs_on(tokens_BN.device):
         from longtrain.kernels.greedy import kernel
 
-        kernel.emitted(tokens_BN, path_BP, n_B, next_B, out_BX)
-        return
+        return kernel.settle(tokens_BN, path_BP, n_B, next_B, root_B, left_B, len_B, out_BX)
     drafted_BP = tokens_BN.gather(1, path_BP).roll(-1, dims=1)
     slot_P = torch.arange(drafted_BP.shape[1], device=drafted_BP.device)
     out_BX[:, 0], out_BX[:, 1] = n_B, (path_BP > 0).sum(1)
     out_BX[:, 2:] = torch.where(slot_P < n_B[:, None] - 1, drafted_BP, next_B[:, None])
+    committed_B = n_B.minimum(left_B)
+    root_B.copy_(next_B)
+    left_B.sub_(committed_B)
+    return committed_B, len_B.clone()
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:

@@ -86,24 +86,30 @@ def _follow_kernel(
 
 
 @triton.jit
-def _emitted_kernel(
-    token_ptr, path_ptr, n_ptr, next_ptr, out_ptr, token_b, token_n, path_b,
-    P: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+def _settle_kernel(
+    token_ptr, path_ptr, n_ptr, next_ptr, root_ptr, left_ptr, len_ptr, out_ptr, made_ptr,
+    token_b, token_n, path_b, B, P: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One path."""
+    """One path; `made`: what is committed of each, and where it begins."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
-    n = tl.load(n_ptr + b)
+    n, left = tl.load(n_ptr + b), tl.load(left_ptr + b)
+    after = tl.load(next_ptr + b)
     drafted = slot < n - 1
     node = tl.load(path_ptr + b * path_b + slot + 1, mask=slot < P - 1, other=0)
     token = tl.load(token_ptr + b * token_b + node * token_n, mask=drafted, other=0)
     out = out_ptr + b * (P + 2)
     tl.store(out, n)
     tl.store(out + 1, tl.sum((node > 0).to(tl.int64), 0))
-    tl.store(out + 2 + slot, tl.where(drafted, token, tl.load(next_ptr + b)), mask=slot < P)
+    tl.store(out + 2 + slot, tl.where(drafted, token, after), mask=slot < P)
+    committed = tl.minimum(n, left)
+    tl.store(made_ptr + b, committed)
+    tl.store(made_ptr + B + b, tl.load(len_ptr + b))
+    tl.store(left_ptr + b, left - committed)
+    tl.store(root_ptr + b, after)
 
 
 @triton.jit
@@ -162,17 +168,23 @@ def follow(
     return path_BP, n_B, next_B
 
 
-def emitted(tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, out_BX: Tensor) -> None:
-    """See `kernels.greedy.emitted`."""
+def settle(
+    tokens_BN: Tensor, path_BP: Tensor, n_B: Tensor, next_B: Tensor, root_B: Tensor, left_B: Tensor,
+    len_B: Tensor, out_BX: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `kernels.greedy.settle`."""
     B, P = path_BP.shape
     path_BP = dense_rows(path_BP)
+    made_2B = torch.empty((2, B), dtype=torch.int64, device=n_B.device)
     chained = chaining(tokens_BN.device)
     with launched_on(tokens_BN):
-        _emitted_kernel[(B,)](
-            tokens_BN, path_BP, n_B.contiguous(), next_B.contiguous(), out_BX, *tokens_BN.stride(),
-            path_BP.stride(0), P=P, WIDTH=triton.next_power_of_2(max(P, 2)),
+        _settle_kernel[(B,)](
+            tokens_BN, path_BP, n_B.contiguous(), next_B.contiguous(), root_B, left_B, len_B.contiguous(),
+            out_BX, made_2B,
+            *tokens_BN.stride(), path_BP.stride(0), B, P=P, WIDTH=triton.next_power_of_2(max(P, 2)),
             num_warps=1, **chained,
         )  # fmt: skip
+    return made_2B[0], made_2B[1]
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from longtrain.kernels.fused_layer import Rotation, RowPositions, enter_rows
 from longtrain.methods.draft_layer import JoinedLayer, normed
 
 if TYPE_CHECKING:
+    from longtrain.layers import Rope
     from longtrain.methods.eagle3.modules import Eagle3Draft
 
 
@@ -36,15 +38,34 @@ class FusedEagle3(JoinedLayer):
         draft = self.draft
         if draft.fc_norm is not None:
             states = [normed(state, norm) for state, norm in zip(states, draft.fc_norm, strict=True)]  # type: ignore[arg-type]
-        whole = torch.cat(tuple(states), dim=-1)
+        whole = states[0] if len(states) == 1 else torch.cat(tuple(states), dim=-1)
         return self.fc(whole if draft.input_norm is None else normed(whole, draft.input_norm))
 
-    def enter(self, embed_NE: Tensor, feature_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention reads [N, 2E], and the residual stream [N, E]."""
-        draft = self.draft
-        feature_normed = normed(feature_NE, draft.hidden_norm)
-        entry = torch.cat((normed(embed_NE, draft.input_layernorm), feature_normed), dim=-1)
-        return entry, feature_normed if draft.norm_before_residual else feature_NE
+    def enter(
+        self,
+        ids_BT: Tensor,
+        table_VE: Tensor,
+        feature_NE: Tensor,
+        at: RowPositions,
+        rotation: Rotation,
+        path_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Rope]:
+        """What the attention reads [N, 2E], the residual stream [N, E], and the rows' cos and sin.
+
+        Args:
+            ids_BT: the token after each row's.
+            table_VE: embeddings.
+            feature_NE: each row's feature.
+            at: positions of the rows.
+            rotation: the draft's rotary embedding.
+            path_BT: which of the ids each row has; None: row t the t-th.
+        """
+        draft, E = self.draft, feature_NE.shape[-1]
+        entry = feature_NE.new_empty(len(feature_NE), 2 * E)
+        norm = draft.input_layernorm.weight, draft.input_layernorm.eps
+        *_, rope = enter_rows(ids_BT, table_VE, norm, at, rotation, path_BT=path_BT, normed_NE=entry[:, :E])
+        feature_normed = normed(feature_NE, draft.hidden_norm, into=entry[:, E:])
+        return entry, feature_normed if draft.norm_before_residual else feature_NE, rope
 
     def after_attention(self, residual_NE: Tensor, mixed_NX: Tensor) -> tuple[Tensor, Tensor]:
         """The layer from the attention's result on: the LM head's input, and the next depth's feature.

@@ -22,7 +22,7 @@ from longtrain.kernels.attention.own_keys import OwnKey, own_keys_attention
 from longtrain.losses.draft import DraftTeacher, fused_draft_loss
 from longtrain.methods.eagle3.rows import Labels, labels_of, survivors
 from longtrain.methods.offsets import check_offsets, offsets_of
-from longtrain.methods.rope import rope_of
+from longtrain.methods.rope import ModuleRope
 from longtrain.methods.spec import Loss, Objective
 from longtrain.methods.viewed import viewed, views_for
 from longtrain.methods.views import draw, in_views
@@ -88,7 +88,7 @@ class Eagle3Objective(Objective):
     def __init__(self, module: Eagle3Draft, target: Target, config: Config) -> None:
         super().__init__()
         self.module, self.target, self.config = module, target, config
-        self.rope = rope_of(config, target)
+        self.rope = ModuleRope(config, target)
         self.views = views_for(config.views, target)
         check_offsets(config, target.info)
 

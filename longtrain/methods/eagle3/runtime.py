@@ -20,8 +20,9 @@ from longtrain.decoding.growth import DraftVocabulary, Level, TreeGrowth, check_
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.fused_layer import RowPositions
 from longtrain.methods.eagle3.fused import FusedEagle3
-from longtrain.methods.rope import rope_of
+from longtrain.methods.rope import ModuleRope
 from longtrain.targets.step import TargetStep, Want
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ class Eagle3Runtime:
         self.draft, self.target, self.config = draft, target, config
         self.want = Want(hidden=draft.layers)
         self.layer = FusedEagle3(draft)
-        self._rope = rope_of(config, target)
-        self._embed = target.embed if draft.embed_tokens is None else draft.embed_tokens
+        self._rope = ModuleRope(config, target)
         size, part = target.info.vocab_size, len(draft.draft_ids_K)
         self._growth = TreeGrowth(DraftVocabulary(draft.draft_ids_K, size) if part < size else None)
         self.rows: DraftRing | DraftHistory | None = None
@@ -104,12 +104,11 @@ class Eagle3Runtime:
         self.check_shape(shape)
         rows.reserve(shape.n_grown)
         held_B = cache.len_B - 1
-        rope = self._rope(held_B[:, None] + self._growth.depths(shape, root_B.device))
         above_BME = feature_BE[:, None]
 
         def logits_of(level: Level) -> Tensor:
             nonlocal above_BME
-            logits_BMK, above_BME = self._level(rows, held_B, level, level.of_parents(above_BME), rope)
+            logits_BMK, above_BME = self._level(rows, held_B, level, level.of_parents(above_BME))
             return logits_BMK
 
         return self._growth.grow(logits_of, root_B, cache.len_B, shape, sampling, coins)
@@ -122,13 +121,12 @@ class Eagle3Runtime:
         """
         _, cache, before_BE = self._state()
         path_BP, n_B = verdict.path_BP, verdict.n_B
-        feature_BPE = self._features(step, path_BP)
-        entering_BPE = torch.cat((before_BE[:, None], feature_BPE[:, :-1]), dim=1)
-        first_B = cache.len_B - n_B - 1
-        self._take(tree.tokens_BN.gather(1, path_BP), entering_BPE, first_B, n_B)
-        last_B11 = (n_B - 1).clamp(min=0)[:, None, None]
-        last_BE = feature_BPE.gather(1, last_B11.expand(-1, 1, feature_BPE.shape[-1]))[:, 0]
-        before_BE.copy_(torch.where(n_B[:, None] > 0, last_BE, before_BE))
+        is_chain = path_BP.shape[1] == tree.tokens_BN.shape[1]  # its rows lie in order
+        feature_BPE = self._features(step, None if is_chain else path_BP)
+        whole_BXE = torch.cat((before_BE[:, None], feature_BPE), dim=1)
+        self._take(tree.tokens_BN, path_BP, whole_BXE[:, :-1], verdict.root_pos(cache.len_B) - 1, n_B)
+        last_B1E = n_B[:, None, None].expand(-1, 1, before_BE.shape[-1])
+        torch.gather(whole_BXE, 1, last_B1E, out=before_BE[:, None])  # 0 accepted: what it was
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that this draft does not take (`decoding.roles.Draft`).
@@ -185,43 +183,49 @@ class Eagle3Runtime:
             from_B = first_B + start
             pos_BP = from_B[:, None] + torch.arange(min(size, length - start), device=from_B.device)
             count_B = (end_B - from_B).clamp(min=0, max=pos_BP.shape[1])
-            next_BP = tokens_BS.gather(1, (pos_BP + 1).clamp(max=S - 1))
-            self._take(next_BP, self._features(step, pos_BP.clamp(max=S - 1)), from_B, count_B)
+            next_BP, features = (pos_BP + 1).clamp(max=S - 1), self._features(step, pos_BP.clamp(max=S - 1))
+            self._take(tokens_BS, next_BP, features, from_B, count_B)
 
-    def _features(self, step: TargetStep, at_BP: Tensor) -> Tensor:
-        """Features [B, P, E] of some of a step's rows."""
-        B, P = at_BP.shape
-        states = []
-        for layer in self.draft.layers:
-            state_BTE = step.hidden[layer]
-            index = at_BP[..., None].expand(-1, -1, state_BTE.shape[-1])
-            states.append(state_BTE.gather(1, index).flatten(0, 1))
-        return self.layer.feature(states).unflatten(0, (B, P))
+    def _features(self, step: TargetStep, at_BP: Tensor | None) -> Tensor:
+        """Features [B, P, E] of some of a step's rows, or of all."""
+        states = [step.hidden[layer] for layer in self.draft.layers]
+        if at_BP is not None:
+            states = [state.gather(1, at_BP[..., None].expand(-1, -1, state.shape[-1])) for state in states]
+        return self.layer.feature([state.flatten(0, 1) for state in states]).unflatten(0, states[0].shape[:2])
 
-    def _take(self, next_BP: Tensor, feature_BPE: Tensor, first_B: Tensor, count_B: Tensor) -> None:
+    def _take(
+        self, ids_BS: Tensor, next_BP: Tensor, feature_BPE: Tensor, first_B: Tensor, count_B: Tensor
+    ) -> None:
         """Compute and store keys and values of the first `count_B` rows; no attention is run for them.
 
         Args:
-            next_BP: the token after each row's.
+            ids_BS: tokens.
+            next_BP: which of them is the token after each row's.
             feature_BPE: each row's feature.
             first_B: position of the first.
             count_B: rows that are stored.
         """
         assert self.rows is not None
-        pos_BP = first_B[:, None] + torch.arange(next_BP.shape[1], device=first_B.device)
-        cos, sin = (part.flatten(0, 1) for part in self._rope(pos_BP))
-        entry, _ = self.layer.enter(self._embed(next_BP).flatten(0, 1), feature_BPE.flatten(0, 1))
-        self.layer.keep(entry, (cos, sin), self.rows.positions(first_B, count_B))
+        at = RowPositions.after(first_B, next_BP.shape[1], steps=True)
+        entry, _, rope = self._enter(ids_BS, feature_BPE, at, next_BP)
+        self.layer.keep(entry, rope, self.rows.positions(first_B, count_B))
+
+    def _enter(
+        self, ids_BT: Tensor, feature_BTE: Tensor, at: RowPositions, path_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Rope]:
+        """What rows begin with (`FusedEagle3.enter`), over the draft's embeddings or the target's."""
+        own, feature_NE = self.draft.embed_tokens, feature_BTE.flatten(0, 1)
+        table_VE = self.target.embed_weight if own is None else own.weight
+        return self.layer.enter(ids_BT, table_VE, feature_NE, at, self._rope.rotation, path_BT)
 
     def _level(
-        self, rows: DraftRing | DraftHistory, held_B: Tensor, level: Level, feature_BME: Tensor, rope: Rope
+        self, rows: DraftRing | DraftHistory, held_B: Tensor, level: Level, feature_BME: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logits_BMK of one level's nodes and what they hand to their children; keys join the tree's."""
         B, M = level.tokens_BM.shape
-        cos_ND, sin_ND = (part[:, level.depth, None].expand(-1, M, -1).flatten(0, 1) for part in rope)
-        embed_NE = self._embed(level.tokens_BM).flatten(0, 1)
-        entry, residual_NE = self.layer.enter(embed_NE, feature_BME.reshape(B * M, -1))
-        q_NHD = self.layer.query(entry, (cos_ND, sin_ND), rows.tree(level.first, held_B))
+        at = RowPositions.after(held_B, M, ahead=level.depth)
+        entry, residual_NE, rope = self._enter(level.tokens_BM, feature_BME, at)
+        q_NHD = self.layer.query(entry, rope, rows.tree(level.first, held_B))
         mixed_BMHD = rows.attend(
             q_NHD.unflatten(0, (B, M)), held_B, level.sees_BMN, ahead=level.depth, scale=self.draft.scale
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from longtrain.kernels.fused_layer import Slots, rotate_heads
+from longtrain.kernels.fused_layer import rotate_heads
 from longtrain.methods.draft_layer import JoinedLayer, head_norms, normed
 
 if TYPE_CHECKING:
@@ -30,14 +30,6 @@ class FusedDraft(JoinedLayer):
         super().__init__(draft.self_attn, draft.mlp)
         self.draft, cross = draft, draft.cross_attn
         self.cross = None if cross is None else (self.dense(cross.q_proj), self.dense(cross.o_proj))
-
-    def own(self, x_NE: Tensor, rope: Rope, into: Slots) -> Tensor:
-        """Queries of the self-attention, rotated, q_NHD; the rows' keys and values go to their slots."""
-        return self.query(normed(x_NE, self.draft.input_layernorm), rope, into)
-
-    def take(self, x_NE: Tensor, rope: Rope, into: Slots) -> None:
-        """Keys and values of rows go to their slots; nothing else is computed."""
-        self.keep(normed(x_NE, self.draft.input_layernorm), rope, into)
 
     def after_own(
         self, x_NE: Tensor, mixed_NX: Tensor, rope: Rope, read: Callable[[Tensor], Tensor]

@@ -17,6 +17,7 @@ from longtrain.decoding.growth import Level, TreeGrowth, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.targets.step import TargetStep, Want
@@ -78,7 +79,7 @@ class LongSpecRuntime:
         since_B = (n_B - few).clamp(min=0)
         self.ring.begin(since_B)
         pos_BP = since_B[:, None] + torch.arange(few, device=n_B.device)
-        self._take(tokens_BS.gather(1, pos_BP.clamp(max=S - 1)), pos_BP, n_B - since_B)
+        self._take(tokens_BS, pos_BP.clamp(max=S - 1), since_B, n_B - since_B)
 
     def reserve(self, nodes: int) -> None:
         """Make room for trees of this many nodes (`decoding.roles.Draft`)."""
@@ -93,11 +94,9 @@ class LongSpecRuntime:
             ConflictError: called before `start`.
         """
         ring, cache = self._state(shape)
-        steps_J = self._growth.depths(shape, root_B.device)
-        rope = self.target.rope(cache.len_B[:, None] + steps_J)
 
         def logits_of(level: Level) -> Tensor:
-            return self._level(ring, cache, level, rope)
+            return self._level(ring, cache, level)
 
         return self._growth.grow(logits_of, root_B, cache.len_B, shape, sampling, coins)
 
@@ -108,9 +107,7 @@ class LongSpecRuntime:
             raise ConflictError(
                 "a LongSpec draft observed a step before start(); run it through Engine.generate"
             )
-        path_BP, n_B = verdict.path_BP, verdict.n_B
-        step_P = torch.arange(path_BP.shape[1], device=n_B.device)
-        self._take(tree.tokens_BN.gather(1, path_BP), (cache.len_B - n_B)[:, None] + step_P, n_B)
+        self._take(tree.tokens_BN, verdict.path_BP, verdict.root_pos(cache.len_B), verdict.n_B)
 
     def check_shape(self, shape: TreeShape) -> None:
         """Refuse a shape that this draft does not take (`decoding.roles.Draft`).
@@ -143,21 +140,35 @@ class LongSpecRuntime:
         self.ring.reserve(shape.n_grown)
         return self.ring, self.cache
 
-    def _take(self, tokens_BP: Tensor, pos_BP: Tensor, count_B: Tensor) -> None:
-        """Compute and store keys and values of the first `count_B` tokens; no attention is run for them."""
-        assert self.ring is not None
-        cos_BPD, sin_BPD = self.target.rope(pos_BP)
-        rope = cos_BPD.flatten(0, 1), sin_BPD.flatten(0, 1)
-        embed_NE = self.target.embed(tokens_BP).flatten(0, 1)
-        self.layer.take(embed_NE, rope, self.ring.positions(pos_BP[:, 0], count_B))
+    def _take(self, ids_BS: Tensor, path_BP: Tensor, first_B: Tensor, count_B: Tensor) -> None:
+        """Compute and store keys and values of the first `count_B` tokens; no attention is run for them.
 
-    def _level(self, ring: DraftRing, cache: KVCache, level: Level, rope: Rope) -> Tensor:
+        Args:
+            ids_BS: tokens.
+            path_BP: which of them.
+            first_B: position of the first.
+            count_B: how many are stored.
+        """
+        assert self.ring is not None
+        at = RowPositions.after(first_B, path_BP.shape[1], steps=True)
+        _, normed_NE, rope = self._enter(ids_BS, at, path_BP)
+        self.layer.keep(normed_NE, rope, self.ring.positions(first_B, count_B))
+
+    def _enter(
+        self, ids_BT: Tensor, at: RowPositions, path_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Rope]:
+        """Embeddings of rows, the layer's first norm of them, and their cos and sin (`enter_rows`)."""
+        norm, target = self.draft.input_layernorm, self.target
+        table_VE, weight_E = target.embed_weight, norm.weight
+        return enter_rows(ids_BT, table_VE, (weight_E, norm.eps), at, target.rotation, path_BT=path_BT)
+
+    def _level(self, ring: DraftRing, cache: KVCache, level: Level) -> Tensor:
         """Logits_BMV of one level's nodes; their keys and values join the tree's."""
         tokens_BM, depth = level.tokens_BM, level.depth
         B, M, scale = *tokens_BM.shape, self.draft.scale
-        cos_ND, sin_ND = (part[:, depth, None].expand(-1, M, -1).flatten(0, 1) for part in rope)
-        embed_NE = self.target.embed(tokens_BM).flatten(0, 1)
-        q_NHD = self.layer.own(embed_NE, (cos_ND, sin_ND), ring.tree(level.first, cache.len_B))
+        at = RowPositions.after(cache.len_B, M, ahead=depth)
+        embed_NE, normed_NE, rope = self._enter(tokens_BM, at)
+        q_NHD = self.layer.query(normed_NE, rope, ring.tree(level.first, cache.len_B))
         mixed_BMHD = ring.attend(
             q_NHD.unflatten(0, (B, M)), cache.len_B, level.sees_BMN, ahead=depth, scale=scale
         )
@@ -167,5 +178,5 @@ class LongSpecRuntime:
             out_BHMD, _ = cache.attend(self.kv_layer, q_BHMD, mask=PrefixOnly(), scale=scale)
             return out_BHMD.transpose(1, 2).reshape(B * M, -1)
 
-        hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), (cos_ND, sin_ND), read)
+        hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), rope, read)
         return self._head(hidden_NE).unflatten(0, (B, M))

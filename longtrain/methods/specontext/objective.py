@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longtrain.data.rows import packed_rows
 from longtrain.methods.attention_teacher import Teacher
-from longtrain.methods.rope import rope_of
+from longtrain.methods.rope import ModuleRope
 from longtrain.methods.set_objective import ReadRow, SetObjective
 from longtrain.methods.specontext.config import Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
@@ -39,7 +39,7 @@ class RetrievalObjective(SetObjective):
 
     def __init__(self, module: RetrievalHead, target: Target, config: Config) -> None:
         super().__init__(module, target, config)
-        self.config, self.rope = config, rope_of(config, target)
+        self.config, self.rope = config, ModuleRope(config, target)
         self.hidden = module.hidden
         self.key_offset = key_offset(config)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longtrain.decoding.retrieval.own_keys import KeyedSelector
 from longtrain.kernels.row_scores import row_scores
-from longtrain.methods.rope import rope_of
+from longtrain.methods.rope import ModuleRope
 from longtrain.methods.specontext.config import Config, key_offset
 from longtrain.methods.specontext.modules import RetrievalHead
 from longtrain.targets.step import TargetStep, Want
@@ -54,7 +54,7 @@ class RetrievalSelector(KeyedSelector):
         self.head, self.target, self.config = head, target, config
         self.want = Want(hidden=head.hidden)
         self.table_LG = head.table_LG.cpu()
-        self._rope = rope_of(config, target)
+        self._rope = ModuleRope(config, target)
         self._before: list[Tensor] = []
 
     def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:

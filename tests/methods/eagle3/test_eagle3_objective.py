@@ -13,7 +13,7 @@ from longtrain.data.rows import packed_rows
 from longtrain.errors import ConfigError
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.eagle3.objective import Eagle3Objective
-from longtrain.methods.rope import rope_of
+from longtrain.methods.rope import ModuleRope
 
 LENGTHS = [19, 3, 34, 1, 2, 21]
 SMALL = Config(layers=[0, 1], draft_vocab_size=31, intermediate_size=40)
@@ -86,7 +86,7 @@ def plain(module, target, config, batch):
             batch.ids_T[part],
             pos[part],
             batch.loss_mask_T[part],
-            rope_of(config, target),
+            ModuleRope(config, target),
         )
         total = total + loss
         hits |= {(a + row, depth): right for (row, depth), right in found.items()}

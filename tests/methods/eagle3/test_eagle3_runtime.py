@@ -21,7 +21,7 @@ from longtrain.methods.eagle3.runtime import Eagle3Runtime
 from longtrain.methods.eagle3.spec import SPEC
 from longtrain.methods.policies.adakv import AdaKV
 from longtrain.methods.policies.snapkv import SnapKV
-from longtrain.methods.rope import rope_of
+from longtrain.methods.rope import ModuleRope
 from longtrain.targets.loading import random_target
 from longtrain.targets.shapes import SHAPES
 from longtrain.targets.step import Rows, Want
@@ -60,7 +60,7 @@ def law_of(draft, target, config, text, path):
     states = target.packed(ids, torch.arange(n + 1), (0, n + 1), Want("none", hidden=draft.layers)).hidden
     feature = draft.feature([states[layer][:n] for layer in draft.layers])
     embed = target.embed if draft.embed_tokens is None else draft.embed_tokens
-    rope, attention = rope_of(config, target), draft.self_attn
+    rope, attention = ModuleRope(config, target), draft.self_attn
     entry, residual = draft.enter(embed(ids[1:]), feature)
     keys, values = attention.keys_values(entry, rope(torch.arange(n)))
     entry, residual = entry[-1:], residual[-1:]
