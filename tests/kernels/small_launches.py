@@ -240,6 +240,7 @@ def _text(name, shape, fused):
         module = module.to(DEVICE, DTYPE) if module is not None else None
         parts = spec.attach(module, target, config, {})
     captured.has_graphs = lambda device: False
+    target.rope(torch.arange(5, device=DEVICE)[None])
     for prompts in ([[7] * 254], [[5] * 300, [9] * 20]):
         engine = Engine(target, parts, capture=True)
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)

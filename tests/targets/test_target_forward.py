@@ -203,9 +203,9 @@ def test_embeddings_instead_of_ids(llama):
     by_ids = llama(Rows(pos_BT, ids_BT), llama.new_cache(1, 8, 0))
     by_rows = llama(Rows(pos_BT, embeds_BTE=llama.embed(ids_BT)), llama.new_cache(1, 8, 0))
     assert torch.equal(by_ids.logits_BTV, by_rows.logits_BTV)
-    for rows in (Rows(pos_BT), Rows(pos_BT, ids_BT, llama.embed(ids_BT))):
+    for given in ({}, {"ids_BT": ids_BT, "embeds_BTE": llama.embed(ids_BT)}):
         with pytest.raises(DataError, match="not both"):
-            llama(rows, llama.new_cache(1, 8, 0))
+            Rows(pos_BT, **given)
 
 
 @torch.no_grad()
