@@ -291,7 +291,8 @@ class Target(nn.Module):
         capture = PackedCapture(tuple(bounds), layers=want.kv, device=ids_T.device)
         one_pass = Pass(capture, Causal(), want.stop_at_layer, watch)
         hidden: dict[int, Tensor] = {}
-        self._run(Rows(pos_T[None], ids_T[None]), one_pass, want.hidden, hidden)
+        rows = Rows(pos_T[None], embeds_BTE=self.embed(ids_T)[None])
+        self._run(rows, one_pass, want.hidden, hidden)
         return PackedStep({layer: state_BTE[0] for layer, state_BTE in hidden.items()}, capture.kv)
 
     def _run(

@@ -30,6 +30,10 @@ class Faulty:
     def rope(self, pos):
         return self._rope(self._target, pos)
 
+    @property
+    def rotation(self):
+        return self.rope
+
 
 def other_base(target, pos):
     half = target.info.head_dim // 2
@@ -70,8 +74,8 @@ def late(module, target, config):
     draft = LongSpecRuntime(fitting(module, target), target, config)
     take = draft._take
 
-    def shifted(tokens, pos, valid):
-        take(tokens, pos + 1, valid)
+    def shifted(tokens, path, first, count):
+        take(tokens, path, first + 1, count)
 
     draft._take = shifted
     return Parts(draft)
