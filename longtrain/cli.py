@@ -79,8 +79,9 @@ def _begin() -> None:
     elif word in ("-V", "--version"):
         _say(f"longtrain {__version__}\n")
     elif word == "recipes":
-        own = rest[1] if len(rest) == 2 and rest[0] in ("--config-dir", "-cd") else None
-        _say("".join(f"{name:<26} {about}\n" for name, about in recipes(own).items()))
+        from longtrain.prompt.store import own_folder
+
+        _say("".join(f"{name:<26} {about}\n" for name, about in recipes(own_folder(rest)).items()))
     elif word == "completion":
         _complete(rest)
     elif word in JOBS and not {"-h", "--help"}.isdisjoint(rest):
@@ -133,14 +134,14 @@ def _complete(words: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def recipes(own: str | None = None) -> dict[str, str]:
+def recipes(own: Path | None = None) -> dict[str, str]:
     """Name of each recipe -> the first line of its header comment.
 
     Args:
         own: a folder of the user's (`--config-dir`), whose recipes are in its folder `recipe`.
     """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
-    files += sorted((Path(own) / "recipe").glob("*.yaml")) if own else []
+    files += sorted((own / "recipe").glob("*.yaml")) if own else []
     return {file.stem: _about(file.read_text(encoding="utf-8")) for file in files}
 
 

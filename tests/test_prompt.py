@@ -14,6 +14,7 @@ from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from longtrain import cli, methods
+from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, KEPT
 from longtrain.prompt.completion import SHELLS, offered
 from longtrain.prompt.explain import explain
@@ -268,7 +269,13 @@ def test_a_recipe_of_ones_own_has_its_files_name(
     assert done.returncode == 0, done.stderr
     assert seen == [("mine", "./runs/mine", 3)]
     assert "mine " in run("recipes", "--config-dir", str(tmp_path / "conf")).stdout
+    assert "mine " in run("recipes", f"--config-dir={tmp_path / 'conf'}").stdout
     assert "your own: --config-dir FOLDER" in run("plan", "+recipe=mine").stderr
+    wrong = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=mine", "target.pth=x")
+    assert "unknown key 'target.pth'; did you mean target.path?" in wrong.stderr
+    shutil.copy(asset_dir("recipes") / "quickstart.yaml", folder / "copied.yaml")
+    copied = run("plan", "--config-dir", str(tmp_path / "conf"), "+recipe=copied")
+    assert "copied.yaml has no line '# @package _global_'; put it above all others" in copied.stderr
 
 
 @pytest.mark.parametrize(("suite", "kept"), [("retrieval", False), ("perplexity", True)])

@@ -11,6 +11,7 @@ from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
+from longtrain.prompt.store import own_folder
 from longtrain.prompt.suite_help import JOBS as SUITE_JOBS
 
 OWN = {
@@ -92,9 +93,11 @@ def _explain_key(key: str) -> str:
     args = sys.argv[1:]
     groups = [arg for arg in args if _is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
     job = next((arg.split("=")[1] for arg in args if arg.startswith("--config-name=")), "train")
+    own = own_folder(args)
+    places = [f"hydra.searchpath=['file://{own.absolute()}']"] if own else []
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-        node: Any = hydra.compose(job, overrides=groups)
+        node: Any = hydra.compose(job, overrides=[*groups, *places])
     worded = any(arg.startswith("--config-name=") for arg in args)
     if not worded and isinstance(node.job, str) and _is_own_key(key, node.job):
         words = " ".join([node.job, *(group for group in groups if "recipe=" in group)])

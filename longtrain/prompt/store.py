@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError
 
 FOLDER_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp")
 """Hydra's flags that name a folder of the user's own files."""
@@ -23,18 +24,24 @@ def mount(words: Sequence[str] | None = None) -> None:
     Args:
         words: of a command line; recipes and methods that neither a word nor a recipe names are listed, and
             not read. None, or words that bring files of the user's own: all are read.
+
+    Raises:
+        ConfigError: a recipe of the user's own would not be read as one.
     """
     from longtrain import methods
     from longtrain.prompt.help import bases_of
 
     folder = asset_dir("recipes")
     names = [file.stem for file in sorted(folder.glob("*.yaml"))]
-    every = words is None or _has_own_files(words)
+    own = own_folder(words or ())
+    every = words is None or own is not None
     wanted = [name for name in names if every or any(name in word for word in words or ())]
     texts = list(words or ())
     for name in wanted:  # which grows: what a recipe builds on is read too
         texts.append((folder / f"{name}.yaml").read_text(encoding="utf-8"))
         wanted += [base for base in bases_of(texts[-1]) if base in names and base not in wanted]
+    if own is not None:
+        _refuse_unmarked(own, texts)
     _list(folder, tuple(methods.names()))
     for name in methods.names():
         if every or any(name in text for text in texts):
@@ -125,7 +132,7 @@ def composed_once(words: Sequence[str]) -> Iterator[None]:
     from hydra._internal.hydra import Hydra
 
     usual = Hydra.get_mode
-    if not (_has_own_files(words) or any("hydra" in word for word in words)):
+    if not (own_folder(words) or any("hydra" in word for word in words)):
         Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
     try:
         yield
@@ -133,6 +140,17 @@ def composed_once(words: Sequence[str]) -> Iterator[None]:
         Hydra.get_mode = usual  # type: ignore[method-assign]
 
 
-def _has_own_files(words: Sequence[str]) -> bool:
-    """Whether a flag names a folder of the user's own configuration files."""
-    return any(word.partition("=")[0] in FOLDER_FLAGS for word in words)
+def own_folder(words: Sequence[str]) -> Path | None:
+    """The folder of the user's own configuration files that a flag names; None: no flag does."""
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, _, value = word.partition("=")
+        if flag in FOLDER_FLAGS:
+            return Path(value or following)
+    return None
+
+
+def _refuse_unmarked(own: Path, words: Sequence[str]) -> None:
+    """Refuse a chosen recipe of the user's own, a copy of one of ours perhaps, that lacks Hydra's mark."""
+    for file in (own / "recipe").glob("*.yaml"):
+        if f"+recipe={file.stem}" in words and "# @package _global_" not in file.read_text(encoding="utf-8"):
+            raise ConfigError(f"{file} has no line '# @package _global_'; put it above all others")
