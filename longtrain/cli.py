@@ -37,6 +37,21 @@ longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 
 FREE_TEXT = ("prompt",)
 """Keys whose value is taken as it is typed: it need not follow Hydra's grammar."""
 
+NAMES = (
+    "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "runs", "compare",
+    "push", "verify", "trained_by", "target.path", "features.folder", "suite.data", "suite.text",
+    "data.name", "data.text", "data.jsonl", "data.conversations", "data.code", "data.books",
+)  # fmt: skip
+"""Keys whose values are names: `nan`, `1e3` and `007` are text there."""
+
+NUMBERS = re.compile(
+    r"(?<=[=,\[])(\s*)"
+    r"([+-]?(?:inf|nan|(?=\.?\d)[\d_]*\.?[\d_]*(?:e[+-]?\d[\d_]*)?)|true|false)"
+    r"(?=\s*(?:$|[,\]]))",
+    re.IGNORECASE,
+)
+"""Words that Hydra takes for numbers or flags, alone or in a list."""
+
 VALUE_FLAGS: tuple[str, ...] = (
     "--cfg",
     "-c",
@@ -219,7 +234,7 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
     flags, overrides, named = [], [], []
     for before, word in zip(["", *words], words, strict=False):
         if before in KEY_FLAGS:
-            overrides.append(f"{before.lstrip('-')}={word}")
+            overrides.append(_quoted(f"{before.lstrip('-')}={word}"))
         elif word in KEY_FLAGS:
             if word == words[-1]:
                 _unknown_word(word)
@@ -249,8 +264,13 @@ def _unknown_word(word: str) -> NoReturn:
 
 
 def _quoted(arg: str) -> str:
-    """A free-text value in Hydra's quotes, so that commas, apostrophes and brackets may simply be typed."""
+    """A free-text value in Hydra's quotes, so that commas, apostrophes and brackets may simply be typed.
+
+    In names only what Hydra would take for a number is put in quotes.
+    """
     key, _, value = arg.partition("=")
+    if key.lstrip("+") in NAMES and not {"'", '"'} & {*value}:
+        return key + NUMBERS.sub(r"\1'\2'", f"={value}")
     if key.lstrip("+") not in FREE_TEXT or value == "null":
         return arg
     if len(value) > 1 and value[0] in "'\"" and value[-1] == value[0]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 DASH = "-"
 """What stands where there is no figure."""
@@ -68,7 +71,30 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | N
             table.add_column(header[at], no_wrap=True)
         for row in rows:
             table.add_row(*(row[at] for at in block))
-        console.print(table)
+        console.print(Trimmed(table))
+
+
+class Trimmed:
+    """What rich draws, without the blanks that fill its lines: a copy from a terminal, or a file, has none.
+
+    Args:
+        drawn: anything that rich prints.
+    """
+
+    def __init__(self, drawn: RenderableType) -> None:
+        self.drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Rich's way to ask for the lines."""
+        from rich.segment import Segment
+
+        for line in console.render_lines(self.drawn, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            yield from line[:-1]
+            if line:
+                yield Segment(line[-1].text.rstrip(), line[-1].style)
+            yield Segment.line()
 
 
 def blocks(widths: Sequence[int], room: int) -> list[list[int]]:

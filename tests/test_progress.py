@@ -53,6 +53,7 @@ def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
     tables.show(header, [["full cache", *(f"{number}.123" for number in range(12))]])
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 2 and "…" not in out
+    assert [line.rstrip() for line in out.splitlines()] == out.splitlines()
     assert all(f"a figure {number}" in out and f"{number}.123" in out for number in range(12))
 
 

@@ -128,6 +128,9 @@ def test_all_jobs_are_checked_before_the_first_begins(
         ["inspect", "nothing"],
         ["leaderboard"],
         ["leaderboard", "nothing"],
+        ["demo", "prompt_file=nothing"],
+        ["train", "method=longspec", "target=tiny", "data=text", "data.text=/dev/null"],
+        ["generate", "target=tiny", "prompt_file=/dev/null"],
         ["+recipe=quickstart", "home=/proc/nothing"],
     ],
 )
@@ -159,6 +162,24 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     assert "optim.lr=-1" in said and "optim.lr=-2" in said  # the file itself asks for a sweep
     names = [f"longtrain.methods.{name}.config" for name in ("longspec", "kvzap")]
     assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])
+
+
+@pytest.mark.parametrize("word", ["nan", "1e3", "007", "1_000", "1.5", "inf", "True"])
+def test_names_are_text_however_they_look(word: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    seen: list[tuple[object, object]] = []
+    fake(monkeypatch, bench=lambda cfg: seen.append((cfg.name, cfg.artifact)))
+    for typed in (word, f"'{word}'"):
+        done = run("bench", "target=tiny", f"name={typed}", f"artifact=[a1, {typed},b]", "quiet=true")
+        assert done.returncode == 0, done.stderr
+    assert seen == 2 * [(word, ["a1", word, "b"])]
+    assert f"no artifact '{word}'" in run("inspect", word).stderr
+    assert f"unknown recipe '{word}'" in run("train", f"+recipe={word}").stderr
+
+
+@pytest.mark.parametrize("key", ["name", "home", "run_dir"])
+def test_a_name_that_must_be_there_is_not_null(key: str, run: Run) -> None:
+    done = run("+recipe=quickstart", f"{key}=null")
+    assert done.returncode == 1 and done.stderr == f"longtrain: error: {key}=null; allowed: text\n"
 
 
 def test_what_is_missing_names_a_command_that_serves(run: Run) -> None:

@@ -42,7 +42,9 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "all_classes": (list, type(None)),
     "_id": (str,),
 }
-"""Field of a row -> its types."""
+"""Field of a published row -> its types."""
+OWN_FIELDS = {field: FIELDS[field] for field in ("input", "context", "answers")}
+"""Those that rows of one's own must have; the others follow from them and from the file's name."""
 
 CODE = ("lcc", "repobench-p")
 """Tasks whose `language` is that of the code; of the others it is `en`."""
@@ -63,7 +65,7 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
         DataError: a task's file is missing or empty, a row lacks a field, has one of another type or belongs
             to another task (file and line are named), or the Hub does not answer.
     """
-    path = Path(where).expanduser()
+    path, whole = Path(where).expanduser(), published(where)
     if path.is_dir():
         return {name: read_rows(_file(path, name), name) for name in names}
     if on_hub(where):
@@ -79,7 +81,8 @@ def read_tasks(where: str, names: tuple[str, ...]) -> dict[str, tuple[Example, .
             if Path(member.filename).name in wanted and "__MACOSX" not in member.filename:
                 member.filename = Path(member.filename).name
                 archive.extract(member, folder)
-        return {name: read_rows(_file(Path(folder), name, shown=str(path)), name, path) for name in names}
+        found = {name: _file(Path(folder), name, shown=str(path)) for name in names}
+        return {name: read_rows(file, name, path, whole=whole) for name, file in found.items()}
 
 
 def published(where: str) -> bool:
@@ -103,7 +106,7 @@ def unlike_published(name: str, rows: Sequence[Example]) -> list[str]:
     missing = set(DATA["answers"][name]) - {answer_mark(name, row.fields["answers"]) for row in rows}
     if missing:
         found.append(f"{len(missing)} published rows of {name} are missing")
-    words = sum(len(_text_of(row).split()) for row in rows) / len(rows)
+    words = sum(len(_text_of(row.fields).split()) for row in rows) / len(rows)
     if abs(words / DATA["mean_words"][name] - 1) > WORDS_OFF:
         found.append(
             f"rows of {name} have {words:.0f} words on average, published {DATA['mean_words'][name]}"
@@ -117,28 +120,39 @@ def answer_mark(name: str, answers: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def read_rows(path: Path, name: str, shown: Path | None = None) -> tuple[Example, ...]:
+def read_rows(
+    path: Path, name: str, shown: Path | None = None, *, whole: bool = False
+) -> tuple[Example, ...]:
     """The checked rows of one task's file; a row whose `_id` was there before gets `#2`, `#3` and so on.
+
+    A row of one's own may leave out what no score depends on: `length` is then its words, `dataset` the
+    file's name, `language` English, `all_classes` null and `_id` the row's number.
 
     Args:
         path: of the file.
         name: of the task.
         shown: where messages say that it lies; None: its folder.
+        whole: rows are to have every field, as those published have.
 
     Raises:
         DataError: no row, or a wrong one.
     """
-    rows = []
-    for place, fields in read_jsonl(path):
-        _check(fields, str((shown or path.parent) / place), name)
+    rows: list[dict[str, Any]] = []
+    for place, given in read_jsonl(path):
+        where = str((shown or path.parent) / place)
+        check_fields(given, where, f"LongBench's {name}", FIELDS if whole else OWN_FIELDS)
+        usual = {"dataset": name, "language": "en", "all_classes": None, "_id": f"{name}-{len(rows) + 1}"}
+        fields = {**given, **{key: value for key, value in usual.items() if key not in given}}
+        _check({"length": 0, **fields}, where, name)
+        fields.setdefault("length", len(_text_of(fields).split()))
         rows.append(fields)
     if not rows:
         raise DataError(f"{path} holds no row; LongBench's {name} was expected there")
     return tuple(map(Example, distinct(row["_id"] for row in rows), rows))
 
 
-def _text_of(row: Example) -> str:
-    return " ".join([row.fields["input"], row.fields["context"], *row.fields["answers"]])
+def _text_of(fields: Mapping[str, Any]) -> str:
+    return " ".join([fields["input"], fields["context"], *fields["answers"]])
 
 
 def _file(folder: Path, name: str, shown: str = "") -> Path:

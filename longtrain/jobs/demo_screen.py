@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from longtrain.tables import Trimmed
 from longtrain.targets.tokenizer import GrowingText
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class DemoScreen:
     def say(self, *lines: str | Text | Table) -> None:
         """Some lines, and an empty one."""
         for line in (*lines, ""):
-            self.console.print(line, markup=False)
+            self.console.print(Trimmed(Text(line) if isinstance(line, str) else line))
 
     def prompt(self, prompt: str, tokens: int) -> None:
         """The prompt's beginning and end, dim."""
@@ -74,9 +75,9 @@ class DemoScreen:
         self.say(f"Tokens that the draft proposed and the target accepted are {shown}.")
         columns = [GrowingColumn(self.target, name) for name in names]
         if self.console.is_terminal:
-            with Live(self._beside(columns), console=self.console, refresh_per_second=10) as live:
+            with Live(Trimmed(self._beside(columns)), console=self.console, refresh_per_second=10) as live:
                 for column in columns:
-                    column.grown = lambda: live.update(self._beside(columns))
+                    column.grown = lambda: live.update(Trimmed(self._beside(columns)))
                 yield columns
             self.say()
         else:
@@ -124,10 +125,10 @@ class DemoScreen:
         grid = Table.grid(padding=(0, 2))
         for name, one in made.items():
             grid.add_row(Text(name), Text((one.texts or [""])[0].strip()))
-        self.console.print(grid)
+        self.console.print(Trimmed(grid))
 
     def _title(self, title: str) -> None:
-        self.console.print(Text(f"== {title} ==", BRIGHT))
+        self.console.print(Trimmed(Text(f"== {title} ==", BRIGHT)))
 
     def _beside(self, columns: Sequence[GrowingColumn]) -> Table:
         grid = Table.grid(padding=(0, 3), expand=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
+from longtrain.files import need_regular
 from longtrain.jobs.setup import (
     NO_TARGET,
     artifact_names,
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 STDIN = "-"
 """A `prompt_file` that stands for what is piped in."""
+PATIENCE_MS = 1000
+"""How long nothing may come through a pipe before it is said that it is waited for."""
 
 
 def run(cfg: DictConfig) -> None:
@@ -76,8 +81,7 @@ def check(cfg: DictConfig) -> None:
         DataError: the prompt file is not there.
     """
     _one_prompt(cfg)
-    if cfg.prompt_file is not None and cfg.prompt_file != STDIN:
-        _prompt(cfg)
+    check_prompt_file(cfg)
     _stop(cfg)
     if not artifact_names(cfg) and not (cfg.target and cfg.target.path):
         raise ConfigError(NO_TARGET)
@@ -218,18 +222,57 @@ def _prompt(cfg: DictConfig) -> str:
     return read_prompt(cfg.prompt_file) if cfg.prompt is None else str(cfg.prompt)
 
 
-def read_prompt(where: str | Path) -> str:
-    """The text of a prompt file, or with `-` what is piped in.
+def check_prompt_file(cfg: DictConfig) -> None:
+    """Refuse a prompt file that cannot be read; a pipe can be read only once, and is left as it is.
 
     Raises:
         DataError: it cannot be read.
     """
+    where = cfg.prompt_file
+    if where is not None and where != STDIN and not Path(where).expanduser().is_fifo():
+        read_prompt(where)
+
+
+def read_prompt(where: str | Path) -> str:
+    """The text of a prompt file, or of a pipe: one in the place of a file (`<(command)`), or with `-` stdin.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = Path(where).expanduser()
     try:
         if where == STDIN:
+            if sys.stdin.isatty():
+                _wait_said("the prompt that you type; Ctrl-D on a line of its own ends it")
             return sys.stdin.buffer.read().decode("utf-8")
-        return Path(where).expanduser().read_text(encoding="utf-8")
+        if path.is_fifo():
+            return _piped(path).decode("utf-8")
+        need_regular(path)
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompt_file={where} cannot be read as UTF-8 text: {error}") from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise DataError(f"prompt_file={where} cannot be read as UTF-8 text: {reason}") from None
+
+
+def _piped(path: Path) -> bytes:
+    """All that is written to a pipe; where nobody writes to it yet, what is waited for is said."""
+    stream = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else opening it waits for somebody who writes
+    try:
+        poll = select.poll()
+        poll.register(stream, select.POLLIN)
+        if not poll.poll(PATIENCE_MS):
+            _wait_said(f"prompt_file={path}, a pipe to which nothing is written yet; Ctrl-C ends this")
+            poll.poll()
+        os.set_blocking(stream, True)
+        with os.fdopen(stream, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(stream)
+
+
+def _wait_said(for_what: str) -> None:
+    sys.stderr.write(f"longtrain: waiting for {for_what}\n")
+    sys.stderr.flush()
 
 
 class _Writer:

@@ -17,6 +17,7 @@ from longtrain import methods
 from longtrain.costs.held import Held, Spread, held, refuse_lack
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
+from longtrain.files import read_json
 from longtrain.jobs.features import settings_of
 from longtrain.jobs.setup import plain
 from longtrain.settings import AUTO, Count, convert
@@ -210,7 +211,7 @@ def _own_config(config: Any) -> Mapping[str, Any]:
         ConfigError: it is neither a mapping nor a JSON file with one.
     """
     try:
-        found = config if isinstance(config, Mapping) else json.loads(Path(str(config)).read_bytes())
+        found = config if isinstance(config, Mapping) else read_json(Path(str(config)))
         if isinstance(found, Mapping):
             return found
         reason = "no mapping"

@@ -254,7 +254,11 @@ def artifact_names(cfg: DictConfig) -> list[str]:
     value = plain(cfg.artifact)
     names = value if isinstance(value, list) else [value] if value else []
     if not all(isinstance(name, str) and name for name in names):
-        raise wrong("artifact", value, "a name, or a list of names such as [draft,eviction]")
+        raise wrong(
+            "artifact",
+            value,
+            "a name, or a list of names such as [draft,eviction], in quotes where one reads as a number",
+        )
     return names
 
 

@@ -79,7 +79,8 @@ def exported(cfg: DictConfig) -> list[str]:
 
 def _common(cfg: DictConfig) -> None:
     convert(cfg.seed, int, "seed")
-    convert(cfg.name, Text, "name")
+    for key in ("name", "home", "run_dir"):
+        convert(cfg[key], Text, key)
     convert(cfg.quiet, bool, "quiet")
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
@@ -211,6 +212,12 @@ def _prompt(cfg: DictConfig) -> None:
     generate.check(cfg)
 
 
+def _shown(cfg: DictConfig) -> None:
+    from longtrain.jobs import generate
+
+    generate.check_prompt_file(cfg)
+
+
 def _plan(cfg: DictConfig) -> None:
     from longtrain.jobs import plan
 
@@ -238,6 +245,7 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "export": (_method,),
     "eval": (_evaluation, _method, _decode),
     "generate": (_prompt, _method, _decode),
+    "demo": (_shown, _decode),
     "bench": (_method, _decode),
     "plan": (_method, _plan),
     "inspect": (_inspected,),

@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import os
 
 import pytest
 
@@ -63,6 +64,9 @@ def test_nothing_there_is_an_error(tmp_path):
         find(str(tmp_path / "none"), TEXT_SUFFIXES)
     with pytest.raises(DataError, match="holds no file"):
         find(str(tmp_path), TEXT_SUFFIXES)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is a pipe, not a regular file; pass a file or a folder"):
+        find(str(tmp_path / "pipe"), TEXT_SUFFIXES)
 
 
 def test_paths_may_name_the_home_folder(tmp_path, monkeypatch):

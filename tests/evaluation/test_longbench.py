@@ -261,11 +261,33 @@ def test_repeated_ids_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", row("trec"))
-def test_a_missing_field_is_named_with_file_and_line(tmp_path: Path, field: str) -> None:
+def test_a_missing_field_is_named_with_file_and_line(
+    tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = row("trec", 1)
     del wrong[field]
-    write(tmp_path, "trec", [row("trec", 0), wrong])
-    with pytest.raises(DataError, match=rf"trec\.jsonl:2: field '{field}' is missing, there are .*"):
+    file = write(tmp_path, "trec", [row("trec", 0), wrong])
+    missing = rf"trec\.jsonl:2: field '{field}' is missing, there are .*"
+    if field in ("input", "context", "answers"):
+        with pytest.raises(DataError, match=missing):
+            load(str(tmp_path), ["trec"])
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(file, "data/trec.jsonl")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
+    with pytest.raises(DataError, match=missing):  # a published row has every field
+        load("THUDM/LongBench", ["trec"])
+
+
+def test_rows_of_ones_own_need_a_question_a_context_and_answers(tmp_path: Path) -> None:
+    short = {"input": "Who?", "context": "A long story.", "answers": ["Ann", "Anna"]}
+    write(tmp_path, "qasper", [short, short | {"length": 9, "_id": "mine"}])
+    (rows,) = read_tasks(str(tmp_path), ("qasper",)).values()
+    assert [one.id for one in rows] == ["qasper-1", "mine"]
+    made = {"length": 6, "dataset": "qasper", "language": "en", "all_classes": None, "_id": "qasper-1"}
+    assert rows[0].fields == short | made and rows[1].fields["length"] == 9
+    assert "2 ids of qasper that are not of the published form" in unlike_published("qasper", rows)
+    write(tmp_path, "trec", [short])
+    with pytest.raises(DataError, match="trec needs the list of all classes"):
         load(str(tmp_path), ["trec"])
 
 

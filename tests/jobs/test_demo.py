@@ -44,6 +44,7 @@ def test_the_demo_says_the_same_twice_and_answers_from_64_rows(run):
     done = run("demo")
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "\x1b" not in done.stdout  # no terminal: brackets, no colour
+    assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []
     assert "The two texts are the same" in done.stdout
     beside = done.stdout.partition("speculative decoding")[2].partition("plain:")[0]
     assert "[" in beside and "[1937204.]" not in beside

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 
 import pytest
 from byte_tokens import said
@@ -154,6 +156,36 @@ def test_the_prompt_may_be_piped_in(composed, plain_text, capsys, monkeypatch):
     generate.check(composed("generate", "prompt_file=-"))  # reads nothing
     generate.run(composed("generate", *NEW, "prompt_file=-"))
     assert said(capsys)[0] == plain_text("hello there")
+
+
+def test_a_pipe_in_place_of_a_file_is_read_once(composed, plain_text, capsys):
+    """What a shell makes of `<(command)`: whoever reads it twice finds it empty."""
+    out, into = os.pipe()
+    os.write(into, b"hello there")
+    os.close(into)
+    words = composed("generate", *NEW, f"prompt_file=/dev/fd/{out}")
+    generate.check(words)
+    generate.run(words)
+    os.close(out)
+    assert said(capsys)[0] == plain_text("hello there")
+
+
+def test_a_pipe_that_nobody_writes_to_is_said_to_be_waited_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "PATIENCE_MS", 20)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    waiting = threading.Event()
+    monkeypatch.setattr("sys.stderr.flush", waiting.set)
+
+    def write():
+        waiting.wait()
+        pipe.write_text("hello\nthere")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert generate.read_prompt(pipe) == "hello\nthere"
+    writer.join()
+    assert f"waiting for prompt_file={pipe}, a pipe to which nothing is written" in capsys.readouterr().err
 
 
 def test_a_terminal_shows_the_prompt_first(composed, plain_text, capsys, monkeypatch):
