@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 """Field of a published row -> its types."""
 OWN_FIELDS = {field: FIELDS[field] for field in ("input", "context", "answers")}
-"""Those that rows of one's own must have; the others follow from them and from the file's name."""
+"""What a row of one's own must have; the other fields follow from these and from the file's name."""
 
 CODE = ("lcc", "repobench-p")
 """Tasks whose `language` is that of the code; of the others it is `en`."""
