@@ -266,9 +266,11 @@ def _unknown_word(word: str) -> NoReturn:
 def _quoted(arg: str) -> str:
     """A free-text value in Hydra's quotes, so that commas, apostrophes and brackets may simply be typed.
 
-    In names only what Hydra would take for a number is put in quotes.
+    In names only what Hydra would take for a number is put in quotes; jobs with commas are a list.
     """
     key, _, value = arg.partition("=")
+    if key == "job" and "," in value and value[0] != "[":
+        return f"job=[{value}]"
     if key.lstrip("+") in NAMES and not {"'", '"'} & {*value}:
         return key + NUMBERS.sub(r"\1'\2'", f"={value}")
     if key.lstrip("+") not in FREE_TEXT or value == "null":

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from longtrain import cli, methods
 from longtrain.assets import asset_dir
+from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS, KEPT
 from longtrain.prompt.completion import SHELLS, offered
 from longtrain.prompt.explain import explain
@@ -67,6 +68,9 @@ def test_completion_offers_jobs_recipes_groups_and_keys() -> None:
     assert offered(["generate", "prompt_"]) == ["prompt_file="] and offered(["eval", "prompt_"]) == []
     assert "suite.needles=" in offered(["eval", "suite=needle", "suite."])
     assert offered(["eval", "target=tin"]) == ["target=tiny"]
+    assert offered(["job=ex"]) == ["job=export"] and "job=[train" in offered(["job="])
+    assert offered(["job=[train,ex"]) == ["job=[train,export,", "job=[train,export]"]
+    assert offered(["job=train,gen"]) == ["job=train,generate"]
 
 
 def test_bash_takes_the_completion(tmp_path: Path) -> None:
@@ -214,6 +218,41 @@ def test_eval_takes_what_the_same_command_exported(
     done = run(*words, "quiet=true")
     assert done.returncode == 0, done.stderr
     assert seen == ["checkpoints/mine"]
+
+
+@pytest.mark.parametrize("how", ["error", "interrupt"])
+def test_a_job_that_ends_early_says_which_are_done(
+    how: str, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    def ends(cfg: object) -> None:
+        raise KeyboardInterrupt if how == "interrupt" else ConfigError("no such thing")
+
+    fake(monkeypatch, prepare=lambda cfg: None, train=lambda cfg: None, bench=ends)
+    words = ["target=tiny", "method=longspec", "data=excerpt", "quiet=true"]
+    done = run("job=prepare,train,bench", *words)
+    said = done.stderr.strip().splitlines()
+    if how == "interrupt":
+        assert done.returncode == 130 and len(said) == 1
+        assert said[0].startswith(
+            "longtrain: bench was interrupted after prepare, train, of which all is kept; "
+        )
+    else:
+        assert done.returncode == 1 and said[1] == "longtrain: error: no such thing"
+        assert said[0].startswith("longtrain: bench failed after prepare, train, of which all is kept; ")
+    assert "after" not in run("job=[bench,train]", *words).stderr  # nothing was done before
+
+
+def test_what_a_later_job_checks_is_checked_before_the_first(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    def refuse(cfg: object) -> None:
+        raise ConfigError("not with this suite")
+
+    done: list[str] = []
+    fake(monkeypatch, train=lambda cfg: done.append("train"), bench=lambda cfg: done.append("bench"))
+    monkeypatch.setattr(sys.modules["tests_fake_bench"], "check", staticmethod(refuse), raising=False)
+    words = ["target=tiny", "method=longspec", "data=excerpt", "quiet=true"]
+    assert "not with this suite" in run("job=train,bench", *words).stderr and not done
 
 
 @pytest.mark.parametrize("job", ["train", "eval"])

@@ -47,6 +47,9 @@ def run(cfg: DictConfig) -> None:
     if cfg.dry_run:
         _only_check(steps)
         return
+    for job, step in steps[1:] if first else ():
+        _own_check(job, step)  # before hours of another job; the first one does so itself
+    done: list[str] = []
     for place, (job, step) in enumerate(steps):
         if not first and job not in SHARED:
             continue
@@ -57,7 +60,15 @@ def run(cfg: DictConfig) -> None:
         try:
             importlib.import_module(JOBS[job][0]).run(step)
         except KeyboardInterrupt:
-            _interrupted(step, job)
+            _interrupted(step, job, done)
+        except Exception:
+            if first and done:
+                sys.stderr.write(
+                    f"longtrain: {job} failed after {', '.join(done)}, of which all is kept; once the error "
+                    f"below is mended, the same command goes on with {job}\n"
+                )
+            raise
+        done.append(job)
 
 
 def _typed(key: str, words: list[str]) -> bool:
@@ -91,14 +102,19 @@ def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
 def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     """What a job checks by itself before it works, for each; then one line, and no job is done."""
     for job, step in steps:
-        own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
-        if own is not None:
-            own(step)
+        _own_check(job, step)
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "
         "memory and the rows of data are checked later\n"
     )
+
+
+def _own_check(job: str, cfg: DictConfig) -> None:
+    """What a job checks by itself before it works, if it does."""
+    own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
+    if own is not None:
+        own(cfg)
 
 
 def _show(cfg: DictConfig, job: str) -> None:
@@ -113,12 +129,13 @@ def _show(cfg: DictConfig, job: str) -> None:
     console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
-def _interrupted(cfg: DictConfig, job: str) -> None:
+def _interrupted(cfg: DictConfig, job: str, done: list[str]) -> None:
     """Say what Ctrl-C left of a job and how to go on; the shell is told that the command did not end.
 
     Raises:
         SystemExit: with code 130.
     """
     kept = KEPT[job].format(run_dir=Path(cfg.run_dir), home=Path(cfg.home), suite=cfg.suite.name)
-    sys.stderr.write(f"\nlongtrain: {job} was interrupted; {kept}\n")
+    before = f" after {', '.join(done)}, of which all is kept" if done else ""
+    sys.stderr.write(f"\nlongtrain: {job} was interrupted{before}; {kept}\n")
     raise SystemExit(130)

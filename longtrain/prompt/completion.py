@@ -26,7 +26,7 @@ _longtrain() {
   if [[ $last == *=* ]]; then # bash ends a word at =
     COMPREPLY=("${COMPREPLY[@]#"${last%%=*}="}")
   fi
-  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=,] ]] && compopt -o nospace
 }
 complete -o default -F _longtrain longtrain
 """,
@@ -34,8 +34,12 @@ complete -o default -F _longtrain longtrain
 # longtrain: completion for zsh. Add to ~/.zshrc, after compinit:  eval "$(longtrain completion zsh)"
 _longtrain() {
   local -a offered
-  offered=(${(f)"$(longtrain completion words "${(@)words[2,CURRENT]}" 2>/dev/null)"})
-  compadd -S '' -a offered
+  offered=(${(f)"$(longtrain completion words "${(@Q)words[2,CURRENT]}" 2>/dev/null)"})
+  (( $#offered )) && compadd -S '' -a offered
+  if (( ! $#offered )) || [[ ${words[2]} == (inspect|leaderboard) ]]; then
+    compset -P '*=' # a file for the value of a key
+    _files
+  fi
 }
 compdef _longtrain longtrain
 """,
@@ -73,6 +77,8 @@ def offered(words: Sequence[str]) -> list[str]:
     found += [
         f"{plus}{group}={name}" for group, names in options.items() for name in names for plus in ("", "+")
     ]
+    if last.startswith("job="):
+        found = _job_lists(last)
     if "=" in last:
         return sorted({word for word in found if word.startswith(last)})
     found = ["+recipe=", *(f"{group}=" for group in options if group not in ("recipe", "debug")), "+debug="]
@@ -82,6 +88,15 @@ def offered(words: Sequence[str]) -> list[str]:
         found += list(JOBS)
     found += [f"{key}=" for key in keys(job, before)]
     return sorted({word for word in found if word.startswith(last)})
+
+
+def _job_lists(word: str) -> list[str]:
+    """What `job=` may become: a job, or a list whose last one is being typed."""
+    begun = word[: max(word.rfind("["), word.rfind(",")) + 1]
+    if not begun:
+        return [f"job={opened}{name}" for name in JOBS for opened in ("", "[")]
+    ends = (",", "]") if "[" in begun else ("",)
+    return [f"{begun}{name}{end}" for name in JOBS for end in ends]
 
 
 def keys(job: str, words: Sequence[str] = ()) -> list[str]:
