@@ -253,6 +253,11 @@ def test_what_a_later_job_checks_is_checked_before_the_first(
     monkeypatch.setattr(sys.modules["tests_fake_bench"], "check", staticmethod(refuse), raising=False)
     words = ["target=tiny", "method=longspec", "data=excerpt", "quiet=true"]
     assert "not with this suite" in run("job=train,bench", *words).stderr and not done
+    fake(monkeypatch, prepare=lambda cfg: None, train=lambda cfg: done.append("train"))
+    monkeypatch.setattr(sys.modules["tests_fake_train"], "check", staticmethod(refuse), raising=False)
+    assert run("job=prepare,train", *words).returncode == 0 and done == [
+        "train"
+    ]  # prepare may fetch the target
 
 
 @pytest.mark.parametrize("job", ["train", "eval"])

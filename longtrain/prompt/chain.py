@@ -48,7 +48,8 @@ def run(cfg: DictConfig) -> None:
         _only_check(steps)
         return
     for job, step in steps[1:] if first else ():
-        _own_check(job, step)  # before hours of another job; the first one does so itself
+        if job not in SHARED:  # those want a target on this machine, which a job before may fetch
+            _own_check(job, step)  # before hours of another job; the first one does so itself
     done: list[str] = []
     for place, (job, step) in enumerate(steps):
         if not first and job not in SHARED:
