@@ -154,6 +154,13 @@ def appended(card: str, provenance: Json, evidence: Evidence, pictures: Sequence
     return "\n\n".join([card.rstrip("\n"), *_titled(fresh)]) + "\n"
 
 
+def licensed(card: str, provenance: Json) -> str:
+    """A card of another tool's folder with the licences, in words and where the Hub looks for them."""
+    if stated := provenance.get("license"):
+        card = card.replace("---\n", f"---\nlicense: {stated}\n", 1)
+    return "\n\n".join([card.rstrip("\n"), _licences(provenance)]) + "\n"
+
+
 def limits(provenance: Json, evidence: Evidence, of_role: str) -> str:
     """What an artifact cannot do, or is not known to do."""
     stages = (provenance.get("data") or {}).get("stages") or []
@@ -213,15 +220,21 @@ def _titled(sections: Mapping[str, str]) -> list[str]:
 
 
 def _about(artifact: Artifact, spec: MethodSpec) -> str:
-    target, facts = artifact.target, artifact.provenance
+    target = artifact.target
     return (
         f"A module of method `{spec.name}` ({artifact.parameters():,} parameters) for the frozen target "
         f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
         f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
         f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {spec.paper}. Trained with longtrain."
-        f"\n\nLicence of the module: {facts.get('license') or 'not stated'}; of the target: "
-        f"{facts.get('target_license') or 'not recorded, see its own card'}; of the data: below. "
+        f"\n\n{_licences(artifact.provenance)}"
+    )
+
+
+def _licences(provenance: Json) -> str:
+    return (
+        f"Licence of the module: {provenance.get('license') or 'not stated'}; of the target: "
+        f"{provenance.get('target_license') or 'not recorded, see its own card'}; of the data: below. "
         "All of them apply."
     )
 

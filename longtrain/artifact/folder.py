@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from longtrain.artifact.stored import (
     check_copies,
     compare_names,
     local_target,
+    manifest_file,
     read_golden,
     read_manifest,
     read_tensors,
@@ -250,7 +250,7 @@ class Artifact:
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
             "provenance": shown.provenance,
         }
-        files[MANIFEST] = (json.dumps(manifest, indent=2, sort_keys=False, default=str) + "\n").encode()
+        files[MANIFEST] = manifest_file(manifest)
         files[CARD] = self._card(folder.name, files, (), Evidence())
         if is_path(self.target.name):
             where = {"target": str(Path(self.target.name).expanduser().absolute())}
@@ -264,6 +264,7 @@ class Artifact:
         evidence: Evidence | None = None,
         *,
         pictures: dict[str, bytes] | None = None,
+        licence: str | None = None,
         address: str | None = None,
     ) -> None:
         """Write the card of the folder anew; what is not given stays as the folder has it.
@@ -271,6 +272,7 @@ class Artifact:
         Args:
             evidence: how training went and what was measured.
             pictures: PNG files to add, by file name.
+            licence: of the module, which the manifest then states too.
             address: where readers find the artifact, `hub:ORG/NAME`; None: in the card's own folder.
 
         Raises:
@@ -281,6 +283,11 @@ class Artifact:
             raise ConfigError("only an artifact on disk can be pushed; save it and load it from there")
         if evidence is not None:
             files[EVIDENCE] = evidence.to_bytes()
+        if licence is not None:
+            self.provenance["license"] = licence
+            manifest = read_manifest(folder / MANIFEST)
+            manifest["provenance"]["license"] = licence
+            files[MANIFEST] = manifest_file(manifest)
         name = address.rpartition("/")[2] if address else folder.name
         shown = {*(file.name for file in folder.glob("*.png")), *(pictures or {})}
         known = evidence or Evidence.of_folder(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if absurd := impossible_number(manifest[key], key):
             raise ArtifactError(f"{path} has {absurd}; export it again")
     return manifest
+
+
+def manifest_file(manifest: Mapping[str, Any]) -> bytes:
+    """A manifest as its file."""
+    return (json.dumps(manifest, indent=2, default=str) + "\n").encode()
 
 
 def local_target(folder: Path) -> str | None:

@@ -67,7 +67,7 @@ def run(cfg: DictConfig) -> None:
     config = _config(spec, settings["method"])
     saved = checkpoint.read(path)
     facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step)
-    facts["license"] = cfg.get("licence")
+    facts["license"] = push.licence(cfg)
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from longtrain.artifact import Artifact
+from longtrain.artifact.evidence import Evidence
 from longtrain.artifact.inspection import inspect
 from longtrain.assets import bundled_artifacts
 from longtrain.targets.loading import load_target
@@ -27,8 +28,23 @@ def test_bundled_artifacts_are_small_and_say_where_they_are_from():
     assert sum(file.stat().st_size for file in files) <= MOST_BYTES
     for folder in found.values():
         about = json.loads((folder / "longtrain.json").read_text())["provenance"]
-        assert f"name={folder.name}" in about["argv"] and about["data"]["sources"]
+        assert (
+            about["license"] == "apache-2.0"
+            and f"name={folder.name}" in about["argv"]
+            and about["data"]["sources"]
+        )
         assert "/tmp" not in (folder / "longtrain.json").read_text() + (folder / "README.md").read_text()
+
+
+def test_the_page_of_bundled_artifacts_says_what_their_cards_say():
+    found = bundled_artifacts()
+    page = (found["tiny_longspec"].parent / "README.md").read_text()
+    rows = {row[0]: row[1] for row in Evidence.of_folder(found["tiny_longspec"]).results[0].rows}
+    for system in ("tiny_longspec chain 4", "tiny_longspec tree 4-8-8-8"):
+        assert f"τ {rows[system]} |" in page
+    rows = {row[0]: row[1][:4] for row in Evidence.of_folder(found["tiny_lookaheadkv"]).results[0].rows}
+    for name in ("tiny_lookaheadkv", "snapkv", "oracle"):
+        assert f"| {', '.join(rows[f'{name}@{budget}'] for budget in (32, 64, 128))} |" in page
 
 
 @pytest.mark.parametrize("name", ["tiny_longspec", "tiny_lookaheadkv"])

@@ -154,6 +154,9 @@ def test_what_was_exported_is_pushed_with_what_its_run_measured_since(
     assert "license: mit" in card and "artifact=hub:org/one" in card and "/home/me" not in card
     assert "![needle-budget](needle-budget.png)" in card and "2.50 \\[2.40, 2.60\\]" in card
     assert "ruler" not in card.split("## Limits")[0].split("## Results")[1]
+    export.run(composed("export", "artifact=one", "push=org/one", "licence=apache-2.0"))
+    assert "license: apache-2.0" in (folder / "README.md").read_text()
+    assert Artifact.load("one", home=tmp_path).provenance["license"] == "apache-2.0"
     with pytest.raises(ConfigError, match="push takes a folder of this machine"):
         export.run(composed("export", "artifact=hub:org/two", "push=org/one"))
 

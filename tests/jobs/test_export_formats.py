@@ -51,7 +51,7 @@ def _leave_a_run(tmp_path, target_folder, fields):
 
 @pytest.mark.parametrize("form", ["speculators", "flat"])
 def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, target_folder, form):
-    export.run(composed("export", f"format={form}"))
+    export.run(composed("export", f"format={form}", "licence=mit"))
     folder = tmp_path / "checkpoints" / f"one-{form}"
     assert Artifact.load(tmp_path / "checkpoints" / "one").method == "eagle3"
     config = json.loads((folder / "config.json").read_text())
@@ -61,6 +61,7 @@ def test_a_run_becomes_a_folder_that_engines_load(composed, eagle, tmp_path, tar
     card = (folder / "README.md").read_text()
     assert "--speculative-config" in card and str(target_folder.parent) not in card
     assert "## Training" in card and "Data: not recorded." in card and "- step: 7" in card
+    assert card.startswith("---\nlicense: mit\n") and "Licence of the module: mit; of the target:" in card
     found = inspect(str(folder))
     assert not found.fault and "parameters in" in found.facts["tensors"]
     whole = (folder / "model.safetensors").read_bytes()

@@ -79,7 +79,7 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         ArtifactError: another folder is in the way, or what was written is not what was meant.
         TargetMismatchError: another target.
     """
-    from longtrain.artifact.card import appended
+    from longtrain.artifact.card import appended, licensed
     from longtrain.artifact.evidence import Evidence
 
     if cfg.push:
@@ -94,11 +94,13 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         raise ArtifactError(
             f"{folder} exists and was not written by longtrain; move it, or pass another name"
         )
-    config, facts, made = artifact.typed_config(), artifact.provenance, artifact.folder
+    config, made = artifact.typed_config(), artifact.folder
+    facts = {**artifact.provenance, "license": push.licence(cfg) or artifact.provenance.get("license")}
     assert made is not None
     files = formats.write(form, artifact.tensors, config, target, facts, str(cfg.push or folder.name))
     pictures = {file.name: file.read_bytes() for file in sorted(made.glob("*.png"))}
-    card = appended(files[CARD].decode(), without_folders(facts), Evidence.of_folder(made), [*pictures])
+    card = licensed(files[CARD].decode(), facts)
+    card = appended(card, without_folders(facts), Evidence.of_folder(made), [*pictures])
     files |= {CARD: card.encode(), **pictures}
     if cfg.push:
         _check_names(files, target)

@@ -67,9 +67,8 @@ def again(cfg: DictConfig, where: str) -> None:
     folder, run_dir = artifact.folder.resolve(), Path(cfg.run_dir)
     if folder.is_relative_to(checkpoints.resolve()):
         run_dir = Path(cfg.home) / "runs" / folder.relative_to(checkpoints.resolve()).parts[0]
-    if run_dir.is_dir():
-        evidence, pictures = gather(run_dir, artifact.checksum())
-        artifact.describe(evidence, pictures=pictures)
+    evidence, pictures = gather(run_dir, artifact.checksum()) if run_dir.is_dir() else (None, {})
+    artifact.describe(evidence, pictures=pictures, licence=licence(cfg))
     push(cfg, artifact, str(cfg.push))
 
 
@@ -96,6 +95,12 @@ def target(
     write_files(folder, {CARD: card.encode(), **pictures})
     if cfg.push:
         push_folder(cfg, folder, HUB_FILES)
+
+
+def licence(cfg: DictConfig) -> str | None:
+    """The licence that the command states for the module; None: it states none."""
+    stated: str | None = convert(cfg.get("licence"), Text | None, "licence")
+    return stated
 
 
 def _visibility(cfg: DictConfig) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _objective(module: nn.Module, target: Target | None, config: Config) -> Pret
 
 
 def _export(module: nn.Module, config: Config, folder: Path, facts: dict[str, Any]) -> None:
-    """Write the target folder: int8 rows, tokenizer, config, and a card without figures."""
+    """Write the target folder: int8 rows, tokenizer, config, and a card."""
     if not isinstance(module, Pretrained):
         raise ConfigError(f"method=pretrain exports its own model, not {type(module).__name__}")
     if not config.tokenizer:
@@ -105,7 +105,8 @@ def _export(module: nn.Module, config: Config, folder: Path, facts: dict[str, An
             "method.tokenizer is not set; pass the tokenizer folder beside the corpus: data/NAME/tokenizer"
         )
     size = save_bundle(module.llama, Path(config.tokenizer), folder)
-    (folder / "README.md").write_text(card(config, facts, scores=None), encoding="utf-8")
+    text = card(config, name=folder.name, licence=facts.get("license"))
+    (folder / "README.md").write_text(text, encoding="utf-8")
     if size > LARGEST_BYTES and config == Config(tokenizer=config.tokenizer):
         raise ArtifactError(f"{folder} has {size} bytes; the bundled target may have {LARGEST_BYTES}")
 

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 from longtrain.data.rows.batch import Batch
 from longtrain.errors import ConfigError, DataError
 from longtrain.jobs.exporting import push
-from longtrain.methods.pretrain.card import card
 from longtrain.methods.pretrain.config import Config
 from longtrain.methods.pretrain.corpus import build_corpus
 from longtrain.methods.pretrain.spec import SPEC
@@ -122,30 +121,14 @@ def test_export_writes_a_target_and_its_card(sources: Path, tmp_path: Path) -> N
     curves.parent.mkdir(parents=True)
     curves.write_bytes(b"a picture")
     cfg = OmegaConf.create({"run_dir": str(tmp_path / "run"), "push": None})
-    facts = {"argv": ["longtrain", "train", f"data.books={sources}/books"], "step": 7}
+    facts = {"argv": ["longtrain", "train", f"data.books={sources}/books"], "step": 7, "license": "mit"}
     push.target(cfg, SPEC, config, SPEC.build(config, None), folder=tmp_path / "tiny", facts=facts)
     target = load_target(tmp_path / "tiny", dtype="float32")
     assert target.info.vocab_size == 600 and target.tokenizer is not None
     text = (tmp_path / "tiny/README.md").read_text()
-    assert "longtrain train" in text and "optimizer steps: 7" in text and "Not measured yet" in text
+    assert text.startswith("---\nlicense: mit\n") and "# tiny\n\nA Llama of 0." in text
+    assert "longtrain train" in text and "- step: 7" in text and "Data: not recorded." in text
     assert "![training](training.png)" in text and (tmp_path / "tiny/training.png").is_file()
     assert text.count("## Training") == 1 and str(sources) not in text and "data.books=books" in text
     with pytest.raises(ConfigError, match=r"method\.tokenizer"):
         SPEC.export(SPEC.build(Config(**SMALL), None), Config(**SMALL), tmp_path / "x", {})
-
-
-def test_the_card_holds_what_was_measured() -> None:
-    cell = {
-        "length": 2048,
-        "needles": 4,
-        "ran": 298,
-        "dropped": {"x": 2},
-        "exact": {"value": 0.98, "low": 0.957},
-    }
-    scores = {
-        "needle": {"protocol": {"prompts": 300}, "cells": [cell]},
-        "prose": {"bits_per_byte": 1.234, "bytes": 99, "window": 4096},
-    }
-    text = card(Config(), {"held_out": ["A_1900"]}, scores=scores)
-    assert "| 2048 | 4 | 0.980 | 0.957 | 298 | 2 |" in text
-    assert "1.234" in text and "A_1900" in text and "9.4M parameters" in text
