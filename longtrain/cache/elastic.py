@@ -166,7 +166,8 @@ class ElasticCache(SelectedCache):
         self._heads_LX[list(budget.dense_layers)] = 0
         self._counts_LBX = torch.zeros(L, B, X, dtype=torch.int64, device=self._device)
         self.moved_rows.zero_()
-        cuda = self._device.type == "cuda" and self.offloading.prefetch
+        some = len(set(budget.dense_layers)) < L  # or no layer would wait for what is brought beside a step
+        cuda = self._device.type == "cuda" and self.offloading.prefetch and some
         self._side = torch.cuda.Stream(self._device, priority=-1) if cuda else None
         self._beside = beside(B * G * K)
 

@@ -9,6 +9,7 @@ import torch
 
 from longtrain.bench.cycles import PHASES, CycleCounts, random_ids, ready, split
 from longtrain.bench.elastic.overlap import LruBuffer
+from longtrain.bench.elastic.steps import shares
 from longtrain.bench.suites import Context, bench_of
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.evict import Budget
@@ -35,6 +36,7 @@ def test_every_mode_moves_what_it_says():
     info = CPU.random_target("llama_micro").info
     whole_mb = info.n_layers * info.n_kv_heads * 24 * 2 * info.head_dim * 4 / 1e6
     assert by["gpu"]["moved_mb"] == 0
+    assert by["async_difference"]["of_gpu"] > 0 and not [row for row in rows if "hidden" in row]
     for mode in ("sync", "async"):
         assert by[f"{mode}_all"]["moved_mb"] == pytest.approx(whole_mb)
         assert 0.05 * whole_mb < by[f"{mode}_difference"]["moved_mb"] < 0.6 * whole_mb
@@ -48,6 +50,17 @@ def test_every_mode_moves_what_it_says():
     assert [row["on_host"] for row in grown] == sorted(row["on_host"] for row in grown)
     assert grown[0]["on_host"] < grown[-1]["on_host"]
     assert "async_difference" in table and "layers on the host" in table
+
+
+def test_what_is_hidden_of_a_transfer_that_noise_does_not_cover():
+    def row(median, spread=0.1):
+        return {"step_ms": {"median": median, "p10": median - spread, "p90": median + spread}}
+
+    gpu, beside = row(4.0), row(4.5)
+    assert shares(beside, gpu, row(6.0))["hidden"] == pytest.approx(0.75)
+    assert shares(beside, gpu, row(4.1))["hidden"] is None
+    assert shares(beside, gpu, row(6.0, spread=2.0))["hidden"] is None
+    assert shares(beside, gpu, None) == {"of_gpu": 4.5 / 4}
 
 
 def test_an_lru_buffer_loads_what_was_used_least_lately():
@@ -71,6 +84,10 @@ def test_what_is_refused():
         rows_of(modes=["late"])
     with pytest.raises(ConfigError, match=r"suite.growth=\[9, 3\]; allowed: lengths, ascending"):
         rows_of(growth=[9, 3])
+    with pytest.raises(
+        ConfigError, match=r"suite.budgets=\[24, 97\] rows, read of 96 tokens; allowed: lengths of 97"
+    ):
+        rows_of(budgets=[24, 97])
 
 
 def test_requests_of_mixes():

@@ -121,6 +121,10 @@ def test_the_text_on_a_gpu():
         for prefetch in (False, True):
             assert text(capture, prefetch=prefetch) == plain
         assert text(capture, memory_gib=0.00018, page_rows=16) == plain
+    parts = spec.attach(
+        spec.build(config, target.info).cuda(), target, config, keys | {"dense_layers": [0, 1]}
+    )
+    assert [text(capture, prefetch=True) for capture in (False, True)] == [text(False)] * 2
 
 
 def test_rows_that_follow_a_prompt_are_read_whole():

@@ -77,6 +77,11 @@ class ElasticSettings:
     def __post_init__(self) -> None:
         if list(self.growth) != sorted(set(self.growth)):
             raise ConfigError(f"suite.growth={list(self.growth)}; allowed: lengths, ascending")
+        if self.lengths and min(self.lengths) < max(self.budgets):
+            raise ConfigError(
+                f"suite.budgets={list(self.budgets)} rows, read of {min(self.lengths)} tokens; allowed: "
+                f"lengths of {max(self.budgets)} or more, or smaller budgets"
+            )
 
     @property
     def read_budgets(self) -> list[ReadBudget]:

@@ -2,7 +2,8 @@
 
 The share of a transfer that is hidden: what it adds to a step whose rows are all on the GPU is measured
 twice, with the rows moved before the step and with the same rows moved beside it; the share is what the
-second saves of the first.
+second saves of the first. It is left out on a CPU, which moves nothing beside a step, and where the first
+cannot be told from noise.
 """
 
 from __future__ import annotations
@@ -97,12 +98,20 @@ def _modes(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
         row = clock.filled(about, _mode(target, length, budget, mode, settings), target.device)
         if "step_ms" in row:
             found[mode] = row
-            row |= _shares(row, found.get("gpu"), found.get(mode.replace("async", "sync")))
+            sync = found.get(mode.replace("async", "sync")) if target.device.type == "cuda" else None
+            row |= shares(row, found.get("gpu"), sync)
         yield row
 
 
-def _shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
-    """What a step takes beside one whose rows are on the GPU, and what of the transfer is hidden."""
+def shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
+    """What a step takes beside one whose rows are on the GPU, and what of the transfer is hidden.
+
+    Args:
+        row: of the step.
+        gpu: of one whose rows are on the GPU.
+        sync: of one that waits for the same rows; None: the transfer is not looked at. Nothing is said to be
+            hidden where the tenth fastest of its steps takes no longer than the tenth slowest of `gpu`.
+    """
     if gpu is None:
         return {}
     ms, base_ms = row["step_ms"]["median"], gpu["step_ms"]["median"]
@@ -110,7 +119,8 @@ def _shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
     if sync is not None and sync is not row:
         added = sync["step_ms"]["median"] - base_ms
         found |= {"transfer_ms": added, "exposed_ms": ms - base_ms}
-        found["hidden"] = 1 - (ms - base_ms) / added if added > 0 else None
+        above_noise = sync["step_ms"]["p10"] > gpu["step_ms"]["p90"]
+        found["hidden"] = 1 - (ms - base_ms) / added if above_noise else None
     return found
 
 

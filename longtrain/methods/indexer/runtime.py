@@ -45,8 +45,10 @@ class IndexerSelector(KeyedSelector):
         self._index(torch.arange(S, device=tokens_BS.device).expand(B, -1))
 
     def at_layer(self, layer: int, q_BHTD: Tensor, k_BGSD: Tensor, len_B: Tensor) -> Tensor:
-        """See `Selector`: log-weights of the root's index query."""
-        k_LBSGI, _ = self.begun()
+        """See `Selector`: log-weights of the root's index query; -inf in sequences that are not due."""
+        k_LBSGI, cache = self.begun()
+        if self.budget.every > 1 and cache.row_sets is not None:
+            len_B = len_B * cache.row_sets.due_B  # of the others no key is read
         (G, S), one = k_BGSD.shape[1:3], slice(layer, layer + 1)
         q_BGHI = self.module.query(q_BHTD[:, :, 0].transpose(0, 1)[None], one).unflatten(1, (G, -1))
         return row_scores(q_BGHI, k_LBSGI[layer, :, :S], len_B, groups=G, scale=q_BGHI.shape[-1] ** -0.5)

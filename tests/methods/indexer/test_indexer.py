@@ -106,7 +106,10 @@ def test_loss_and_gradient_are_those_of_the_sum_written_out(more, target, make_b
 
 @torch.no_grad()
 def test_scores_while_decoding_are_those_of_the_text_from_scratch(target):
-    """Prompts of other lengths, chains accepted in part, a row that is over. The cache reads everything."""
+    """Prompts of other lengths, chains accepted in part, a row that is over. The cache reads everything.
+
+    Where no choice is due no key is read.
+    """
     config = Config(**SMALL)
     module = indexer_of(target, config)
     selector = SPEC.attach(module, target, config, {**KEYS, "budget_tokens": 200, "every": 4}).selector
@@ -119,6 +122,7 @@ def test_scores_while_decoding_are_those_of_the_text_from_scratch(target):
     step = target.forward(Rows(torch.arange(29).expand(3, -1), ids, n_B=n_B), cache, want=Want("none"))
     cache.commit(None, n_B)
     selector.start(ids, n_B, step, cache)
+    dues = []
     for taken in ([3, 1, 2], [1, 0, 3], [2, 2, 2]):
         found.clear()
         cache.choose(None)
@@ -130,6 +134,9 @@ def test_scores_while_decoding_are_those_of_the_text_from_scratch(target):
             for layer, (q, k) in enumerate(seen):
                 for g in range(module.heads[1]):
                     want = log_weights(module, layer, g, q[:, -1], k[g, :-1])
+                    due = bool(cache.row_sets.due_B[b])
+                    dues.append(due)
+                    want = want if due else torch.full_like(want, -torch.inf)
                     torch.testing.assert_close(found[layer][b, g, : len(text)], want)
         n_B = torch.tensor(taken)
         cache.commit(None, n_B)
@@ -137,6 +144,7 @@ def test_scores_while_decoding_are_those_of_the_text_from_scratch(target):
         for b, count in enumerate(taken):
             texts[b] += tokens[b, :count].tolist()
         roots = (roots * 7 + 1) % 97
+    assert {*dues} == {True, False}
 
 
 def test_speculation_repeats_the_sparse_text():
