@@ -165,6 +165,7 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     said = run("train", "--config-dir", str(tmp_path), "+recipe=mine").stderr
     assert "optim.lr=-1" in said and "optim.lr=-2" in said  # the file itself asks for a sweep
     names = [f"longtrain.methods.{name}.config" for name in ("longspec", "kvzap")]
+    assert loaded(["plan", "target=tiny", "gpu=FOO"], "numpy", cwd=tmp_path) == "[]"
     assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])
 
 

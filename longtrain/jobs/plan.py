@@ -17,7 +17,6 @@ from longtrain.costs.method import CycleCost
 from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.jobs import outline, plan_advice, plan_training
-from longtrain.jobs.prepare import data_config
 from longtrain.jobs.setup import plain
 from longtrain.methods.named import named
 from longtrain.settings import Count, Positive, Share, Tokens, Words, convert
@@ -296,6 +295,8 @@ def _training(plan: RecipePlan) -> tuple[list[str], dict[str, Any]]:
     Raises:
         ConfigError: there are no stages, or ranks, strategy or features that cannot be.
     """
+    from longtrain.jobs.prepare import data_config
+
     cfg, spec = plan.cfg, plan.spec
     assert spec is not None
     if not cfg.data.stages:

@@ -10,7 +10,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from longtrain.data.config import DataConfig
-from longtrain.jobs.prepare import data_config
 
 PACKED_TOKENS = 2**28
 """Larger data is not packed for a plan; the mean length of its documents stands for that of each row."""
@@ -46,6 +45,8 @@ def document_lengths(cfg: DictConfig, rows_per_step: int) -> list[Lengths | None
         ConfigError: a key of the data is wrong.
         DataError: prepared data is damaged.
     """
+    from longtrain.jobs.prepare import data_config
+
     config = data_config(cfg)
     counts = prepared_counts(cfg)
     if counts is not None and counts["tokens"] <= PACKED_TOKENS and _has_end(cfg, config):
