@@ -85,7 +85,7 @@ def test_readme_is_short_and_installs_in_one_line() -> None:
 
 def test_readme_lists_every_method() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in text for name in methods.names())
+    assert all(f"| [`{name}`](docs/methods/{name}.md) |" in text for name in methods.names())
 
 
 def test_recipe_index_is_complete() -> None:

@@ -48,7 +48,7 @@ def test_every_method_has_a_page_with_its_settings() -> None:
         text = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
         assert f"{{{{ settings: {name} }}}}" in text
         table = knobs.table(name)
-        keys = re.findall(r"^\| `method\.(\w+)` \|", table, re.M)
+        keys = re.findall(r"^\| `method\.(\w+)`\{\.key\} \|", table, re.M)
         assert set(keys) == {field.name for field in fields(methods.config_class(name))}
         for part in ("## In a picture", "## The equation", "## What to expect", "## When not to use it"):
             assert part in text
@@ -56,10 +56,10 @@ def test_every_method_has_a_page_with_its_settings() -> None:
 
 def test_settings_have_defaults_as_typed_and_whole_comments() -> None:
     table = knobs.table("longspec")
-    assert "| `method.window` | `512` |" in table
-    assert "| `method.views` | `[full]` |" in table
+    assert "| `method.window`{.key} | `512` |" in table
+    assert "| `method.views`{.key} | `[full]` |" in table
     assert "copy in 4 bits, read in a third of the time" in table
-    assert "| `method.variant` | `shifted` |" in knobs.table("specontext")
+    assert "| `method.variant`{.key} | `shifted` |" in knobs.table("specontext")
 
 
 def test_benchmark_pages_hold_every_file_and_its_numbers(

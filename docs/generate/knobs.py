@@ -25,7 +25,7 @@ def table(method: str) -> str:
         LookupError: a setting has no comment.
     """
     rows = [
-        f"| `method.{key}` | `{default}` | {about} |"
+        f"| `method.{key}`{{.key}} | `{default}` | {about} |"
         for key, default, about in _class(METHODS / method / "config.py", "Config")
     ]
     return "\n".join(["| key | default | what |", "|---|---|---|", *rows])
