@@ -42,6 +42,8 @@ class Offloading:
         difference: rows that are chosen again stay where they are; False: all are moved at every choice.
         reload_above: share of a set from which on, where so many of its rows are new, all are loaded.
         page_rows: rows of a page of the device's memory.
+        side_by_side: neighbouring layers whose rows of a token lie together on the host, to be brought by one
+            launch where they share their sets.
     """
 
     memory_gib: Annotated[float | None, Words("GiB above 0, or null")] = None
@@ -49,6 +51,7 @@ class Offloading:
     difference: bool = True
     reload_above: Share = 1.0
     page_rows: Count = 128
+    side_by_side: Count = 2
 
     def __post_init__(self) -> None:
         if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
@@ -132,6 +135,7 @@ class ElasticCache(SelectedCache):
             pages=pages,
             page_rows=self.offloading.page_rows,
             keep=[*whole, *others],
+            side_by_side=self.offloading.side_by_side,
             device=self._device,
             dtype=self._dtype,
         )
@@ -164,6 +168,7 @@ class ElasticCache(SelectedCache):
         self.slot_map = SlotMap(B, X, K, most_moved=most, device=self._device)
         self._heads_LX = torch.nn.functional.one_hot(self._table_LG, X).sum(1)
         self._heads_LX[list(budget.dense_layers)] = 0
+        self._rows.share(self._table_LG, budget.dense_layers)
         self._counts_LBX = torch.zeros(L, B, X, dtype=torch.int64, device=self._device)
         self.moved_rows.zero_()
         some = len(set(budget.dense_layers)) < L  # or no layer would wait for what is brought beside a step
@@ -201,18 +206,15 @@ class ElasticCache(SelectedCache):
 
     def load(self, *, marked: bool = False) -> None:
         """Bring the rows that the last choice lacked; `marked`: beside a step, with events."""
-        slots, table_LG, budget = self.slot_map, self._table_LG, self._budget
-        assert slots is not None and table_LG is not None and budget is not None
+        slots, table_LG = self.slot_map, self._table_LG
+        assert slots is not None and table_LG is not None
         programs = self._beside if marked else WAITED
-        for layer in range(len(table_LG)):
-            if layer in budget.dense_layers:
-                continue
-            own = slice(layer, layer + 1)
+        for own in self._rows.runs:
             lists = RowLists(slots.to_BXK, slots.from_BXK, table_LG[own], slots.n_BX[None])
             self._rows.load(own, self._slots_LBGJE[own], lists, self._counts_LBX[own], programs=programs)
             if marked:
-                self._waiting[layer] = torch.cuda.Event()
-                self._waiting[layer].record()
+                there = torch.cuda.current_stream(self._device).record_event()
+                self._waiting.update(dict.fromkeys(range(own.start, own.stop), there))
 
     def _wait(self, *layers: int) -> None:
         """These layers' rows are there when what is launched from here on runs."""
@@ -359,7 +361,7 @@ class ElasticCache(SelectedCache):
     @property
     def host_bytes(self) -> int:
         """Bytes of all rows on the host."""
-        return self._rows.host_LBGSE.nbytes
+        return self._rows.host_NBGSPE.nbytes
 
     @property
     def moved_bytes(self) -> int:

@@ -1,15 +1,19 @@
 """All rows of a text in pinned host memory, and those of some layers in pages on the device as well.
 
 Rows are written to both, so a layer leaves the device by giving its pages to the others: nothing is copied.
+On the host a token's rows of a few layers lie side by side. Where these layers read the same set, one launch
+brings them all: the bus brings only so many separate pieces a second, however short they are.
 Source: SpeContext (arXiv 2512.00722) §6, Algorithm 2.
 
-Shapes: L layers, B batch, G KV heads, S rows of a sequence, P pages, C pages of a layer, E numbers of a row
-(K and V, 2 D), T new rows, M entries of a list.
+Shapes: L layers, N blocks of layers, P layers of a block, B batch, G KV heads, S rows of a sequence, C pages
+of a layer, E numbers of a row (K and V, 2 D), T new rows, J slots, M entries of a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -37,9 +41,10 @@ class RowStore:
 
     Args:
         shape: L, B, G, S, E.
-        pages: P, pages of the device, each of them holding `page_rows` rows of one layer of all sequences.
+        pages: of the device, each of them holding `page_rows` rows of one layer of all sequences.
         page_rows: rows of a page.
         keep: all layers, those that are kept on the device longest first.
+        side_by_side: layers whose rows of a token lie together on the host; P is what divides L, too.
         device: of the pages.
         dtype: of the rows.
 
@@ -54,21 +59,25 @@ class RowStore:
         pages: int,
         page_rows: int,
         keep: Sequence[int],
+        side_by_side: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         L, B, G, S, E = shape
-        per_layer = -(-S // page_rows)
+        per_layer, self._block = -(-S // page_rows), math.gcd(L, side_by_side)
+        blocks = (L // self._block, B, G, S, self._block, E)
         needed = L * B * G * S * E * dtype.itemsize
         if device.type == "cuda":
-            self.host_LBGSE = lent(self, needed, batch=B, tokens=S).view(dtype).view(shape)
+            self.host_NBGSPE = lent(self, needed, batch=B, tokens=S).view(dtype).view(blocks)
         else:
             check_room(needed, "cpu", what="the host's copy of a KV cache", batch=B, tokens=S)
-            self.host_LBGSE = torch.zeros(shape, dtype=dtype)
+            self.host_NBGSPE = torch.zeros(blocks, dtype=dtype)
         self.pool_BGRE = torch.zeros(B, G, pages * page_rows, E, dtype=dtype, device=device)
         self.pages = Pages(torch.full((L, per_layer), -1, dtype=torch.int64, device=device), page_rows)
         self.on_host_L = torch.ones(L, dtype=torch.int64, device=device)
-        """1 for layers whose chosen rows come from the host."""
+        """1 for layers whose chosen rows come from the host, be it for the sake of others of their run."""
+        self.runs = [slice(layer, layer + 1) for layer in range(L)]
+        """Layers whose chosen rows come with one launch; see `share`."""
         self.first_LG = torch.zeros(L, G, dtype=torch.int64, device=device)
         """List 0 for every head."""
         self._keep = list(keep)
@@ -113,16 +122,42 @@ class RowStore:
             self.pages.at_LC[layer, len(held) : wanted] = torch.tensor(new).to(self.pages.at_LC.device)
             held += new
         self._ready = wanted if self._held else self._per_layer
-        away = [layer not in self._held for layer in range(len(self.on_host_L))]
-        self.on_host_L.copy_(torch.tensor(away))
+        self._mark_away()
         return len(self._held) != before
+
+    def share(self, table_LG: Tensor, dense_layers: Collection[int]) -> None:
+        """Have neighbours of a block that read the same sets brought together.
+
+        Args:
+            table_LG: the set that each KV head of each layer reads.
+            dense_layers: layers whose rows are not chosen.
+        """
+        sets = table_LG.tolist()
+        kinds = groupby(
+            range(len(sets)), lambda layer: (layer // self._block, layer in dense_layers, sets[layer])
+        )
+        runs = [(dense, list(run)) for (_, dense, _), run in kinds]
+        self.runs = [slice(run[0], run[-1] + 1) for dense, run in runs if not dense]
+        self._mark_away()
+
+    def _mark_away(self) -> None:
+        """Write `on_host_L`."""
+        away = [layer not in self._held for layer in range(len(self.on_host_L))]
+        for run in self.runs:
+            away[run] = [any(away[run])] * len(away[run])
+        self.on_host_L.copy_(torch.tensor(away))
+
+    def _on_host(self, layers: slice) -> Tensor:
+        """Rows of some layers of one block as [1, B, G, S, P, E], P of them."""
+        block, first = divmod(layers.start, self._block)
+        return self.host_NBGSPE[block : block + 1, :, :, :, first : first + layers.stop - layers.start]
 
     def write(self, layer: int, rows_BGTE: Tensor, to_BT: Tensor) -> None:
         """Write new rows of a layer."""
         T = rows_BGTE.shape[2]
         from_B1T = torch.arange(T, device=to_BT.device).expand(len(to_BT), 1, T)
         lists = RowLists(to_BT[:, None], from_B1T, self.first_LG[:1])
-        move_rows(self.host_LBGSE[layer : layer + 1], rows_BGTE[None], lists)
+        move_rows(self._on_host(slice(layer, layer + 1)), rows_BGTE[None], lists)
         if layer in self._held:
             pages = Pages(self.pages.at_LC[layer : layer + 1], self.pages.size)
             move_rows(self.pool_BGRE[None], rows_BGTE[None], lists, goal_pages=pages)
@@ -130,9 +165,10 @@ class RowStore:
     def write_all(self, source_LBGJE: Tensor, to_BP: Tensor, from_BP: Tensor, n_B: Tensor) -> None:
         """Write rows of all layers, the first `n_B` of each list."""
         lists = RowLists(to_BP[:, None], from_BP[:, None], self.first_LG, n_B[None, :, None])
-        move_rows(self.host_LBGSE, source_LBGJE, lists)
+        by_block = RowLists(lists.to_BXM, lists.from_BXM, self.first_LG[: len(self.host_NBGSPE)], lists.n_LBX)
+        move_rows(self.host_NBGSPE, _side_by_side(source_LBGJE, self._block), by_block)
         if self._held:
-            pool = self.pool_BGRE.expand(len(self.host_LBGSE), *self.pool_BGRE.shape)
+            pool = self.pool_BGRE.expand(len(source_LBGJE), *self.pool_BGRE.shape)
             move_rows(pool, source_LBGJE, lists, goal_pages=self.pages)
 
     def load(
@@ -147,10 +183,10 @@ class RowStore:
         """Bring rows of some layers to the device, from wherever they are.
 
         Args:
-            layers: which, one after another.
+            layers: one of `runs`, or one layer.
             goal_LBGJE: written, of these layers.
             lists: what goes where in them, with its counts.
-            n_host_LBX: the same counts for each of them that is on the host, else 0.
+            n_host_LBX: the same counts where they are on the host, else 0; the same for each.
             programs: see `move_rows`, where rows come from the host.
         """
         held = [layer in self._held for layer in range(len(self.on_host_L))[layers]]
@@ -160,13 +196,14 @@ class RowStore:
             pages = Pages(self.pages.at_LC[layers], self.pages.size)
             move_rows(goal_LBGJE, pool, lists, source_pages=pages)
         if moving or not all(held):
-            away = RowLists(lists.to_BXM, lists.from_BXM, lists.sets_LG, n_host_LBX)
-            move_rows(goal_LBGJE, self.host_LBGSE[layers], away, programs=programs)
+            away = RowLists(lists.to_BXM, lists.from_BXM, lists.sets_LG[:1], n_host_LBX[:1])
+            goal_1BGJPE = _side_by_side(goal_LBGJE, len(held))
+            move_rows(goal_1BGJPE, self._on_host(layers), away, programs=programs)
 
     def whole(self, layer: int, n_B: Tensor) -> Tensor:
         """The first `n_B` rows of a layer as rows_BGSE on the device, zeros behind them."""
-        _, B, G, S, E = self.host_LBGSE.shape
-        found = torch.zeros(B, G, S, E, dtype=self.host_LBGSE.dtype, device=n_B.device)
+        _, B, G, S, _, E = self.host_NBGSPE.shape
+        found = torch.zeros(B, G, S, E, dtype=self.host_NBGSPE.dtype, device=n_B.device)
         at_B1S = torch.arange(S, device=n_B.device).expand(B, 1, S)
         n_LBX = n_B[None, :, None]
         lists, own = RowLists(at_B1S, at_B1S, self.first_LG[:1], n_LBX), slice(layer, layer + 1)
@@ -175,4 +212,9 @@ class RowStore:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What steps read and write."""
-        return self.host_LBGSE, self.pool_BGRE, self.pages.at_LC, self.on_host_L
+        return self.host_NBGSPE, self.pool_BGRE, self.pages.at_LC, self.on_host_L
+
+
+def _side_by_side(rows_LBGJE: Tensor, layers: int) -> Tensor:
+    """Rows of layers, so many of them seen as one row of parts: [N, B, G, J, P, E]."""
+    return rows_LBGJE.unflatten(0, (-1, layers)).permute(0, 2, 3, 4, 1, 5)

@@ -18,6 +18,8 @@ from longtrain.errors import ConfigError, ConflictError, LongtrainError
 L, B, H, G, D = 3, 3, 4, 2, 8
 BUDGET = ReadBudget(rows=12, sinks=2, window=3, every=4)
 TABLE = torch.tensor([[0, 2], [1, 1], [2, 0]])
+SHARED = torch.tensor([[0, 2], [0, 2], [2, 1]])
+"""Two layers that read the same sets."""
 ROW = 2 * D * 8
 """Bytes of a row of one head in fp64."""
 
@@ -53,7 +55,7 @@ def test_slots_hold_what_was_chosen(most_moved):
     assert int(slots.full_loads) == full and (full > 0) == (most_moved < 12)
 
 
-def caches(lengths, offloading, *, budget=BUDGET, room=24):
+def caches(lengths, offloading, *, budget=BUDGET, room=24, table=TABLE):
     """An elastic cache and the plain one with the same prompts, both ready to decode."""
     shape = {"n_layers": L, "n_kv_heads": G, "head_dim": D, "batch": B, "device": "cpu"}
     shape |= {"max_tokens": max(lengths) + room, "max_nodes": 6, "dtype": torch.float64}
@@ -66,7 +68,7 @@ def caches(lengths, offloading, *, budget=BUDGET, room=24):
             cache.write(layer, *rows[layer])
             cache.attend(layer, q, mask=Causal(), scale=0.3)
         cache.commit(None, torch.tensor(lengths))
-        cache.begin(budget, table_LG=TABLE)
+        cache.begin(budget, table_LG=table)
     return both
 
 
@@ -89,11 +91,15 @@ SLOTS = 12 + 3 + 6
     ],
     ids=["host", "all", "cap", "some", "device"],
 )
+@pytest.mark.parametrize("table", [None, TABLE, SHARED], ids=["apart", "side by side", "shared"])
 @pytest.mark.parametrize("dense", [(), (1,)], ids=["", "dense"])
-def test_attention_is_that_over_the_same_rows_on_the_device(offloading, dense):
+def test_attention_is_that_over_the_same_rows_on_the_device(offloading, dense, table):
     """Chains, trees whose paths are cut and moved, reads of the prefix, blocks that read everything."""
     budget = replace(BUDGET, dense_layers=dense)
-    elastic, plain = caches([40, 31, 9], offloading, budget=budget)
+    if table is not None:
+        offloading = replace(offloading, side_by_side=3)
+    table = TABLE if table is None else table
+    elastic, plain = caches([40, 31, 9], offloading, budget=budget, table=table)
     away = [len(elastic.offloaded)]
     for T, taken, tree in ((3, [2, 3, 0], False), (4, [2, 1, 3], True), (1, [1, 1, 1], False)) * 3:
         scores = torch.randn(B, 3, elastic.used)
@@ -130,12 +136,14 @@ def test_attention_is_that_over_the_same_rows_on_the_device(offloading, dense):
         assert (away[0], away[-1]) == (0, 1) and elastic.moved_bytes > 0
 
 
-def test_what_is_moved_is_counted():
+@pytest.mark.parametrize("table", [TABLE, SHARED], ids=["", "shared"])
+def test_what_is_moved_is_counted(table):
     """The first sets in full, then what is new, of the layers that are on the host."""
-    elastic, _ = caches([40, 31, 9], Offloading(), budget=replace(BUDGET, every=1))
+    offloading = Offloading(side_by_side=3)
+    elastic, _ = caches([40, 31, 9], offloading, budget=replace(BUDGET, every=1), table=table)
     scores = torch.randn(B, 3, elastic.used)
     elastic.choose(scores)
-    heads = torch.bincount(TABLE.flatten())
+    heads = torch.bincount(table.flatten())
     first = int((elastic.row_sets.n_B[:, None] * heads).sum())
     assert int(elastic.moved_rows) == first and elastic.moved_bytes == first * ROW
     elastic.choose(scores)  # not due again before a row is committed
@@ -151,6 +159,36 @@ def test_what_is_moved_is_counted():
         for x, (after, old) in enumerate(zip(elastic.row_sets.idx_BXK[b], before[b], strict=True))
     )
     assert int(elastic.moved_rows) == first + new and new > 0
+
+
+@pytest.mark.parametrize(
+    ("table", "dense", "runs"),
+    [
+        (SHARED, (), [(0, 2), (2, 3)]),
+        (SHARED, (1,), [(0, 1), (2, 3)]),
+        (TABLE, (), [(0, 1), (1, 2), (2, 3)]),
+        (TABLE[:1].expand(3, -1), (), [(0, 3)]),
+    ],
+)
+def test_neighbours_with_the_same_sets_come_together(table, dense, runs):
+    """A token's rows of the three layers lie one behind the other, and a run is on the host or is not."""
+    cap = Offloading(memory_gib=gib(SLOTS, 14), page_rows=8, side_by_side=3)
+    cache, _ = caches([40, 31, 9], cap, budget=replace(BUDGET, dense_layers=dense), table=table)
+    assert [(run.start, run.stop) for run in cache._rows.runs] == runs
+    host_BGSPE = cache._rows.host_NBGSPE[0]
+    assert host_BGSPE.is_contiguous() and host_BGSPE.shape[3] == L
+    for layer in range(L):
+        torch.testing.assert_close(host_BGSPE[0, :, :40, layer, :D], cache.keys(layer)[0, :, :40])
+    assert 0 < len(cache.offloaded) < L
+    marked = cache._rows.on_host_L.tolist()
+    for run in cache._rows.runs:
+        away = int(any(layer in cache.offloaded for layer in range(run.start, run.stop)))
+        assert marked[run] == [away] * len(marked[run])
+
+
+def test_layers_that_cannot_be_divided_lie_alone():
+    cache, _ = caches([9, 9, 9], Offloading(side_by_side=2))
+    assert cache._rows.host_NBGSPE.shape[::4] == (L, 1)
 
 
 @pytest.mark.parametrize(

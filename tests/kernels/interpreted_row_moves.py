@@ -16,3 +16,13 @@ def test_rows_are_moved(paged, programs):
         assert not torch.equal(goal, expected)
         move_rows(goal, source, lists, **pages, programs=programs)
         assert torch.equal(goal, expected)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("paged", ["", "goal", "source"])
+def test_rows_of_parts_are_moved(paged, parts):
+    goal, source, lists, pages = move_case(paged=paged, parts=parts)
+    expected = written_out(goal, source, lists, pages)
+    assert not torch.equal(goal, expected)
+    move_rows(goal, source, lists, **pages, programs=Programs(5, 128))
+    assert torch.equal(goal, expected)

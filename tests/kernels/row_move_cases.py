@@ -7,15 +7,16 @@ from longtrain.kernels.row_moves import Pages, RowLists
 L, B, G, E = 3, 2, 2, 24
 
 
-def move_case(*, paged: str = "", counted: bool = True, seed: int = 0, device="cpu"):
-    """Goal, source, lists and pages; either side in pages."""
+def move_case(*, paged: str = "", counted: bool = True, parts: int = 1, seed: int = 0, device="cpu"):
+    """Goal, source, lists and pages; either side in pages; parts lie side by side in the source alone."""
     coins = torch.Generator().manual_seed(seed)
     rows, entries, size = 37, 21, 5
 
     def block(in_pages):
         count = 9 * size if in_pages else rows
-        one = torch.randn(1 if in_pages else L, B, G, count, 2 * E, generator=coins)[..., :E]
-        return one.expand(L, B, G, count, E) if in_pages else one
+        one = torch.randn(1 if in_pages else L, B, G, count, parts, 2 * E, generator=coins)[..., :E]
+        one = one.squeeze(4) if parts == 1 else one
+        return one.expand(L, *one.shape[1:]) if in_pages else one
 
     def pages():
         at = torch.stack([torch.randperm(9, generator=coins)[:8] for _ in range(L)])
@@ -23,6 +24,8 @@ def move_case(*, paged: str = "", counted: bool = True, seed: int = 0, device="c
         return Pages(at.to(device), size)
 
     goal, source = block(paged == "goal").to(device), block(paged == "source").to(device)
+    if parts > 1:
+        goal = goal.permute(4, 0, 1, 2, 3, 5).contiguous().permute(1, 2, 3, 4, 0, 5)
     to, source_rows = (
         torch.stack([torch.randperm(rows, generator=coins)[:entries] for _ in range(B * 4)]).view(B, 4, -1)
         for _ in range(2)

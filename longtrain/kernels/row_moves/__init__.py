@@ -6,8 +6,10 @@ On CUDA a Triton kernel reads and writes pinned host memory through its device p
 bytes each move far faster so than by one copy a row. Everywhere else `reference` does the same in torch.
 
 Either side may lie in pages: row r of a layer is then row `pages[r // size] * size + r % size` of the block.
-Shapes: L layers, B batch, G KV heads, R and S rows, E numbers of a row, X lists of a sequence, M entries of a
-list, C pages of a layer.
+A row may consist of parts that lie apart on one side and side by side on the other, such as a token's rows of
+several layers: blocks are then [L, B, G, rows, P, E].
+Shapes: L layers, B batch, G KV heads, R and S rows, P parts of a row, E numbers of a part, X lists of a
+sequence, M entries of a list, C pages of a layer.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def move_rows(
     The two blocks must not overlap in rows that are read and written, and no two entries may name one goal.
 
     Args:
-        goal_LBGRE: written; rows contiguous, other strides of any size (0 over layers where all share pages).
+        goal_LBGRE: written; E contiguous, other strides of any size (0 over layers where all share pages). Or
+            [L, B, G, R, P, E].
         source_LBGSE: read, likewise; of the goal's dtype.
         lists: on the device that moves the rows.
         goal_pages: where the goal's rows lie; None: at their own numbers.
@@ -92,14 +95,17 @@ def move_rows(
         ConfigError: a CUDA device without Triton's kernels.
     """
     device = lists.to_BXM.device
+    goal_LBGRPE, source_LBGSPE = (
+        one if one.dim() == 6 else one.unsqueeze(4) for one in (goal_LBGRE, source_LBGSE)
+    )
     if interpreted() or compiles_for(device):
         from longtrain.kernels.row_moves import launch
 
-        launch.move_rows(goal_LBGRE, source_LBGSE, lists, goal_pages, source_pages, programs)
+        launch.move_rows(goal_LBGRPE, source_LBGSPE, lists, goal_pages, source_pages, programs)
         return
     if device.type == "cuda":
         raise ConfigError(
             f"rows are moved by a Triton kernel on {device}, which needs triton and compute capability 8.0 "
             f"(here {torch.cuda.get_device_capability(device)}); decode without cache=elastic"
         )
-    reference.move_rows(goal_LBGRE, source_LBGSE, lists, goal_pages, source_pages)
+    reference.move_rows(goal_LBGRPE, source_LBGSPE, lists, goal_pages, source_pages)

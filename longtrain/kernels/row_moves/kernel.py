@@ -21,14 +21,18 @@ def _placed(row, page_ptr, inside, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["ONES", "M"])
 def _move_kernel(
     goal_ptr, source_ptr, to_ptr, from_ptr, set_ptr, n_ptr, goal_page_ptr, source_page_ptr,
-    goal_l, goal_b, goal_g, goal_r, source_l, source_b, source_g, source_r,
+    goal_l, goal_b, goal_g, goal_r, goal_p, source_l, source_b, source_g, source_r, source_p,
     to_b, to_x, to_m, from_b, from_x, from_m, set_l, set_g, n_l, n_b, n_x, goal_page_l, source_page_l,
     ONES, B, G, M,
-    E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
+    P: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
     GOAL_SIZE: tl.constexpr, SOURCE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Some entries of some lists, each for one layer, sequence and KV head: layer by layer."""
     at = tl.arange(0, WIDTH)
+    goal_at, source_at = at, at
+    if P > 1:
+        part = (at // E).to(tl.int64)
+        goal_at, source_at = part * goal_p + at % E, part * source_p + at % E
     first = tl.program_id(1) * ROWS
     for one in range(tl.program_id(0), ONES, tl.num_programs(0)):
         layer, b, g = (one // (B * G)).to(tl.int64), (one // G % B).to(tl.int64), (one % G).to(tl.int64)
@@ -47,6 +51,6 @@ def _move_kernel(
             source = tl.load(from_row_ptr + entry * from_m, mask=inside, other=-1)
             to, inside = _placed(to, goal_page_ptr + layer * goal_page_l, inside, GOAL_SIZE)
             source, inside = _placed(source, source_page_ptr + layer * source_page_l, inside, SOURCE_SIZE)
-            keep = inside[:, None] & (at < E)[None, :]
-            row = tl.load(source_row_ptr + source[:, None] * source_r + at[None, :], mask=keep)
-            tl.store(goal_row_ptr + to[:, None] * goal_r + at[None, :], row, mask=keep)
+            keep = inside[:, None] & (at < P * E)[None, :]
+            row = tl.load(source_row_ptr + source[:, None] * source_r + source_at[None, :], mask=keep)
+            tl.store(goal_row_ptr + to[:, None] * goal_r + goal_at[None, :], row, mask=keep)

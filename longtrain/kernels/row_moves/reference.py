@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def move_rows(
-    goal_LBGRE: Tensor,
-    source_LBGSE: Tensor,
+    goal_LBGRPE: Tensor,
+    source_LBGSPE: Tensor,
     lists: RowLists,
     goal_pages: Pages | None,
     source_pages: Pages | None,
@@ -29,7 +29,7 @@ def move_rows(
         to_BGM, has_goal = _placed(to_BGM.clamp(min=0), goal_pages, layer)
         from_BGM, has_source = _placed(from_BGM.clamp(min=0), source_pages, layer)
         b, g, m = (moved & has_goal & has_source).nonzero(as_tuple=True)
-        goal_LBGRE[layer][b, g, to_BGM[b, g, m]] = source_LBGSE[layer][b, g, from_BGM[b, g, m]]
+        goal_LBGRPE[layer][b, g, to_BGM[b, g, m]] = source_LBGSPE[layer][b, g, from_BGM[b, g, m]]
 
 
 def _placed(row_BGM: Tensor, pages: Pages | None, layer: int) -> tuple[Tensor, Tensor]:
