@@ -43,7 +43,6 @@ def test_a_figure_that_is_not_there_stops_the_build() -> None:
 
 
 def test_every_method_has_a_page_with_its_settings() -> None:
-    assert knobs.names() == list(methods.names())
     for name in methods.names():
         text = (ROOT / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")
         assert f"{{{{ settings: {name} }}}}" in text

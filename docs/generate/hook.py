@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,7 @@ def _filled(text: str, page: str) -> str:
     """
     try:
         text = equations.shown(figures.fill(text, page.count("/")))
-        for name in knobs.names():
-            mark = f"{{{{ settings: {name} }}}}"
-            if mark in text:
-                text = text.replace(mark, knobs.table(name))
+        text = re.sub(r"\{\{ settings: (\w+) \}\}", lambda mark: knobs.table(mark[1]), text)
     except LookupError as error:
         raise PluginError(f"{page}: {error}") from error
     return text.replace("{{ messages }}", messages.table()) if "{{ messages }}" in text else text

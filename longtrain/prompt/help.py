@@ -10,7 +10,7 @@ import inspect
 import io
 import re
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,30 +140,35 @@ def _blocks(file: Path) -> dict[str, list[str]]:
     return found
 
 
-def _method_keys(name: str) -> list[str]:
-    """The fields of a method's `Config`, and of the classes below it, with defaults and comments, as YAML."""
-    found: dict[str, str] = {}
+def method_settings(name: str) -> list[tuple[str, str, str]]:
+    """Every field of a method's `Config` and of the classes below it: key, default as typed, and comment."""
+    found: dict[str, tuple[str, str, str]] = {}
     for kind in reversed(methods.config_class(name).__mro__[:-1]):
-        found |= _fields(Path(inspect.getfile(kind)).read_text(encoding="utf-8"), kind.__name__)
+        source = Path(inspect.getfile(kind)).read_text(encoding="utf-8")
+        found |= {setting[0]: setting for setting in _fields(source, kind.__name__)}
     return list(found.values())
 
 
-def _fields(source: str, name: str) -> dict[str, str]:
-    """Field of a dataclass in a file -> its line."""
+def _method_keys(name: str) -> list[str]:
+    """The same as lines of YAML."""
+    return [
+        f"{key}: {default}{f'  # {said}' if said else ''}" for key, default, said in method_settings(name)
+    ]
+
+
+def _fields(source: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """The fields of a dataclass in a file: key, default, comment."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     said_at = {
         token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT
     }
     tree = ast.parse(source)
     config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    ends = [node.lineno for node in config.body[1:]] + [config.end_lineno or 0]
-    found = {}
+    ends = [node.lineno for node in config.body[1:]] + [(config.end_lineno or 0) + 1]
     for node, end in zip(config.body, ends, strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             said = " ".join(said_at[number] for number in range(node.lineno, end) if number in said_at)
-            line = f"{node.target.id}: {_shown(node.value)}"
-            found[node.target.id] = f"{line}  # {said}" if said else line
-    return found
+            yield node.target.id, _shown(node.value), said
 
 
 def _shown(node: ast.expr | None) -> str:
@@ -172,14 +177,14 @@ def _shown(node: ast.expr | None) -> str:
         made = next((word.value for word in node.keywords if word.arg == "default_factory"), None)
         if isinstance(made, ast.Lambda):
             return _shown(made.body)
-        return "{}" if isinstance(made, ast.Name) and made.id == "dict" else "[]"
+        return "[]" if isinstance(made, ast.Name) and made.id == "list" else "{}"
     try:
         value: Any = ast.literal_eval(node) if node is not None else None
     except ValueError:
         return ast.unparse(node).lower() if node is not None else ""  # the constant FULL is `full`
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return str(value)
+    return str(value) if value != "" else '""'
 
 
 def _indented(lines: Sequence[str]) -> str:

@@ -79,10 +79,12 @@ def member_keys(name: str) -> Iterator[None]:
 class Config:
     """Methods that are trained together (ours; no paper)."""
 
-    members: Annotated[Members, made_by(_members)] = field(default_factory=Members)  # settings of each method
+    members: Annotated[Members, made_by(_members)] = field(
+        default_factory=Members
+    )  # settings of each method, by its name; {}: all train, each with its own defaults
     lr_scales: Annotated[Scales, made_by(_scales)] = field(
         default_factory=Scales
-    )  # factor on optim.lr of each
+    )  # factor on optim.lr of each, by its name; {}: 1 for all
 
     def __post_init__(self) -> None:
         check(self, "method")
