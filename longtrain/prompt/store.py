@@ -42,8 +42,9 @@ def mount(words: Sequence[str] | None = None) -> None:
         wanted += [base for base in bases_of(texts[-1]) if base in names and base not in wanted]
     if own is not None:
         _refuse_unmarked(own, texts)
-    _list(folder, tuple(methods.names()))
+    _list(folder)
     for name in methods.names():
+        _list_method(name)
         if every or any(name in text for text in texts):
             _read_method(name)
     typed = [word.partition("=")[2] for word in words or () if word.startswith("suite=")]
@@ -52,8 +53,8 @@ def mount(words: Sequence[str] | None = None) -> None:
 
 
 @cache
-def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
-    """Name all recipes and methods to the ConfigStore, which belongs to the process: once is enough."""
+def _list(recipe_folder: Path) -> None:
+    """Name all recipes to the ConfigStore, which belongs to the process: once is enough."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -61,8 +62,14 @@ def _list(recipe_folder: Path, method_names: tuple[str, ...]) -> None:
     vars(store)["__deepcopy__"] = lambda memo: store
     for file in recipe_folder.glob("*.yaml"):
         store.store(group="recipe", name=file.stem, node={}, package="_global_", provider=file.name)
-    for name in method_names:
-        store.store(group="method", name=name, node={}, provider="longtrain.methods")
+
+
+@cache
+def _list_method(name: str) -> None:
+    """Name a method to the ConfigStore, once: its dataclass, once read, stays in this place."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(group="method", name=name, node={}, provider="longtrain.methods")
 
 
 @cache

@@ -39,6 +39,9 @@ def registered(monkeypatch):
 def composed(registered, tmp_path):
     """`composed(job, *overrides)`: the configuration that the command line would make."""
     GlobalHydra.instance().clear()
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(methods, "__path__", [place for place in methods.__path__ if place != str(HERE)])
+        cli.mount()
     cli.mount()
     with initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
 
@@ -62,6 +65,11 @@ def test_a_folder_elsewhere_is_a_method_once_its_place_is_on_the_path(registered
     assert "toy_draft" in methods.names() and "longspec" in methods.names()
     assert methods.config_class("toy_draft")().width == 64
     assert methods.get("toy_draft").name == "toy_draft"
+
+
+def test_a_method_that_comes_later_leaves_the_others_in_place(composed):
+    assert composed("train", "method=toy_draft").method.width == 64
+    assert composed("train", "method=longspec", "method.window=64").method.window == 64
 
 
 def test_without_that_it_is_unknown():
