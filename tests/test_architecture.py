@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 IDS = [str(file.relative_to(PACKAGE)) for file in FILES]
 
 
+BROUGHT = {"hydra", "omegaconf", "yaml", "tokenizers", "triton"}
+"""Packages that a declared one cannot be without: hydra-core, transformers and torch."""
+
+
 def part_of(file: Path) -> str:
     """The tier table's name of a file: `targets` of targets/model.py, `cli` of cli.py."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -150,6 +156,20 @@ def test_third_party_fences(file: Path) -> None:
             names = None if where in STANDALONE else TRANSFORMERS[part_of(file)]
             assert names is None or name in names, (
                 f"{where} imports {module}.{name}: models are built in targets"
+            )
+
+
+def test_packages_that_are_imported_are_declared() -> None:
+    """A package that happens to be there, because another one asked for it, is gone with the other's update."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in listed}
+    for file in FILES:
+        where = str(file.relative_to(PACKAGE))
+        for package in {module.split(".")[0] for module, _ in imports(file)} - {"longtrain", "__future__"}:
+            known = package in sys.stdlib_module_names or package in BROUGHT or where in STANDALONE
+            assert known or package in declared, (
+                f"{where} imports {package}, which pyproject.toml does not name"
             )
 
 

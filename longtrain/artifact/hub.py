@@ -136,12 +136,12 @@ def _told(what: str, remedy: str = "", *, before: str = "") -> Iterator[None]:
     Raises:
         ArtifactError: the line.
     """
-    import httpx
     import huggingface_hub as hub
+    from huggingface_hub.errors import HTTPError  # its client's, httpx or httpx2 by its version
 
     try:
         yield
-    except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
         known = (text for kind, text in SAID.items() if type(error).__name__ == kind)
         said = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", next(known, first_line(error)))
         if token := hub.get_token():

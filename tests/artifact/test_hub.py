@@ -6,11 +6,13 @@ import base64
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -316,6 +318,19 @@ def test_nobody_is_asked_without_login_or_network(folder, tmp_path, monkeypatch,
     monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: bool(environment))
     with pytest.raises(ConfigError, match=f"cannot push to org/draft: {message}"):
         Artifact.load(folder).push("org/draft")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(folder, tmp_path):
+    port = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{port.getsockname()[1]}"
+    port.close()  # nobody listens there now
+    code = SAID + "said(Artifact.load({folder!r}).push, 'org/draft')\nsaid(Artifact.load, 'hub:org/none')"
+    gone = SimpleNamespace(url=address)
+    out = client(code.format(folder=str(folder)), gone, tmp_path, HF_TOKEN=TOKEN)
+    lines = [line for line in out.splitlines() if line.startswith(("ArtifactError", "C"))]
+    assert lines[0].startswith(f"ArtifactError {address} did not take org/draft: ")
+    assert lines[0].endswith("the same command goes on")
+    assert lines[1].startswith(f"ArtifactError no artifact 'org/none': {address} did not give it: ")
 
 
 def test_an_artifact_that_is_not_here_is_one_line_offline(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longtrain.artifact import Artifact
+from longtrain.assets import bundled_artifacts
 from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.jobs import export
@@ -159,6 +160,19 @@ def test_what_was_exported_is_pushed_with_what_its_run_measured_since(
     assert Artifact.load("one", home=tmp_path).provenance["license"] == "apache-2.0"
     with pytest.raises(ConfigError, match="push takes a folder of this machine"):
         export.run(composed("export", "artifact=hub:org/two", "push=org/one"))
+
+
+def test_an_artifact_that_ships_is_pushed_and_stays_as_it_is(composed, tmp_path, monkeypatch):
+    shipped = bundled_artifacts()["tiny_longspec"]
+    before, cards = (shipped / "README.md").read_bytes(), []
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr(
+        "longtrain.artifact.folder.upload", lambda at, *_, **__: cards.append((at / "README.md").read_text())
+    )
+    export.run(composed("export", "name=x", "artifact=tiny_longspec", "push=org/mine"))
+    assert "# mine\n" in cards[0] and "artifact=hub:org/mine" in cards[0]
+    assert (shipped / "README.md").read_bytes() == before
 
 
 def test_a_synthetic_source_names_the_text_it_is_written_into():

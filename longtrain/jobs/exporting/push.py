@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from longtrain.assets import bundled_artifacts
 from longtrain.errors import ConfigError
 from longtrain.files import write_files
 from longtrain.jobs.setup import load_artifact
@@ -60,7 +64,7 @@ def again(cfg: DictConfig, where: str) -> None:
     from longtrain.jobs.exporting.evidence import gather
 
     checkpoints = Path(cfg.home) / "checkpoints"
-    if not (Path(where).exists() or (checkpoints / where).exists()):
+    if not (Path(where).exists() or (checkpoints / where).exists() or where in bundled_artifacts()):
         raise ConfigError(f"artifact={where} and push={cfg.push}; push takes a folder of this machine")
     artifact = load_artifact(where, cfg)
     assert artifact.folder is not None
@@ -68,8 +72,12 @@ def again(cfg: DictConfig, where: str) -> None:
     if folder.is_relative_to(checkpoints.resolve()):
         run_dir = Path(cfg.home) / "runs" / folder.relative_to(checkpoints.resolve()).parts[0]
     evidence, pictures = gather(run_dir, artifact.checksum()) if run_dir.is_dir() else (None, {})
-    artifact.describe(evidence, pictures=pictures, licence=licence(cfg))
-    push(cfg, artifact, str(cfg.push))
+    with TemporaryDirectory() as place:
+        if folder in (shipped.resolve() for shipped in bundled_artifacts().values()):
+            copy = shutil.copytree(folder, Path(place) / folder.name)  # what is installed stays as it is
+            artifact = dataclasses.replace(artifact, folder=copy)
+        artifact.describe(evidence, pictures=pictures, licence=licence(cfg))
+        push(cfg, artifact, str(cfg.push))
 
 
 def target(
