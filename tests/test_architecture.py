@@ -160,10 +160,10 @@ def test_third_party_fences(file: Path) -> None:
 
 
 def test_packages_that_are_imported_are_declared() -> None:
-    """A package that happens to be there, because another one asked for it, is gone with the other's update."""
+    """A package that is there because another one asked for it is gone with the other's update."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
-    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for line in listed}
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").lower() for lines in lists for line in lines}
     for file in FILES:
         where = str(file.relative_to(PACKAGE))
         for package in {module.split(".")[0] for module, _ in imports(file)} - {"longtrain", "__future__"}:
