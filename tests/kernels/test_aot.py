@@ -86,7 +86,9 @@ def test_the_end_of_tree_attention():
 
 
 @pytest.mark.parametrize(
-    ("bits", "rows", "most"), [(4, 16, 3.4), (8, 16, 4.2), (8, 32, 6.2)], ids=lambda x: str(x)
+    ("bits", "rows", "most"),
+    [(4, 16, 3.4), pytest.param(8, 16, 4.2, marks=pytest.mark.slow), (8, 32, 6.2)],
+    ids=lambda x: str(x),
 )
 def test_hier_attention(bits, rows, most):
     """Codes are unpacked by masks alone, in wide words, and nothing of the inner loop is spilled.
@@ -121,7 +123,9 @@ def compiled_fragments(tile, bits):
 
 
 @pytest.mark.parametrize(
-    ("bits", "tiles", "most"), [(4, 1, 2.1), (4, 2, 2.3), (8, 1, 2.8), (8, 2, 3.0)], ids=lambda x: str(x)
+    ("bits", "tiles", "most"),
+    [(4, 1, 2.1), pytest.param(4, 2, 2.3, marks=pytest.mark.slow), (8, 1, 2.8), (8, 2, 3.0)],
+    ids=lambda x: str(x),
 )
 def test_hier_attention_of_few_rows(bits, tiles, most):
     """Tensors lie as the machine text has it, blocks come in wide words, and nothing goes round by memory."""

@@ -90,7 +90,7 @@ def test_blocks_read_back(split, dim):
 
 
 @pytest.mark.parametrize("split", Split)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_it_compiles_for_hopper_without_spills(split, dim):
     """Two programs fit on a multiprocessor (65536 registers), rows are read 16 bytes at a time, and only the
     divisions of the program's number convert."""
