@@ -21,7 +21,7 @@ from longtrain.decoding.roles import Law, TokenTree, TreeShape
 from longtrain.decoding.sampling import Coins, Sampling, probs
 from longtrain.decoding.tree import BestNodes, depths
 from longtrain.errors import ConfigError
-from longtrain.kernels.beam import best_continuations
+from longtrain.kernels.beam import GrowingTree, best_continuations
 from longtrain.kernels.greedy import argmax_rows
 
 
@@ -81,6 +81,7 @@ class _Plan:
         depth_J: 0, 1, ... for each level but the last.
         parents_1N: the parents of a chain's nodes; None for other trees.
         sees_1NN: which nodes a chain's nodes see; None for other trees.
+        score_11: log-probability of the root.
         best: picks what is kept of a tree; None: all of it.
     """
 
@@ -88,6 +89,7 @@ class _Plan:
     depth_J: Tensor
     parents_1N: Tensor | None
     sees_1NN: Tensor | None
+    score_11: Tensor
     best: BestNodes | None
 
 
@@ -142,37 +144,36 @@ class TreeGrowth:
             return self._chain(logits_of, root_B, pos_B, shape, plan, sampling, coins)
         B, N = len(root_B), len(plan.depth_N)
         best, seen = plan.best, list[tuple[Tensor, Tensor, Tensor]]()
-        tokens_BN = root_B[:, None].expand(B, N).clone()
-        parents_BN = torch.full_like(tokens_BN, -1)
-        sees_BNN = torch.eye(N, dtype=torch.bool, device=root_B.device).repeat(B, 1, 1)
-        score_BM = torch.zeros(B, 1, device=root_B.device)
+        tree = GrowingTree.of(root_B, N)
+        score_BM = plan.score_11.expand(B, -1)
         laws: list[Tensor] = []
         above_BM: Tensor | None = None
         first, last = 0, 1
         for depth, width in enumerate(shape.widths):
             level = slice(first, last)
-            nodes = Level(depth, first, tokens_BN[:, level], sees_BNN[:, level, :last], above_BM)
+            nodes = Level(depth, first, tree.tokens_BN[:, level], tree.sees_BNN[:, level, :last], above_BM)
             logits_BMX = logits_of(nodes)
             if shape.law is Law.POINT:
                 temperature = sampling.temperature or 1.0  # continuations rank as the target's law ranks them
                 most = width if best is None else best.of_level(depth)
-                tokens, parents, score_BM = best_continuations(logits_BMX, score_BM, most, temperature)
-                tokens = self._ids(tokens)
+                grows = tree if best is None else None
+                tokens, parents, score_BM = best_continuations(
+                    logits_BMX, score_BM, most, temperature, ids_V=self._ids(), tree=grows, above=first
+                )
                 if best is not None:
                     seen.append((tokens, parents + first, score_BM))
                     tokens, parents, score_BM = (x[:, :width] for x in (tokens, parents, score_BM))
+                    tree.add(tokens, parents + first, last)
             else:
                 laws.append(self._law(logits_BMX, sampling))
                 tokens, parents = _draws(laws[-1], width, pos_B + depth + 1, coins)
-            child = slice(last, last + width)
-            tokens_BN[:, child], parents_BN[:, child] = tokens, parents + first
-            above_BKN = sees_BNN.gather(1, (parents + first)[..., None].expand(-1, -1, N))
-            sees_BNN[:, child] |= above_BKN
+                tree.add(tokens, parents + first, last)
             above_BM = parents if last - first > 1 else None
             first, last = last, last + width
         if best is not None:
             return best.tree(root_B, seen)
-        return TokenTree(tokens_BN, parents_BN, plan.depth_N, shape.law, _law_of_nodes(laws, N))
+        law_BNV = _law_of_nodes(laws, N)
+        return TokenTree(tree.tokens_BN, tree.parents_BN, plan.depth_N, shape.law, law_BNV)
 
     def _chain(
         self,
@@ -188,12 +189,13 @@ class TreeGrowth:
         assert plan.sees_1NN is not None and plan.parents_1N is not None
         B, N = len(root_B), shape.n_nodes
         sees_BNN = plan.sees_1NN.expand(B, -1, -1)
-        tokens, laws = [root_B], []
+        tokens, laws, ids_X = [root_B], [], self._ids()
         for depth in range(shape.depth):
             seen_B1N = sees_BNN[:, depth : depth + 1, : depth + 1]
             logits_B1X = logits_of(Level(depth, depth, tokens[-1][:, None], seen_B1N))
             if shape.law is Law.POINT:
-                tokens.append(self._ids(argmax_rows(logits_B1X)[:, 0]))
+                best_B = argmax_rows(logits_B1X)[:, 0]
+                tokens.append(best_B if ids_X is None else ids_X[best_B])
                 continue
             laws.append(self._law(logits_B1X, sampling))
             tokens.append(_draws(laws[-1], 1, pos_B + depth + 1, coins)[0][:, 0])
@@ -201,9 +203,9 @@ class TreeGrowth:
         law_BNV = _law_of_nodes(laws, N)
         return TokenTree(torch.stack(tokens, 1), parents_BN, plan.depth_N, shape.law, law_BNV)
 
-    def _ids(self, tokens: Tensor) -> Tensor:
-        """The target's ids of the draft's tokens."""
-        return tokens if self.vocabulary is None else self.vocabulary.ids_X[tokens]
+    def _ids(self) -> Tensor | None:
+        """The target's ids of the draft's tokens; None where they are the same."""
+        return None if self.vocabulary is None else self.vocabulary.ids_X
 
     def _law(self, logits_BMX: Tensor, sampling: Sampling) -> Tensor:
         """The law that children are drawn from, over the target's vocabulary."""
@@ -221,6 +223,7 @@ class TreeGrowth:
                 node_N[: shape.depth],
                 node_N[None] - 1 if is_chain(shape) else None,
                 (node_N <= node_N[:, None])[None] if is_chain(shape) else None,
+                torch.zeros(1, 1, device=device),
                 None if shape.keep is None else BestNodes(shape, device),
             )
         return plan

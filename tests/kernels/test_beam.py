@@ -13,10 +13,11 @@ from longtrain.kernels.beam import best_continuations
 COMPILED = {
     "_chunk_kernel": ({"F": 16, "COLUMNS": 1024}, 1),
     "_node_kernel": ({"F": 16, "WIDTH": 2048, "CHUNKS": 128}, 4),
-    "_level_kernel": ({"K": 16, "F": 16, "WIDTH": 256}, 1),
+    "_level_kernel": ({"K": 16, "F": 16, "WIDTH": 256, "CHILDREN": 16, "NODES": 128, "IDS": True}, 2),
 }
 """Constants of a level of 16 nodes at the vocabulary of Llama-3.1, warps."""
-TYPES = {"x_ptr": "*bf16", "key_ptr": "*i64", "out_token_ptr": "*i64", "out_parent_ptr": "*i64"}
+LONG = ("key_ptr", "id_ptr", "out_token_ptr", "out_parent_ptr", "tree_token_ptr", "tree_parent_ptr")
+TYPES = {"x_ptr": "*bf16", "tree_sees_ptr": "*u8", **dict.fromkeys(LONG, "*i64")}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted, not compiled")

@@ -10,14 +10,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longtrain.kernels.beam.tree import GrowingTree
 from longtrain.kernels.devices import kernels_serve
+
+__all__ = ["GrowingTree", "best_continuations"]
 
 _MOST = 64
 """Most continuations of the kernels, which look for one after the other."""
 
 
 def best_continuations(
-    logits_BMV: Tensor, score_BM: Tensor, width: int, temperature: float
+    logits_BMV: Tensor,
+    score_BM: Tensor,
+    width: int,
+    temperature: float,
+    *,
+    ids_V: Tensor | None = None,
+    tree: GrowingTree | None = None,
+    above: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` most likely continuations of all nodes together, best first.
 
@@ -26,6 +36,9 @@ def best_continuations(
         score_BM: log-probability of each node.
         width: K, at most M V (and M times K of one node's).
         temperature: the number that logits are divided by.
+        ids_V: what tokens are called in the result, int64; None: their own numbers.
+        tree: gets the continuations as its next level.
+        above: index in it of the first of the M nodes, which are its last so far.
 
     Returns: tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
     """
@@ -34,11 +47,15 @@ def best_continuations(
     if kernels_serve(logits_BMV) and width <= _MOST and M * few <= 2**14:
         from longtrain.kernels.beam import kernel
 
-        return kernel.best_continuations(logits_BMV, score_BM, width, temperature)
+        return kernel.best_continuations(logits_BMV, score_BM, width, temperature, ids_V, tree, above)
     wide = torch.promote_types(logits_BMV.dtype, torch.float32)
     logp_BMV = (logits_BMV.to(wide) / temperature).log_softmax(-1)
     # Only a node's own best `width` can be among the best of all.
     few_BMK, token_BMK = logp_BMV.topk(few, dim=-1)
     total_BX = (score_BM[..., None].to(wide) + few_BMK).flatten(1)
     best_BK, at_BK = total_BX.topk(width, dim=-1)
-    return token_BMK.flatten(1).gather(1, at_BK), at_BK // few, best_BK
+    token_BK, parent_BK = token_BMK.flatten(1).gather(1, at_BK), at_BK // few
+    token_BK = token_BK if ids_V is None else ids_V[token_BK]
+    if tree is not None:
+        tree.add(token_BK, parent_BK + above, above + M)
+    return token_BK, parent_BK, best_BK

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longtrain.kernels.beam.tree import GrowingTree
 from longtrain.kernels.devices import chaining, launched_on
 
 _COLUMNS = 1024
@@ -90,12 +91,17 @@ def _node_kernel(
         key = tl.where(key == best, _LEAST, key)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "above", "first"])
 def _level_kernel(
-    total_ptr, token_ptr, out_token_ptr, out_parent_ptr, out_score_ptr, count,
-    K: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr,
+    total_ptr, token_ptr, id_ptr, out_token_ptr, out_parent_ptr, out_score_ptr,
+    tree_token_ptr, tree_parent_ptr, tree_sees_ptr, count, above, first, N,
+    K: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr, CHILDREN: tl.constexpr, NODES: tl.constexpr,
+    IDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The K best continuations among the `count` of all nodes of a sequence."""
+    """The K best continuations among the `count` of all nodes of a sequence.
+
+    NODES above 0: they also become nodes `first, ...` of its tree, whose nodes `above, ...` they continue.
+    """
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
@@ -103,18 +109,35 @@ def _level_kernel(
     at = tl.arange(0, WIDTH)
     total = tl.load(total_ptr + b * count + at, mask=at < count, other=0.0)
     key = tl.where(at < count, _key(total, at), _LEAST)
+    child = tl.arange(0, CHILDREN)
+    chosen = tl.full((CHILDREN,), 0, tl.int64)
     for i in range(K):
         best = tl.max(key, 0)
-        place = _place(best)
-        tl.store(out_token_ptr + b * K + i, tl.load(token_ptr + b * count + place).to(tl.int64))
-        tl.store(out_parent_ptr + b * K + i, (place // F).to(tl.int64))
-        tl.store(out_score_ptr + b * K + i, _number(best))
+        chosen = tl.where(child == i, best, chosen)
         key = tl.where(key == best, _LEAST, key)
+    real, place = child < K, _place(chosen)
+    token = tl.load(token_ptr + b * count + place, mask=real, other=0).to(tl.int64)
+    if IDS:
+        token = tl.load(id_ptr + token, mask=real, other=0)
+    parent = (place // F).to(tl.int64)
+    tl.store(out_token_ptr + b * K + child, token, mask=real)
+    tl.store(out_parent_ptr + b * K + child, parent, mask=real)
+    tl.store(out_score_ptr + b * K + child, _number(chosen), mask=real)
+    if NODES:
+        at = b * N + first + child
+        tl.store(tree_token_ptr + at, token, mask=real)
+        tl.store(tree_parent_ptr + at, parent + above, mask=real)
+        node = tl.arange(0, NODES)
+        inside = real[:, None] & (node < N)[None, :]
+        seen = tree_sees_ptr + (b * N + above + parent)[:, None] * N + node[None, :]
+        sees = tl.load(seen, mask=inside, other=0) | (node[None, :] == (first + child)[:, None]).to(tl.uint8)
+        tl.store(tree_sees_ptr + at[:, None] * N + node[None, :], sees, mask=inside)
 
 
 def best_continuations(
-    logits_BMV: Tensor, score_BM: Tensor, width: int, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits_BMV: Tensor, score_BM: Tensor, width: int, temperature: float, ids_V: Tensor | None,
+    tree: GrowingTree | None, above: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.beam.best_continuations`."""
     B, M, V = logits_BMV.shape
     x_RV = logits_BMV.reshape(B * M, V)
@@ -126,6 +149,14 @@ def best_continuations(
     out_BK, parent_BK = x_RV.new_empty((2, B, width), dtype=torch.int64).unbind(0)
     best_BK = x_RV.new_empty((B, width), dtype=torch.float32)
     chained = chaining(x_RV.device)
+    places = (out_BK, out_BK, out_BK)
+    N, first = 0, above + M
+    if tree is not None:
+        places, N = (
+            (tree.tokens_BN, tree.parents_BN, tree.sees_BNN.view(torch.uint8)),
+            tree.tokens_BN.shape[1],
+        )
+    children, width_N = triton.next_power_of_2(width), triton.next_power_of_2(N) if N else 0
     nodes, level = triton.next_power_of_2(chunks * few), triton.next_power_of_2(M * few)
     with launched_on(x_RV):
         _chunk_kernel[(B * M, chunks)](
@@ -138,8 +169,9 @@ def best_continuations(
             num_warps=max(1, min(8, nodes // 512)), **chained,
         )  # fmt: skip
         _level_kernel[(B,)](
-            total_RF, token_RF, out_BK, parent_BK, best_BK, M * few,
-            K=width, F=few, WIDTH=level,
-            num_warps=max(1, min(8, level // 512)), **chained,
+            total_RF, token_RF, out_BK if ids_V is None else ids_V, out_BK, parent_BK, best_BK, *places,
+            M * few, above, first, N,
+            K=width, F=few, WIDTH=level, CHILDREN=children, NODES=width_N, IDS=ids_V is not None,
+            num_warps=max(1, min(8, max(level // 512, children * width_N // 1024))), **chained,
         )  # fmt: skip
     return out_BK, parent_BK, best_BK
