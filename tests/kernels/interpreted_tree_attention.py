@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import dense_case, grown, mask_named, rows_alone
 
+import longtrain.kernels.tree_attention as package
 from longtrain.kernels.tree_attention import (
     CAUSAL,
     kernel_serves,
@@ -50,6 +51,15 @@ def test_the_kernel_follows_the_reference(mask, splits, case):
     got, lse = tree_attention(q, k, v, lens, bits, splits=splits, **how)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5, check_dtype=False)
     torch.testing.assert_close(lse, want_lse, atol=2e-6, rtol=2e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (5, 21), (64, 64), (17, 128)])
+def test_bits_of_a_mask(rows, nodes, monkeypatch):
+    """A view of any strides; the sixty-fourth bit is the sign."""
+    visible = torch.rand(2, nodes, rows, generator=torch.Generator().manual_seed(0)).lt(0.5).transpose(1, 2)
+    got = tree_bits(visible)
+    monkeypatch.setattr(package, "runs_on", lambda device: False)
+    assert torch.equal(got, tree_bits(visible))
 
 
 @pytest.mark.parametrize("bulk", [False, True])

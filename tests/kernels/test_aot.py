@@ -85,6 +85,12 @@ def test_the_end_of_tree_attention():
     assert built.stack_bytes == 0
 
 
+def test_bits_of_a_tree():
+    types = {"visible_ptr": "*u8", "bits_ptr": "*i64"}
+    built = compile_kernel(tree.bits_kernel, types, {"ROWS": 16, "CHAINED": True}, warps=1)
+    assert built.stack_bytes == 0 and built.registers <= 168
+
+
 @pytest.mark.parametrize(
     ("bits", "rows", "most"),
     [(4, 16, 3.4), pytest.param(8, 16, 4.2, marks=pytest.mark.slow), (8, 32, 6.2)],

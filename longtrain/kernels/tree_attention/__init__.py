@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import DataError, refusal
-from longtrain.kernels.devices import products_serve
+from longtrain.kernels.devices import products_serve, runs_on
 from longtrain.kernels.tree_attention import reference
 from longtrain.kernels.tree_attention.reference import CAUSAL, Causal
 
@@ -50,6 +50,10 @@ def tree_bits(visible_BTN: Tensor) -> Tensor:
         raise refusal(
             DataError, f"a tree mask of {T} x {N}", f"1 to {MAX_NODES} nodes, no more rows than nodes"
         )
+    if runs_on(visible_BTN.device):
+        from longtrain.kernels.tree_attention import launch
+
+        return launch.tree_bits(visible_BTN)
     words = -(-N // _WORD)
     padded = torch.nn.functional.pad(visible_BTN, (0, words * _WORD - N)).view(B, T, words, _WORD)
     return (padded.long() << torch.arange(_WORD, device=padded.device)).sum(-1)

@@ -262,6 +262,20 @@ def finish_kernel(
     _store_part(lse_ptr + out_at, part_at, top, weights, acc, exists)
 
 
+@triton.jit
+def bits_kernel(visible_ptr, bits_ptr, see_b, see_t, see_n, T, N, ROWS: tl.constexpr, CHAINED: tl.constexpr):
+    """A word of some rows of one mask: bit j is set where node j of the word is seen."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    b, word = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    row, bit = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, 64)
+    inside = (row < T)[:, None] & (word * 64 + bit < N)[None, :]
+    seen = visible_ptr + b * see_b + row[:, None] * see_t + (word * 64 + bit)[None, :] * see_n
+    sees = tl.load(seen, mask=inside, other=0).to(tl.int64) << bit.to(tl.int64)[None, :]
+    tl.store(bits_ptr + (b * T + row) * tl.num_programs(2) + word, tl.sum(sees, 1), mask=row < T)
+
+
 @triton.jit(do_not_specialize=["splits", "T"])
 def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T,

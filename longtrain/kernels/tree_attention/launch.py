@@ -140,6 +140,19 @@ def tree_attention(
         return merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 
 
+def tree_bits(visible_BTN: Tensor) -> Tensor:
+    """See `kernels.tree_attention.tree_bits`."""
+    B, T, N = visible_BTN.shape
+    words, rows = triton.cdiv(N, 64), 16
+    bits_BTW = torch.empty((B, T, words), dtype=torch.int64, device=visible_BTN.device)
+    with launched_on(bits_BTW):
+        kernels.bits_kernel[(B, triton.cdiv(T, rows), words)](
+            visible_BTN.view(torch.uint8), bits_BTW, *visible_BTN.stride(), T, N,
+            ROWS=rows, num_warps=1, **chaining(bits_BTW.device),
+        )  # fmt: skip
+    return bits_BTW
+
+
 def merge(
     q_BHTD: Tensor, part_out: Tensor, part_lse: Tensor, *, G: int, rows: int, splits: int
 ) -> tuple[Tensor, Tensor]:
