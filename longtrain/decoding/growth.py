@@ -146,7 +146,7 @@ class TreeGrowth:
         best, seen = plan.best, list[tuple[Tensor, Tensor, Tensor]]()
         tree = GrowingTree.of(root_B, N)
         score_BM = plan.score_11.expand(B, -1)
-        laws: list[Tensor] = []
+        laws, ids_X = list[Tensor](), self._ids()
         above_BM: Tensor | None = None
         first, last = 0, 1
         for depth, width in enumerate(shape.widths):
@@ -156,14 +156,12 @@ class TreeGrowth:
             if shape.law is Law.POINT:
                 temperature = sampling.temperature or 1.0  # continuations rank as the target's law ranks them
                 most = width if best is None else best.of_level(depth)
-                grows = tree if best is None else None
                 tokens, parents, score_BM = best_continuations(
-                    logits_BMX, score_BM, most, temperature, ids_V=self._ids(), tree=grows, above=first
+                    logits_BMX, score_BM, most, temperature, ids_V=ids_X, tree=tree, above=first, nodes=width
                 )
                 if best is not None:
                     seen.append((tokens, parents + first, score_BM))
-                    tokens, parents, score_BM = (x[:, :width] for x in (tokens, parents, score_BM))
-                    tree.add(tokens, parents + first, last)
+                    parents, score_BM = parents[:, :width], score_BM[:, :width]
             else:
                 laws.append(self._law(logits_BMX, sampling))
                 tokens, parents = _draws(laws[-1], width, pos_B + depth + 1, coins)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from beam_cases import beam_case, grown
 
 from longtrain.kernels import beam
 from longtrain.kernels.greedy import ancestors
@@ -20,39 +21,20 @@ def test_as_torch(nodes, vocab, width, monkeypatch):
     torch.testing.assert_close(got[2], expected[2])
 
 
-def grown(logits, ids, widths):
-    """A tree of these widths, and the scores of its last level."""
-    tree, score, above, last = (
-        beam.GrowingTree.of(torch.tensor([96, 5]), 1 + sum(widths)),
-        torch.zeros(2, 1),
-        0,
-        1,
-    )
-    for width, of_level in zip(widths, logits, strict=True):
-        of_level = of_level[:, : last - above]
-        _, _, score = beam.best_continuations(of_level, score, width, 1.0, ids_V=ids, tree=tree, above=above)
-        above, last = last, last + width
-    return tree, score
-
-
 @pytest.mark.parametrize("renamed", [False, True])
-def test_a_tree_grows(renamed, monkeypatch):
-    """Nodes, parents and who sees whom are torch's, level after level."""
-    coins = torch.Generator().manual_seed(3)
-    logits = [torch.randn(2, 5, 40, generator=coins) * 3 for _ in range(3)]
-    ids = 100 + torch.randperm(40, generator=coins) if renamed else None
-    got = grown(logits, ids, (2, 5, 3))
+@pytest.mark.parametrize("beyond", [0, 3])
+def test_a_tree_grows(beyond, renamed, monkeypatch):
+    """Nodes, parents and who sees whom are torch's, also where a level looks for more continuations."""
+    logits, ids, root = beam_case(renamed)
+    got, score = grown(root, logits, ids, beyond)
     monkeypatch.setattr(beam, "kernels_serve", lambda x: False)
-    expected = grown(logits, ids, (2, 5, 3))
-    assert (
-        torch.equal(got[0].tokens_BN, expected[0].tokens_BN)
-        and (got[0].tokens_BN[:, 0] == torch.tensor([96, 5])).all()
-    )
-    assert torch.equal(got[0].parents_BN, expected[0].parents_BN) and torch.equal(
-        got[0].sees_BNN, expected[0].sees_BNN
-    )
-    assert torch.equal(got[0].sees_BNN, ancestors(got[0].parents_BN))
-    torch.testing.assert_close(got[1], expected[1])
+    expected, expected_score = grown(root, logits, ids, beyond)
+    assert torch.equal(got.tokens_BN, expected.tokens_BN) and torch.equal(got.tokens_BN[:, 0], root)
+    assert (expected.tokens_BN[:, 1:] >= 100).all() == renamed
+    assert torch.equal(got.parents_BN, expected.parents_BN)
+    assert torch.equal(got.sees_BNN, expected.sees_BNN)
+    assert torch.equal(got.sees_BNN, ancestors(got.parents_BN))
+    torch.testing.assert_close(score, expected_score)
 
 
 def test_the_first_of_equal_ones():

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from beam_cases import beam_case, grown
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
@@ -13,7 +14,10 @@ from longtrain.kernels.beam import best_continuations
 COMPILED = {
     "_chunk_kernel": ({"F": 16, "COLUMNS": 1024}, 1),
     "_node_kernel": ({"F": 16, "WIDTH": 2048, "CHUNKS": 128}, 4),
-    "_level_kernel": ({"K": 16, "F": 16, "WIDTH": 256, "CHILDREN": 16, "NODES": 128, "IDS": True}, 2),
+    "_level_kernel": (
+        {"K": 16, "F": 16, "WIDTH": 256, "CHILDREN": 16, "NODES": 128, "ADDED": 16, "IDS": True},
+        2,
+    ),
 }
 """Constants of a level of 16 nodes at the vocabulary of Llama-3.1, warps."""
 LONG = ("key_ptr", "id_ptr", "out_token_ptr", "out_parent_ptr", "tree_token_ptr", "tree_parent_ptr")
@@ -48,3 +52,15 @@ def test_on_a_gpu():
     lse = (logits.double() / 0.9).logsumexp(-1).gather(1, got[1].cpu())
     total = picked - lse + score.double().gather(1, got[1].cpu())
     torch.testing.assert_close(total, expected[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beyond", [0, 3])
+def test_a_tree_on_a_gpu(beyond):
+    logits, ids, root = beam_case(renamed=True)
+    expected, expected_score = grown(root, logits, ids, beyond)
+    got, score = grown(root.cuda(), [x.cuda() for x in logits], ids.cuda(), beyond)
+    assert torch.equal(got.tokens_BN.cpu(), expected.tokens_BN)
+    assert torch.equal(got.parents_BN.cpu(), expected.parents_BN)
+    assert torch.equal(got.sees_BNN.cpu(), expected.sees_BNN)
+    torch.testing.assert_close(score.cpu(), expected_score)

@@ -128,6 +128,13 @@ def test_one_captured_graph_serves_every_length():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "nodes"), [(1, 1), (5, 21), (64, 64), (17, 128)])
+def test_bits_of_a_mask_on_a_gpu(rows, nodes):
+    visible = torch.rand(2, nodes, rows, generator=torch.Generator().manual_seed(0)).lt(0.5).transpose(1, 2)
+    assert torch.equal(tree_bits(visible.cuda()).cpu(), tree_bits(visible))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [0, 5, 61, 64, 2040, 2044, 8185, 9000])
 @pytest.mark.parametrize(
     ("widths", "batch", "H", "G", "D"),

@@ -28,6 +28,7 @@ def best_continuations(
     ids_V: Tensor | None = None,
     tree: GrowingTree | None = None,
     above: int = 0,
+    nodes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` most likely continuations of all nodes together, best first.
 
@@ -37,8 +38,9 @@ def best_continuations(
         width: K, at most M V (and M times K of one node's).
         temperature: the number that logits are divided by.
         ids_V: what tokens are called in the result, int64; None: their own numbers.
-        tree: gets the continuations as its next level.
-        above: index in it of the first of the M nodes, which are its last so far.
+        tree: the best continuations become its next level.
+        above: index in `tree` of the first of the M nodes, which are its last level so far.
+        nodes: how many continuations `tree` gets; None: all.
 
     Returns: tokens_BK, parents_BK (nodes of the level), both int64, and score_BK.
     """
@@ -47,7 +49,9 @@ def best_continuations(
     if kernels_serve(logits_BMV) and width <= _MOST and M * few <= 2**14:
         from longtrain.kernels.beam import kernel
 
-        return kernel.best_continuations(logits_BMV, score_BM, width, temperature, ids_V, tree, above)
+        return kernel.best_continuations(
+            logits_BMV, score_BM, width, temperature, ids_V, tree, above, width if nodes is None else nodes
+        )
     wide = torch.promote_types(logits_BMV.dtype, torch.float32)
     logp_BMV = (logits_BMV.to(wide) / temperature).log_softmax(-1)
     # Only a node's own best `width` can be among the best of all.
@@ -57,5 +61,5 @@ def best_continuations(
     token_BK, parent_BK = token_BMK.flatten(1).gather(1, at_BK), at_BK // few
     token_BK = token_BK if ids_V is None else ids_V[token_BK]
     if tree is not None:
-        tree.add(token_BK, parent_BK + above, above + M)
+        tree.add(token_BK[:, :nodes], parent_BK[:, :nodes] + above, above + M)
     return token_BK, parent_BK, best_BK

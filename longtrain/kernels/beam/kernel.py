@@ -91,16 +91,17 @@ def _node_kernel(
         key = tl.where(key == best, _LEAST, key)
 
 
-@triton.jit(do_not_specialize=["count", "above", "first"])
+@triton.jit(do_not_specialize=["count", "above", "first", "N"])
 def _level_kernel(
     total_ptr, token_ptr, id_ptr, out_token_ptr, out_parent_ptr, out_score_ptr,
     tree_token_ptr, tree_parent_ptr, tree_sees_ptr, count, above, first, N,
     K: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr, CHILDREN: tl.constexpr, NODES: tl.constexpr,
-    IDS: tl.constexpr, CHAINED: tl.constexpr,
+    ADDED: tl.constexpr, IDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The K best continuations among the `count` of all nodes of a sequence.
 
-    NODES above 0: they also become nodes `first, ...` of its tree, whose nodes `above, ...` they continue.
+    ADDED above 0: the best so many also become nodes `first, ...` of its tree of N, where they continue nodes
+    `above, ...`. CHILDREN and NODES are K and N rounded up to powers of 2.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -123,12 +124,11 @@ def _level_kernel(
     tl.store(out_token_ptr + b * K + child, token, mask=real)
     tl.store(out_parent_ptr + b * K + child, parent, mask=real)
     tl.store(out_score_ptr + b * K + child, _number(chosen), mask=real)
-    if NODES:
-        at = b * N + first + child
-        tl.store(tree_token_ptr + at, token, mask=real)
-        tl.store(tree_parent_ptr + at, parent + above, mask=real)
-        node = tl.arange(0, NODES)
-        inside = real[:, None] & (node < N)[None, :]
+    if ADDED:
+        at, added, node = b * N + first + child, child < ADDED, tl.arange(0, NODES)
+        tl.store(tree_token_ptr + at, token, mask=added)
+        tl.store(tree_parent_ptr + at, parent + above, mask=added)
+        inside = added[:, None] & (node < N)[None, :]
         seen = tree_sees_ptr + (b * N + above + parent)[:, None] * N + node[None, :]
         sees = tl.load(seen, mask=inside, other=0) | (node[None, :] == (first + child)[:, None]).to(tl.uint8)
         tl.store(tree_sees_ptr + at[:, None] * N + node[None, :], sees, mask=inside)
@@ -136,7 +136,7 @@ def _level_kernel(
 
 def best_continuations(
     logits_BMV: Tensor, score_BM: Tensor, width: int, temperature: float, ids_V: Tensor | None,
-    tree: GrowingTree | None, above: int,
+    tree: GrowingTree | None, above: int, added: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `kernels.beam.best_continuations`."""
     B, M, V = logits_BMV.shape
@@ -149,14 +149,12 @@ def best_continuations(
     out_BK, parent_BK = x_RV.new_empty((2, B, width), dtype=torch.int64).unbind(0)
     best_BK = x_RV.new_empty((B, width), dtype=torch.float32)
     chained = chaining(x_RV.device)
-    places = (out_BK, out_BK, out_BK)
-    N, first = 0, above + M
-    if tree is not None:
-        places, N = (
-            (tree.tokens_BN, tree.parents_BN, tree.sees_BNN.view(torch.uint8)),
-            tree.tokens_BN.shape[1],
-        )
-    children, width_N = triton.next_power_of_2(width), triton.next_power_of_2(N) if N else 0
+    if tree is None:
+        places, N, added = (out_BK, parent_BK, out_BK), 1, 0
+    else:
+        places = (tree.tokens_BN, tree.parents_BN, tree.sees_BNN.view(torch.uint8))
+        N = tree.tokens_BN.shape[1]
+    children, width_N = triton.next_power_of_2(width), triton.next_power_of_2(N)
     nodes, level = triton.next_power_of_2(chunks * few), triton.next_power_of_2(M * few)
     with launched_on(x_RV):
         _chunk_kernel[(B * M, chunks)](
@@ -170,8 +168,8 @@ def best_continuations(
         )  # fmt: skip
         _level_kernel[(B,)](
             total_RF, token_RF, out_BK if ids_V is None else ids_V, out_BK, parent_BK, best_BK, *places,
-            M * few, above, first, N,
-            K=width, F=few, WIDTH=level, CHILDREN=children, NODES=width_N, IDS=ids_V is not None,
+            M * few, above, above + M, N,
+            K=width, F=few, WIDTH=level, CHILDREN=children, NODES=width_N, ADDED=added, IDS=ids_V is not None,
             num_warps=max(1, min(8, max(level // 512, children * width_N // 1024))), **chained,
         )  # fmt: skip
     return out_BK, parent_BK, best_BK

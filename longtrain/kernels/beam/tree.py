@@ -1,4 +1,4 @@
-"""The nodes of trees that are being grown.
+"""Trees while they are drafted: the tokens, the parents and the mask of the nodes so far.
 
 Shapes: B batch, N nodes of a tree, K nodes that are added.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GrowingTree:
-    """Trees of one shape, filled level by level; what lies behind the last level means nothing.
+    """Trees of one shape that are filled level by level; the rows behind the last level hold no values yet.
 
     Args:
         tokens_BN: token of each node, int64.
@@ -27,7 +27,7 @@ class GrowingTree:
 
     @classmethod
     def of(cls, root_B: Tensor, nodes: int) -> GrowingTree:
-        """Trees of so many nodes that have a root so far."""
+        """Trees with room for so many nodes, which hold their roots so far."""
         tokens_BN, parents_BN = root_B.new_empty((2, len(root_B), nodes)).unbind(0)
         sees_BNN = torch.empty((len(root_B), nodes, nodes), dtype=torch.bool, device=root_B.device)
         tokens_BN[:, 0], parents_BN[:, 0] = root_B, -1
@@ -35,10 +35,10 @@ class GrowingTree:
         return cls(tokens_BN, parents_BN, sees_BNN)
 
     def add(self, tokens_BK: Tensor, parents_BK: Tensor, first: int) -> None:
-        """Nodes `first, first + 1, ...`, with their parents among the nodes before."""
+        """Set nodes `first, first + 1, ...`, whose parents are among the nodes before them."""
         K, N = tokens_BK.shape[1], self.tokens_BN.shape[1]
         child = slice(first, first + K)
         self.tokens_BN[:, child], self.parents_BN[:, child] = tokens_BK, parents_BK
         above_BKN = self.sees_BNN.gather(1, parents_BK[..., None].expand(-1, -1, N))
-        own_KN = torch.arange(first, first + K, device=parents_BK.device)[:, None]
-        self.sees_BNN[:, child] = above_BKN | (torch.arange(N, device=parents_BK.device) == own_KN)
+        self.sees_BNN[:, child] = above_BKN
+        self.sees_BNN.diagonal(dim1=1, dim2=2)[:, child] = True

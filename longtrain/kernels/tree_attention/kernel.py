@@ -262,9 +262,9 @@ def finish_kernel(
     _store_part(lse_ptr + out_at, part_at, top, weights, acc, exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["see_b", "see_t", "T", "N"])
 def bits_kernel(visible_ptr, bits_ptr, see_b, see_t, see_n, T, N, ROWS: tl.constexpr, CHAINED: tl.constexpr):
-    """A word of some rows of one mask: bit j is set where node j of the word is seen."""
+    """One word of ROWS rows of one mask: bit j is set where the row sees node j of the word."""
     if CHAINED:
         gdc_launch_dependents()
         gdc_wait()
