@@ -177,6 +177,14 @@ def test_a_draft_without_anything_to_compare_with_is_noted(session, target):
         "texts of both are not compared with decoding without the draft: no system of this run has the same "
         "cache and no draft"
     )
+    greedy = [system for system in systems_for(target) if system.drafts]
+    no_baseline = replace(suite(task(examples=2)), full_cache=False)
+    alone = session("alone", no_baseline, (), systems=greedy)
+    alone.work()
+    notes = alone.finish().results["notes"]
+    assert notes and all(
+        line.endswith("no system of this run has the same cache and no draft") for line in notes
+    )
     iid = systems_for(target, shape=TreeShape((1, 1), Law.IID), pair=None)
     sampled = session("second", suite(task(examples=2)), (), systems=iid, sampling=Sampling(temperature=1.0))
     sampled.work()
