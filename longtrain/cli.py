@@ -68,6 +68,9 @@ VALUE_FLAGS += ("--config-name", "-cn", "--info", "-i", "--shell-completion", "-
 KEY_FLAGS = ("--verify",)
 """Flags that may be typed for a key: `--verify FOLDER` is `verify=FOLDER`."""
 
+PLAIN_FLAGS = ("--help", "-h", "--hydra-help", "--multirun", "-m", "--run", "-r", "--resolve", "--version")
+"""Flags of ours and of Hydra's that take no value."""
+
 
 def main() -> None:
     """Entry of `longtrain` and `python -m longtrain`.
@@ -239,6 +242,8 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
             if word == words[-1]:
                 _unknown_word(word)
         elif word[:1] == "-" or before in VALUE_FLAGS:
+            if before not in VALUE_FLAGS and word.partition("=")[0] not in (*VALUE_FLAGS, *PLAIN_FLAGS):
+                _unknown_flag(word)
             flags.append(word)
         elif word[:1] in ("+", "~") or "=" in word:
             overrides.append(_quoted(word))
@@ -247,6 +252,15 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
         else:
             _unknown_word(word)
     return [*flags, *overrides, *([f"{bare}=[{','.join(named)}]"] if named else [])]
+
+
+def _unknown_flag(word: str) -> NoReturn:
+    from longtrain.prompt.explain import near
+
+    known = ["--help", "--version", "--multirun", "--config-dir", *KEY_FLAGS]
+    said = f"unknown flag '{word}'{near(word, known)}; known: {', '.join(known)}"
+    _complain(f"{said}; everything else is KEY=VALUE")
+    sys.exit(2)
 
 
 def _unknown_word(word: str) -> NoReturn:

@@ -167,6 +167,12 @@ def test_a_command_composes_once_and_reads_the_methods_that_it_names(
     assert "optim.lr=-1" in said and "optim.lr=-2" in said  # the file itself asks for a sweep
     names = [f"longtrain.methods.{name}.config" for name in ("longspec", "kvzap")]
     assert loaded(["plan", "target=tiny", "gpu=FOO"], "numpy", cwd=tmp_path) == "[]"
+    for wrong in (
+        ["eval"],
+        ["eval", "suite=needle", "suite.text=no"],
+        ["bench", "suite=elastic", "lengths=x"],
+    ):
+        assert loaded([*wrong, "target=tiny"], "torch", cwd=tmp_path) == "[]"
     assert loaded(["+recipe=quickstart", "optim.lr=-1"], *names, cwd=tmp_path) == str(names[:1])
 
 
@@ -383,7 +389,7 @@ def test_what_a_run_and_its_data_are_called(
     ("words", "says"),
     [
         (["eval", "suite=needle", "suite.prompts=0"], "suite.prompts=0; allowed: a whole number"),
-        (["eval", "suite=acceptance", "suite.kinds=3"], "suite.kinds=3; allowed"),
+        (["eval", "suite=acceptance", "method=quantspec", "suite.kinds=3"], "suite.kinds=3; allowed"),
         (["train", "method=specontext", "method.sets=99", "data=excerpt"], "method.sets=99; target tiny"),
     ],
 )

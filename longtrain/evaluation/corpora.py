@@ -174,6 +174,20 @@ def documents_from_files(
     ]
 
 
+def text_files(root: Path) -> list[Path]:
+    """The files of held-out text at a place: itself, or those of a folder.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES) if root.is_dir() else [root]
+    if not files or not files[0].is_file():
+        raise DataError(
+            f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
+        )
+    return files
+
+
 def read_texts(
     where: str | Path, *, kinds: Sequence[str] = (), prose: str = "text"
 ) -> list[tuple[str, str, str]]:
@@ -183,12 +197,7 @@ def read_texts(
         DataError: nothing is there, or a file is not text.
     """
     root = Path(where).expanduser()
-    files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES) if root.is_dir() else [root]
-    if not files or not files[0].is_file():
-        raise DataError(
-            f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
-        )
-    named = {file: _kind(file, root) for file in files}
+    named = {file: _kind(file, root) for file in text_files(root)}
     chosen = {file: kind or prose for file, kind in named.items() if not kinds or (kind or prose) in kinds}
     if not chosen:
         chosen = {file: prose for file, kind in named.items() if kind is None}

@@ -19,6 +19,7 @@ from longtrain.tables import say
 
 if TYPE_CHECKING:
     from longtrain.bench.suites import Bench, Context, HeldOutWanted
+    from longtrain.evaluation.suites.quantspec_quality import QualitySettings
     from longtrain.targets.model import Target
 
 log = get_logger(__name__)
@@ -41,13 +42,31 @@ def run(cfg: DictConfig) -> None:
         _measure(cfg)
 
 
+def check(cfg: DictConfig) -> None:
+    """Refuse wrong keys of a suite; measures nothing.
+
+    Raises:
+        ConfigError: no such suite, or one of its keys is wrong.
+    """
+    if str(cfg.suite.name) == QUALITY:
+        _quality_settings(cfg)
+    elif cfg.suite.get("eval") is None or cfg.suite.shape is not None:
+        _read(cfg)
+
+
+def _read(cfg: DictConfig) -> tuple[Bench, Context, Any]:
+    """A suite of bench, what it may know, and its settings."""
+    from longtrain.bench.suites import bench_of
+
+    bench, context = bench_of(str(cfg.suite.name)), context_of(cfg)
+    return bench, context, bench.read(_with_lengths(cfg, bench), context)
+
+
 def _measure(cfg: DictConfig) -> None:
     """Run a suite of bench; what was measured before a fault is kept and shown."""
-    from longtrain.bench.suites import bench_of, brief
+    from longtrain.bench.suites import brief
 
-    name = str(cfg.suite.name)
-    bench, context = bench_of(name), context_of(cfg)
-    settings = bench.read(_with_lengths(cfg, bench), context)
+    name, (bench, context, settings) = str(cfg.suite.name), _read(cfg)
     folder = Path(cfg.run_dir) / "bench"
     rows: list[dict[str, Any]] = []
     try:
@@ -75,10 +94,9 @@ def _with_lengths(cfg: DictConfig, bench: Bench) -> dict[str, Any]:
 
 def _quality(cfg: DictConfig) -> None:
     """Measure the section `rows` by the suite of that name, and hand the other sections over to `eval`."""
-    from longtrain.evaluation.suites.quantspec_quality import ROWS, QualitySettings
-    from longtrain.evaluation.suites.shared import settings_of
+    from longtrain.evaluation.suites.quantspec_quality import ROWS
 
-    wanted = settings_of(QualitySettings, plain(cfg.suite))
+    wanted = _quality_settings(cfg)
     if ROWS in wanted.sections:
         keys = {"lengths": [wanted.lengths[0]], "row_counts": wanted.row_counts, "split": wanted.splits[0]}
         rows = cfg.copy()
@@ -86,6 +104,13 @@ def _quality(cfg: DictConfig) -> None:
         _measure(rows)
     if set(wanted.sections) != {ROWS}:
         _hand_over(cfg, cfg.suite)
+
+
+def _quality_settings(cfg: DictConfig) -> QualitySettings:
+    from longtrain.evaluation.suites.quantspec_quality import QualitySettings
+    from longtrain.evaluation.suites.shared import settings_of
+
+    return settings_of(QualitySettings, plain(cfg.suite))
 
 
 def _hand_over(cfg: DictConfig, suite: DictConfig) -> None:

@@ -58,6 +58,16 @@ def run(cfg: DictConfig) -> None:
     show(folder, tokenizer, count=int(cfg.get("show") or 0), seed=int(cfg.seed))
 
 
+def check(cfg: DictConfig) -> None:
+    """Refuse data and targets that are not chosen; reads nothing.
+
+    Raises:
+        ConfigError: no data or target is chosen, or a key or value of the data is wrong.
+    """
+    data_config(cfg)
+    _target_path(cfg)
+
+
 def ensure_prepared(
     cfg: DictConfig, tokenizer: Any, *, context_tokens: int | None = None, target: Target | None = None
 ) -> Path:

@@ -12,9 +12,13 @@ from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS, KEPT, SHARED
 from longtrain.log import on_first_rank
 from longtrain.prompt import checks, naming
+from longtrain.prompt.explain import explain_key, is_group
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+FIXED = ("target", "decode", "select")
+"""Groups whose keys are read one by one, and are all in their files."""
 
 
 def run(cfg: DictConfig) -> None:
@@ -41,15 +45,16 @@ def run(cfg: DictConfig) -> None:
     if hydra.mode == RunMode.MULTIRUN:
         cfg.name = naming.swept_name(str(cfg.name), naming.swept(sys.argv[1:], words), hydra.job.num)
     jobs = _asked(cfg, str(hydra.job.config_name))
+    _refuse_added(words, jobs)
     steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
     checks.check(steps, words)
     first = on_first_rank()
     if cfg.dry_run:
         _only_check(steps)
         return
-    for job, step in steps[1:] if first else ():
+    for job, step in steps if first else ():
         if job not in SHARED:  # those want a target on this machine, which a job before may fetch
-            _own_check(job, step)  # before hours of another job; the first one does so itself
+            _own_check(job, step)  # before hours of another job, and before anything is printed
     done: list[str] = []
     for place, (job, step) in enumerate(steps):
         if not first and job not in SHARED:
@@ -84,6 +89,24 @@ def _asked(cfg: DictConfig, config_name: str) -> list[str]:
     if wrong := [job for job in jobs if job not in JOBS]:
         raise ConfigError(f"unknown job '{wrong[0]}' in job={jobs}; known: {', '.join(JOBS)}")
     return jobs
+
+
+def _refuse_added(words: list[str], jobs: list[str]) -> None:
+    """Refuse a key that `+` adds and nobody reads: Hydra adds whatever it is told to.
+
+    Groups that are read as typed settings refuse it by themselves.
+
+    Raises:
+        ConfigError: the key, and what is near.
+    """
+    from omegaconf import OmegaConf
+
+    for key in (word.lstrip("+").partition("=")[0] for word in words if word[:1] == "+"):
+        first, _, rest = key.partition(".")
+        if is_group(key) or (rest and first not in FIXED):
+            continue
+        if rest or not any(first in OmegaConf.load(asset_dir("conf") / f"{job}.yaml") for job in jobs):
+            raise ConfigError(explain_key(key))
 
 
 def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:

@@ -17,8 +17,9 @@ from longtrain.assets import bundled_artifacts
 from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs.features import settings_of as features_of
-from longtrain.jobs.setup import artifact_names, plain
+from longtrain.jobs.setup import NO_TARGET, artifact_names, plain
 from longtrain.log import on_first_rank
+from longtrain.prompt import suite_checks
 from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
@@ -54,7 +55,7 @@ def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) ->
         if job not in WRITES_NOTHING:
             _writable(cfg)
         if job == "bench":
-            _read_by_bench(cfg, words)
+            suite_checks.read_by_bench(cfg, words)
         for part in PARTS.get(job, ()):
             part(cfg)
         if job == "export" and "train" not in before:
@@ -118,6 +119,8 @@ def _training(cfg: DictConfig) -> None:
             f"{', '.join(methods.names())}"
         )
     _method(cfg)
+    if not (cfg.target and cfg.target.path) and methods.get(str(cfg.method.name)).export is None:
+        raise ConfigError(NO_TARGET)
     optim = read(Optim, plain(cfg.optim), "optim")
     loop = read(LoopConfig, plain(cfg.trainer), "trainer")
     strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
@@ -185,27 +188,6 @@ def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
             )
 
 
-def _read_by_bench(cfg: DictConfig, words: Sequence[str]) -> None:
-    """Refuse typed keys that only `eval` reads, of a suite in which bench has a group, `cost`."""
-    if "cost" not in cfg.suite:
-        return
-    for key in (word.lstrip("+").partition("=")[0] for word in words):
-        if key.startswith("suite.") and not key.startswith("suite.cost"):
-            raise ConfigError(
-                f"{key} is read by longtrain eval suite={cfg.suite.name}; bench reads lengths and: "
-                f"{', '.join(f'suite.cost.{name}' for name in cfg.suite.cost)}"
-            )
-
-
-def _evaluation(cfg: DictConfig) -> None:
-    from longtrain.jobs import eval as job
-
-    if cfg.compare is None:
-        job.known_suite(cfg)
-        job.parts_of(cfg)
-        job.settings_of(cfg)
-
-
 def _prompt(cfg: DictConfig) -> None:
     from longtrain.jobs import generate
 
@@ -243,10 +225,10 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "preflight": (_training, _data),
     "train": (_training, _resume, _data),
     "export": (_method,),
-    "eval": (_evaluation, _method, _decode),
+    "eval": (suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
     "demo": (_shown, _decode),
-    "bench": (_method, _decode),
+    "bench": (suite_checks.common_keys, _method, _decode),
     "plan": (_method, _plan),
     "inspect": (_inspected,),
     "leaderboard": (_listed,),

@@ -74,24 +74,24 @@ def _explain_override(text: str) -> str:
         )
     if found := re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text):
         key = found[1]
-        if _is_group(key):
+        if is_group(key):
             return f"'{key}=' chooses nothing in this job; write +{key}=NAME"
-        return _explain_key(key)
+        return explain_key(key)
     if found := re.search(r"(?:Could not override|Key) '([^']+)'", text):
-        return _explain_key(found[1])
+        return explain_key(found[1])
     if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"key '{found[1]}' exists already; write {found[1]}=VALUE without the +"
     return ""
 
 
-def _explain_key(key: str) -> str:
+def explain_key(key: str) -> str:
     """Which keys there are at the place of an unknown one; composes again with the group choices alone."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import DictConfig
 
     args = sys.argv[1:]
-    groups = [arg for arg in args if _is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
+    groups = [arg for arg in args if is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
     job = next((arg.split("=")[1] for arg in args if arg.startswith("--config-name=")), "train")
     own = own_folder(args)
     places = [f"hydra.searchpath=['file://{own.absolute()}']"] if own else []
@@ -131,5 +131,6 @@ def _is_own_key(key: str, job: str) -> bool:
     return file.exists() and key.split(".")[0] in OmegaConf.load(file)
 
 
-def _is_group(key: str) -> bool:
+def is_group(key: str) -> bool:
+    """Whether a word before `=` chooses an option of a group."""
     return key in ("recipe", "method") or (bool(key) and (asset_dir("conf") / key).is_dir())

@@ -36,3 +36,12 @@ SUITES: dict[str, str] = {
     "lm_eval": "longtrain.evaluation.suites.lm_eval",
 }
 """`suite.name` -> module."""
+
+BROUGHT = {
+    "acceptance": "suite=acceptance measures drafts and none is given; pass artifact=NAME, or artifact=[A,B] "
+    "to compare several (longtrain eval suite=smoke artifact=checkpoints/mine), or method=quantspec, which "
+    "needs no artifact",
+    "retrieval": "suite=retrieval measures what selectors read and none is given; pass artifact=NAME, or "
+    "suite.systems=[{name: sparse, rule: quest}], which needs no artifact",
+}
+"""`suite.name` of what measures nothing of the full cache -> what is said where nothing else is given."""

@@ -13,6 +13,7 @@ from longtrain.evaluation.figures.acceptance import ACCEPTANCE
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import ByTask, Scale, Suite, Summary
+from longtrain.evaluation.suites import BROUGHT
 from longtrain.evaluation.task import Example, Facet, Task
 from longtrain.systems import System
 
@@ -113,11 +114,7 @@ def needs_a_draft(suite: Suite, systems: Sequence[System]) -> Suite:
     if any(system.drafts for system in systems):
         return tell_of_drafts(suite, systems)
     if len(systems) < 2:
-        raise ConfigError(
-            f"suite={suite.name} measures drafts and none is given; pass artifact=NAME, or artifact=[A,B] to "
-            "compare several (longtrain eval suite=smoke artifact=checkpoints/mine), or method=quantspec, "
-            "which needs no artifact"
-        )
+        raise ConfigError(BROUGHT[suite.name])
     raise ConfigError(
         f"{systems[1].name} brings no draft, and suite={suite.name} measures drafts; put a draft beside it "
         "(suite.systems=[{artifact: [DRAFT, EVICTOR]}]), or pass suite=longbench, ruler or needle"

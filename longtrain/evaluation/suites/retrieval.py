@@ -13,6 +13,7 @@ from longtrain.errors import ConfigError
 from longtrain.evaluation.corpora import prefix_of
 from longtrain.evaluation.recall import NEAR, SINKS, recall, roll_out
 from longtrain.evaluation.suite import ByTask, Figure, Scale, Suite, Summary, mean_summary
+from longtrain.evaluation.suites import BROUGHT
 from longtrain.evaluation.suites.continuation import choose_points, held_out
 from longtrain.evaluation.suites.shared import check_lengths, settings_of
 from longtrain.evaluation.task import Example, Facet, Measured, rows_sha256
@@ -190,7 +191,4 @@ def _needs_a_selector(suite: Suite, systems: Sequence[System]) -> Suite:
     """
     if any(system.selects for system in systems):
         return suite
-    raise ConfigError(
-        "suite=retrieval measures what selectors read and none is given; pass artifact=NAME, or "
-        "suite.systems=[{name: sparse, rule: quest}], which needs no artifact"
-    )
+    raise ConfigError(BROUGHT["retrieval"])
