@@ -121,8 +121,8 @@ class Eagle3Runtime:
         """
         _, cache, before_BE = self._state()
         path_BP, n_B = verdict.path_BP, verdict.n_B
-        is_chain = path_BP.shape[1] == tree.tokens_BN.shape[1]  # its rows lie in order
-        feature_BPE = self._features(step, None if is_chain else path_BP)
+        one_a_depth = path_BP.shape[1] == tree.tokens_BN.shape[1] and tree.depth_N.dim() == 1
+        feature_BPE = self._features(step, None if one_a_depth else path_BP)  # a chain's rows are in order
         whole_BXE = torch.cat((before_BE[:, None], feature_BPE), dim=1)
         self._take(tree.tokens_BN, path_BP, whole_BXE[:, :-1], verdict.root_pos(cache.len_B) - 1, n_B)
         last_B1E = n_B[:, None, None].expand(-1, 1, before_BE.shape[-1])

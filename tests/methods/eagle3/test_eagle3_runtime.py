@@ -104,9 +104,9 @@ def prefilled(target, prompts, want):
     return ids, n, cache, step
 
 
-def accept(target, cache, runtime, tree, paths):
+def accept(target, cache, runtime, tree, paths, *, levels=None):
     """Commit these paths (lists of nodes, root first; empty: the row is over) and tell the draft."""
-    longest = 1 + int(tree.depth_N.max())
+    longest = 1 + (levels or int(tree.depth_N.max()))
     path_BP = torch.tensor([[*p, *[0] * (longest - len(p))] for p in paths])
     n_B = torch.tensor([len(p) for p in paths])
     rows = Rows(cache.len_B[:, None] + tree.depth_N, tree.tokens_BN, mask=Tree(visible(tree.parents_BN)))
@@ -152,8 +152,9 @@ def test_every_node_has_the_law_of_the_recursion_from_scratch(name, widths, llam
 
 
 @pytest.mark.parametrize("name", ["as published", "window and sinks"])
+@pytest.mark.parametrize("keep", [None, 2], ids=["", "as many nodes as a chain"])
 @torch.no_grad()
-def test_after_many_cycles_its_state_is_that_of_a_fresh_start(name, llama, make_draft):
+def test_after_many_cycles_its_state_is_that_of_a_fresh_start(name, keep, llama, make_draft):
     config = CONFIGS[name]
     runtime = Eagle3Runtime(make_draft(llama, config), llama, config)
     texts = texts_of(4, 17)
@@ -161,9 +162,9 @@ def test_after_many_cycles_its_state_is_that_of_a_fresh_start(name, llama, make_
     runtime.start(ids, n_B, step, cache)
     coins, roots = HashCoins(1, torch.arange(2)), torch.tensor([5, 6])
     for cycle in range(8):
-        tree = runtime.propose(roots, TreeShape((2, 2)), Sampling(), coins)
-        paths = [path_to(tree, row, 3)[: 1 + (row + cycle) % 3] for row in range(2)]
-        accept(llama, cache, runtime, tree, paths)
+        tree = runtime.propose(roots, TreeShape((2, 2), keep=keep), Sampling(), coins)
+        paths = [path_to(tree, row, keep or 3)[: 1 + (row + cycle) % 3] for row in range(2)]
+        accept(llama, cache, runtime, tree, paths, levels=2)
         for row, path in enumerate(paths):
             texts[row] += [int(tree.tokens_BN[row, i]) for i in path]
         roots = (roots * 7 + 1) % 97
