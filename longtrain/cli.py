@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from longtrain import __version__
 from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, NAMED
+from longtrain.prompt import interrupts
 from longtrain.prompt.store import composed_once, mount
 
 if TYPE_CHECKING:
@@ -78,10 +79,11 @@ def main() -> None:
     It exits with 0, 1 (the job failed), 2 (no such words), 130 (Ctrl-C) or 141 (nobody reads the output).
     """
     try:
-        _begin()
+        with interrupts.at_once():
+            _begin()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.stderr.write("\nlongtrain: interrupted before a job began; nothing was done\n")
+        sys.stderr.write(interrupts.NOTHING_DONE)
         sys.exit(130)
     except BrokenPipeError:  # `longtrain ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end

@@ -20,6 +20,7 @@ from longtrain.jobs import JOBS, KEPT
 from longtrain.prompt.completion import SHELLS, offered
 from longtrain.prompt.explain import explain
 from longtrain.prompt.help import group_keys, job_help
+from longtrain.prompt.interrupts import NOTHING_DONE
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -290,6 +291,19 @@ def test_ctrl_c_before_a_job_begins(monkeypatch: pytest.MonkeyPatch, run: Run) -
     monkeypatch.setattr(cli, "mount", interrupted)
     done = run("train", "+recipe=quickstart")
     assert done.returncode == 130 and "nothing was done" in done.stderr
+
+
+def test_ctrl_c_that_a_library_would_turn_into_another_error(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom longtrain import cli\nsys.argv = ['longtrain', 'train']\n"
+        "def mount(words):\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except BaseException: raise AttributeError('no such attribute') from None\n"
+        "cli.mount = mount\ncli.main()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", NOTHING_DONE)
 
 
 def test_a_reader_that_is_gone_is_no_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError
 from longtrain.jobs import JOBS, KEPT, SHARED
 from longtrain.log import on_first_rank
-from longtrain.prompt import checks, naming
+from longtrain.prompt import checks, interrupts, naming
 from longtrain.prompt.explain import explain_key, is_group
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def run(cfg: DictConfig) -> None:
     for job, step in steps if first else ():
         if job not in SHARED:  # those want a target on this machine, which a job before may fetch
             _own_check(job, step)  # before hours of another job, and before anything is printed
+    interrupts.as_usual()
     done: list[str] = []
     for place, (job, step) in enumerate(steps):
         if not first and job not in SHARED:
