@@ -139,6 +139,12 @@ def test_version_and_recipes(run: Run) -> None:
             ["key 'prompt' needs the job's word; write longtrain generate +recipe=quantspec_llama8b prompt="],
             1,
         ),
+        (
+            ["+recipe=quickstart", "report=html"],
+            ["is one of eval alone; in a list of jobs write +report="],
+            1,
+        ),
+        (["job=train,eval", "target=tiny", "report=html"], ["in a list of jobs write +report=VALUE"], 1),
         (["job=[train,fly]"], ["unknown job 'fly'", "known: prepare, preflight, train"], 1),
         (["bench", "suite=acceptance", "quiet=true"], ["bench has no suite 'acceptance'", "engine"], 1),
         (["bench", "suite=elastic", "lengths=x"], ["suite.lengths=x; allowed: one or more"], 1),

@@ -72,6 +72,7 @@ def test_completion_offers_jobs_recipes_groups_and_keys() -> None:
     assert offered(["eval", "target=tin"]) == ["target=tiny"]
     assert offered(["job=ex"]) == ["job=export"] and "job=[train" in offered(["job="])
     assert offered(["job=[train,ex"]) == ["job=[train,export,", "job=[train,export]"]
+    assert offered(["completion", ""]) == ["bash", "zsh"] and offered(["completion", "z"]) == ["zsh"]
     assert offered(["job=train,gen"]) == ["job=train,generate"]
 
 

@@ -72,6 +72,8 @@ def offered(words: Sequence[str]) -> list[str]:
     """
     *before, last = words or [""]
     job = next((word for word in before if word in JOBS), "train")
+    if before == ["completion"]:
+        return [shell for shell in SHELLS if shell.startswith(last)]
     options = groups()
     found = [f"+recipe={name}" for name in options["recipe"]]
     found += [

@@ -92,9 +92,10 @@ def explain_key(key: str) -> str:
 
     args = sys.argv[1:]
     groups = [arg for arg in args if is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
+    groups += [arg for arg in args if arg.startswith("job=")]
     job = next((arg.split("=")[1] for arg in args if arg.startswith("--config-name=")), "train")
-    own = own_folder(args)
-    places = [f"hydra.searchpath=['file://{own.absolute()}']"] if own else []
+    folder = own_folder(args)
+    places = [f"hydra.searchpath=['file://{folder.absolute()}']"] if folder else []
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
         node: Any = hydra.compose(job, overrides=[*groups, *places])
@@ -102,6 +103,9 @@ def explain_key(key: str) -> str:
     if not worded and isinstance(node.job, str) and _is_own_key(key, node.job):
         words = " ".join([node.job, *(group for group in groups if "recipe=" in group)])
         return f"key '{key}' needs the job's word; write longtrain {words} {key}=VALUE"
+    listed = [] if worded or isinstance(node.job, str) else node.job
+    if having := [str(one) for one in listed if _is_own_key(key, str(one))]:
+        return f"key '{key}' is one of {' and '.join(having)} alone; in a list of jobs write +{key}=VALUE"
     trail = ""
     part, *rest = key.split(".")
     while rest and part in node and isinstance(node[part], DictConfig):
