@@ -58,6 +58,11 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
             f"an EAGLE-3 draft of hidden size {module.fc.out_features} that reads states of {hidden}; "
             f"target {info.name} has {info.hidden_size}"
         )
+    if (dim := module.self_attn.head_dim) != (needed := config.head_dim or info.head_dim):
+        raise TargetMismatchError(
+            f"an EAGLE-3 draft with heads of {dim}; target {info.name} and method.head_dim={config.head_dim} "
+            f"ask for {needed}"
+        )
     if int(module.draft_ids_K.max()) >= info.vocab_size:
         raise TargetMismatchError(
             f"an EAGLE-3 draft whose vocabulary reaches token {int(module.draft_ids_K.max())}; target "

@@ -65,6 +65,13 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
         raise TargetMismatchError(f"LongSpec runs a LongSpec draft, not {type(module).__name__}")
     if others := set(keys) - {"head_bits"}:
         raise ConfigError(f"LongSpec takes the inference key head_bits; got: {', '.join(sorted(others))}")
+    info, attention = target.info, module.self_attn
+    own = (module.input_layernorm.weight.numel(), *attention.heads, attention.head_dim)
+    if own != (needed := (info.hidden_size, info.n_heads, info.n_kv_heads, info.head_dim)):
+        raise TargetMismatchError(
+            f"a LongSpec draft of (hidden size, query heads, KV heads, head dim) = {own}; target {info.name} "
+            f"has {needed}"
+        )
     config = replace(config, **keys)
     module = fitted(module, target)
     return Parts(draft=LongSpecRuntime(module, target, config), name="longspec")

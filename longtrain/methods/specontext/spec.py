@@ -46,11 +46,12 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     if not isinstance(module, RetrievalHead):
         raise TargetMismatchError(f"SpeContext runs a retrieval head, not {type(module).__name__}")
     info, table = target.info, tuple(module.table_LG.shape)
-    hidden = module.input_layernorm.weight.numel()
-    if hidden != info.hidden_size or table != (info.n_layers, info.n_kv_heads):
+    own = (module.input_layernorm.weight.numel(), *table, module.dim)
+    needed = (info.hidden_size, info.n_layers, info.n_kv_heads, config.head_dim or info.head_dim)
+    if own != needed:
         raise TargetMismatchError(
-            f"a retrieval head of hidden size {hidden} for {table[0]} layers of {table[1]} KV heads; target "
-            f"{info.name} has {info.hidden_size}, {info.n_layers} and {info.n_kv_heads}"
+            f"a retrieval head of hidden size {own[0]} for {own[1]} layers of {own[2]} KV heads, with heads of "
+            f"{own[3]}; target {info.name} asks for {needed[0]}, {needed[1]}, {needed[2]} and {needed[3]}"
         )
     budget = read_budget("SpeContext", keys)
     module = fitted(module, target)

@@ -371,6 +371,8 @@ def test_refusals(llama, make_draft):
     other = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, dtype=torch.float64)
     with pytest.raises(TargetMismatchError, match=r"hidden size 48 .* has 64"):
         SPEC.attach(draft, other, config, {})
+    with pytest.raises(TargetMismatchError, match=r"heads of 16; target qwen3_micro .* ask for 32"):
+        SPEC.attach(draft, random_target("qwen3_micro"), config, {})
     few = random_target({**SHAPES["llama_micro"], "vocab_size": 50}, dtype=torch.float64)
     with pytest.raises(TargetMismatchError, match=r"reaches token \d+; target .* has 50 tokens"):
         SPEC.attach(draft, few, config, {})
