@@ -199,7 +199,7 @@ def test_what_is_refused(llama):
     with pytest.raises(TargetMismatchError, match=r"pass method\.mapping=calibrated"):
         RetrievalHead(Config(n_heads=1, n_kv_heads=1), llama.info)
     head = head_of(Config(), llama)
-    with pytest.raises(TargetMismatchError, match="with heads of 16; target qwen3_micro asks for 48, 2, 2 and 32"):
+    with pytest.raises(TargetMismatchError, match=r"heads of 16; target .* asks for 48, 2, 2 and 32"):
         SPEC.attach(head, other, Config(), KEYS)
     with pytest.raises(TargetMismatchError, match="a retrieval head of hidden size 48 for 3 layers"):
         head.table_LG = torch.zeros(3, 2).long()
