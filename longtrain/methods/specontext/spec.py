@@ -50,7 +50,7 @@ def _attach(module: nn.Module, target: Target, config: Config, keys: dict[str, A
     needed = (info.hidden_size, info.n_layers, info.n_kv_heads, config.head_dim or info.head_dim)
     if own != needed:
         raise TargetMismatchError(
-            f"a retrieval head of hidden size {own[0]} for {own[1]} layers of {own[2]} KV heads, with heads of "
+            f"a retrieval head of hidden size {own[0]} for {own[1]} layers of {own[2]} KV heads, heads of "
             f"{own[3]}; target {info.name} asks for {needed[0]}, {needed[1]}, {needed[2]} and {needed[3]}"
         )
     budget = read_budget("SpeContext", keys)

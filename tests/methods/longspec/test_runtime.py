@@ -271,7 +271,7 @@ def test_refusals(llama, make_draft):
         SPEC.attach(draft, llama, CONFIG, {"budget_tokens": 3})
     with pytest.raises(TargetMismatchError):
         SPEC.attach(torch.nn.Linear(1, 1), llama, CONFIG, {})
-    with pytest.raises(TargetMismatchError, match=r"\(48, 4, 2, 16\); target qwen3_micro has \(48, 4, 2, 32\)"):
+    with pytest.raises(TargetMismatchError, match=r"\(48, 4, 2, 16\); target .* has \(48, 4, 2, 32\)"):
         SPEC.attach(draft, random_target("qwen3_micro"), CONFIG, {})
     with pytest.raises(ConflictError, match="before start"):
         LongSpecRuntime(draft, llama, CONFIG).observe(
