@@ -65,6 +65,10 @@ def find(where: str | Path, home: Path, *, patterns: Sequence[str]) -> Path:
             f"{text} on {endpoint()} is no longtrain artifact: it has no {MANIFEST}, and nothing else that "
             f"a method reads ({_known()})"
         )
+    if str(where).startswith(HUB):
+        raise ArtifactError(
+            f"no artifact '{where}': a repository is {HUB}ORG/NAME, or {HUB}ORG/NAME@REVISION"
+        )
     raise ArtifactError(
         f"no artifact '{where}': neither a folder nor a name under {home / 'checkpoints'} "
         f"(there: {', '.join(names) or 'none'}), nor one that ships with longtrain "

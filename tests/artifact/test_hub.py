@@ -338,6 +338,8 @@ def test_an_artifact_that_is_not_here_is_one_line_offline(tmp_path, monkeypatch)
     with pytest.raises(ArtifactError, match=r"no artifact 'org/none': .* did not give it") as error:
         Artifact.load("hub:org/none", home=tmp_path)
     assert "\n" not in str(error.value)
+    with pytest.raises(ArtifactError, match="no artifact 'hub:none': a repository is hub:ORG/NAME"):
+        Artifact.load("hub:none", home=tmp_path)
 
 
 def test_addresses_of_requests_are_no_lines_of_a_log(root):

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from longtrain.errors import DataError
+from longtrain.evaluation.figures.acceptance import ACCEPTANCE
+from longtrain.evaluation.figures.readings import reading_of
 from longtrain.evaluation.figures.statistics import (
     LEAST,
     Bootstrap,
@@ -247,3 +249,9 @@ def test_a_difference_stays_within_what_two_scores_can_differ_by() -> None:
     free = paired_mean_difference([pair], Bootstrap(1))
     held = paired_mean_difference([pair], Bootstrap(1), bounds=(0.0, 1.0))
     assert free.low < -1 and held.low == -1 and held.value == free.value and held.high == free.high
+
+
+def test_an_acceptance_length_is_at_least_one() -> None:
+    records = [{"one": 1.0, "cycles": 4.0, "cycle_tokens": tokens} for tokens in (4.0, 8.0)]
+    found = reading_of({"name": ACCEPTANCE, "maximum": None}).mean([records], Bootstrap())
+    assert found.value == 1.5 and found.low == 1.0 and found.high > 2.0

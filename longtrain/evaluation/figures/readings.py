@@ -77,7 +77,8 @@ def reading_of(scale: Mapping[str, Any]) -> Reading:
         return Reading(lambda one: _share(one, "nats", "tokens"), np.exp, (1.0, math.inf))
     if scale["name"] == ACCEPTANCE:  # plain decoding gives one token a cycle
         return Reading(
-            lambda one: _share(one, "cycle_tokens", "cycles") or _share(one, "one", "one", "output_tokens")
+            lambda one: _share(one, "cycle_tokens", "cycles") or _share(one, "one", "one", "output_tokens"),
+            bounds=(1.0, math.inf),
         )
     best = 1.0 if scale["maximum"] is None else scale["maximum"]
     bounds = (0.0, math.inf if scale["maximum"] is None else best)
