@@ -77,7 +77,7 @@ def test_only_tiles_that_run_are_offered(bits):
         found = launch.candidates(rows, bits, group, D, dtype)
         assert any(not isinstance(tile, launch.BlockTile) for tile in found) is few
         assert len(set(found)) == len(found) >= 4
-        assert all(rows <= 8 * tile.tiles for tile in found if not isinstance(tile, launch.BlockTile))
+        assert all(rows <= tile.rows for tile in found if not isinstance(tile, launch.BlockTile))
 
 
 @pytest.mark.gpu

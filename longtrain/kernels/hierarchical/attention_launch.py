@@ -86,7 +86,7 @@ def hier_attention(
     G, N = planes.k_upper.shape[1:3]
     group = H // G
     if not isinstance(tile, BlockTile):
-        fits = tile is None or T * group <= 8 * tile.tiles
+        fits = tile is None or T * group <= tile.rows
         if fits and fragments.serves(q_BHTD, planes, ring, bits):
             found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits)
             if found is not None:

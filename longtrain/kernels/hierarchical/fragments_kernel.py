@@ -1,10 +1,11 @@
-"""Triton kernel of hierarchical attention for up to 16 packed rows and heads of 128: warps on their own.
+"""Triton kernel of hierarchical attention for up to 32 packed rows and heads of 128: warps on their own.
 
 The formulas are those of `attention_kernel`. There a program's warps share every product; here a warp
 takes half a block (64 tokens) from loading it to its weighted values, and warps meet once, at the end. For
 that tensors are laid out by hand. A tensor of 16 registers a thread is flat, [4 k, W warps, 8 g, 4 t, 4 c]:
 register r = 4 k + c of the thread with lane 4 g + t; warp 2 p + h has half h of the p-th of the program's
-blocks of a round. Those of a thread are
+blocks of a round. With more than 16 rows (PARTS = 2) two warps share such a half, each for 16 rows: they
+unpack the same codes, which are brought once. What a thread holds is
 
     keys      bytes 16 t .. 16 t + 15 of the tokens 64 h + 16 (g / 2) + 2 i + g mod 2, i = k, and k + 4
     steps     of key channels 64 (k / 2) + 16 t + 8 (k mod 2) + 2 c and the next, as are zeros and q
@@ -14,8 +15,8 @@ blocks of a round. Those of a thread are
 
 so that a thread's loads are of 16 bytes, scores come out where the weights go in, and nothing moves between
 threads but a row's maximum (four threads) and how much its sums shrink (`fragments_ptx`). Packed rows
-are numbered as in `tree_attention.kernel`; two TILES of 8 share what is loaded. Nothing of a row's result
-depends on other rows, nor on TILES.
+are numbered as in `tree_attention.kernel`; two TILES of 8 share what a warp unpacks. Nothing of a row's
+result depends on other rows, nor on TILES or PARTS.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -75,19 +76,37 @@ def _quads(at, offset, keep):
 
 
 @triton.jit
-def _channels(words, PAIRS: tl.constexpr):
-    """Words of two channels in the threads that need them: [pair, half, t, k, c] to registers."""
-    x = tl.permute(tl.reshape(words, (PAIRS, 2, 4, 2, 4)), (1, 3, 0, 2, 4))
-    x = tl.broadcast_to(tl.reshape(x, (4, PAIRS, 1, 4, 4)), (4, PAIRS, 16, 4, 4))
-    return tl.reshape(x, (1024 * PAIRS,))
+def _to_parts(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """What one warp of each half of a block has loaded, in all PARTS warps of that half."""
+    if PARTS > 1:
+        x = tl.reshape(words, (4, HALVES, 1, 128))
+        words = tl.reshape(tl.broadcast_to(x, (4, HALVES, PARTS, 128)), (512 * HALVES * PARTS,))
+    return words
 
 
 @triton.jit
-def _tokens(numbers, PAIRS: tl.constexpr):
-    """Numbers of tokens likewise: [pair, h, t, k, c]."""
-    x = tl.permute(tl.reshape(numbers, (2 * PAIRS, 4, 4, 4)), (2, 0, 1, 3))
-    x = tl.broadcast_to(tl.reshape(x, (4, 2 * PAIRS, 1, 4, 4)), (4, 2 * PAIRS, 8, 4, 4))
-    return tl.reshape(x, (1024 * PAIRS,)).to(tl.float32)
+def _all_to_parts(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """`_to_parts` of each tensor of a tuple."""
+    if len(words) == 2:
+        return _to_parts(words[0], HALVES, PARTS), _to_parts(words[1], HALVES, PARTS)
+    else:
+        a, b = _to_parts(words[0], HALVES, PARTS), _to_parts(words[1], HALVES, PARTS)
+        return a, b, _to_parts(words[2], HALVES, PARTS), _to_parts(words[3], HALVES, PARTS)
+
+
+@triton.jit
+def _channels(words, PAIRS: tl.constexpr, PARTS: tl.constexpr):
+    """Words of two channels in the threads that need them: [pair, half, t, k, c] to registers."""
+    x = tl.permute(tl.reshape(words, (PAIRS, 2, 4, 2, 4)), (1, 3, 0, 2, 4))
+    x = tl.broadcast_to(tl.reshape(x, (4, PAIRS, 1, 4, 4)), (4, PAIRS, 16 * PARTS, 4, 4))
+    return tl.reshape(x, (1024 * PAIRS * PARTS,))
+
+
+@triton.jit
+def _tokens(at, token, block, last):
+    """Numbers of the tokens that a thread has scores of, four at consecutive addresses."""
+    keep = tl.max_constancy(block < last, 4)
+    return tl.load(tl.max_contiguous(tl.multiple_of(at + token, 8), 4), mask=keep, other=0.0)
 
 
 @triton.jit
@@ -167,44 +186,46 @@ def _place(row, dim):
 
 
 @triton.jit
-def _to_warps(x, WARPS: tl.constexpr):
-    """A row's number [8] for each warp, [8 WARPS, 1]."""
-    return tl.reshape(tl.broadcast_to(x[None, :], (WARPS, 8)), (8 * WARPS, 1))
+def _to_warps(x, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """A row's number [8 PARTS] for the warps that have it, [8 warps, 1]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (HALVES, 8 * PARTS)), (8 * HALVES * PARTS, 1))
 
 
 @triton.jit
-def _added(x, WARPS: tl.constexpr):
-    """Numbers of the warps' threads [4, WARPS, 128], flat, summed over warps: [4, 128]."""
-    HALF: tl.constexpr = WARPS // 2
-    one, two = tl.split(tl.permute(tl.reshape(x, (4, 2, HALF * 128)), (0, 2, 1)))
+def _added(x, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """Numbers of the warps' threads [4, HALVES, PARTS * 128], flat, summed over halves: [4, PARTS * 128]."""
+    HALF: tl.constexpr = HALVES // 2
+    one, two = tl.split(tl.permute(tl.reshape(x, (4, 2, HALF * PARTS * 128)), (0, 2, 1)))
     if HALF == 1:
         return one + two
     else:
-        return _added(one + two, HALF)
+        return _added(one + two, HALF, PARTS)
 
 
 @triton.jit
 def _finish(
     out_at, lse_at, top, total, zeros, out_a, out_b, rows,
-    FINISH: tl.constexpr, FINISH_OF: tl.constexpr, WARPS: tl.constexpr,
+    FINISH: tl.constexpr, FINISH_OF: tl.constexpr, HALVES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Bring the warps' parts of a tile together and store them."""
-    THREADS: tl.constexpr = 32 * WARPS
+    """Bring together what the warps have of a tile of each part, and store it."""
+    THREADS: tl.constexpr = 32 * HALVES * PARTS
     total, zeros = tl.sum(total, 1)[:, None], tl.sum(zeros, 1)[:, None]
-    most = tl.max(tl.reshape(top, (WARPS, 8)), 0)
-    share = tl.exp2(top - _to_warps(most, WARPS))
-    sums = tl.sum(tl.reshape(total * share, (WARPS, 8)), 0)
-    share /= _to_warps(sums, WARPS)
+    most = tl.max(tl.reshape(top, (HALVES, 8 * PARTS)), 0)
+    share = tl.exp2(top - _to_warps(most, HALVES, PARTS))
+    sums = tl.sum(tl.reshape(total * share, (HALVES, 8 * PARTS)), 0)
+    share /= _to_warps(sums, HALVES, PARTS)
     out_a, out_b = tl.inline_asm_elementwise(
         FINISH, FINISH_OF, (_spread(share, THREADS), _spread(zeros * share, THREADS), out_a, out_b),
         dtype=(tl.float32, tl.float32), is_pure=True, pack=16,
     )  # fmt: skip
-    m = tl.arange(0, 8)
+    m = tl.arange(0, 8 * PARTS)
+    m += 8 * (m // 8)
     tl.store(lse_at + m, most + tl.log2(sums), mask=m < rows)
-    k, i = tl.arange(0, 4)[:, None], tl.arange(0, 128)[None, :]
-    keep = tl.max_constancy(2 * ((i >> 2) & 3) < rows, [1, 4])
-    tl.store(out_at + k * 128 + i, _added(out_a, WARPS), mask=keep)
-    tl.store(out_at + 512 + k * 128 + i, _added(out_b, WARPS), mask=keep)
+    k, i = tl.arange(0, 4)[:, None], tl.arange(0, 128 * PARTS)[None, :]
+    keep = tl.max_constancy(16 * (i >> 7) + 2 * ((i >> 2) & 3) < rows, [1, 4])
+    at = out_at + 2048 * (i >> 7) + k * 128 + (i & 127)
+    tl.store(at, _added(out_a, HALVES, PARTS), mask=keep)
+    tl.store(at + 512, _added(out_b, HALVES, PARTS), mask=keep)
 
 
 @triton.jit(do_not_specialize=["splits", "T", "N", "ahead"])
@@ -214,11 +235,11 @@ def attend_kernel(
     q_b, q_h, q_t, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
     MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr, TILES: tl.constexpr,
+    WARPS: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
     SCORES: tl.constexpr, SCORES_OF: tl.constexpr, VALUES: tl.constexpr, VALUES_OF: tl.constexpr,
     FINISH: tl.constexpr, FINISH_OF: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Partial out [16, 128], base-2 lse [16] of all packed rows over a split of the ring or the blocks.
+    """Partial out [ROWS, 128], base-2 lse [ROWS] of all packed rows over a split of the ring or the blocks.
 
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks.
 
@@ -226,8 +247,10 @@ def attend_kernel(
     """
     D: tl.constexpr = 128
     BLOCK: tl.constexpr = 2048
+    ROWS: tl.constexpr = 16 * PARTS
     THREADS: tl.constexpr = 32 * WARPS
-    PAIRS: tl.constexpr = WARPS // 2
+    HALVES: tl.constexpr = WARPS // PARTS
+    PAIRS: tl.constexpr = HALVES // 2
     pid, split = tl.program_id(0), tl.program_id(1)
     b, kv, head = pid // G, pid % G, pid.to(tl.int64)
     row = head * N
@@ -254,11 +277,12 @@ def attend_kernel(
     first = (split - RINGS) * share
     last = tl.minimum(first + share, blocks)
     slot = (pid * splits + split).to(tl.int64)
-    out_ptr += slot * (16 * D)
-    lse_ptr += slot * 16
+    out_ptr += slot * (ROWS * D)
+    lse_ptr += slot * ROWS
     q_head = q_ptr + b.to(tl.int64) * q_b + (kv * GROUP).to(tl.int64) * q_h
     e = tl.arange(0, 16 * THREADS)
     c, t, g, k = e & 3, (e >> 2) & 3, (e >> 4) & 7, e // (4 * THREADS)
+    g += 16 * ((e >> 7) & (PARTS - 1))
     q_in = 32 * (k >> 1) + 8 * t + 4 * (k & 1) + c
     q_words = q_head.to(tl.pointer_type(tl.uint32))
     q_at = q_in + (g % GROUP).to(tl.int64) * (q_h // 2) + (g // GROUP).to(tl.int64) * (q_t // 2)
@@ -271,7 +295,7 @@ def attend_kernel(
         dim = tl.arange(0, D)
         n, begin = tl.load(len_ptr + b).to(tl.int32), blocks * _BLOCK
         end = n + T if MASK else n
-        m = tl.arange(0, 16)
+        m = tl.arange(0, ROWS)
         query, member, exists = m // GROUP, m % GROUP, m < T * GROUP
         low_bits, high_bits = query.to(tl.int64), query.to(tl.int64)
         if MASK == 2:
@@ -282,7 +306,7 @@ def attend_kernel(
         top, total, out = _ring(
             q_head + member.to(tl.int64) * q_h + query.to(tl.int64) * q_t, exists, ring_k_ptr, ring_v_ptr,
             head * _RING, n, begin, end, split, query, low_bits, high_bits, T, scale2,
-            D, 16, MASK, WORDS, RECENT, RINGS,
+            D, ROWS, MASK, WORDS, RECENT, RINGS,
         )  # fmt: skip
         if CHAINED:
             gdc_launch_dependents()
@@ -301,11 +325,18 @@ def attend_kernel(
             q_2, norm_2 = _queries(word_2, k, FIRST, BF16, THREADS)
             norm_2 *= scale2
             top_2, total_2, zeros_2, out_a_2, out_b_2 = top, total, zeros, out_a, out_b
-        h, pair = (e >> 7) & 1, (e >> 8) & (PAIRS - 1)
-        near, eighth = e & 15, (e >> 4) & 7
-        k_in = pair * BLOCK + (64 * h + 16 * (eighth >> 1) + 2 * k + (eighth & 1)) * 16 + near
-        v_in = pair * BLOCK + (8 * k + eighth) * 32 + 16 * h + near
-        channel, token = tl.arange(0, 64 * PAIRS), tl.arange(0, 128 * PAIRS)
+        i = tl.arange(0, 512 * HALVES)
+        quad, h, pair = i // (128 * HALVES), (i >> 7) & 1, (i >> 8) & (PAIRS - 1)
+        near, eighth = i & 15, (i >> 4) & 7
+        k_in = pair * BLOCK + (64 * h + 16 * (eighth >> 1) + 2 * quad + (eighth & 1)) * 16 + near
+        v_in = pair * BLOCK + (8 * quad + eighth) * 32 + 16 * h + near
+        channel = tl.arange(0, 64 * PAIRS)
+        of_warp = (e >> 7) & (WARPS - 1)
+        v_pair = of_warp // (2 * PARTS)
+        token = 128 * v_pair + 64 * (of_warp // PARTS & 1) + 16 * t + 4 * k + c
+        at = (row + first).to(tl.int64) * 128
+        v_step_next = _tokens(v_step_ptr + at, token, first + v_pair, last)
+        v_zero_next = _tokens(v_zero_ptr + at, token, first + v_pair, last)
         for start in tl.range(first, last, PAIRS, num_stages=STAGES):
             keep = tl.max_constancy(start + pair < last, 4)
             at = (row + start).to(tl.int64) * BLOCK
@@ -320,10 +351,14 @@ def attend_kernel(
             keep = start + channel // 64 < last
             step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             zero = tl.load(k_zero_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
-            keys += (_channels(step, PAIRS), _channels(zero, PAIRS))
-            keep = start + token // 128 < last
-            v_step = _tokens(tl.load(v_step_ptr + at * 2 + token, mask=keep, other=0.0), PAIRS)
-            v_zero = _tokens(tl.load(v_zero_ptr + at * 2 + token, mask=keep, other=0.0), PAIRS)
+            keys = _all_to_parts(keys, HALVES, PARTS) + (
+                _channels(step, PAIRS, PARTS), _channels(zero, PAIRS, PARTS)
+            )  # fmt: skip
+            values = _all_to_parts(values, HALVES, PARTS)
+            v_step, v_zero = v_step_next.to(tl.float32), v_zero_next.to(tl.float32)
+            at += PAIRS * 64
+            v_step_next = _tokens(v_step_ptr + at * 2, token, start + PAIRS + v_pair, last)
+            v_zero_next = _tokens(v_zero_ptr + at * 2, token, start + PAIRS + v_pair, last)
             if TILES == 1:
                 logit = tl.inline_asm_elementwise(
                     SCORES, SCORES_OF, keys + (q,), dtype=tl.float32, is_pure=True, pack=16
@@ -351,21 +386,24 @@ def attend_kernel(
                 )  # fmt: skip
         if CHAINED:
             gdc_launch_dependents()
-        _finish(out_ptr, lse_ptr, top, total, zeros, out_a, out_b, T * GROUP, FINISH, FINISH_OF, WARPS)
+        _finish(
+            out_ptr, lse_ptr, top, total, zeros, out_a, out_b, T * GROUP, FINISH, FINISH_OF, HALVES, PARTS
+        )  # fmt: skip
         if TILES == 2:
             _finish(
                 out_ptr + 1024, lse_ptr + 8, top_2, total_2, zeros_2, out_a_2, out_b_2, T * GROUP - 8,
-                FINISH, FINISH_OF, WARPS,
+                FINISH, FINISH_OF, HALVES, PARTS,
             )  # fmt: skip
     else:
-        none = tl.arange(0, 16)
-        tl.store(lse_ptr + none, tl.full((16,), float("-inf"), tl.float32))
+        none = tl.arange(0, ROWS)
+        tl.store(lse_ptr + none, tl.full((ROWS,), float("-inf"), tl.float32))
 
 
 @triton.jit(do_not_specialize=["slots", "T"])
 def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, slots, T,
-    G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out_BTHD and natural lse_BHT: CHUNK numbers of 8 rows of a KV head, as they lie in a slot."""
     if CHAINED:
@@ -373,7 +411,7 @@ def merge_kernel(
     pid, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, row, i = tl.arange(0, BLOCK), 8 * tile + tl.arange(0, 8), chunk * CHUNK + tl.arange(0, CHUNK)
     inside, rows = (slot < slots)[:, None], T * GROUP
-    at = (pid * slots + slot).to(tl.int64)[:, None] * 16
+    at = (pid * slots + slot).to(tl.int64)[:, None] * ROWS
     lse = tl.load(part_lse_ptr + at + row[None, :], mask=inside & (row < rows)[None, :], other=float("-inf"))
     m = 8 * tile + 2 * ((i >> 2) & 3)
     keep = inside & tl.max_constancy(m < rows, 4)[None, :]

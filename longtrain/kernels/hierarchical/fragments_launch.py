@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 HEAD_DIM = 128
 """The head size whose rows fill the registers of a warp."""
-MOST_ROWS = 16
+MOST_ROWS = 32
 """Most packed rows."""
 
 
@@ -37,8 +37,9 @@ class FragmentTile:
     """Sizes of the attention kernel and of its launch.
 
     Args:
-        tiles: how many tiles of 8 packed rows: 1 or 2.
-        warps: warps of a program; two share a block.
+        tiles: how many tiles of 8 packed rows a warp has: 1 or 2.
+        warps: warps of a program; two for each part share a block.
+        parts: how many times 16 packed rows are shared out to warps: 1, or 2 with two tiles.
         stages: stages of the pipeline that brings blocks.
         resident: programs that run on one multiprocessor at a time.
         recent: slots of a tile of the ring, a divisor of 128.
@@ -49,6 +50,7 @@ class FragmentTile:
 
     tiles: int = 1
     warps: int = 4
+    parts: int = 1
     stages: int = 3
     resident: int = 2
     recent: int = 64
@@ -56,15 +58,24 @@ class FragmentTile:
     chunk: int = 32
     merge_warps: int = 4
 
+    @property
+    def rows(self) -> int:
+        """Most packed rows."""
+        return 8 * self.tiles * self.parts
+
 
 TILES = {
     4: (FragmentTile(), FragmentTile(tiles=2)),
-    8: (FragmentTile(warps=2, resident=3), FragmentTile(tiles=2, warps=2, resident=3)),
+    8: (
+        FragmentTile(warps=2, resident=3),
+        FragmentTile(tiles=2, warps=2, resident=3),
+        FragmentTile(tiles=2, parts=2, warps=4, resident=3),
+    ),
 }
 """By bits: the first that holds all packed rows."""
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
-EIGHT_BIT_GROUP = 2
+EIGHT_BIT_GROUP = 4
 """At 8 bits, most query heads of a KV head: a chain of 8 rows then has the same sums as one row."""
 
 SERVED = (
@@ -120,7 +131,8 @@ def hier_attention(
     splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
-    part_lse, part_out = partial_results(q_BHTD, B * G * splits * MOST_ROWS, D)
+    rows = 16 * tile.parts
+    part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     chained = chaining(q_BHTD.device)
@@ -134,7 +146,7 @@ def hier_attention(
             *bits_strides, **of_mask,
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
             RECENT=tile.recent, RINGS=rings,
-            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles,
+            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
             **texts(tile.tiles, bits, offset),
             num_warps=tile.warps,
             **chained,
@@ -142,7 +154,7 @@ def hier_attention(
         if not _laid_out(built, tile.warps):
             return None
         kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
-            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group,
+            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=rows,
             BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk,
             num_warps=tile.merge_warps, **chained,
         )  # fmt: skip
@@ -151,7 +163,7 @@ def hier_attention(
 
 def tile_for(rows: int, bits: int, programs: int) -> FragmentTile:
     """The tile for so many packed rows of each of `programs` KV heads."""
-    tile = next(tile for tile in TILES[bits] if rows <= 8 * tile.tiles)
+    tile = next(tile for tile in TILES[bits] if rows <= tile.rows)
     return replace(tile, warps=2, stages=4, resident=4) if programs >= MANY and tile.warps == 4 else tile
 
 
