@@ -38,6 +38,20 @@ CASES = {
         {"G": 1, "H": 4, "T": 4, "blocks": (3,)},
         T(tiles=2, warps=2),
     ),
+    "eight bits, two parts": (
+        8,
+        Split.FLOOR,
+        "tree",
+        {"G": 1, "H": 4, "T": 7, "blocks": (3,), "recent": (200,)},
+        T(tiles=2, parts=2, warps=4),
+    ),
+    "two parts of eight warps": (
+        8,
+        Split.RTN,
+        "causal",
+        {"B": 2, "G": 1, "H": 4, "T": 8, "blocks": (5, 0), "recent": (140, 3)},
+        T(tiles=2, parts=2, warps=8),
+    ),
 }
 
 

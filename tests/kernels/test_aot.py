@@ -119,8 +119,8 @@ def compiled_fragments(tile, bits):
     offset = 7.5 / 16 if bits == 4 else 0.0
     constants = {
         "G": 8, "GROUP": 4, "BITS": bits, "OFFSET": offset, "MASK": 2, "WORDS": 1, "RECENT": tile.recent,
-        "RINGS": 2, "STAGES": tile.stages, "WARPS": tile.warps, "TILES": tile.tiles, "CHAINED": True,
-        **hier_fragments_launch.texts(tile.tiles, bits, offset),
+        "RINGS": 2, "STAGES": tile.stages, "WARPS": tile.warps, "TILES": tile.tiles, "PARTS": tile.parts,
+        "CHAINED": True, **hier_fragments_launch.texts(tile.tiles, bits, offset),
     }  # fmt: skip
     return compile_kernel(
         hier_fragments_triton.attend_kernel, hier_types("out_ptr", "lse_ptr"), constants,
@@ -128,24 +128,38 @@ def compiled_fragments(tile, bits):
     )  # fmt: skip
 
 
+WIDE = hier_fragments_launch.WIDE_TILES[2]
+
+
 @pytest.mark.parametrize(
-    ("bits", "tiles", "most"),
-    [(4, 1, 2.1), pytest.param(4, 2, 2.3, marks=pytest.mark.slow), (8, 1, 2.8), (8, 2, 3.0)],
-    ids=lambda x: str(x),
+    ("bits", "tile", "most"),
+    [
+        (4, hier_fragments_launch.TILES[4][0], 2.1),
+        pytest.param(4, hier_fragments_launch.TILES[4][1], 2.3, marks=pytest.mark.slow),
+        (8, hier_fragments_launch.TILES[8][0], 2.4),
+        (8, hier_fragments_launch.TILES[8][1], 2.8),
+        (8, WIDE, 2.8),
+    ],
+    ids=["4-1", "4-2", "8-1", "8-2", "8-two parts"],
 )
-def test_hier_attention_of_few_rows(bits, tiles, most):
-    """Tensors lie as the machine text has it, blocks come in wide words, and nothing goes round by memory."""
-    tile = hier_fragments_launch.TILES[bits][tiles - 1]
+def test_hier_attention_of_few_rows(bits, tile, most):
+    """Tensors lie as the machine text has it, blocks come in wide words, and nothing goes round by memory.
+
+    Two parts bring a block once for both. They spill a few registers, which costs less than two programs.
+    """
     built = compiled_fragments(tile, bits)
-    assert tile.tiles == tiles and hier_fragments_launch.lays_out(built.ttgir, tile.warps)
-    assert built.stack_bytes == 0
+    assert hier_fragments_launch.lays_out(built.ttgir, tile.warps)
+    assert built.stack_bytes <= (96 if tile is WIDE else 0)
     assert built.registers * 32 * tile.warps * tile.resident <= 65536
     assert (built.shared_bytes + 1024) * tile.resident <= 228 * 1024
     inner = built.loop_of("HMMA")
-    assert not any(built.count(name, inner) for name in ("LDL", "STL", "STS", "LDG.", "LDS.U8"))
-    assert built.count("LDGSTS.E.BYPASS.128", inner) == 4 * bits
-    assert built.count("HMMA", inner) == 64 + 32 * tiles + (16 if bits == 8 else 24)
-    codes = 2 * 128 * 128 * (tile.warps // 2) / (32 * tile.warps)
+    local = built.count("LDL", inner) + built.count("STL", inner)
+    assert local <= (30 if tile is WIDE else 0)
+    assert not any(built.count(name, inner) for name in ("STS", "LDS.U8", "LDG.E.U16"))
+    assert built.count("LDG.E.64", inner) == 8
+    assert built.count("LDGSTS.E.BYPASS.128", inner) == 4 * bits // tile.parts
+    assert built.count("HMMA", inner) == 64 + 32 * tile.tiles + (16 if bits == 8 else 24)
+    codes = 2 * 128 * 128 * (tile.warps // (2 * tile.parts)) / (32 * tile.warps // tile.parts)
     assert (inner[1] - inner[0] + 1) / codes <= most
 
 

@@ -116,12 +116,15 @@ def test_merging_compiles_without_spills(splits):
     assert built.stack_bytes == 0 and built.count("LDG") > 0 and not built.count("LDL")
 
 
-@pytest.mark.parametrize("tile", fragments.TILES[4], ids=lambda tile: f"{tile.tiles} tiles")
+@pytest.mark.parametrize(
+    "tile", (*fragments.TILES[4], fragments.WIDE_TILES[2]), ids=lambda tile: f"{tile.rows} rows"
+)
 @pytest.mark.parametrize("splits", [16, 33])
 def test_merging_of_fragments_compiles_without_spills(tile, splits):
-    """`fragments_kernel.merge_kernel`: partial rows lie as the tensor cores left them."""
+    """`fragments_merge_kernel`: partial rows lie as the tensor cores left them."""
     types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     block = 1 << (splits - 1).bit_length()
-    constants = {"G": 8, "GROUP": 4, "BLOCK": block, "CHUNK": tile.chunk, "CHAINED": True}
-    built = compile_kernel(fragments.kernels.merge_kernel, types, constants, warps=tile.merge_warps)
+    constants = {"G": 8, "GROUP": 4, "ROWS": 16 * tile.parts, "BLOCK": block, "CHUNK": tile.chunk}
+    constants["CHAINED"] = True
+    built = compile_kernel(fragments.merge.merge_kernel, types, constants, warps=tile.merge_warps)
     assert built.stack_bytes == 0 and built.count("LDG") > 0 and not built.count("LDL")

@@ -95,7 +95,15 @@ def product(a, b, c):
     return [as_float(sums[:, g + 8 * (i // 2), 2 * t + i % 2].reshape(-1)) for i in range(4)]
 
 
+def permuted(x, y, chosen):
+    """Four of the eight bytes of x and y, as the digits of `chosen` say."""
+    both = x.astype(np.uint64) | y.astype(np.uint64) << np.uint64(32)
+    byte = [(both >> np.uint64(8 * (int(chosen[0]) >> 4 * i & 7))) & np.uint64(255) for i in range(4)]
+    return sum(one << np.uint64(8 * i) for i, one in enumerate(byte)).astype(np.uint32)
+
+
 OPERATIONS = {
+    "prmt.b32": permuted,
     "shr.u32": lambda x, n: x >> n,
     "shl.b32": lambda x, n: x << n,
     "and.b32": lambda x, y: x & y,

@@ -96,7 +96,7 @@ def hier_attention(
                 ConfigError,
                 f"{tile} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
                 f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}",
-                f"{fragments.SERVED}, and up to 8 rows for each of its tiles; pass tile=None",
+                f"{fragments.SERVED}, and as many rows as the tile has; pass tile=None",
             )
     even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
     if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32
@@ -145,7 +145,7 @@ def candidates(
     """
     general = tile_for(rows, bits)
     if fragments.takes(rows, bits, group, head_dim, dtype):
-        return (*fragments.candidates(rows, bits), general)
+        return (*fragments.candidates(rows, bits, group), general)
     others = (
         replace(general, warps=8, resident=1),
         replace(general, stages=2),

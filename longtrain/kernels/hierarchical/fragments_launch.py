@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of `fragments_kernel`: tiles, splits and partial buffers.
+"""Launches the kernels of `fragments_kernel` and `fragments_merge_kernel`: tiles, splits and partial buffers.
 
 The tiles below were chosen on compute capability 9.0. Splits and the blocks of a warp are the same for every
 number of rows, so that a row's result does not depend on how many rows there are.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longtrain.kernels.devices import LOG2E, chaining, compiles_for, cores, launched_on, partial_results
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
+from longtrain.kernels.hierarchical import fragments_merge_kernel as merge
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
@@ -28,8 +29,6 @@ log = get_logger(__name__)
 
 HEAD_DIM = 128
 """The head size whose rows fill the registers of a warp."""
-MOST_ROWS = 32
-"""Most packed rows."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +65,24 @@ class FragmentTile:
 
 TILES = {
     4: (FragmentTile(), FragmentTile(tiles=2)),
-    8: (
-        FragmentTile(warps=2, resident=3),
-        FragmentTile(tiles=2, warps=2, resident=3),
-        FragmentTile(tiles=2, parts=2, warps=4, resident=3),
-    ),
+    8: (FragmentTile(warps=2, resident=3), FragmentTile(tiles=2, warps=2, resident=3)),
 }
 """By bits: the first that holds all packed rows."""
+WIDE_TILES = (
+    FragmentTile(warps=2),
+    FragmentTile(tiles=2, warps=2),
+    FragmentTile(tiles=2, warps=4, parts=2, stages=4),
+)
+"""The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
-EIGHT_BIT_GROUP = 4
-"""At 8 bits, most query heads of a KV head: a chain of 8 rows then has the same sums as one row."""
+NARROW_GROUP, WIDE_GROUP = 2, 4
+"""At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`: 8 rows have the sums of one."""
 
 SERVED = (
-    f"head dim {HEAD_DIM}, up to {MOST_ROWS} packed rows, at 8 bits up to {EIGHT_BIT_GROUP} query heads a KV "
-    "head, bf16 or fp16, an NVIDIA GPU of compute capability 8.0 or more, and a Triton that lays tensors out "
-    "as the kernel needs them"
+    f"head dim {HEAD_DIM}, up to 16 packed rows, or 32 with 3 or {WIDE_GROUP} query heads a KV head at 8 "
+    "bits (more heads at 4 bits alone), bf16 or fp16, an NVIDIA GPU of compute capability 8.0 or more, and a "
+    "Triton that lays tensors out as the kernel needs them"
 )
 """What `serves` asks for, in words."""
 _HALF = (torch.bfloat16, torch.float16)
@@ -103,8 +104,9 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
 
 def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
-    fits = head_dim == HEAD_DIM and rows <= MOST_ROWS and (bits == 4 or group <= EIGHT_BIT_GROUP)
-    return fits and dtype in _HALF and not _unsound
+    if bits == 8 and group > WIDE_GROUP:
+        return False
+    return head_dim == HEAD_DIM and rows <= _tiles(bits, group)[-1].rows and dtype in _HALF and not _unsound
 
 
 def hier_attention(
@@ -126,7 +128,7 @@ def hier_attention(
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    tile = tile or tile_for(T * group, bits, B * G)
+    tile = tile or tile_for(T * group, bits, group, B * G)
     rings = rings_for(N)
     splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
@@ -153,7 +155,7 @@ def hier_attention(
         )  # fmt: skip
         if not _laid_out(built, tile.warps):
             return None
-        kernels.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
+        merge.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
             part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=rows,
             BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk,
             num_warps=tile.merge_warps, **chained,
@@ -161,19 +163,27 @@ def hier_attention(
     return out_BTHD.transpose(1, 2), lse_BHT
 
 
-def tile_for(rows: int, bits: int, programs: int) -> FragmentTile:
-    """The tile for so many packed rows of each of `programs` KV heads."""
-    tile = next(tile for tile in TILES[bits] if rows <= tile.rows)
-    return replace(tile, warps=2, stages=4, resident=4) if programs >= MANY and tile.warps == 4 else tile
+def tile_for(rows: int, bits: int, group: int, programs: int) -> FragmentTile:
+    """The tile for so many packed rows of `group` query heads, of each of `programs` KV heads."""
+    tile = next(tile for tile in _tiles(bits, group) if rows <= tile.rows)
+    if programs >= MANY and tile.warps == 4 and tile.parts == 1:
+        return replace(tile, warps=2, stages=4, resident=4)
+    return tile
 
 
-def candidates(rows: int, bits: int) -> tuple[FragmentTile, ...]:
+def _tiles(bits: int, group: int) -> tuple[FragmentTile, ...]:
+    """The tiles to choose from."""
+    return WIDE_TILES if bits == 8 and group > NARROW_GROUP else TILES[bits]
+
+
+def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
-    first = tile_for(rows, bits, 1)
+    first = tile_for(rows, bits, group, 1)
+    wide = first.parts == 2
     return (
-        replace(first, stages=4, resident=2),
-        replace(first, warps=2, stages=4, resident=4),
-        replace(first, warps=2, stages=3, resident=3),
+        replace(first, stages=2 if wide else 4, resident=2),
+        replace(first, warps=4 if wide else 2, stages=3 if wide else 4, resident=2 if wide else 4),
+        replace(first, warps=8 if wide else 2, stages=3, resident=1 if wide else 3),
         replace(first, ahead=0),
         replace(first, ahead=8),
         replace(first, chunk=64),

@@ -75,8 +75,7 @@ def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
     far = x.made("lop3.b32", x.made("shr.u32", lower, "4"), upper, "0x0F0F0F0F", "0xE4")
     halves = []
     for both in (near, far):
-        shifted = x.made("shr.u32", both, "8")
-        halves.append([x.made("and.b32", one, "0x00FF00FF") for one in (both, shifted)])
+        halves.append([x.made("prmt.b32", both, "0", chosen) for chosen in ("0x4240", "0x4341")])
     return halves[0], halves[1]
 
 
