@@ -7,9 +7,10 @@ import torch
 
 from longtrain.cache.dense import DenseCache
 from longtrain.kernels.importance import Span
+from longtrain.targets import suffix
 from longtrain.targets.loading import random_target
 from longtrain.targets.step import Rows, Want
-from longtrain.targets.suffix import GROUPS, LAST, Lora, SuffixRun
+from longtrain.targets.suffix import GROUPS, Lora, SuffixRun
 
 FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
 LENGTHS = [23, 9, 17]
@@ -34,8 +35,8 @@ def lora(target, seed=1, rank=2):
     def one(layer, names):
         weights = [layer.get_submodule(name).weight for name in names]
         draw = lambda *shape: 0.2 * torch.randn(shape, generator=gen, dtype=target.dtype)  # noqa: E731
-        b = {name: draw(len(w), rank) for name, w in zip(names, weights, strict=True)}
-        return Lora(draw(len(names) * rank, weights[0].shape[1]), b, 0.5)
+        b_OX = torch.block_diag(*(0.5 * draw(len(weight), rank) for weight in weights))
+        return Lora(draw(len(names) * rank, weights[0].shape[1]), b_OX)
 
     return [{key: one(layer, names) for key, names in GROUPS.items()} for layer in target.model.model.layers]
 
@@ -43,9 +44,11 @@ def lora(target, seed=1, rank=2):
 def merged(target, adapters):
     """The target with the LoRA in its weights, for every row."""
     for layer, groups in zip(target.model.model.layers, adapters, strict=True):
-        for one in groups.values():
-            for a, (name, b) in zip(one.a_XE.chunk(len(one.b)), one.b.items(), strict=True):
-                layer.get_submodule(name).weight.data += one.scale * b @ a
+        for key, one in groups.items():
+            weights = [layer.get_submodule(name).weight for name in GROUPS[key]]
+            added = (one.b_OX @ one.a_XE).split([len(weight) for weight in weights])
+            for weight, more in zip(weights, added, strict=True):
+                weight.data += more
     return target
 
 
@@ -130,7 +133,7 @@ def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
     adapters = lora(target)
     for groups in adapters:
         for one in groups.values():
-            for tensor in (one.a_XE, *one.b.values()):
+            for tensor in (one.a_XE, one.b_OX):
                 tensor.requires_grad_()
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, requires_grad=True)
     act = target.model.model.layers[-1].mlp.act_fn
@@ -139,9 +142,53 @@ def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
     sum((s.square().sum() for s in scores), torch.zeros(())).backward()
     assert embeds.grad.norm() > 0 and not any(p.requires_grad for p in target.parameters())
     last = adapters[-1]
-    assert {name for name, b in last["qkv"].b.items() if b.grad is not None} == set(LAST)
-    assert all(one.a_XE.grad is None for key, one in last.items() if key != "qkv")
-    assert all(b.grad.norm() > 0 for one in adapters[0].values() for b in one.b.values())
+    assert all((one.a_XE.grad is None) == (key != "qkv") for key, one in last.items())
+    scoring = len(last["qkv"].b_OX) - target.info.n_kv_heads * target.info.head_dim
+    assert last["qkv"].b_OX.grad[:scoring].norm() > 0 and not last["qkv"].b_OX.grad[scoring:].any()
+    assert all(x.grad.norm() > 0 for one in adapters[0].values() for x in (one.a_XE, one.b_OX))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_finite_differences_with_joined_weights_or_without(family, monkeypatch):
+    """All of them: of the inputs, and of A and B, of all layers at once or of one after the other."""
+    target = random_target(family, seed=3, dtype=torch.float64)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
+    adapters, coins = lora(target), torch.Generator().manual_seed(7)
+    given = [embeds, *(x for groups in adapters for one in groups.values() for x in (one.a_XE, one.b_OX))]
+    with torch.no_grad():
+        weights = [torch.randn(s.shape, generator=coins) for s in run(target, cache, embeds, adapters)]
+    ways = [torch.randn(x.shape, generator=coins, dtype=torch.float64) * (x != 0) for x in given]
+
+    def loss():
+        found = zip(run(target, cache, embeds, adapters), weights, strict=True)
+        return sum((100 * (s * weight).sum() for s, weight in found), torch.zeros(()))
+
+    def slope(step=1e-5):
+        sides = []
+        for sign in (1, -2):
+            for x, way in zip(given, ways, strict=True):
+                x.data += sign * step * way
+            with torch.no_grad():
+                sides.append(float(loss()))
+        for x, way in zip(given, ways, strict=True):
+            x.data += step * way
+        return (sides[0] - sides[1]) / step / 2
+
+    want, found = slope(), []
+    for x in given:
+        x.requires_grad_()
+    for joined, together in ((False, 2**25), (False, 1), (True, 2**25)):
+        monkeypatch.setattr(suffix, "_TOGETHER", together)
+        if joined:
+            target.fuse()
+        grads = torch.autograd.grad(loss(), given, allow_unused=True)
+        found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
+        got = float(sum((g * way).sum() for g, way in zip(found[-1], ways, strict=True)))
+        assert got == pytest.approx(want, rel=1e-5)  # the differences', and the norms' weights are fp32
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_in_another_dtype_than_the_weights():
