@@ -1,17 +1,14 @@
 """Rows that follow a prompt without entering its cache: a second pass over the detached prefix, with LoRA.
 
-What few rows cost is launches, so linears of one input are one autograd node and, where their weights lie
-together (`Target.fuse`), one product; the gradients of all layers' LoRA are a few products at the end. Weights
-of the target are frozen and get no gradient; those of the LoRA do. Without gradients nothing is saved.
-Shapes: N rows of all prompts, B prompts (or 1 packed row of them), T key slots of each, E hidden dim or
-inputs of a linear, O outputs of linears of one input, H query heads, G KV heads, D head dim, X ranks of the
-LoRA of linears of one input.
+What few rows cost is launches, so linears of one input (`targets.lora`) and RoPE are one autograd node each.
+The target's weights are frozen and get no gradient; those of the LoRA do. Without gradients nothing is saved.
+Shapes: N rows of all prompts, B prompts (or 1 packed row of them), T key slots of each, E hidden dim, I inner
+dim of the MLP, H query heads, G KV heads, D head dim, X heads of queries, keys and values together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +19,7 @@ from torch.nn.functional import rms_norm
 from longtrain.errors import ConflictError
 from longtrain.kernels.importance import Span, suffix_attention
 from longtrain.targets.fused import lying_together
+from longtrain.targets.lora import Lora, Place, Use, lora_linears, unstacked
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -38,26 +36,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 LAST = ("self_attn.q_proj", "self_attn.k_proj")
 """The linears of the last layer that scores depend on."""
-
-_TOGETHER = 2**25
-"""Numbers of the outputs of several layers' linears whose LoRA has its gradients found at once, at most."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """LoRA of linears that read one input: `(x A^T) B^T` is added to their outputs, which lie side by side.
-
-    Args:
-        a_XE: the A of those that have LoRA, one below the other.
-        b_OX: the B of each in its linear's rows and the columns of its A, with alpha / rank in it; 0 elsewhere.
-    """
-
-    a_XE: Tensor
-    b_OX: Tensor
-
-
-LayerLora = Mapping[str, Lora]
-"""Key of `GROUPS` -> its LoRA; a group that is missing has none."""
 
 
 class Beside:
@@ -121,7 +99,7 @@ class SuffixRun:
         embeds_NE: inputs in the dtype to compute in; weights of another dtype are cast as they are used.
         pos_N: rotary positions, int64, on the target's device.
         spans: which rows belong to which prompt and which of its slots they see.
-        adapters: LoRA of each layer.
+        adapters: LoRA of linears of `GROUPS`; the last layer's may be that of `LAST` alone.
 
     Source: LookaheadKV §3.1, Eq. 3 (LoRA on the suffix rows only).
     """
@@ -132,12 +110,11 @@ class SuffixRun:
         embeds_NE: Tensor,
         pos_N: Tensor,
         spans: Sequence[Span],
-        adapters: Sequence[LayerLora],
+        adapters: Sequence[Lora],
     ) -> None:
-        self._target, self._spans = target, spans
-        self._adapters = [*adapters]
-        self._adapters[target.info.n_layers - 1] = _scoring(target, adapters[target.info.n_layers - 1])
-        self._uses: list[_Use] = []
+        self._target, self._spans, self._adapters = target, spans, adapters
+        self._lora: dict[Place, tuple[Tensor, Tensor]] = {}
+        self._uses: list[Use] = []
         self._x_NE, self._layer = _between(target, embeds_NE, None, 0), 0
         with torch.autocast(embeds_NE.device.type, enabled=False):
             self._rope = _rope(target, pos_N, embeds_NE.dtype)
@@ -155,8 +132,8 @@ class SuffixRun:
         index, info = self._layer, self._target.info
         if index >= info.n_layers:
             raise ConflictError(f"rows asked through layer {index} of {info.n_layers}; start a new SuffixRun")
-        if not index and torch.is_grad_enabled():  # here, on the stream that backward will have the rows on
-            self._adapters = _collected(self._adapters, self._uses)
+        if not index:  # here, so that its backward is on the rows' stream
+            self._lora = unstacked(self._adapters, self._uses)
         self._layer += 1
         layer, last = self._target.model.model.layers[index], index == info.n_layers - 1
         with torch.autocast(self._x_NE.device.type, enabled=False):
@@ -174,16 +151,17 @@ class SuffixRun:
         """Queries, keys and values of the rows; the last layer's values are not used."""
         info, attention = self._target.info, layer.self_attn
         H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
-        heads = (H, G) if last else (H, G, G)
+        _, b_OR = self._lora.get((self._layer - 1, "qkv"), (None, None))
+        short = last and (b_OR is None or len(b_OR) == (H + G) * D)
+        heads, names = ((H, G), LAST) if short else ((H, G, G), GROUPS["qkv"])
         normed_NE = _norm(layer.input_layernorm, self._x_NE)
-        qkv_NX = self._linears(layer, "qkv", normed_NE, names=LAST if last else GROUPS["qkv"])
-        qkv_NXD = qkv_NX.view(-1, sum(heads), D)
+        qkv_NXD = self._linears(layer, "qkv", normed_NE, names=names).view(-1, sum(heads), D)
         if info.qk_norm:
             q_NHD, k_NGD, *v_NGD = qkv_NXD.split(heads, 1)
             q_NHD, k_NGD = _norm(attention.q_norm, q_NHD), _norm(attention.k_norm, k_NGD)
             qkv_NXD = torch.cat((q_NHD, k_NGD, *v_NGD), 1)
         q_NHD, k_NGD, *v_NGD = rotated(qkv_NXD, *self._rope, heads)
-        return q_NHD, k_NGD, v_NGD[0] if v_NGD else k_NGD.detach()
+        return q_NHD, k_NGD, k_NGD.detach() if last else v_NGD[0]
 
     def _output(self, layer: Any, mixed_NX: Tensor) -> None:
         """The rest of the layer: output projection, MLP, both residuals."""
@@ -205,17 +183,11 @@ class SuffixRun:
         modules = [layer.get_submodule(name) for name in names or GROUPS[group]]
         weights = _joined([module.weight for module in modules], x_NE.dtype)
         biases = _joined([module.bias for module in modules if module.bias is not None], x_NE.dtype)
-        bias_O = torch.cat(biases) if len(biases) > 1 else (biases or [None])[0]
+        bias_O = (biases[0] if len(biases) == 1 else torch.cat(biases)) if biases else None
         place = (self._layer - 1, group)
-        lora = self._adapters[place[0]].get(group)
-        a_XE, b_OX = (None, None) if lora is None else (lora.a_XE, lora.b_OX)
-        return _Linears.apply(x_NE, add_to, a_XE, b_OX, bias_O, (self._uses, place), *weights)
-
-
-def _scoring(target: Target, lora: LayerLora) -> LayerLora:
-    """A last layer's LoRA, of which scores depend on `LAST` alone."""
-    rows = (target.info.n_heads + target.info.n_kv_heads) * target.info.head_dim
-    return {key: Lora(one.a_XE, one.b_OX[:rows]) for key, one in lora.items() if key == "qkv"}
+        a_RE, b_OR = self._lora.get(place, (None, None))
+        note = (self._uses, place)
+        return lora_linears(x_NE, weights, bias_O, a_RE, b_OR, add_to=add_to, note=note)
 
 
 def _between(target: Target, x: Tensor, below: int | None, above: int | None) -> Tensor:
@@ -256,125 +228,6 @@ def rotated(qkv_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, heads: Sequence[i
     Returns: each of them.
     """
     return _Rotated.apply(qkv_NXD, cos_N1D, sin_N1D, tuple(heads))
-
-
-@dataclass(frozen=True)
-class _Use:
-    """What the gradients of a LoRA are made of, once backward has passed its linears.
-
-    Args:
-        place: layer and key of `GROUPS`.
-        x_NE: input of the linears.
-        low_NX: its product with A.
-        d_out_NO: gradient of the outputs.
-        d_low_NX: gradient of `low_NX`.
-    """
-
-    place: tuple[int, str]
-    x_NE: Tensor
-    low_NX: Tensor
-    d_out_NO: Tensor
-    d_low_NX: Tensor
-
-
-class _Linears(torch.autograd.Function):
-    """Linears of one input, outputs side by side, `add_to + x W^T + bias + (x A^T) B^T`.
-
-    A residual stream is added to where there is one linear. What the gradients of A and B are made of is
-    left to `_Collected`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        add_to: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        bias: Tensor | None,
-        place: tuple[list[_Use], tuple[int, str]],
-        *weights: Tensor,
-    ) -> Tensor:
-        if add_to is not None:
-            out = torch.addmm(add_to, x, weights[0].t())
-        elif len(weights) == 1:
-            out = torch.mm(x, weights[0].t())
-        else:
-            out = torch.cat([torch.mm(x, weight.t()) for weight in weights], 1)
-        if bias is not None:
-            out += bias
-        low = None
-        if a is not None and b is not None:
-            low = torch.mm(x, a.t())
-            out.addmm_(low, b.t())
-        ctx.save_for_backward(x, a, b, low, *weights)
-        ctx.place, ctx.residual = place, add_to is not None
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, a, b, low, *weights = ctx.saved_tensors
-        (d_out,), (uses, place) = grads, ctx.place
-        parts = [d_out] if len(weights) == 1 else d_out.split([len(weight) for weight in weights], 1)
-        d_x = torch.mm(parts[0], weights[0])
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            d_x.addmm_(part, weight)
-        if a is not None:
-            d_low = torch.mm(d_out, b)
-            d_x.addmm_(d_low, a)
-            uses.append(_Use(place, x, low, d_out, d_low))
-        return (d_x, d_out if ctx.residual else None, *[None] * (4 + len(weights)))
-
-
-def _collected(adapters: Sequence[LayerLora], uses: list[_Use]) -> list[LayerLora]:
-    """The same LoRA, whose gradients are found when backward has passed all layers.
-
-    Args:
-        adapters: LoRA of each layer.
-        uses: filled by `_Linears`.
-    """
-    places = [(layer, group) for layer, groups in enumerate(adapters) for group in groups]
-    if not places:
-        return list(adapters)
-    given = [t for layer, group in places for t in (adapters[layer][group].a_XE, adapters[layer][group].b_OX)]
-    pieces = iter(_Collected.apply(uses, places, *given))
-    return [{group: Lora(next(pieces), next(pieces)) for group in groups} for groups in adapters]
-
-
-class _Collected(torch.autograd.Function):
-    """Hands on the LoRA of all layers; backward makes their gradients, those of several layers at once.
-
-    Layer by layer they would be two launches for each group of linears, which the host cannot hide.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, uses: list[_Use], places: list[tuple[int, str]], *given: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.uses, ctx.places = uses, places
-        ctx.set_materialize_grads(False)
-        return tuple(one.view_as(one) for one in given)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
-        alike: dict[tuple[Any, ...], list[_Use]] = {}
-        for use in ctx.uses:
-            alike.setdefault((use.place[1], use.x_NE.shape, use.d_out_NO.shape), []).append(use)
-        ctx.uses.clear()
-        found: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-        while alike:
-            _, group = alike.popitem()
-            most = max(1, _TOGETHER // group[0].d_out_NO.numel())
-            while group:
-                some, group = group[:most], group[most:]
-                d_a = torch.bmm(_stacked(some, "d_low_NX").mT, _stacked(some, "x_NE"))
-                d_b = torch.bmm(_stacked(some, "d_out_NO").mT, _stacked(some, "low_NX"))
-                found |= {use.place: pair for use, pair in zip(some, zip(d_a, d_b, strict=True), strict=True)}
-        return None, None, *(grad for place in ctx.places for grad in found.get(place, (None, None)))
-
-
-def _stacked(uses: Sequence[_Use], name: str) -> Tensor:
-    return torch.stack([getattr(use, name) for use in uses])
 
 
 class _Rotated(torch.autograd.Function):

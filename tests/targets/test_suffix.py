@@ -7,10 +7,11 @@ import torch
 
 from longtrain.cache.dense import DenseCache
 from longtrain.kernels.importance import Span
-from longtrain.targets import suffix
+from longtrain.targets import lora as lora_of_targets
 from longtrain.targets.loading import random_target
+from longtrain.targets.lora import Lora
 from longtrain.targets.step import Rows, Want
-from longtrain.targets.suffix import GROUPS, Lora, SuffixRun
+from longtrain.targets.suffix import GROUPS, SuffixRun
 
 FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
 LENGTHS = [23, 9, 17]
@@ -32,23 +33,23 @@ def lora(target, seed=1, rank=2):
     """LoRA on all linears of all layers."""
     gen = torch.Generator().manual_seed(seed)
 
-    def one(layer, names):
-        weights = [layer.get_submodule(name).weight for name in names]
+    def one(index, layer, key):
+        weights = [layer.get_submodule(name).weight for name in GROUPS[key]]
         draw = lambda *shape: 0.2 * torch.randn(shape, generator=gen, dtype=target.dtype)  # noqa: E731
-        b_OX = torch.block_diag(*(0.5 * draw(len(weight), rank) for weight in weights))
-        return Lora(draw(len(names) * rank, weights[0].shape[1]), b_OX)
+        b_OR = torch.block_diag(*(0.5 * draw(len(weight), rank) for weight in weights))
+        return Lora(key, [index], draw(1, len(weights) * rank, weights[0].shape[1]), b_OR[None])
 
-    return [{key: one(layer, names) for key, names in GROUPS.items()} for layer in target.model.model.layers]
+    return [one(*layer, key) for layer in enumerate(target.model.model.layers) for key in GROUPS]
 
 
 def merged(target, adapters):
     """The target with the LoRA in its weights, for every row."""
-    for layer, groups in zip(target.model.model.layers, adapters, strict=True):
-        for key, one in groups.items():
-            weights = [layer.get_submodule(name).weight for name in GROUPS[key]]
-            added = (one.b_OX @ one.a_XE).split([len(weight) for weight in weights])
-            for weight, more in zip(weights, added, strict=True):
-                weight.data += more
+    for one in adapters:
+        layer = target.model.model.layers[one.layers[0]]
+        weights = [layer.get_submodule(name).weight for name in GROUPS[one.key]]
+        added = (one.b_LOR[0] @ one.a_LRE[0]).split([len(weight) for weight in weights])
+        for weight, more in zip(weights, added, strict=True):
+            weight.data += more
     return target
 
 
@@ -131,21 +132,24 @@ def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
     target = random_target("llama_micro", seed=3)
     _, cache, _ = prompts(target)
     adapters = lora(target)
-    for groups in adapters:
-        for one in groups.values():
-            for tensor in (one.a_XE, one.b_OX):
-                tensor.requires_grad_()
+    for one in adapters:
+        for tensor in (one.a_LRE, one.b_LOR):
+            tensor.requires_grad_()
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, requires_grad=True)
     act = target.model.model.layers[-1].mlp.act_fn
     act.register_forward_pre_hook(lambda *_: pytest.fail("the last layer's MLP ran"))
     scores = run(target, cache, embeds, adapters)
     sum((s.square().sum() for s in scores), torch.zeros(())).backward()
     assert embeds.grad.norm() > 0 and not any(p.requires_grad for p in target.parameters())
-    last = adapters[-1]
-    assert all((one.a_XE.grad is None) == (key != "qkv") for key, one in last.items())
-    scoring = len(last["qkv"].b_OX) - target.info.n_kv_heads * target.info.head_dim
-    assert last["qkv"].b_OX.grad[:scoring].norm() > 0 and not last["qkv"].b_OX.grad[scoring:].any()
-    assert all(x.grad.norm() > 0 for one in adapters[0].values() for x in (one.a_XE, one.b_OX))
+    n = target.info.n_layers - 1
+    for one in adapters:
+        if one.layers[0] < n or one.key == "qkv":
+            assert one.a_LRE.grad.norm() > 0 and one.b_LOR.grad.norm() > 0
+        else:
+            assert one.a_LRE.grad is None and one.b_LOR.grad is None
+        if one.layers[0] == n and one.key == "qkv":
+            values = target.info.n_kv_heads * target.info.head_dim
+            assert not one.b_LOR.grad[0, -values:].any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,7 +159,7 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
     _, cache, _ = prompts(target)
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
     adapters, coins = lora(target), torch.Generator().manual_seed(7)
-    given = [embeds, *(x for groups in adapters for one in groups.values() for x in (one.a_XE, one.b_OX))]
+    given = [embeds, *(x for one in adapters for x in (one.a_LRE, one.b_LOR))]
     with torch.no_grad():
         weights = [torch.randn(s.shape, generator=coins) for s in run(target, cache, embeds, adapters)]
     ways = [torch.randn(x.shape, generator=coins, dtype=torch.float64) * (x != 0) for x in given]
@@ -179,7 +183,7 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
     for x in given:
         x.requires_grad_()
     for joined, together in ((False, 2**25), (False, 1), (True, 2**25)):
-        monkeypatch.setattr(suffix, "_TOGETHER", together)
+        monkeypatch.setattr(lora_of_targets, "_TOGETHER", together)
         if joined:
             target.fuse()
         grads = torch.autograd.grad(loss(), given, allow_unused=True)
@@ -198,8 +202,7 @@ def test_rows_in_another_dtype_than_the_weights():
     wide.load_state_dict(half.state_dict())
     _, cache, _ = prompts(wide)
     embeds = torch.randn(len(LENGTHS) * M, wide.info.hidden_size)
-    none = [{} for _ in range(wide.info.n_layers)]
-    for mine, theirs in zip(run(half, cache, embeds, none), run(wide, cache, embeds, none), strict=True):
+    for mine, theirs in zip(run(half, cache, embeds, []), run(wide, cache, embeds, []), strict=True):
         assert torch.equal(mine, theirs)
 
 

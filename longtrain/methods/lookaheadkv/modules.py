@@ -1,7 +1,7 @@
 """What LookaheadKV trains: soft tokens, and LoRA that only their rows pass through; those rows as a batch.
 
 Shapes: P prompts, M lookahead tokens, N = P * M rows, L layers, E hidden dim or inputs of a linear, O outputs
-of linears of one input, R LoRA rank, X = R * (those of them that have LoRA).
+of linears of one input, R LoRA rank times those of them that have LoRA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.importance import Span
-from longtrain.targets.suffix import GROUPS, LAST, LayerLora, Lora
+from longtrain.targets.lora import Lora
+from longtrain.targets.suffix import GROUPS, LAST
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
@@ -73,21 +74,13 @@ class LookaheadKV(nn.Module):
             self.layers.append(layer)
         self.register_load_state_dict_post_hook(_loaded)
 
-    def adapters(self, dtype: torch.dtype) -> list[LayerLora]:
-        """The LoRA of each layer for `SuffixRun`, cast; gradients flow back into the parameters.
-
-        Those of one group in all its layers are cast in one piece.
-        """
+    def adapters(self, dtype: torch.dtype) -> list[Lora]:
+        """The LoRA for `SuffixRun`, cast and scaled; gradients flow back into the parameters."""
         if self._plan is None:
             self._plan = self._planned()
         groups, tensors = self._plan
-        made: list[dict[str, Lora]] = [{} for _ in self.layers]
         pieces = iter(_Cast.apply(dtype, self.scale, groups, *tensors) if tensors else ())
-        for group in groups:
-            a = [next(pieces) for _ in group.layers]
-            for layer, a_XE in zip(group.layers, a, strict=True):
-                made[layer][group.key] = Lora(a_XE, next(pieces))
-        return list(made)
+        return [Lora(group.key, group.layers, next(pieces), next(pieces)) for group in groups]
 
     def _planned(self) -> tuple[list[_Group], list[Tensor]]:
         """What `adapters` needs of the modules: looking hundreds of them up takes the host milliseconds."""
@@ -179,22 +172,17 @@ class _Group:
     outputs: int
     rows: tuple[slice, ...]
 
-    @property
-    def tensors(self) -> int:
-        """A and B that it has."""
-        return 2 * len(self.layers) * len(self.rows)
-
-    def blocks(self, b_LOX: Tensor, rank: int) -> list[Tensor]:
-        """The B of each linear, [L, out, R]."""
-        return [b_LOX[:, rows, i * rank : (i + 1) * rank] for i, rows in enumerate(self.rows)]
+    def blocks(self, b_LOR: Tensor, rank: int) -> list[Tensor]:
+        """The B of each linear, [L, out, rank]."""
+        return [b_LOR[:, rows, i * rank : (i + 1) * rank] for i, rows in enumerate(self.rows)]
 
 
 class _Cast(torch.autograd.Function):
-    """Hundreds of small matrices in another type, those of a group as few operators, and their gradients back.
+    """Hundreds of small matrices as stacks of another type, and the stacks' gradients as theirs.
 
     An autograd node for each of them would take the host longer than the device needs for a step's rows. The
-    inputs are, group by group, the A layer by layer, then the B linear by linear; the outputs are a_XE of each
-    layer, then b_OX of each, scaled.
+    inputs are, group by group, the A layer by layer, then the B linear by linear; the outputs are a_LRE and
+    b_LOR of each group.
     """
 
     @staticmethod
@@ -202,23 +190,23 @@ class _Cast(torch.autograd.Function):
         ctx: Any, dtype: torch.dtype, scale: float, groups: list[_Group], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.scale, ctx.groups, ctx.dtype, ctx.rank = scale, groups, tensors[0].dtype, len(tensors[0])
-        given, pieces = iter(tensors), []
+        given, stacks = iter(tensors), []
         for group in groups:
-            L = len(group.layers)
-            a = torch.cat([next(given) for _ in range(group.tensors // 2)]).to(dtype)
-            b_LOX = a.new_zeros(L, group.outputs, ctx.rank * len(group.rows))
-            for block in group.blocks(b_LOX, ctx.rank):
+            L, linears = len(group.layers), len(group.rows)
+            a = torch.cat([next(given) for _ in range(L * linears)]).to(dtype)
+            b_LOR = a.new_zeros(L, group.outputs, ctx.rank * linears)
+            for block in group.blocks(b_LOR, ctx.rank):
                 block.copy_(torch.stack([next(given) for _ in range(L)]).mul_(scale))
-            pieces += [*a.view(L, -1, a.shape[1]).unbind(), *b_LOX.unbind()]
-        return tuple(pieces)
+            stacks += [a.view(L, -1, a.shape[1]), b_LOR]
+        return tuple(stacks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         given, found = iter(grads), []
         for group in ctx.groups:
-            d_a, d_b = (torch.stack([next(given) for _ in group.layers]).to(ctx.dtype) for _ in range(2))
-            blocks = group.blocks(d_b, ctx.rank)
-            found += [d_a.view(-1, ctx.rank, d_a.shape[-1]), *(block * ctx.scale for block in blocks)]
+            d_a_LRE, d_b_LOR = (next(given).to(ctx.dtype) for _ in range(2))
+            blocks = group.blocks(d_b_LOR, ctx.rank)
+            found += [d_a_LRE.view(-1, ctx.rank, d_a_LRE.shape[-1]), *(block * ctx.scale for block in blocks)]
         return None, None, None, *chain.from_iterable(one.unbind() for one in found)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 
-_TOGETHER = 2**24
+_TOGETHER = 2**23
 """Scores of several layers that are compared at once, at most."""
 
 
