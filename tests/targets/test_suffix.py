@@ -195,6 +195,32 @@ def test_gradients_are_those_of_finite_differences_with_joined_weights_or_withou
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
+def test_gradients_of_layers_in_one_stack_are_those_of_each_alone(monkeypatch):
+    """In pieces too, and 0 where the loss does not come by: the last layer's o and MLP."""
+    target = random_target("llama_micro", seed=3, dtype=torch.float64)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
+    alone, layers = lora(target), range(target.info.n_layers)
+    sides = [[getattr(one, side) for one in alone] for side in ("a_LRE", "b_LOR")]
+    for x in (*sides[0], *sides[1]):
+        x.requires_grad_()
+    keys = list(GROUPS)
+    stacks = [
+        Lora(key, layers, *(torch.cat(side[i :: len(keys)]) for side in sides)) for i, key in enumerate(keys)
+    ]
+    found = []
+    for adapters, together in ((alone, 2**25), (stacks, 2**25), (stacks, 1)):
+        monkeypatch.setattr(lora_of_targets, "_TOGETHER", together)
+        loss = sum((s.square().sum() for s in run(target, cache, embeds, adapters)), torch.zeros(()))
+        given = [*sides[0], *sides[1]]
+        grads = torch.autograd.grad(loss, given, allow_unused=True, retain_graph=True)
+        found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
+    assert found[0][0].any() and len(layers) > 1
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
 def test_rows_in_another_dtype_than_the_weights():
     """Weights are cast as they are used: fp32 rows over a half-precision target."""
     half = random_target("qwen3_micro", seed=3, dtype=torch.bfloat16)
