@@ -249,16 +249,21 @@ def joined(linears: Sequence[nn.Linear]) -> Dense:
     return Dense(weight, bias)
 
 
+def lying_together(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that lie one after another as one, without a gradient; None where they do not."""
+    first, at = parts[0], parts[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != at or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
+            return None
+        at += part.nbytes
+    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
 def _whole(parts: Sequence[Tensor]) -> Tensor:
     """Tensors one after another as one: that of which they are views already, or a new one."""
-    first, at, lies = parts[0], parts[0].data_ptr(), True
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        lies = lies and same and part.is_contiguous() and part.data_ptr() == at
-        at += part.nbytes
-    if not lies:
-        return torch.cat([part.detach() for part in parts])
-    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    whole = lying_together(parts)
+    return torch.cat([part.detach() for part in parts]) if whole is None else whole
 
 
 def _part(linears: Sequence[Any]) -> None:

@@ -1,15 +1,14 @@
 """Rows that follow a prompt without entering its cache: a second pass over the detached prefix, with LoRA.
 
-What few rows cost is launches, so linears with LoRA and RoPE are one autograd node each. Weights of the
-target are frozen and get no gradient; those of the LoRA do. Without gradients nothing is saved.
-Shapes: N rows of all prompts, B prompts (or 1 packed row of them), T key slots of each, E hidden dim or
-inputs of a linear, O outputs of one linear, H query heads, G KV heads, D head dim, R LoRA rank.
+What few rows cost is launches, so linears of one input (`targets.lora`) and RoPE are one autograd node each.
+The target's weights are frozen and get no gradient; those of the LoRA do. Without gradients nothing is saved.
+Shapes: N rows of all prompts, B prompts (or 1 packed row of them), T key slots of each, E hidden dim, I inner
+dim of the MLP, H query heads, G KV heads, D head dim, X heads of queries, keys and values together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +18,8 @@ from torch.nn.functional import rms_norm
 
 from longtrain.errors import ConflictError
 from longtrain.kernels.importance import Span, suffix_attention
+from longtrain.targets.fused import lying_together
+from longtrain.targets.lora import Lora, Place, Use, lora_linears, unstacked
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -35,25 +36,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 LAST = ("self_attn.q_proj", "self_attn.k_proj")
 """The linears of the last layer that scores depend on."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """LoRA of linears that read one input: each gives `x W^T + scale * (x A^T) B^T`.
-
-    Args:
-        a_XE: the A of all of them, one below the other in the order of `b`; X = linears * R.
-        b: name of the linear -> its B, [out, R].
-        scale: alpha / R.
-    """
-
-    a_XE: Tensor
-    b: Mapping[str, Tensor]
-    scale: float
-
-
-LayerLora = Mapping[str, Lora]
-"""Key of `GROUPS` -> its LoRA; a group that is missing has none."""
 
 
 class Beside:
@@ -117,7 +99,7 @@ class SuffixRun:
         embeds_NE: inputs in the dtype to compute in; weights of another dtype are cast as they are used.
         pos_N: rotary positions, int64, on the target's device.
         spans: which rows belong to which prompt and which of its slots they see.
-        adapters: LoRA of each layer.
+        adapters: LoRA of linears of `GROUPS`; the last layer's may be that of `LAST` alone.
 
     Source: LookaheadKV §3.1, Eq. 3 (LoRA on the suffix rows only).
     """
@@ -128,9 +110,11 @@ class SuffixRun:
         embeds_NE: Tensor,
         pos_N: Tensor,
         spans: Sequence[Span],
-        adapters: Sequence[LayerLora],
+        adapters: Sequence[Lora],
     ) -> None:
         self._target, self._spans, self._adapters = target, spans, adapters
+        self._lora: dict[Place, tuple[Tensor, Tensor]] = {}
+        self._uses: list[Use] = []
         self._x_NE, self._layer = _between(target, embeds_NE, None, 0), 0
         with torch.autocast(embeds_NE.device.type, enabled=False):
             self._rope = _rope(target, pos_N, embeds_NE.dtype)
@@ -148,39 +132,62 @@ class SuffixRun:
         index, info = self._layer, self._target.info
         if index >= info.n_layers:
             raise ConflictError(f"rows asked through layer {index} of {info.n_layers}; start a new SuffixRun")
+        if not index:  # here, so that its backward is on the rows' stream
+            self._lora = unstacked(self._adapters, self._uses)
         self._layer += 1
         layer, last = self._target.model.model.layers[index], index == info.n_layers - 1
         with torch.autocast(self._x_NE.device.type, enabled=False):
-            q_NHD, k_NGD, v_NGD = self._heads(layer, self._adapters[index].get("qkv"), last)
+            q_NHD, k_NGD, v_NGD = self._heads(layer, last)
             mixed_NHD, s_BHT = suffix_attention(
                 q_NHD, k_NGD, v_NGD, k_BTGD, v_BTGD, self._spans, scale=layer.self_attn.scaling
             )
             if last:
                 return _between(self._target, s_BHT, index, None)
-            self._output(layer, self._adapters[index], mixed_NHD.flatten(1))
+            self._output(layer, mixed_NHD.flatten(1))
             self._x_NE = _between(self._target, self._x_NE, index, index + 1)
         return s_BHT
 
-    def _heads(self, layer: Any, lora: Lora | None, last: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: Any, last: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the rows; the last layer's values are not used."""
         info, attention = self._target.info, layer.self_attn
         H, G, D = info.n_heads, info.n_kv_heads, info.head_dim
-        names = LAST if last else GROUPS["qkv"]
+        _, b_OR = self._lora.get((self._layer - 1, "qkv"), (None, None))
+        short = last and (b_OR is None or len(b_OR) == (H + G) * D)
+        heads, names = ((H, G), LAST) if short else ((H, G, G), GROUPS["qkv"])
         normed_NE = _norm(layer.input_layernorm, self._x_NE)
-        q_NX, k_NX, *v_NX = _linears(layer, names, normed_NE, lora)
-        q_NHD, k_NGD = q_NX.view(-1, H, D), k_NX.view(-1, G, D)
+        qkv_NXD = self._linears(layer, "qkv", normed_NE, names=names).view(-1, sum(heads), D)
         if info.qk_norm:
+            q_NHD, k_NGD, *v_NGD = qkv_NXD.split(heads, 1)
             q_NHD, k_NGD = _norm(attention.q_norm, q_NHD), _norm(attention.k_norm, k_NGD)
-        q_NHD, k_NGD = rotated(torch.cat((q_NHD, k_NGD), 1), *self._rope, H)
-        return q_NHD, k_NGD, k_NGD.detach() if last else v_NX[0].view(-1, G, D)
+            qkv_NXD = torch.cat((q_NHD, k_NGD, *v_NGD), 1)
+        q_NHD, k_NGD, *v_NGD = rotated(qkv_NXD, *self._rope, heads)
+        return q_NHD, k_NGD, k_NGD.detach() if last else v_NGD[0]
 
-    def _output(self, layer: Any, lora: LayerLora, mixed_NX: Tensor) -> None:
+    def _output(self, layer: Any, mixed_NX: Tensor) -> None:
         """The rest of the layer: output projection, MLP, both residuals."""
-        (x_NE,) = _linears(layer, GROUPS["o"], mixed_NX, lora.get("o"), add_to=self._x_NE)
+        x_NE = self._linears(layer, "o", mixed_NX, add_to=self._x_NE)
         normed_NE = _norm(layer.post_attention_layernorm, x_NE)
-        gate_NI, up_NI = _linears(layer, GROUPS["gate_up"], normed_NE, lora.get("gate_up"))
-        hidden_NI = layer.mlp.act_fn(gate_NI) * up_NI
-        (self._x_NE,) = _linears(layer, GROUPS["down"], hidden_NI, lora.get("down"), add_to=x_NE)
+        gate_NI, up_NI = self._linears(layer, "gate_up", normed_NE).chunk(2, 1)
+        self._x_NE = self._linears(layer, "down", layer.mlp.act_fn(gate_NI) * up_NI, add_to=x_NE)
+
+    def _linears(
+        self,
+        layer: Any,
+        group: str,
+        x_NE: Tensor,
+        *,
+        names: Sequence[str] = (),
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs of a layer's linears of one input side by side, LoRA included, plus a residual stream."""
+        modules = [layer.get_submodule(name) for name in names or GROUPS[group]]
+        weights = _joined([module.weight for module in modules], x_NE.dtype)
+        biases = _joined([module.bias for module in modules if module.bias is not None], x_NE.dtype)
+        bias_O = (biases[0] if len(biases) == 1 else torch.cat(biases)) if biases else None
+        place = (self._layer - 1, group)
+        a_RE, b_OR = self._lora.get(place, (None, None))
+        note = (self._uses, place)
+        return lora_linears(x_NE, weights, bias_O, a_RE, b_OR, add_to=add_to, note=note)
 
 
 def _between(target: Target, x: Tensor, below: int | None, above: int | None) -> Tensor:
@@ -188,16 +195,10 @@ def _between(target: Target, x: Tensor, below: int | None, above: int | None) ->
     return x if target.shards is None else target.shards.regather(x, enter=below, leave=above)
 
 
-def _linears(
-    layer: Any, names: Sequence[str], x_NE: Tensor, lora: Lora | None, *, add_to: Tensor | None = None
-) -> list[Tensor]:
-    """Outputs of a layer's linears of one input, LoRA included."""
-    modules = [layer.get_submodule(name) for name in names]
-    weights = [module.weight.to(x_NE.dtype) for module in modules]
-    biases = [None if module.bias is None else module.bias.to(x_NE.dtype) for module in modules]
-    b = [None if lora is None else lora.b.get(name) for name in names]
-    a_XE, scale = (None, 1.0) if lora is None else (lora.a_XE, lora.scale)
-    return lora_linears(x_NE, weights, biases, a_XE, b, scale, add_to=add_to)
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors one below the other: as one where they lie so, else as they are."""
+    whole = lying_together(parts) if len(parts) > 1 else None
+    return [part.to(dtype) for part in (parts if whole is None else (whole,))]
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
@@ -215,116 +216,38 @@ def _rope(target: Target, pos_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return cos_BND[0][:, None], sin_ND[:, None]
 
 
-def lora_linears(
-    x_NE: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    a_XE: Tensor | None,
-    b: Sequence[Tensor | None],
-    scale: float,
-    *,
-    add_to: Tensor | None = None,
-) -> list[Tensor]:
-    """Linears of one input, `x W^T + bias + scale * (x A^T) B^T` each.
-
-    Args:
-        x_NE: input.
-        weights: frozen W_OE of each.
-        biases: frozen bias of each, or None.
-        a_XE: the A of those that have LoRA, one below the other; None: none has.
-        b: B_OR of each, None where it has no LoRA.
-        scale: alpha / R.
-        add_to: a residual stream [N, O] that the only linear's output is added to.
-
-    Returns: one output a linear.
-    """
-    given = [one for one in b if one is not None]
-    has = tuple(one is not None for one in b)
-    outs = _Linears.apply(x_NE, add_to, a_XE, scale, has, tuple(weights), tuple(biases), *given)
-    return list(outs)
-
-
-def rotated(qk_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def rotated(qkv_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, heads: Sequence[int]) -> tuple[Tensor, ...]:
     """RoPE of queries and keys that lie side by side, halves paired as Hugging Face's Llama does.
 
     Args:
-        qk_NXD: X = H + G heads.
+        qkv_NXD: queries, keys and whatever follows them unturned (values).
         cos_N1D: cosines.
         sin_N1D: sines, those of the first half with their sign turned.
-        heads: H.
+        heads: how many heads each of them has.
 
-    Returns: q_NHD and k_NGD.
+    Returns: each of them.
     """
-    return _Rotated.apply(qk_NXD, cos_N1D, sin_N1D, heads)
-
-
-class _Linears(torch.autograd.Function):
-    """See `lora_linears`. Outputs are written once and added to in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        add_to: Tensor | None,
-        a: Tensor | None,
-        scale: float,
-        has: tuple[bool, ...],
-        weights: tuple[Tensor, ...],
-        biases: tuple[Tensor | None, ...],
-        *b: Tensor,
-    ) -> tuple[Tensor, ...]:
-        low = torch.mm(x, a.t()) if a is not None else None
-        outs, at, rest = [], 0, iter(b)
-        for weight, bias, adapted in zip(weights, biases, has, strict=True):
-            out = torch.mm(x, weight.t()) if add_to is None else torch.addmm(add_to, x, weight.t())
-            if bias is not None:
-                out += bias
-            if adapted:
-                one = next(rest)
-                rank = one.shape[1]
-                assert low is not None
-                out.addmm_(low[:, at : at + rank], one.t(), alpha=scale)
-                at += rank
-            outs.append(out)
-        ctx.save_for_backward(x, a, low, *weights, *b)
-        ctx.scale, ctx.has, ctx.residual = scale, has, add_to is not None
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, a, low = ctx.saved_tensors[:3]
-        n = len(ctx.has)
-        weights, b = ctx.saved_tensors[3 : 3 + n], ctx.saved_tensors[3 + n :]
-        d_x = torch.mm(grads[0], weights[0])
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            d_x.addmm_(grad, weight)
-        d_a, d_b = None, []
-        if a is not None:
-            d_low, at = torch.empty_like(low), 0
-            adapted = [grad for grad, has in zip(grads, ctx.has, strict=True) if has]
-            for grad, one in zip(adapted, b, strict=True):
-                part = slice(at, at + one.shape[1])
-                torch.mm(grad, one, out=d_low[:, part])
-                d_b.append(torch.mm(grad.t(), low[:, part]))
-                at += one.shape[1]
-            d_low *= ctx.scale
-            d_x.addmm_(d_low, a)
-            d_a = torch.mm(d_low.t(), x)
-            torch._foreach_mul_(d_b, ctx.scale)
-        return (d_x, grads[0] if ctx.residual else None, d_a, None, None, None, None, *d_b)
+    return _Rotated.apply(qkv_NXD, cos_N1D, sin_N1D, tuple(heads))
 
 
 class _Rotated(torch.autograd.Function):
     """See `rotated`; turning back is turning by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, qk: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
+        ctx.turned = heads[0] + heads[1]
+        qk, *rest = qkv.split((ctx.turned, *heads[2:]), 1)
         turned = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
-        return turned[:, :heads], turned[:, heads:]
+        return (turned[:, : heads[0]], turned[:, heads[0] :], *rest)
 
     @staticmethod
-    def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        d = torch.cat((d_q, d_k), 1)
-        return torch.addcmul(d * cos, d.roll(d.shape[-1] // 2, -1), sin, value=-1), None, None, None
+        d = torch.cat(grads, 1)
+        d_qk = d[:, : ctx.turned]
+        other = d_qk.roll(d.shape[-1] // 2, -1)
+        d_qk.mul_(cos).addcmul_(other, sin, value=-1)
+        return d, None, None, None

@@ -7,9 +7,11 @@ import torch
 
 from longtrain.cache.dense import DenseCache
 from longtrain.kernels.importance import Span
+from longtrain.targets import lora as lora_of_targets
 from longtrain.targets.loading import random_target
+from longtrain.targets.lora import Lora
 from longtrain.targets.step import Rows, Want
-from longtrain.targets.suffix import GROUPS, LAST, Lora, SuffixRun
+from longtrain.targets.suffix import GROUPS, SuffixRun
 
 FAMILIES = ["llama_micro", "qwen2_micro", "qwen3_micro", "mistral_micro"]
 LENGTHS = [23, 9, 17]
@@ -31,21 +33,23 @@ def lora(target, seed=1, rank=2):
     """LoRA on all linears of all layers."""
     gen = torch.Generator().manual_seed(seed)
 
-    def one(layer, names):
-        weights = [layer.get_submodule(name).weight for name in names]
+    def one(index, layer, key):
+        weights = [layer.get_submodule(name).weight for name in GROUPS[key]]
         draw = lambda *shape: 0.2 * torch.randn(shape, generator=gen, dtype=target.dtype)  # noqa: E731
-        b = {name: draw(len(w), rank) for name, w in zip(names, weights, strict=True)}
-        return Lora(draw(len(names) * rank, weights[0].shape[1]), b, 0.5)
+        b_OR = torch.block_diag(*(0.5 * draw(len(weight), rank) for weight in weights))
+        return Lora(key, [index], draw(1, len(weights) * rank, weights[0].shape[1]), b_OR[None])
 
-    return [{key: one(layer, names) for key, names in GROUPS.items()} for layer in target.model.model.layers]
+    return [one(*layer, key) for layer in enumerate(target.model.model.layers) for key in GROUPS]
 
 
 def merged(target, adapters):
     """The target with the LoRA in its weights, for every row."""
-    for layer, groups in zip(target.model.model.layers, adapters, strict=True):
-        for one in groups.values():
-            for a, (name, b) in zip(one.a_XE.chunk(len(one.b)), one.b.items(), strict=True):
-                layer.get_submodule(name).weight.data += one.scale * b @ a
+    for one in adapters:
+        layer = target.model.model.layers[one.layers[0]]
+        weights = [layer.get_submodule(name).weight for name in GROUPS[one.key]]
+        added = (one.b_LOR[0] @ one.a_LRE[0]).split([len(weight) for weight in weights])
+        for weight, more in zip(weights, added, strict=True):
+            weight.data += more
     return target
 
 
@@ -128,20 +132,93 @@ def test_only_the_rows_have_gradients_and_the_last_layers_tail_does_not_run():
     target = random_target("llama_micro", seed=3)
     _, cache, _ = prompts(target)
     adapters = lora(target)
-    for groups in adapters:
-        for one in groups.values():
-            for tensor in (one.a_XE, *one.b.values()):
-                tensor.requires_grad_()
+    for one in adapters:
+        for tensor in (one.a_LRE, one.b_LOR):
+            tensor.requires_grad_()
     embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, requires_grad=True)
     act = target.model.model.layers[-1].mlp.act_fn
     act.register_forward_pre_hook(lambda *_: pytest.fail("the last layer's MLP ran"))
     scores = run(target, cache, embeds, adapters)
     sum((s.square().sum() for s in scores), torch.zeros(())).backward()
     assert embeds.grad.norm() > 0 and not any(p.requires_grad for p in target.parameters())
-    last = adapters[-1]
-    assert {name for name, b in last["qkv"].b.items() if b.grad is not None} == set(LAST)
-    assert all(one.a_XE.grad is None for key, one in last.items() if key != "qkv")
-    assert all(b.grad.norm() > 0 for one in adapters[0].values() for b in one.b.values())
+    n = target.info.n_layers - 1
+    for one in adapters:
+        if one.layers[0] < n or one.key == "qkv":
+            assert one.a_LRE.grad.norm() > 0 and one.b_LOR.grad.norm() > 0
+        else:
+            assert one.a_LRE.grad is None and one.b_LOR.grad is None
+        if one.layers[0] == n and one.key == "qkv":
+            values = target.info.n_kv_heads * target.info.head_dim
+            assert not one.b_LOR.grad[0, -values:].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_finite_differences_with_joined_weights_or_without(family, monkeypatch):
+    """All of them: of the inputs, and of A and B, of all layers at once or of one after the other."""
+    target = random_target(family, seed=3, dtype=torch.float64)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
+    adapters, coins = lora(target), torch.Generator().manual_seed(7)
+    given = [embeds, *(x for one in adapters for x in (one.a_LRE, one.b_LOR))]
+    with torch.no_grad():
+        weights = [torch.randn(s.shape, generator=coins) for s in run(target, cache, embeds, adapters)]
+    ways = [torch.randn(x.shape, generator=coins, dtype=torch.float64) * (x != 0) for x in given]
+
+    def loss():
+        found = zip(run(target, cache, embeds, adapters), weights, strict=True)
+        return sum((100 * (s * weight).sum() for s, weight in found), torch.zeros(()))
+
+    def slope(step=1e-5):
+        sides = []
+        for sign in (1, -2):
+            for x, way in zip(given, ways, strict=True):
+                x.data += sign * step * way
+            with torch.no_grad():
+                sides.append(float(loss()))
+        for x, way in zip(given, ways, strict=True):
+            x.data += step * way
+        return (sides[0] - sides[1]) / step / 2
+
+    want, found = slope(), []
+    for x in given:
+        x.requires_grad_()
+    for joined, together in ((False, 2**25), (False, 1), (True, 2**25)):
+        monkeypatch.setattr(lora_of_targets, "_TOGETHER", together)
+        if joined:
+            target.fuse()
+        grads = torch.autograd.grad(loss(), given, allow_unused=True)
+        found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
+        got = float(sum((g * way).sum() for g, way in zip(found[-1], ways, strict=True)))
+        assert got == pytest.approx(want, rel=1e-5)  # the differences', and the norms' weights are fp32
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_of_layers_in_one_stack_are_those_of_each_alone(monkeypatch):
+    """In pieces too, and 0 where the loss does not come by: the last layer's o and MLP."""
+    target = random_target("llama_micro", seed=3, dtype=torch.float64)
+    _, cache, _ = prompts(target)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, dtype=torch.float64)
+    alone, layers = lora(target), range(target.info.n_layers)
+    sides = [[getattr(one, side) for one in alone] for side in ("a_LRE", "b_LOR")]
+    for x in (*sides[0], *sides[1]):
+        x.requires_grad_()
+    keys = list(GROUPS)
+    stacks = [
+        Lora(key, layers, *(torch.cat(side[i :: len(keys)]) for side in sides)) for i, key in enumerate(keys)
+    ]
+    found = []
+    for adapters, together in ((alone, 2**25), (stacks, 2**25), (stacks, 1)):
+        monkeypatch.setattr(lora_of_targets, "_TOGETHER", together)
+        loss = sum((s.square().sum() for s in run(target, cache, embeds, adapters)), torch.zeros(()))
+        given = [*sides[0], *sides[1]]
+        grads = torch.autograd.grad(loss, given, allow_unused=True, retain_graph=True)
+        found.append([torch.zeros_like(x) if g is None else g for g, x in zip(grads, given, strict=True)])
+    assert found[0][0].any() and len(layers) > 1
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_in_another_dtype_than_the_weights():
@@ -151,8 +228,7 @@ def test_rows_in_another_dtype_than_the_weights():
     wide.load_state_dict(half.state_dict())
     _, cache, _ = prompts(wide)
     embeds = torch.randn(len(LENGTHS) * M, wide.info.hidden_size)
-    none = [{} for _ in range(wide.info.n_layers)]
-    for mine, theirs in zip(run(half, cache, embeds, none), run(wide, cache, embeds, none), strict=True):
+    for mine, theirs in zip(run(half, cache, embeds, []), run(wide, cache, embeds, []), strict=True):
         assert torch.equal(mine, theirs)
 
 

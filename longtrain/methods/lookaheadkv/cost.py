@@ -12,7 +12,7 @@ from longtrain.costs.model import ITEM, Sizes, Work, score
 from longtrain.costs.training import PackedRow, StepCost, kv_bytes_per_token
 from longtrain.methods.lookaheadkv.config import Config
 
-COMPARED, KL_BYTES = 2**24, 36
+COMPARED, KL_BYTES = 2**23, 36
 """Scores that the objective compares at once, and bytes of each that the KL takes for it."""
 
 KERNELS = 250

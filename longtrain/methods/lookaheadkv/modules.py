@@ -1,27 +1,29 @@
 """What LookaheadKV trains: soft tokens, and LoRA that only their rows pass through; those rows as a batch.
 
-Shapes: P prompts, M lookahead tokens, N = P * M rows, E hidden dim, R LoRA rank, X outputs of a linear.
+Shapes: P prompts, M lookahead tokens, N = P * M rows, L layers, E hidden dim or inputs of a linear, O outputs
+of linears of one input, R LoRA rank times those of them that have LoRA.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from longtrain.errors import TargetMismatchError
 from longtrain.kernels.importance import Span
-from longtrain.targets.suffix import GROUPS, LAST, LayerLora, Lora
+from longtrain.targets.lora import Lora
+from longtrain.targets.suffix import GROUPS, LAST
 
 if TYPE_CHECKING:
     from longtrain.methods.lookaheadkv.config import Config
     from longtrain.targets.info import TargetInfo
 
-_Plan: TypeAlias = tuple[list[list[tuple[str, list[str]]]], list[Tensor], list[list[int]]]
-"""Layer by layer the linears that share an input; all A and B in that order; how many are one piece."""
 STD = 0.02
 """The spread of fresh soft tokens until the target's own embeddings are known."""
 
@@ -49,7 +51,8 @@ class LookaheadKV(nn.Module):
             )
         self.scale = config.lora_alpha / config.lora_rank
         self.rank = config.lora_rank
-        self._plan: _Plan | None = None
+        self._sizes = sizes(info)
+        self._plan: tuple[list[_Group], list[Tensor]] | None = None
         self.fresh = True
         """False once weights were loaded: they must not be scaled then."""
         self.lookahead_embeddings = nn.Parameter(torch.empty(config.n_lookahead, info.hidden_size))
@@ -66,44 +69,37 @@ class LookaheadKV(nn.Module):
                     continue
                 if part not in layer._modules:
                     layer.add_module(part, nn.Module())
-                adapter = _Adapter(sizes(info)[name], config.lora_rank, trained=not last or name in LAST)
+                adapter = _Adapter(self._sizes[name], config.lora_rank, trained=not last or name in LAST)
                 layer.get_submodule(part).add_module(leaf, adapter)
             self.layers.append(layer)
         self.register_load_state_dict_post_hook(_loaded)
 
-    def adapters(self, dtype: torch.dtype) -> list[LayerLora]:
-        """The LoRA of each layer for `SuffixRun`, cast; gradients flow back into the parameters.
-
-        All of them are cast in one piece, in which the A of linears that share an input are neighbours.
-        """
+    def adapters(self, dtype: torch.dtype) -> list[Lora]:
+        """The LoRA for `SuffixRun`, cast and scaled; gradients flow back into the parameters."""
         if self._plan is None:
             self._plan = self._planned()
-        plan, tensors, counts = self._plan
-        pieces = _cast(tensors, dtype, counts)
-        made: list[LayerLora] = []
-        for rows in plan:
-            lora: dict[str, Lora] = {}
-            for key, names in rows:
-                a_XE = next(pieces)
-                lora[key] = Lora(a_XE, {name: next(pieces) for name in names}, self.scale)
-            made.append(lora)
-        return made
+        groups, tensors = self._plan
+        pieces = iter(_Cast.apply(dtype, self.scale, groups, *tensors) if tensors else ())
+        return [Lora(group.key, group.layers, next(pieces), next(pieces)) for group in groups]
 
-    def _planned(self) -> _Plan:
+    def _planned(self) -> tuple[list[_Group], list[Tensor]]:
         """What `adapters` needs of the modules: looking hundreds of them up takes the host milliseconds."""
-        plan: list[list[tuple[str, list[str]]]] = []
+        groups: list[_Group] = []
         tensors: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
-            plan.append([])
-            for key, group in GROUPS.items():
-                used = {name: found for name in group if (found := _find(layer, name)) is not None}
-                if index == len(self.layers) - 1:
-                    used = {name: found for name, found in used.items() if name in LAST}
-                if used:
-                    plan[-1].append((key, list(used)))
-                    tensors += [one.lora_A.weight for one in used.values()]
-                    tensors += [one.lora_B.weight for one in used.values()]
-        return plan, tensors, [[len(names)] + [1] * len(names) for rows in plan for _, names in rows]
+        last = len(self.layers) - 1
+        for key, names in GROUPS.items():
+            for layers, group in ((range(last), names), ((last,), LAST if key == "qkv" else ())):
+                rows, at = [], 0
+                for name in group:
+                    if layers and _find(self.layers[layers[0]], name) is not None:
+                        rows.append((name, slice(at, at + self._sizes[name][0])))
+                    at += self._sizes[name][0]
+                if rows:
+                    groups.append(_Group(key, tuple(layers), at, tuple(place for _, place in rows)))
+                    found = [[_find(self.layers[layer], name) for name, _ in rows] for layer in layers]
+                    tensors += [one.lora_A.weight for of_layer in found for one in of_layer]
+                    tensors += [of_layer[i].lora_B.weight for i in range(len(rows)) for of_layer in found]
+        return groups, tensors
 
     @torch.no_grad()
     def scale_embeddings(self, std: float) -> None:
@@ -154,56 +150,64 @@ def sizes(info: TargetInfo) -> dict[str, tuple[int, int]]:
     }
 
 
-def _find(layer: nn.Module, name: str) -> _Adapter | None:
+def _find(layer: nn.Module, name: str) -> Any:
+    """The adapter of that linear; None: it has none."""
     part, leaf = name.split(".")
     return getattr(getattr(layer, part, None), leaf, None)
 
 
-def _cast(tensors: list[Tensor], dtype: torch.dtype, counts: list[list[int]]) -> Iterator[Tensor]:
-    """The tensors in one flat copy of `dtype`, so many neighbours below each other in each piece."""
-    if not tensors:
-        return iter(())
-    groups = tuple(n for group in counts for n in group)
-    assert sum(groups) == len(tensors)
-    return iter(_Cast.apply(dtype, groups, *tensors))
+@dataclass(frozen=True)
+class _Group:
+    """LoRA of linears of one input, in all layers where they are alike.
+
+    Args:
+        key: of `GROUPS`.
+        layers: those layers.
+        outputs: O.
+        rows: of each linear that has LoRA, its place in the outputs.
+    """
+
+    key: str
+    layers: tuple[int, ...]
+    outputs: int
+    rows: tuple[slice, ...]
+
+    def blocks(self, b_LOR: Tensor, rank: int) -> list[Tensor]:
+        """The B of each linear, [L, out, rank]."""
+        return [b_LOR[:, rows, i * rank : (i + 1) * rank] for i, rows in enumerate(self.rows)]
 
 
 class _Cast(torch.autograd.Function):
-    """Hundreds of small matrices in another type as one operator, and their gradients back as one.
+    """Hundreds of small matrices as stacks of another type, and the stacks' gradients as theirs.
 
-    An autograd node for each of them would take the host longer than the device needs for a step's rows.
+    An autograd node for each of them would take the host longer than the device needs for a step's rows. The
+    inputs are, group by group, the A layer by layer, then the B linear by linear; the outputs are a_LRE and
+    b_LOR of each group.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, groups: tuple[int, ...], *tensors: Tensor
+        ctx: Any, dtype: torch.dtype, scale: float, groups: list[_Group], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.groups, ctx.sizes = groups, [(one.numel(), one.shape) for one in tensors]
-        ctx.dtype = tensors[0].dtype
-        ctx.set_materialize_grads(False)
-        flat = torch.cat([one.reshape(-1) for one in tensors]).to(dtype)
-        pieces, at, first = [], 0, 0
-        for n in groups:
-            size = sum(numel for numel, _ in ctx.sizes[first : first + n])
-            columns = ctx.sizes[first][1][1]
-            pieces.append(flat.as_strided((size // columns, columns), (columns, 1), at))
-            at, first = at + size, first + n
-        return tuple(pieces)
+        ctx.scale, ctx.groups, ctx.dtype, ctx.rank = scale, groups, tensors[0].dtype, len(tensors[0])
+        given, stacks = iter(tensors), []
+        for group in groups:
+            L, linears = len(group.layers), len(group.rows)
+            a = torch.cat([next(given) for _ in range(L * linears)]).to(dtype)
+            b_LOR = a.new_zeros(L, group.outputs, ctx.rank * linears)
+            for block in group.blocks(b_LOR, ctx.rank):
+                block.copy_(torch.stack([next(given) for _ in range(L)]).mul_(scale))
+            stacks += [a.view(L, -1, a.shape[1]), b_LOR]
+        return tuple(stacks)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        given = next(one for one in grads if one is not None)
-        first, parts = 0, []
-        for n, grad in zip(ctx.groups, grads, strict=True):
-            size = sum(numel for numel, _ in ctx.sizes[first : first + n])
-            parts.append(given.new_zeros(size) if grad is None else grad.reshape(-1))
-            first += n
-        flat = torch.cat(parts).to(ctx.dtype)
-        found, at = [], 0
-        for numel, (rows, columns) in ctx.sizes:
-            found.append(flat.as_strided((rows, columns), (columns, 1), at))
-            at += numel
-        return None, None, *found
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        given, found = iter(grads), []
+        for group in ctx.groups:
+            d_a_LRE, d_b_LOR = (next(given).to(ctx.dtype) for _ in range(2))
+            blocks = group.blocks(d_b_LOR, ctx.rank)
+            found += [d_a_LRE.view(-1, ctx.rank, d_a_LRE.shape[-1]), *(block * ctx.scale for block in blocks)]
+        return None, None, None, *chain.from_iterable(one.unbind() for one in found)
 
 
 def _loaded(module: nn.Module, _incompatible: object) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 
-_TOGETHER = 2**24
+_TOGETHER = 2**23
 """Scores of several layers that are compared at once, at most."""
 
 
@@ -100,7 +100,7 @@ class LookaheadObjective(Objective):
 
         def each(layer: int, k_BTGD: Tensor, v_BTGD: Tensor) -> None:
             with torch.set_grad_enabled(grads):
-                pred_HT, true_HT = rows.step(k_BTGD, v_BTGD)[0], truth.true[layer]
+                pred_HT, true_HT = rows.step(k_BTGD, v_BTGD).squeeze(0), truth.true[layer]
                 if mixed_T is not None:
                     both_HT = (pred_HT + truth.recent[config.suffix_window][layer]) / 2
                     pred_HT = torch.where(mixed_T, both_HT, pred_HT)

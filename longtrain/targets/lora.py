@@ -1,0 +1,186 @@
+"""Frozen linears of one input with LoRA, for few rows: what those cost is launches, not arithmetic.
+
+Linears of one input are one autograd node and, where their weights lie together (`Target.fuse`), one product.
+The gradients of LoRA are made when backward has passed all layers, those of several layers at once.
+Shapes: N rows, L layers, E inputs of a linear, O outputs of linears of one input, side by side, R ranks of
+their LoRA, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Place: TypeAlias = tuple[int, str]
+"""A layer, and the key of linears that share an input in it."""
+
+_TOGETHER = 2**25
+"""Outputs of several layers' linears that are brought together for the gradients of their LoRA, at most."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA of linears of one input, in the layers where they are alike: it adds `(x A^T) B^T` to the outputs.
+
+    Args:
+        key: of the linears.
+        layers: those layers.
+        a_LRE: the A of the linears that have LoRA, one below the other.
+        b_LOR: the B of each, in its linear's rows and its A's columns, with alpha / rank in it; 0 elsewhere.
+    """
+
+    key: str
+    layers: Sequence[int]
+    a_LRE: Tensor
+    b_LOR: Tensor
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the gradients of a layer's LoRA are made of, known once backward has passed its linears.
+
+    Args:
+        place: the linears.
+        x_NE: their input.
+        low_NR: its product with A.
+        d_out_NO: gradient of their outputs.
+        d_low_NR: gradient of `low_NR`.
+    """
+
+    place: Place
+    x_NE: Tensor
+    low_NR: Tensor
+    d_out_NO: Tensor
+    d_low_NR: Tensor
+
+
+def unstacked(stacks: Sequence[Lora], uses: list[Use]) -> dict[Place, tuple[Tensor, Tensor]]:
+    """A and B of each place; their gradients are made of `uses`, which backward fills (`lora_linears`)."""
+    if not stacks:
+        return {}
+    places = [[(layer, one.key) for layer in one.layers] for one in stacks]
+    pieces = iter(_Unstacked.apply(uses, places, *(x for one in stacks for x in (one.a_LRE, one.b_LOR))))
+    found: dict[Place, tuple[Tensor, Tensor]] = {}
+    for some in places:
+        a = [next(pieces) for _ in some]
+        found |= {place: (a_RE, next(pieces)) for place, a_RE in zip(some, a, strict=True)}
+    return found
+
+
+def lora_linears(
+    x_NE: Tensor,
+    weights: Sequence[Tensor],
+    bias_O: Tensor | None,
+    a_RE: Tensor | None,
+    b_OR: Tensor | None,
+    *,
+    add_to: Tensor | None,
+    note: tuple[list[Use], Place],
+) -> Tensor:
+    """Linears of one input, outputs side by side: `add_to + x W^T + bias + (x A^T) B^T`.
+
+    Args:
+        x_NE: input.
+        weights: frozen, one below the other.
+        bias_O: frozen, or None.
+        a_RE: see `unstacked`; None: there is no LoRA.
+        b_OR: likewise.
+        add_to: a residual stream that the output of the only weight is added to.
+        note: backward adds a `Use` of this place to this list, and finds no gradients of A and B itself.
+    """
+    return _Linears.apply(x_NE, add_to, a_RE, b_OR, bias_O, note, *weights)
+
+
+class _Linears(torch.autograd.Function):
+    """See `lora_linears`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        add_to: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        bias: Tensor | None,
+        note: tuple[list[Use], Place],
+        *weights: Tensor,
+    ) -> Tensor:
+        if add_to is not None:
+            out = torch.addmm(add_to, x, weights[0].t())
+        elif len(weights) == 1:
+            out = torch.mm(x, weights[0].t())
+        else:
+            out = torch.cat([torch.mm(x, weight.t()) for weight in weights], 1)
+        if bias is not None:
+            out += bias
+        low = None
+        if a is not None and b is not None:
+            low = torch.mm(x, a.t())
+            out.addmm_(low, b.t())
+        ctx.save_for_backward(x, a, b, low, *weights)
+        ctx.note, ctx.residual = note, add_to is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, a, b, low, *weights = ctx.saved_tensors
+        (d_out,) = grads
+        parts = [d_out] if len(weights) == 1 else d_out.split([len(weight) for weight in weights], 1)
+        d_x = torch.mm(parts[0], weights[0])
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            d_x.addmm_(part, weight)
+        if a is not None:
+            d_low = torch.mm(d_out, b)
+            d_x.addmm_(d_low, a)
+            uses, place = ctx.note
+            uses.append(Use(place, x, low, d_out, d_low))
+        return (d_x, d_out if ctx.residual else None, *[None] * (4 + len(weights)))
+
+
+class _Unstacked(torch.autograd.Function):
+    """A and B layer by layer: those of a stack's A, then those of its B, then the next stack's."""
+
+    @staticmethod
+    def forward(ctx: Any, uses: list[Use], places: list[list[Place]], *stacks: Tensor) -> tuple[Tensor, ...]:
+        ctx.uses, ctx.places = uses, places
+        ctx.set_materialize_grads(False)
+        return tuple(piece for stack in stacks for piece in stack.unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        uses = {use.place: use for use in ctx.uses}
+        ctx.uses.clear()
+        grads: list[Tensor | None] = []
+        for places in ctx.places:
+            found = [uses.pop(place, None) for place in places]
+            grads += _gradients([use for use in found if use], [use is not None for use in found])
+        return None, None, *grads
+
+
+def _gradients(uses: Sequence[Use], passed: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of a stack's A and B: 0 for layers that backward did not pass, None where it passed none."""
+    if not uses:
+        return [None, None]
+    most = max(1, _TOGETHER // uses[0].d_out_NO.numel())
+    pairs = [_products(uses[i : i + most]) for i in range(0, len(uses), most)]
+    return [_spread(side, passed) for side in zip(*pairs, strict=True)]
+
+
+def _spread(parts: Sequence[Tensor], passed: Sequence[bool]) -> Tensor:
+    """Gradients of the layers that were passed, those of the others between them."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    if all(passed):
+        return whole
+    zero, given = torch.zeros_like(whole[0]), iter(whole)
+    return torch.stack([next(given) if one else zero for one in passed])
+
+
+def _products(uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
+    """Gradients of A and B of some layers."""
+    names = ("x_NE", "low_NR", "d_out_NO", "d_low_NR")
+    x, low, d_out, d_low = (torch.stack([getattr(use, name) for use in uses]) for name in names)
+    return torch.bmm(d_low.mT, x), torch.bmm(d_out.mT, low)
