@@ -93,8 +93,10 @@ class RecipePlan:
         shape = (
             "" if outline.config_file(self.info.name) else " (by target.shape: no config.json of it is here)"
         )
+        given = self.cfg.target.get("shape")
+        name = self.info.name or (given if isinstance(given, str) else "of the given shape")
         return [
-            f"target    {self.info.name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB{shape}",
+            f"target    {name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB{shape}",
             f"KV cache  {kv / 1024:.4g} KiB a token; {kv * self.info.max_positions / GIB:.3g} GiB at its "
             f"{self.info.max_positions} positions",
         ]

@@ -129,6 +129,11 @@ def test_a_cache_is_not_passed_over_where_training_is_planned(composed):
         plan.run(composed("plan", "+recipe=specontext_tiny", "cache=elastic"))
 
 
+def test_a_target_without_a_path_is_called_as_its_shape(composed, capsys):
+    plan.run(composed("plan", "target.shape=llama31_8b"))
+    assert "target    llama31_8b: 8.03 B weights" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("every", [1, 4])
 def test_the_cap_that_is_refused_is_the_caches_own(composed, every):
     """What the plan says is needed with all layers on the host is what the cache takes for its slots."""
