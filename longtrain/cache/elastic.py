@@ -107,8 +107,8 @@ class ElasticCache(SelectedCache):
 
         Raises:
             ConflictError: rows that are chosen within the layers cannot be brought before them.
-            ConfigError: a layer that there is not, the cap leaves no room for the chosen rows, or room was taken
-                for another budget.
+            ConfigError: a layer that there is not, the cap leaves no room for the chosen rows, or this cache
+                was made for another budget.
         """
         if within_layers:
             raise ConflictError(

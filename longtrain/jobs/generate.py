@@ -27,8 +27,8 @@ from longtrain.settings import Text, Tokens, Words, convert
 from longtrain.targets.tokenizer import GrowingText
 
 if TYPE_CHECKING:
-    from longtrain.cache.row_sets import ReadBudget
     from longtrain.artifact import Artifact
+    from longtrain.cache.row_sets import ReadBudget
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
     from longtrain.systems import Entry

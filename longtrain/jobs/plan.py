@@ -120,8 +120,8 @@ def run(cfg: DictConfig) -> None:
         return
     if cfg.cache is not None:
         raise ConfigError(
-            f"cache={plain(cfg.cache)}: of a recipe that trains, training is planned; for decoding with a cache "
-            "pass target=NAME method=NAME and no recipe"
+            f"cache={plain(cfg.cache)}: of a recipe that trains, training is planned; for decoding with a "
+            "cache pass target=NAME method=NAME and no recipe"
         )
     lines, values = _training(plan)
     say(*plan.facts, *lines)
@@ -255,8 +255,8 @@ def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> l
         raise ConfigError(f"cache={wanted.name}; plan knows: elastic, or null")
     if plan.spec is not None and not steps:
         raise ConfigError(
-            f"cache=elastic with method={plan.spec.name}: it serves what chooses rows before the layers run, and "
-            "plan knows such steps of method=specontext alone; leave method out for the thresholds"
+            f"cache=elastic with method={plan.spec.name}: nothing is known here of such steps, if there are "
+            "any (rows must be chosen before the layers run); leave method out for the thresholds alone"
         )
     from longtrain.cache.elastic import Offloading
 

@@ -118,8 +118,8 @@ class SetObjective(Objective):
         if not row.queries and not self._told:
             self._told = True
             log.warning(
-                "nothing is learned of the row of %s, and not of others like it: its documents have fewer than "
-                "%d tokens, or no label behind their first quarter (of long ones, their first %d tokens)",
+                "nothing is learned of the row of %s, and not of others like it: its documents have fewer "
+                "than %d tokens, or no label behind their first quarter (their first %d if they are long)",
                 ", ".join(batch.names[:4]) or "a batch",
                 4 * LEAST, 2 * (self.learning.sinks + self.learning.window),
             )  # fmt: skip

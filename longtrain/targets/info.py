@@ -85,7 +85,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class TargetSketch(TargetInfo):
-    """What another tool's folder says of the target that its module was trained for; the rest is not compared.
+    """What another tool's folder says of the target that its module is for; the rest is not compared.
 
     `n_layers` is the fewest layers that the target can have; `name` may be empty.
     """

@@ -1,4 +1,4 @@
-"""Pinned memory of the host: one block is kept for the next owner, and a host without any says so in a line."""
+"""Pinned memory of the host: one block is kept for the next owner; a host without any says so in a line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_the_largest_block_is_kept_for_the_next_owner(registered):
 
 def test_a_host_that_cannot_pin_says_so_in_one_line_and_can_be_asked_again(registered, monkeypatch):
     owner, registered.code = Owner(), 2
-    with pytest.raises(ConfigError, match=r"cannot pin 0.0 GiB .*\(CUDA error 2\); .* leave cache=elastic out$"):
+    with pytest.raises(
+        ConfigError, match=r"cannot pin 0.0 GiB .*\(CUDA error 2\); .* leave cache=elastic out$"
+    ):
         lent(owner, MIB)
     registered.code = 0
 

@@ -120,7 +120,7 @@ def test_an_elastic_cache_has_thresholds(composed, capsys):
 def test_an_elastic_cache_is_not_planned_for_what_it_does_not_serve(composed, method):
     name, *options = method
     words = ["target=llama31_8b", "target.path=null", "cache=elastic", f"method={name}"]
-    with pytest.raises(ConfigError, match=f"cache=elastic with method={name}: .*method=specontext alone"):
+    with pytest.raises(ConfigError, match=f"cache=elastic with method={name}: nothing is known"):
         plan.run(composed("plan", *words, *(f"method.{option}" for option in options)))
 
 
@@ -130,7 +130,7 @@ def test_a_cache_is_not_passed_over_where_training_is_planned(composed):
 
 
 def test_a_target_without_a_path_is_called_as_its_shape(composed, capsys):
-    plan.run(composed("plan", "target.shape=llama31_8b"))
+    plan.run(composed("plan", "target.path=null", "target.shape=llama31_8b"))
     assert "target    llama31_8b: 8.03 B weights" in capsys.readouterr().out
 
 

@@ -22,8 +22,8 @@ def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
     """Rows of steps, then of what is moved, for each length; then of a growing text, and of requests.
 
     Raises:
-        ConfigError: a budget that leaves nothing to choose, a `method` that scores no rows before the forward,
-            or an artifact, whose weights nothing here depends on.
+        ConfigError: a budget that leaves nothing to choose, a `method` that scores no rows before the
+            forward, or an artifact, whose weights nothing here depends on.
     """
     keys, budgets = shape_keys(settings.shape), settings.read_budgets
     if context.artifact is not None:

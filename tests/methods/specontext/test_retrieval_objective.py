@@ -166,6 +166,6 @@ def test_a_row_without_query_rows_is_told_once(target, make_batch, caplog):
         loss = objective(make_batch(target, sizes))
         assert (float(loss.total.detach()) == 0) == (max(sizes) < 16)
     assert [record.message for record in caplog.records if "nothing is learned" in record.message] == [
-        "nothing is learned of the row of a batch, and not of others like it: its documents have fewer than 16 "
-        "tokens, or no label behind their first quarter (of long ones, their first 12 tokens)"
+        "nothing is learned of the row of a batch, and not of others like it: its documents have fewer than "
+        "16 tokens, or no label behind their first quarter (their first 12 if they are long)"
     ]
