@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from longtrain.bench.cycles import PHASES, CycleCounts, random_ids, ready, split
-from longtrain.bench.elastic.overlap import LruBuffer
 from longtrain.bench.elastic.steps import shares
 from longtrain.bench.suites import Context, bench_of
 from longtrain.cache import elastic
 from longtrain.cache.row_store import RowStore
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.evict import Budget
+from longtrain.decoding.retrieval.lru import LruBuffer
 from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ConfigError
 from longtrain.systems import parse

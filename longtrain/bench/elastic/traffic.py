@@ -13,7 +13,7 @@ import torch
 from longtrain import methods
 from longtrain.bench import clock
 from longtrain.bench.cycles import random_ids, random_states
-from longtrain.bench.elastic.overlap import LruBuffer, overlapping
+from longtrain.bench.elastic.overlap import overlapping
 from longtrain.bench.elastic.settings import MODES, ElasticSettings
 from longtrain.bench.elastic.steps import sparse
 from longtrain.bench.suites import Context, Row
@@ -23,6 +23,7 @@ from longtrain.cache.selected import SelectedCache
 from longtrain.cache.slots import SlotMap
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.prefill import pad
+from longtrain.decoding.retrieval.lru import LruBuffer
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConfigError
 from longtrain.systems import parse
@@ -90,7 +91,7 @@ def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
         sets.open(len_B)
         sets.put(overlapping(sets.idx_BXK, sets.n_B if step else 0 * sets.n_B, rows, settings.overlap))
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
-        missing = lru.use(sets.idx_BXK, sets.n_B)
+        missing = int(lru.use(sets.idx_BXK, sets.n_B).sum())
         if step:  # the first sets come in full
             moved, loaded = moved + int(slots.n_BX.sum()), loaded + missing
             kept += sum(

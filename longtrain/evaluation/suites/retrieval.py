@@ -48,6 +48,7 @@ FIGURES = (
         unit="percent",
     ),
     Figure("overlap", "overlap", kind="mean", unit="percent"),
+    Figure("in an LRU buffer of twice the rows", "lru_overlap", kind="mean", unit="percent"),
     Figure("oracle's overlap", "oracle_overlap", kind="mean", unit="percent"),
     Figure("own rollout", "rolled_read", "rolled_mass", unit="percent"),
     Figure("own rollout, told", "told_read", "rolled_mass", unit="percent"),
