@@ -127,6 +127,7 @@ def test_a_method_that_scores_no_rows_before_the_forward_is_refused_before_the_f
 def test_what_is_refused():
     with pytest.raises(ConfigError, match="artifact=some: suite=elastic times random weights; pass method="):
         rows_of(replace(CPU, method=None, artifact="some"))
+    assert rows_of(replace(CPU, artifact="a recipe's own"), modes=[])[0]
     with pytest.raises(ConfigError, match=r"suite.modes.*late"):
         rows_of(modes=["late"])
     with pytest.raises(ConfigError, match=r"suite.growth=\[9, 3\]; allowed: lengths, ascending"):

@@ -23,10 +23,10 @@ def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
 
     Raises:
         ConfigError: a budget that leaves nothing to choose, a `method` that scores no rows before the
-            forward, or an artifact, whose weights nothing here depends on.
+            forward, or an artifact in its place, on whose weights nothing here depends.
     """
     keys, budgets = shape_keys(settings.shape), settings.read_budgets
-    if context.artifact is not None:
+    if context.artifact is not None and context.method is None:  # recipes name both
         raise ConfigError(
             f"artifact={context.artifact}: suite=elastic times random weights; pass method=NAME instead"
         )
