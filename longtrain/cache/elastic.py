@@ -133,8 +133,8 @@ class ElasticCache(SelectedCache):
         if pages < least:
             needed = (slots + least * page) / GIB
             raise ConfigError(
-                f"memory_gib={cap} and the rows that each step reads take {needed:.3g} GiB ({budget.rows} of "
-                f"{L} layers, {len(whole)} of them read whole); allowed: "
+                f"memory_gib={cap} and the rows that each step reads take {needed:.3g} GiB ({budget.rows} in "
+                f"each of {L} layers, {len(whole)} of them read whole); allowed: "
                 f"{1.005 * needed:.3g} or more"  # rounded, and never down
             )
         check_room(slots + pages * page, self._device, what="an elastic cache", batch=B, tokens=S)

@@ -147,6 +147,6 @@ def test_what_does_not_go_together(monkeypatch):
         generate(Parts(selector=made("query"), cache=maker(target)))
     with pytest.raises(ConflictError, match="a DenseCache cannot read chosen rows alone"):
         generate(Parts(selector=made("state"), cache=target.new_cache))
-    with pytest.raises(ConfigError, match=r"memory_gib=1e-05 .*14 of 2 layers.*allowed: .* or more"):
+    with pytest.raises(ConfigError, match=r"memory_gib=1e-05 .*14 in each of 2 layers.*allowed: .* or more"):
         generate(Parts(selector=made("state", BUDGET), cache=maker(target, memory_gib=1e-5)))
     assert not forwards, "told after prompts were read"
