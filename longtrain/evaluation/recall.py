@@ -226,7 +226,6 @@ class _Tally:
         self.sums[name] = self.sums[name].to(both.device) + both.double()
         self.choices += name == "overlap"
 
-
     def _buffered(self, sets: RowSets, slots: int) -> None:
         """Share of a set's rows that a buffer of twice as many, those read last, would have."""
         (B, X, K), begun = sets.idx_BXK.shape, self.lru is not None
