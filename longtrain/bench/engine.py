@@ -13,10 +13,12 @@ from longtrain import methods
 from longtrain.bench import clock
 from longtrain.bench.cycles import CycleCounts, phase_columns, random_ids, ready, split, whole
 from longtrain.bench.suites import Bench, Context, Row
+from longtrain.cache.row_sets import ReadBudget
 from longtrain.costs import roofline
 from longtrain.costs.hardware import Gpu
 from longtrain.costs.model import Sizes
 from longtrain.decoding.engine import PLAIN, Engine, Generation
+from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, DataError
 from longtrain.settings import Count, CountOrZero, Counts, Lengths, within
@@ -25,6 +27,7 @@ from longtrain.tables import of_rows
 from longtrain.targets.stock import decode_stock
 
 if TYPE_CHECKING:
+    from longtrain.artifact import Artifact
     from longtrain.decoding.control import ShapeChoice
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
@@ -41,7 +44,8 @@ COLUMNS = {
     "not captured tok/s": "uncaptured.tokens_per_s.median",
     "draft tok/s": "draft.tokens_per_s.median",
     "speed": "ratio",
-    "same cache tok/s": "same_cache.tokens_per_s.median",
+    "own cache or rows tok/s": "same_cache.tokens_per_s.median",
+    "of plain": "same_cache_of_plain",
     "speed over it": "same_cache_ratio",
     "tau": "draft.tau",
     "same text": "same",
@@ -102,7 +106,7 @@ def run(settings: EngineSettings, context: Context) -> Iterator[Row]:
         assert context.load_target is not None and context.held_out is not None
         target = context.load_target(artifact.target.name if artifact else None)
         text = context.held_out(target, None)
-    parts = artifact.attach(target) if artifact else parts_of(context, target)
+    parts = parts_of(context, target, artifact)
     for length in settings.lengths:
         for batch in settings.batches:
             if settings.shape:
@@ -126,11 +130,31 @@ def _check_method(settings: EngineSettings, context: Context) -> None:
         )
 
 
-def parts_of(context: Context, target: Target) -> Parts | None:
-    """What `method=NAME` brings, with random weights if it would have to be trained; None: no method."""
+def parts_of(context: Context, target: Target, artifact: Artifact | None) -> Parts | None:
+    """What `artifact=` or `method=` brings, with random weights if it would have to be trained.
+
+    Args:
+        context: of the suite.
+        target: the model.
+        artifact: what was loaded; None: what is measured is the method, or nothing.
+
+    Raises:
+        ConfigError: a budget, or a key of `select`, that nothing takes.
+    """
+    name = artifact.method if artifact else str(context.method["name"]) if context.method else None
+    known = methods.get(name).inference_keys if name else ()
+    if idle := [key for key in context.reading if key not in known]:
+        group = "evict" if idle[0] == "budget_tokens" else "select"
+        given = f"{group}.{idle[0]}={context.reading[idle[0]]}"
+        raise ConfigError(f"{given} and nothing that takes it; leave it out")
+    if artifact is not None:
+        return artifact.attach(target, **context.reading)
     if context.method is None:
         return None
-    return context.systems(target, parse({"method": context.method}))[0].parts
+    keys = dict(context.reading)
+    budget = Budget(keys.pop("budget_tokens", ReadBudget.rows))
+    (system, *_) = context.systems(target, parse({"method": context.method, **keys}), budgets=[budget])
+    return system.parts
 
 
 def measure(
@@ -144,8 +168,8 @@ def measure(
 ) -> Row:
     """Decode one batch of prompts plainly, by the baselines and, where `parts` brings a draft, with it.
 
-    Parts with a cache or an evictor of their own also decode plainly with those: that, and not the whole
-    cache in 16 bits, is whose text the draft must give.
+    Parts with a cache, an evictor or a selector of their own also decode plainly with those: that, and not
+    reading the whole cache in 16 bits, is whose text the draft must give.
 
     Args:
         target: the model.
@@ -180,11 +204,13 @@ def measure(
         tokens = len(prompts) * (most - 1)
         row["hugging_face"] = _speeds([(tokens / one.decode_s, one.prefill_s) for one in loops])
     taken_apart: list[tuple[Parts, TreeShape]] = [(Parts(), PLAIN)]
+    if parts is not None and (parts.cache or parts.evictor or parts.selector):
+        undrafted = replace(parts, draft=None)
+        row["same_cache"], other = timed(Engine(target, undrafted), PLAIN)
+        row["same_cache_of_plain"] = _speed(row, "same_cache") / _speed(row, "plain")
+        taken_apart.append((undrafted, PLAIN))
+        plain = other if parts.draft is not None else plain
     if parts is not None and parts.draft is not None:
-        if parts.cache is not None or parts.evictor is not None:
-            undrafted = replace(parts, draft=None)
-            row["same_cache"], plain = timed(Engine(target, undrafted), PLAIN)
-            taken_apart.append((undrafted, PLAIN))
         engine = Engine(target, parts)
         row["draft"], drafted = timed(engine, shape)
         if isinstance(shape, TreeShape):

@@ -78,6 +78,7 @@ class Context:
         dtype: `target.dtype`.
         method: the keys of `method`, its name among them; None where no method is chosen.
         artifact: the name or folder of `artifact`; None where there is none.
+        reading: `evict.budget_tokens` and the keys of `select` that are set, by name without the group.
         home: the folder that artifacts are looked up in.
         sampling: how tokens are drawn, as `decode` says.
         drafting: gives the shape, or the shapes to choose among, that `decode` says.
@@ -94,6 +95,7 @@ class Context:
     dtype: str = AUTO
     method: Mapping[str, Any] | None = None
     artifact: str | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
     home: Path = Path()
     sampling: Sampling = field(default_factory=Sampling)
     drafting: Callable[[], TreeShape | ShapeChoice] = lambda: TreeShape(())

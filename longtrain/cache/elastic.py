@@ -102,14 +102,23 @@ class ElasticCache(SelectedCache):
         self._places: tuple[Tensor, RowLists] | None = None
         self._waiting: dict[int, torch.cuda.Event] = {}
 
-    def reserve(self, budget: ReadBudget) -> None:
+    def reserve(self, budget: ReadBudget, *, within_layers: bool = False) -> None:
         """Take the memory for sets of this budget, once: before prompts are read.
 
         Raises:
-            ConfigError: a layer that there is not, or the cap leaves no room for the chosen rows.
+            ConflictError: rows that are chosen within the layers cannot be brought before them.
+            ConfigError: a layer that there is not, the cap leaves no room for the chosen rows, or this cache
+                was made for another budget.
         """
+        if within_layers:
+            raise ConflictError(
+                "cache=elastic brings rows before the layers run, and these are chosen within each layer; "
+                "leave the cache out, or choose by a head that scores before the forward"
+            )
         if budget == self._budget:
             return
+        if self._budget is not None:
+            raise ConfigError(f"cache=elastic was made for {self._budget} and is to read {budget}")
         L, B, G, S, E = self._shape
         check_layers(budget, L)
         near = budget.every - 1 + max(self._nodes, budget.every)
@@ -124,8 +133,8 @@ class ElasticCache(SelectedCache):
         if pages < least:
             needed = (slots + least * page) / GIB
             raise ConfigError(
-                f"memory_gib={cap} and the rows that each step reads take {needed:.3g} GiB ({budget.rows} of "
-                f"{L} layers, {len(whole)} of them read whole); allowed: "
+                f"memory_gib={cap} and the rows that each step reads take {needed:.3g} GiB ({budget.rows} in "
+                f"each of {L} layers, {len(whole)} of them read whole); allowed: "
                 f"{1.005 * needed:.3g} or more"  # rounded, and never down
             )
         check_room(slots + pages * page, self._device, what="an elastic cache", batch=B, tokens=S)
@@ -148,18 +157,9 @@ class ElasticCache(SelectedCache):
         """See `SelectedCache`.
 
         Raises:
-            ConflictError: rows that are chosen within the layers cannot be brought before them.
-            ConfigError: another budget than was reserved for.
+            ConfigError: see `reserve`.
         """
-        if table_LG is None or ask is not None:
-            raise ConflictError(
-                "cache=elastic brings rows before the layers run, and these are chosen within each layer; "
-                "leave the cache out, or choose by a head that scores before the forward"
-            )
-        if self._budget is None:
-            self.reserve(budget)
-        if budget != self._budget:
-            raise ConfigError(f"cache=elastic was made for {self._budget} and is to read {budget}")
+        self.reserve(budget, within_layers=table_LG is None or ask is not None)
         super().begin(budget, table_LG=table_LG)
         assert self.row_sets is not None and self._table_LG is not None
         L, B, G, _, _ = self._shape

@@ -60,11 +60,15 @@ def _pinned(size: int) -> Tensor:
 
     Large pages (transparent ones, or the driver's) are read no faster: measured on an H200.
     """
-    block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-    if code:
+    try:
+        block = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+        refused = f"CUDA error {code}" if code else ""
+    except OSError as error:
+        refused = str(error)
+    if refused:
         raise ConfigError(
-            f"the host cannot pin {size / GIB:.1f} GiB for the device to read (CUDA error {code}); "
+            f"the host cannot pin {size / GIB:.1f} GiB for the device to read ({refused}); "
             "shorten the prompts, lower decode.max_new_tokens or the batch, or leave cache=elastic out"
         )
     return block

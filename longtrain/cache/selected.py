@@ -98,8 +98,8 @@ class SelectedCache(KVCache):
         else:
             self.row_sets = RowSets(budget, B, n_sets, device)
 
-    def reserve(self, budget: ReadBudget) -> None:
-        """Told before prompts are read what steps will read."""
+    def reserve(self, budget: ReadBudget, *, within_layers: bool = False) -> None:
+        """Told before prompts are read what steps will read, and whether each layer chooses as it runs."""
 
     def _sizes(self) -> tuple[int, int, int]:
         """Layers, sequences, and KV heads of each."""

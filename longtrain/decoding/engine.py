@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from longtrain.cache.base import KVCache
-from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.captured import (
     CaptureBuffers,
     Cycles,
@@ -248,9 +247,7 @@ class Engine:
         """An empty cache for these parts, called as `Target.new_cache` is."""
         if self.parts.cache is not None:
             cache = self.parts.cache(batch, max_tokens, max_nodes)
-            if isinstance(cache, SelectedCache) and self.parts.selector is not None:
-                cache.reserve(self.parts.selector.budget)
-            return cache
+            return cache if self.parts.selector is None else self.parts.selector.serves(cache)
         if self.parts.selector is not None:
             return new_selected_cache(self.target, batch, max_tokens, max_nodes)
         return self.target.new_cache(batch, max_tokens, max_nodes)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longtrain.cache.row_sets import ReadBudget, choose_rows
+from longtrain.cache.row_sets import ReadBudget, RowSets, choose_rows
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.appended import given_step
+from longtrain.decoding.retrieval.lru import LruBuffer
 from longtrain.decoding.retrieval.scores import head_weights
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Parts
@@ -80,7 +81,8 @@ def recall(
         the selector and these have beyond the window. Each also as a mean of shares, in which heads, layers
         and steps count the same however little of their mass is far: `far_share`, ..., `own_gap_share`.
         `far_mass_N` and `far_read_N` are those of layer N.
-        `overlap` and `oracle_overlap`: rows of a set that were in it at the choice before, as a share.
+        `overlap` and `oracle_overlap`: rows of a set that were in it at the choice before, as a share;
+        `lru_overlap`: those that a buffer of twice a set's rows, the ones read last, would have.
         `rolled_read`: what `rolled` reads of the far mass.
     """
     told = copy.copy(selector)
@@ -150,6 +152,7 @@ class _Tally:
     steps: int = 0
     choices: int = 0
     last: dict[str, Tensor] = field(default_factory=dict)
+    lru: LruBuffer | None = None
 
     def __post_init__(self) -> None:
         info, device = self.target.info, self.target.device
@@ -191,6 +194,7 @@ class _Tally:
         if bool(sets.due_B.all()):
             self._overlap("overlap", own[..., :before])
             self._overlap("oracle_overlap", best[..., :before])
+            self._buffered(sets, cache.held.capacity)
 
     def figures(self) -> list[dict[str, float]]:
         """One mapping a text."""
@@ -221,6 +225,14 @@ class _Tally:
         both = (mask_BXS[..., : before.shape[-1]] & before).sum(-1) / mask_BXS.sum(-1)
         self.sums[name] = self.sums[name].to(both.device) + both.double()
         self.choices += name == "overlap"
+
+    def _buffered(self, sets: RowSets, slots: int) -> None:
+        """Share of a set's rows that a buffer of twice as many, those read last, would have."""
+        (B, X, K), begun = sets.idx_BXK.shape, self.lru is not None
+        self.lru = self.lru or LruBuffer(B, X, 2 * K, rows=slots, device=sets.n_B.device)
+        here_BX = 1 - self.lru.use(sets.idx_BXK, sets.n_B) / sets.n_B[:, None]
+        if begun:
+            self.sums["lru_overlap"] = self.sums["lru_overlap"].to(here_BX.device) + here_BX.double()
 
 
 def _chosen(cache: SelectedCache) -> Sets:

@@ -156,12 +156,14 @@ def context_of(cfg: DictConfig) -> Context:
 
     from longtrain.bench.suites import Context
 
+    reading = {"budget_tokens": cfg.evict.get("budget_tokens"), **plain(cfg.select)}
     return Context(
         device=torch.device(device_of(cfg)),
         seed=convert(cfg.seed, int, "seed"),
         dtype=str(cfg.target.dtype) if cfg.target else "auto",
         method=plain(cfg.method) if cfg.method else None,
         artifact=str(cfg.artifact) if cfg.artifact else None,
+        reading={key: value for key, value in reading.items() if value is not None},
         home=Path(cfg.home),
         sampling=sampling_from(cfg),
         target_shape=lambda: _target_shape(cfg),

@@ -28,6 +28,7 @@ from longtrain.targets.tokenizer import GrowingText
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
+    from longtrain.cache.row_sets import ReadBudget
     from longtrain.decoding.roles import Parts
     from longtrain.decoding.stats import Stats
     from longtrain.systems import Entry
@@ -99,7 +100,7 @@ def statistics(stats: Stats, ran: Parts) -> str:
         used = sorted(stats.shapes.items(), key=lambda pair: (len(pair[0]), pair[0]))
         parts.append("cycles " + ", ".join(f"{_named(widths)} {count}" for widths, count in used))
     if ran.selector is not None:
-        parts.append(f"at most {ran.selector.budget.rows} rows read a step (evict.budget_tokens)")
+        parts.append(_read(ran.selector.budget))
     if stats.evicted:
         parts.append(f"kept {sum(stats.kept_rows):.0f} of {sum(stats.prompt_tokens)} rows")
         parts.append(f"cache {stats.cache_bytes / 1e6:.1f} MB, {stats.cache_bytes_full / 1e6:.1f} before")
@@ -108,6 +109,15 @@ def statistics(stats: Stats, ran: Parts) -> str:
     if stats.draft_bytes:
         parts.append(f"draft {stats.draft_bytes / 1e6:.2f} MB")
     return "[" + " | ".join(parts) + "]"
+
+
+def _read(budget: ReadBudget) -> str:
+    """How many committed rows a step reads at most, and which keys say so."""
+    keys = "evict.budget_tokens" + (", select.every" if budget.every > 1 else "")
+    words = f"at most {budget.rows + budget.every - 1} rows read a step ({keys})"
+    if budget.dense_layers:
+        words += f", all in layers {', '.join(map(str, budget.dense_layers))} (select.dense_layers)"
+    return words
 
 
 def _named(widths: Sequence[int]) -> str:

@@ -93,8 +93,10 @@ class RecipePlan:
         shape = (
             "" if outline.config_file(self.info.name) else " (by target.shape: no config.json of it is here)"
         )
+        given = self.cfg.target.get("shape")
+        name = self.info.name or (given if isinstance(given, str) else "of the given shape")
         return [
-            f"target    {self.info.name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB{shape}",
+            f"target    {name}: {billions:.3g} B weights, {self.weight_bytes / GIB:.3g} GiB{shape}",
             f"KV cache  {kv / 1024:.4g} KiB a token; {kv * self.info.max_positions / GIB:.3g} GiB at its "
             f"{self.info.max_positions} positions",
         ]
@@ -116,6 +118,11 @@ def run(cfg: DictConfig) -> None:
             raise ConfigError("json=FILE is written for a recipe that trains; leave it out for decoding")
         say(*plan.facts, *_decoding(plan))
         return
+    if cfg.cache is not None:
+        raise ConfigError(
+            f"cache={plain(cfg.cache)}: of a recipe that trains, training is planned; for decoding with a "
+            "cache pass target=NAME method=NAME and no recipe"
+        )
     lines, values = _training(plan)
     say(*plan.facts, *lines)
     if cfg.json:
@@ -238,24 +245,31 @@ def _elastic(plan: RecipePlan, served: Served, steps: list[dict[str, Any]]) -> l
         steps: rows of steps that choose what they read, with all rows on the device; empty: no such steps.
 
     Raises:
-        ConfigError: another cache, a wrong option, or a cap that the chosen rows alone exceed.
+        ConfigError: another cache, a wrong option, a method of whose steps with it nothing is known, or a cap
+            that the chosen rows alone exceed.
     """
     cfg = plan.cfg
     if (wanted := named("cache", plain(cfg.cache), "plan")) is None:
         return []
     if wanted.name != "elastic":
         raise ConfigError(f"cache={wanted.name}; plan knows: elastic, or null")
+    if plan.spec is not None and not steps:
+        raise ConfigError(
+            f"cache=elastic with method={plan.spec.name}: nothing is known here of such steps, if there are "
+            "any (rows must be chosen before the layers run); leave method out for the thresholds alone"
+        )
     from longtrain.cache.elastic import Offloading
 
     offloading = typed(Offloading, wanted.options, "cache elastic")
-    batch, size, chosen = served.batch, plan.size, _budget(plan).rows
+    batch, size, budget = served.batch, plan.size, _budget(plan)
+    chosen = budget.rows
     memory = elastic.ElasticMemory(
         size.n_layers,
         size.n_kv_heads,
         size.head_dim,
         batch,
         plan.itemsize,
-        slots=chosen + 1,
+        slots=chosen + 2 * budget.every - 1,  # as `ElasticCache.reserve` takes them where nothing is drafted
         page_rows=offloading.page_rows,
     )
     longest, cap = plan.info.max_positions, offloading.memory_gib

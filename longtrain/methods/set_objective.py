@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from longtrain.chunked import SharedRows, chunked_sum
 from longtrain.data.rows import packed_rows
 from longtrain.kernels.row_scores.reference import log_scores
+from longtrain.log import get_logger
 from longtrain.methods.attention_teacher import Teacher, share_held, soft_share
-from longtrain.methods.query_rows import Queries, draw, far
+from longtrain.methods.query_rows import LEAST, Queries, draw, far
 from longtrain.methods.set_learning import BLOCK_BYTES, KEY_ROWS
 from longtrain.methods.spec import Loss, Objective
 from longtrain.targets.step import Want
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from longtrain.data.rows.batch import Batch
     from longtrain.methods.set_learning import SetLearning
     from longtrain.targets.model import Target
+
+log = get_logger(__name__)
 
 FIGURES = ("recall", "recall_oracle", "recall_window")
 
@@ -86,6 +89,7 @@ class SetObjective(Objective):
     def __init__(self, module: SetScorer, target: Target, config: SetLearning) -> None:
         super().__init__()
         self.module, self.target, self.learning = module, target, config
+        self._told = False
 
     def queries(self, row: ReadRow, at_R: Tensor, drawn: slice) -> Tensor:
         """The module's queries q_RHD, [R, X * H, D].
@@ -111,6 +115,14 @@ class SetObjective(Objective):
         rows; `recall_oracle`, that in the teacher's own sets; `recall_window`, that in the last rows.
         """
         row = self._read(batch)
+        if not row.queries and not self._told:
+            self._told = True
+            log.warning(
+                "nothing is learned of the row of %s, and not of others like it: its documents have fewer "
+                "than %d tokens, or no label behind their first quarter (their first %d if they are long)",
+                ", ".join(batch.names[:4]) or "a batch",
+                4 * LEAST, 2 * (self.learning.sinks + self.learning.window),
+            )  # fmt: skip
         tokens = sum(one.labels for one in row.queries)
         device, T = batch.ids_T.device, len(batch.ids_T)
         sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=device)

@@ -36,6 +36,7 @@ from longtrain.systems.system import (
     Entry,
     Json,
     System,
+    as_typed,
     budget_label,
     parse_all,
     shape_name,
@@ -103,7 +104,8 @@ class Builder:
         """
         found = [FULL_CACHE, *(own(self) if own else ())]
         for entry in parse_all(values):
-            found += self.of(entry, roles=roles, taker=taker)
+            with as_typed(entry):
+                found += self.of(entry, roles=roles, taker=taker)
         names = [system.name for system in found]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(

@@ -7,7 +7,9 @@ put together: `artifact`, `policy`, `method`, `cache`, and inference keys of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,11 +138,25 @@ def check_methods(entries: Iterable[Entry], key: str = KEY) -> None:
         ConfigError: there is no such method or setting, or a value is not allowed.
     """
     for entry in entries:
-        try:
-            if entry.method is not None:
+        if entry.method is not None:
+            with as_typed(entry, key):
                 entry.config()
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
+
+
+@contextmanager
+def as_typed(entry: Entry, key: str = KEY) -> Iterator[None]:
+    """Within the block, errors about settings of the entry's method name them as they stand in the entry.
+
+    Raises:
+        ConfigError: that of the block, without the `method.` of the command line.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if type(error) is not ConfigError or key in str(error) or entry.method is None:
+            raise
+        said = re.sub(r"\bmethod\.(?=\w)", "", str(error))
+        raise ConfigError(f"{key}: {entry.method.name}: {said}") from None
 
 
 def _bare(rest: Json) -> Json:

@@ -85,13 +85,13 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class TargetSketch(TargetInfo):
-    """What another tool's folder says of the target that its draft was trained for; the rest is not compared.
+    """What another tool's folder says of the target that its module is for; the rest is not compared.
 
     `n_layers` is the fewest layers that the target can have; `name` may be empty.
     """
 
     def check(self, other: TargetInfo) -> None:
-        """Refuse a target that the draft cannot serve.
+        """Refuse a target that the module cannot serve.
 
         Raises:
             TargetMismatchError: another hidden size or vocabulary, or too few layers.
@@ -100,15 +100,13 @@ class TargetSketch(TargetInfo):
             mine, theirs = getattr(self, key), getattr(other, key)
             if mine != theirs:
                 raise TargetMismatchError(
-                    f"the draft is for a target with {what} {mine}, {other.name} has {theirs}; pass the "
-                    "target "
-                    "it was trained for, target.path=FOLDER"
+                    f"the module is for a target with {what} {mine}, {other.name} has {theirs}; pass the "
+                    "target it was trained for, target.path=FOLDER"
                 )
         if other.n_layers < self.n_layers:
             raise TargetMismatchError(
-                f"the draft is for a target of {self.n_layers} layers or more, {other.name} has "
-                f"{other.n_layers}; "
-                "pass the target it was trained for, target.path=FOLDER"
+                f"the module is for a target of {self.n_layers} layers or more, {other.name} has "
+                f"{other.n_layers}; pass the target it was trained for, target.path=FOLDER"
             )
 
 

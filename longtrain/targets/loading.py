@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from longtrain.cache.room import GIB, NoRoomError, free_bytes
 from longtrain.costs.held import Spread, held, refuse_lack
 from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
@@ -202,6 +203,7 @@ def random_target(
 
     Raises:
         ConfigError: unknown shape, dtype or device.
+        NoRoomError: the weights do not fit into the memory that is left.
         TargetMismatchError: the attention is not supported.
     """
     device = _device(device)
@@ -210,6 +212,12 @@ def random_target(
     name = shape if isinstance(shape, str) else f"random {config.model_type}"
     check_supported(config, name)
     model = _without_weights(config, dtype, name)
+    needed, free = sum(param.nbytes for param in model.parameters()), free_bytes(device)
+    if free is not None and needed > free:
+        raise NoRoomError(
+            f"random weights of {name} take {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB are free on "
+            f"{device}; pass a smaller shape, or a machine with more"
+        )
     model.to_empty(device=device)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

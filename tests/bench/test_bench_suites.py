@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from longtrain.bench import clock, engine, training
 from longtrain.bench.suites import Context
+from longtrain.cache.row_sets import ReadBudget
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
@@ -94,6 +96,30 @@ def test_engine_suite_measures_plain_and_drafted() -> None:
     assert row["same"] == 1.0
     assert 1.0 <= row["draft"]["tau"] <= 3.0
     assert row["ratio"] > 0 and row["plain"]["target_forwards"] == 6
+
+
+def test_engine_suite_measures_what_chooses_rows() -> None:
+    """By itself, and as what a draft beside it is compared with; as many rows a step as were asked for."""
+    reading = {"budget_tokens": 12, "sinks": 2, "window": 4, "every": 4}
+    context = Context(torch.device("cpu"), method={"name": "sparse", "rule": "random"}, reading=reading)
+    how = engine.EngineSettings((24,), shape="llama_micro", max_new_tokens=6, repeats=1)
+    (row,) = engine.run(how, context)
+    assert row["same_cache"]["tokens_per_s"]["median"] > 0 and "draft" not in row
+    ratio = row["same_cache"]["tokens_per_s"]["median"] / row["plain"]["tokens_per_s"]["median"]
+    assert row["same_cache_of_plain"] == pytest.approx(ratio)
+    assert "own cache or rows tok/s" in engine.BENCH.table([row], how, context)
+    target = random_target("llama_micro", seed=0)
+    parts = engine.parts_of(context, target, None)
+    assert parts is not None and parts.selector is not None
+    assert parts.selector.budget == ReadBudget(12, sinks=2, window=4, every=4)
+    config = (spec := get("longspec")).config(window=8)
+    assert spec.attach is not None
+    draft = spec.attach(spec.build(config, target.info).eval(), target, config, {})
+    prompts = [list(range(3, 27)), list(range(9, 33))]
+    drafted = engine.measure(target, draft.merge(parts), prompts, TreeShape((1, 1)), how, Sampling())
+    assert drafted["same"] == 1.0 and drafted["same_cache_ratio"] > 0
+    with pytest.raises(ConfigError, match=r"select.every=4 and nothing that takes it; leave it out"):
+        engine.parts_of(replace(context, method=None, reading={"every": 4}), target, None)
 
 
 def test_engine_suite_measures_baselines_and_takes_cycles_apart() -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from longtrain.bench.cycles import PHASES, CycleCounts, random_ids, ready, split
-from longtrain.bench.elastic.overlap import LruBuffer
 from longtrain.bench.elastic.steps import shares
 from longtrain.bench.suites import Context, bench_of
+from longtrain.cache import elastic
+from longtrain.cache.row_store import RowStore
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.evict import Budget
+from longtrain.decoding.retrieval.lru import LruBuffer
 from longtrain.decoding.roles import TreeShape
 from longtrain.errors import ConfigError
 from longtrain.systems import parse
@@ -76,10 +78,56 @@ def test_an_lru_buffer_loads_what_was_used_least_lately():
         held = [row for row in held if row not in rows] + rows
 
 
+def test_layers_side_by_side_are_measured_one_number_after_another():
+    """Each with a row on the GPU of its own to be compared with, and a gather; what choosing takes once."""
+    rows, table = rows_of(side_by_side=[1, 2], modes=["gpu", "async_difference"])
+    assert not [row["failed"] for row in rows if "failed" in row]
+    stepped = [(row["side_by_side"], row["system"]) for row in rows if "moved_mb" in row]
+    assert stepped == [(1, "gpu"), (1, "async_difference"), (2, "gpu"), (2, "async_difference")]
+    gathered = [row for row in rows if row.get("kind") == "traffic"]
+    assert [row["side_by_side"] for row in gathered] == [1, 2] and "layers side by side" in table
+    assert all(row["gather_gb_s"] > 0 for row in gathered)
+    assert ["choose_ms" in row for row in gathered] == [True, False]
+    taken = gathered[0]["head_ms"]["median"] + gathered[0]["choose_ms"]["median"]
+    fastest = min(row["step_ms"]["median"] for row in rows if "moved_mb" in row)
+    assert gathered[0]["selection_share"] == pytest.approx(taken / fastest)
+
+
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_rows_lie_as_the_row_says(side_by_side, monkeypatch):
+    """The cache that is timed has as many layers side by side as its row is marked with."""
+    seen = []
+
+    class Watched(RowStore):
+        def __init__(self, *args, **keys):
+            super().__init__(*args, **keys)
+            seen.append(self.host_NBGSPE.shape[4])
+
+    monkeypatch.setattr(elastic, "RowStore", Watched)
+    rows_of(side_by_side=[side_by_side], growth=[96], growth_gib=0.01, mixes=[[32, 64]], mix_gib=0.002)
+    assert set(seen) == {side_by_side} and len(seen) >= 8
+
+
+def test_the_shape_is_that_of_the_target_or_one_that_the_device_holds():
+    bench = bench_of("elastic")
+    values = {"shape": "auto", "lengths": [96], "budgets": [24], "window": 8}
+    assert bench.read(values, CPU).shape == "llama_micro"
+    named = replace(CPU, target_shape=lambda: "qwen3_8b")
+    assert bench.read(values, named).shape == "qwen3_8b"
+
+
+@pytest.mark.parametrize("name, rule", [("sparse", {"rule": "quest"}), ("indexer", {}), ("longspec", {})])
+def test_a_method_that_scores_no_rows_before_the_forward_is_refused_before_the_first_step(name, rule):
+    settings = {"shape": "llama_micro", "lengths": [96], "budgets": [24], "window": 8}
+    context, bench = replace(CPU, method={"name": name, **rule}), bench_of("elastic")
+    with pytest.raises(ConfigError, match=f"method={name} scores no rows before the forward; leave it out"):
+        next(bench.run(bench.read(settings, context), context))
+
+
 def test_what_is_refused():
-    other = replace(CPU, method={"name": "sparse", "rule": "quest"})
-    with pytest.raises(ConfigError, match="method=sparse scores no rows before the forward"):
-        rows_of(other, modes=[])
+    with pytest.raises(ConfigError, match="artifact=some: suite=elastic times random weights; pass method="):
+        rows_of(replace(CPU, method=None, artifact="some"))
+    assert rows_of(replace(CPU, artifact="a recipe's own"), modes=[])[0]
     with pytest.raises(ConfigError, match=r"suite.modes.*late"):
         rows_of(modes=["late"])
     with pytest.raises(ConfigError, match=r"suite.growth=\[9, 3\]; allowed: lengths, ascending"):

@@ -15,6 +15,7 @@ from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import Parts, TreeShape
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.targets.loading import random_target
+from longtrain.targets.model import Target
 
 from .micro import target as micro
 from .test_selector import BUDGET, NEW, PROMPTS, generate, made
@@ -136,11 +137,16 @@ def test_rows_that_follow_a_prompt_are_read_whole():
     assert plain == elastic
 
 
-def test_what_does_not_go_together():
+def test_what_does_not_go_together(monkeypatch):
     target = micro()
     with pytest.raises(ConfigError, match="nothing does; add what selects"):
         Engine(target, Parts(cache=maker(target))).generate(PROMPTS, max_new_tokens=2)
+    forwards = []
+    monkeypatch.setattr(Target, "forward", lambda *_, **__: forwards.append(1))
     with pytest.raises(ConflictError, match="chosen within each layer"):
         generate(Parts(selector=made("query"), cache=maker(target)))
-    with pytest.raises(ConfigError, match=r"memory_gib=1e-05 .*14 of 2 layers.*allowed: .* or more"):
+    with pytest.raises(ConflictError, match="a DenseCache cannot read chosen rows alone"):
+        generate(Parts(selector=made("state"), cache=target.new_cache))
+    with pytest.raises(ConfigError, match=r"memory_gib=1e-05 .*14 in each of 2 layers.*allowed: .* or more"):
         generate(Parts(selector=made("state", BUDGET), cache=maker(target, memory_gib=1e-5)))
+    assert not forwards, "told after prompts were read"

@@ -68,7 +68,8 @@ def by_hand(maps_LHTT, every):
         ),
         0.0,
     )
-    overlaps, oracle_overlaps, last = [], [], None
+    overlaps, oracle_overlaps, buffered, last = [], [], [], None
+    latest = [[], []]  # rows of each set in the order in which they were read last
     for t in range(STEPS):
         n = PROMPT + t
         p = maps_LHTT[:, :, n, : n + 1].unflatten(1, (2, 2)).mean(2)  # [L, G, n + 1]
@@ -85,7 +86,12 @@ def by_hand(maps_LHTT, every):
                 for layer in range(2):
                     pairs = zip(each[layer], last[1][layer], strict=True)
                     oracle_overlaps += [len(a & b) / len(a) for a, b in pairs]
+                pairs = zip(own, latest, strict=True)
+                buffered += [len(a & {*rows[-2 * ROWS :]}) / len(a) for a, rows in pairs]
             last = own, each
+            latest = [
+                [s for s in rows if s not in a] + sorted(a) for a, rows in zip(own, latest, strict=True)
+            ]
         far = range(SINKS, n - NEAR)
         for layer in range(2):
             for g in range(2):
@@ -104,8 +110,9 @@ def by_hand(maps_LHTT, every):
                     if name in ("far_read", "shared_read"):
                         sums[name.replace("read", "share")] += mass / float(row[far].sum())
     found = {name: value / (4 * STEPS) for name, value in sums.items()}
-    mean = [sum(some) / len(some) for some in (overlaps, oracle_overlaps)]
-    return found | dict(zip(("overlap", "oracle_overlap"), mean, strict=True))
+    mean = [sum(some) / len(some) for some in (overlaps, oracle_overlaps, buffered)]
+    assert mean[2] > mean[0], "rows that come back are what the buffer is for"
+    return found | dict(zip(("overlap", "oracle_overlap", "lru_overlap"), mean, strict=True))
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -125,7 +132,7 @@ def test_figures_are_those_of_eager_attention(every):
         assert sum(one[f"far_read_{layer}"] for layer in (0, 1)) / 2 == pytest.approx(one["far_read"])
         assert want["window_read"] < want["far_read"] < want["own_read"] < want["oracle_read"]
     later = recall(micro(), selector, prompts[:1], given[:1], skip=STEPS - 1)
-    assert later[0]["far_mass"] != found[0]["far_mass"] and "overlap" not in later[0]
+    assert later[0]["far_mass"] != found[0]["far_mass"] and not {"overlap", "lru_overlap"} & {*later[0]}
     assert selector.cache is None and not selector.budget.dense_layers
 
 

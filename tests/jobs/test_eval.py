@@ -126,8 +126,12 @@ def test_wrong_output_fails_after_the_scores_are_written(run, tmp_path, monkeypa
 
 
 def test_settings_of_a_system_name_the_key_they_were_typed_under(run):
-    with pytest.raises(ConfigError, match=r"^suite.systems: method.rule=foo; allowed: window"):
+    with pytest.raises(ConfigError, match=r"^suite.systems: sparse: rule=foo; allowed: window"):
         run("suite.systems=[{name: sparse, rule: foo}]")
+    with pytest.raises(ConfigError, match=r"sparse: chunk=4 is no option of rule=quest; its options: page"):
+        run("suite.systems=[{method: {name: sparse, rule: quest, chunk: 4}}]")
+    with pytest.raises(ConfigError, match=r"^suite.systems: sparse: layer=77; allowed: 0 to \d"):
+        run("suite.systems=[{name: sparse, rule: reused, layer: 77}]")
     with pytest.raises(ConfigError, match=r"^select.every=4 and neither artifact= nor method= chooses rows"):
         run("select.every=4")
 

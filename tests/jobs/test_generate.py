@@ -46,6 +46,21 @@ def test_text_then_one_line_of_statistics(composed, plain_text, capsys):
     assert "τ" not in statistics and "cache" in statistics and statistics.endswith(" MB]")
 
 
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ((), "at most 70 rows read a step (evict.budget_tokens) |"),
+        (("select.every=4",), "at most 73 rows read a step (evict.budget_tokens, select.every) |"),
+        (("select.dense_layers=[1]",), "(evict.budget_tokens), all in layers 1 (select.dense_layers) |"),
+    ],
+    ids=str,
+)
+def test_the_statistics_say_how_many_rows_a_step_reads(words, read, composed, target_folder, capsys):
+    chosen = ("method=sparse", "evict.budget_tokens=70", *words)
+    generate.run(composed("generate", *NEW, "prompt=hello there", *chosen))
+    assert read in said(capsys)[1]
+
+
 @pytest.mark.parametrize("words", [(), ("decode=tree", "decode.shape=[3,4,2]", "decode.keep=5")], ids=str)
 def test_a_draft_changes_the_statistics_only(words, composed, artifact, plain_text, capsys):
     generate.run(composed("generate", *NEW, "prompt=hello there", "artifact=draft", *words))

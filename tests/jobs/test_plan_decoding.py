@@ -5,6 +5,8 @@ import torch
 
 from longtrain import methods
 from longtrain.cache.hierarchical import HierarchicalCache
+from longtrain.cache.named import cache_maker
+from longtrain.cache.row_sets import ReadBudget
 from longtrain.costs import decoding
 from longtrain.costs.hardware import GIB, GPUS
 from longtrain.costs.held import fits
@@ -112,6 +114,38 @@ def test_an_elastic_cache_has_thresholds(composed, capsys):
         plan.run(composed("plan", *words, "cache=int8"))
     plan.run(composed("plan", *words, "cache=elastic"))
     assert "all layers on the host from the start" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", [["sparse", "rule=quest"], ["indexer"], ["longspec"]], ids=str)
+def test_an_elastic_cache_is_not_planned_for_what_it_does_not_serve(composed, method):
+    name, *options = method
+    words = ["target=llama31_8b", "target.path=null", "cache=elastic", f"method={name}"]
+    with pytest.raises(ConfigError, match=f"cache=elastic with method={name}: nothing is known"):
+        plan.run(composed("plan", *words, *(f"method.{option}" for option in options)))
+
+
+def test_a_cache_is_not_passed_over_where_training_is_planned(composed):
+    with pytest.raises(ConfigError, match="cache=elastic: of a recipe that trains, training is planned"):
+        plan.run(composed("plan", "+recipe=specontext_tiny", "cache=elastic"))
+
+
+def test_a_target_without_a_path_is_called_as_its_shape(composed, capsys):
+    plan.run(composed("plan", "target.path=null", "target.shape=llama31_8b"))
+    assert "target    llama31_8b: 8.03 B weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_cap_that_is_refused_is_the_caches_own(composed, every):
+    """What the plan says is needed with all layers on the host is what the cache takes for its slots."""
+    words = ["target=llama31_8b", "target.path=null", "evict.budget_tokens=512", f"select.every={every}"]
+    with pytest.raises(ConfigError, match="with all 32 layers on the host") as caught:
+        plan.run(composed("plan", *words, "cache={name: elastic, memory_gib: 0.01}"))
+    planned = float(str(caught.value).split("on the host ")[1].split()[0])
+    shape = {"n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
+    make = cache_maker("elastic", {"memory_gib": 0.01}, **shape, device="cpu", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="rows that each step reads take") as caught:
+        make(1, 1024, 1).reserve(ReadBudget(rows=512, every=every))
+    assert planned == float(str(caught.value).split("take ")[1].split()[0])
 
 
 def test_decoding_by_a_retrieval_head(composed, capsys):

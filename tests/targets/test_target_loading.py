@@ -305,3 +305,12 @@ def test_a_target_without_a_tokenizer_says_so_once_asked(folder):
     assert load_target(folder).require_tokenizer().encode("fox") == [1]
     with pytest.raises(ConfigError, match=r"target llama_micro has no tokenizer, .*tokenizer\.json"):
         random_target("llama_micro").require_tokenizer()
+
+
+def test_random_weights_that_do_not_fit_are_refused_before_memory_is_taken(monkeypatch):
+    monkeypatch.setattr("longtrain.targets.loading.free_bytes", lambda device: 20 * 2**30)
+    with pytest.raises(
+        ConfigError, match=r"random weights of llama31_8b take 29.9 GiB and 20.0 GiB are free on cpu"
+    ):
+        random_target("llama31_8b")
+    assert random_target("llama_micro").info.n_layers

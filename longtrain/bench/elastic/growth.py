@@ -30,7 +30,8 @@ COLUMNS = {
 @torch.no_grad()
 def measure(target: Target, budget: ReadBudget, settings: ElasticSettings) -> Iterator[Row]:
     """Rows at growing lengths, with the lengths since the row before at which layers had to leave."""
-    offloading, growth = Offloading(memory_gib=settings.growth_gib), settings.growth
+    growth = settings.growth
+    offloading = Offloading(memory_gib=settings.growth_gib, side_by_side=settings.side_by_side[0])
     phases, cache = sparse(target, growth[0], budget, offloading, settings, grows=growth[-1] - growth[0])
     thresholds = _memory(target, budget, offloading, settings).thresholds(settings.growth_gib * GIB)
     cycles, before = Cycles(phases, captured=True), None

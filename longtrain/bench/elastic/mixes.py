@@ -10,6 +10,7 @@ Source: SpeContext (arXiv 2512.00722) Table 3 and Fig. 11.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -109,6 +110,7 @@ def _steps(
             clock.release(target.device)
         return
     offloading = MODES.get(system, Offloading(memory_gib=settings.mix_gib if system == ADAPTIVE else None))
+    offloading = replace(offloading, side_by_side=settings.side_by_side[0])
     phases, cache = sparse(
         target,
         lengths[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from longtrain.bench.suites import Auto
 from longtrain.cache.elastic import Offloading
 from longtrain.cache.row_sets import ReadBudget
 from longtrain.errors import ConfigError
@@ -40,6 +41,8 @@ class ElasticSettings:
         window: last rows that are always read.
         batch: sequences.
         modes: which of `MODES` are timed.
+        side_by_side: how many neighbouring layers' rows of a token lie together on the host; the modes are
+            timed with each of these numbers in turn.
         steps: steps counted.
         warmup: steps before them.
         growth: lengths at which steps are timed under a cap, ascending; empty: none.
@@ -50,10 +53,10 @@ class ElasticSettings:
         mix_host_gib: GiB of them on the host, likewise.
         mix_points: lengths from a prompt to its last token at which steps are timed.
 
-    Budgets after the first are not for `growth` and `mixes`.
+    Only the first of `budgets` and of `side_by_side` count for `growth` and `mixes`.
     """
 
-    shape: str | dict[str, Any]
+    shape: Annotated[str | dict[str, Any], Auto("llama31_8b", "llama_micro")]
     lengths: tuple[Tokens, ...]
     budgets: Counts
     overlap: Share = 0.65
@@ -61,6 +64,7 @@ class ElasticSettings:
     window: CountOrZero = 64
     batch: Count = 1
     modes: tuple[Annotated[str, OneOf(*MODES)], ...] = tuple(MODES)
+    side_by_side: Counts = (Offloading().side_by_side,)
     steps: Count = 64
     warmup: Annotated[int, within(2)] = 4
     growth: tuple[Tokens, ...] = ()

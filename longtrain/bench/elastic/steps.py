@@ -9,6 +9,7 @@ cannot be told from noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ COLUMNS = {
     "tokens": "tokens",
     "rows": "rows",
     "system": "system",
+    "layers side by side": "side_by_side",
     "step ms": "step_ms.median",
     "p99": "p99_ms",
     "of full": "of_full",
@@ -63,9 +65,10 @@ def measure(
     about: Row = {"tokens": length, "system": "full"}
     full = clock.filled(about, _full(target, length, settings), context.device)
     yield _beside(full, full, target, length, settings, context)
-    for budget in budgets:
-        for row in _modes(target, length, budget, settings):
-            yield _beside(row, full, target, budget.rows, settings, context)
+    for side_by_side in settings.side_by_side:
+        for budget in budgets:
+            for row in _modes(target, length, budget, settings, side_by_side):
+                yield _beside(row, full, target, budget.rows, settings, context)
 
 
 def _full(target: Target, length: int, settings: ElasticSettings) -> Iterator[Row]:
@@ -90,12 +93,15 @@ def _beside(
     return row
 
 
-def _modes(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Iterator[Row]:
+def _modes(
+    target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, side_by_side: int
+) -> Iterator[Row]:
     """Sparse decoding in every mode."""
     found: dict[str, Row] = {}
     for mode in settings.modes:
-        about = {"tokens": length, "rows": budget.rows, "system": mode}
-        row = clock.filled(about, _mode(target, length, budget, mode, settings), target.device)
+        about = {"tokens": length, "rows": budget.rows, "system": mode, "side_by_side": side_by_side}
+        offloading = replace(MODES[mode], side_by_side=side_by_side)
+        row = clock.filled(about, _mode(target, length, budget, offloading, settings), target.device)
         if "step_ms" in row:
             found[mode] = row
             sync = found.get(mode.replace("async", "sync")) if target.device.type == "cuda" else None
@@ -125,9 +131,9 @@ def shares(row: Row, gpu: Row | None, sync: Row | None) -> Row:
 
 
 def _mode(
-    target: Target, length: int, budget: ReadBudget, mode: str, settings: ElasticSettings
+    target: Target, length: int, budget: ReadBudget, offloading: Offloading, settings: ElasticSettings
 ) -> Iterator[Row]:
-    phases, cache = sparse(target, length, budget, MODES[mode], settings)
+    phases, cache = sparse(target, length, budget, offloading, settings)
     before: list[int] = []
     cycles = Cycles(phases, captured=True)
     row = timed(cycles, settings, warm=lambda: before.append(cache.moved_bytes))

@@ -11,6 +11,7 @@ from longtrain.bench import clock
 from longtrain.bench.elastic import growth, mixes, steps, traffic
 from longtrain.bench.elastic.settings import ElasticSettings
 from longtrain.bench.suites import Bench, Context, Row, shape_keys
+from longtrain.errors import ConfigError
 from longtrain.tables import of_rows
 
 TABLES = {None: steps.COLUMNS, "traffic": traffic.COLUMNS, "growth": growth.COLUMNS, "mix": mixes.COLUMNS}
@@ -21,20 +22,30 @@ def run(settings: ElasticSettings, context: Context) -> Iterator[Row]:
     """Rows of steps, then of what is moved, for each length; then of a growing text, and of requests.
 
     Raises:
-        ConfigError: a budget that leaves nothing to choose.
+        ConfigError: a budget that leaves nothing to choose, a `method` that scores no rows before the
+            forward, or an artifact in its place, on whose weights nothing here depends.
     """
     keys, budgets = shape_keys(settings.shape), settings.read_budgets
+    if context.artifact is not None and context.method is None:  # recipes name both
+        raise ConfigError(
+            f"artifact={context.artifact}: suite=elastic times random weights; pass method=NAME instead"
+        )
     target = context.random_target(keys)
+    if context.method is not None:
+        traffic.scorer(target, budgets[0], context)  # refuses what it cannot time before the first step
     for length in settings.lengths:
         step_ms: dict[int, float] = {}
         for row in steps.measure(target, length, budgets, settings, context):
             if "step_ms" in row and "rows" in row:
-                step_ms[row["rows"]] = row["step_ms"]["median"]  # of the last mode
+                ms = row["step_ms"]["median"]
+                step_ms[row["rows"]] = min(ms, step_ms.get(row["rows"], ms))
             yield row
-        for budget in budgets:
-            about: Row = {"tokens": length, "rows": budget.rows, "kind": "traffic"}
-            parts = traffic.measure(target, length, budget, settings, context)
-            yield traffic.selection(clock.filled(about, parts, context.device), step_ms.get(budget.rows))
+        for side_by_side in settings.side_by_side:
+            for budget in budgets:
+                about: Row = {"tokens": length, "rows": budget.rows, "side_by_side": side_by_side}
+                parts = traffic.measure(target, length, budget, settings, context, side_by_side=side_by_side)
+                row = clock.filled(about | {"kind": "traffic"}, parts, context.device)
+                yield traffic.selection(row, step_ms.get(budget.rows))
     if settings.growth:
         yield from growth.measure(target, budgets[0], settings)
     yield from mixes.measure(target, budgets[0], settings)

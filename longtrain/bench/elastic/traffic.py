@@ -6,20 +6,25 @@ Shapes: B batch, X sets, K rows of a set.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from longtrain import methods
 from longtrain.bench import clock
 from longtrain.bench.cycles import random_ids, random_states
-from longtrain.bench.elastic.overlap import LruBuffer, overlapping
+from longtrain.bench.elastic.overlap import overlapping
 from longtrain.bench.elastic.settings import MODES, ElasticSettings
 from longtrain.bench.elastic.steps import sparse
 from longtrain.bench.suites import Context, Row
+from longtrain.cache.elastic import Offloading
 from longtrain.cache.row_sets import ReadBudget, RowSets
 from longtrain.cache.selected import SelectedCache
 from longtrain.cache.slots import SlotMap
 from longtrain.decoding.evict import Budget
 from longtrain.decoding.prefill import pad
+from longtrain.decoding.retrieval.lru import LruBuffer
+from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ConfigError
 from longtrain.systems import parse
 from longtrain.targets.model import Target
@@ -28,6 +33,7 @@ from longtrain.targets.step import TargetStep
 COLUMNS = {
     "tokens": "tokens",
     "rows": "rows",
+    "layers side by side": "side_by_side",
     "rows kept": "overlap",
     "MB of all rows": "whole_mb",
     "moved of them": "difference_share",
@@ -43,14 +49,25 @@ COLUMNS = {
 
 
 def measure(
-    target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, context: Context
+    target: Target,
+    length: int,
+    budget: ReadBudget,
+    settings: ElasticSettings,
+    context: Context,
+    *,
+    side_by_side: int,
 ) -> Iterator[Row]:
-    """Figures of one row, part by part: what is moved, how fast, and what choosing takes."""
+    """Figures of one row, part by part: how fast rows are gathered, what is moved, what choosing takes.
+
+    Only the first depends on how many layers lie side by side; the others are measured once.
+    """
+    yield _gather(target, length, budget, settings, replace(MODES["sync_all"], side_by_side=side_by_side))
+    if side_by_side != settings.side_by_side[0]:
+        return
     yield _moved(target, length, budget, settings)
-    yield _gather(target, length, budget, settings)
     yield _choose(target, length, budget, settings)
     if context.method is not None:
-        yield _head(target, length, budget, settings, context)
+        yield _head(target, length, scorer(target, budget, context), settings)
 
 
 def selection(row: Row, step_ms: float | None) -> Row:
@@ -74,7 +91,7 @@ def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
         sets.open(len_B)
         sets.put(overlapping(sets.idx_BXK, sets.n_B if step else 0 * sets.n_B, rows, settings.overlap))
         slots.change(sets.idx_BXK, sets.n_B, sets.due_B)
-        missing = lru.use(sets.idx_BXK, sets.n_B)
+        missing = int(lru.use(sets.idx_BXK, sets.n_B).sum())
         if step:  # the first sets come in full
             moved, loaded = moved + int(slots.n_BX.sum()), loaded + missing
             kept += sum(
@@ -93,9 +110,11 @@ def _moved(target: Target, length: int, budget: ReadBudget, settings: ElasticSet
 
 
 @torch.no_grad()
-def _gather(target: Target, length: int, budget: ReadBudget, settings: ElasticSettings) -> Row:
+def _gather(
+    target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, offloading: Offloading
+) -> Row:
     """Bandwidth of the gather kernel over whole sets of all layers, beside a copy of pinned memory."""
-    phases, cache = sparse(target, length, budget, MODES["sync_all"], settings)
+    phases, cache = sparse(target, length, budget, offloading, settings)
     phases.select()
     device, info = target.device, target.info
     size = info.n_layers * settings.batch * info.n_kv_heads * budget.rows * cache.row_bytes
@@ -135,21 +154,28 @@ def _choose(target: Target, length: int, budget: ReadBudget, settings: ElasticSe
     return found | {"slots_ms": clock.replayed(find, device, calls=2, repeats=20)}
 
 
-@torch.no_grad()
-def _head(
-    target: Target, length: int, budget: ReadBudget, settings: ElasticSettings, context: Context
-) -> Row:
-    """Milliseconds of scoring all rows by what `method` brings, with random weights if it is trained.
+def scorer(target: Target, budget: ReadBudget, context: Context) -> Selector:
+    """What `method` brings to score rows, with random weights if it is trained.
 
     Raises:
-        ConfigError: it scores no rows before the forward.
+        ConfigError: it scores no rows before the forward, or does not serve the target.
     """
     assert context.method is not None
+    name = str(context.method["name"])
+    refused = ConfigError(f"method={name} scores no rows before the forward; leave it out")
+    if "sinks" not in methods.get(name).inference_keys:
+        raise refused
     entry = parse({"method": dict(context.method), "sinks": budget.sinks, "window": budget.window})
     (system,) = context.systems(target, entry, budgets=[Budget(budget.rows)])
     head = system.parts.selector
     if head is None or head.table_LG is None:
-        raise ConfigError(f"method={context.method['name']} scores no rows before the forward; leave it out")
+        raise refused
+    return head
+
+
+@torch.no_grad()
+def _head(target: Target, length: int, head: Selector, settings: ElasticSettings) -> Row:
+    """Milliseconds of scoring all rows."""
     cache = target.new_cache(settings.batch, length, 1)
     cache.rewind([length] * settings.batch)
     tokens = random_ids(target.info.vocab_size, settings.batch, length, seed=length)

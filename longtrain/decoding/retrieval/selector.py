@@ -49,18 +49,28 @@ class Selector:
         self.budget = budget
         self.cache: SelectedCache | None = None
 
-    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
-        """After prefill, which reads everything: `tokens_BS[b, :n_B[b]]` are committed in the cache.
+    def serves(self, cache: KVCache) -> SelectedCache:
+        """The cache, once it has the room that reading chosen rows takes: before prompts are read.
 
         Raises:
-            ConflictError: a cache that reads no chosen rows.
+            ConflictError: it reads no chosen rows, or none that are chosen within the layers.
+            ConfigError: the budget does not suit it.
         """
         if not isinstance(cache, SelectedCache):
             raise ConflictError(
                 f"{self.name} chooses rows, and a {type(cache).__name__} cannot read chosen rows alone; "
                 "leave the cache out"
             )
-        self.cache = cache
+        cache.reserve(self.budget, within_layers=self.table_LG is None)
+        return cache
+
+    def start(self, tokens_BS: Tensor, n_B: Tensor, step: TargetStep, cache: KVCache) -> None:
+        """After prefill, which reads everything: `tokens_BS[b, :n_B[b]]` are committed in the cache.
+
+        Raises:
+            ConflictError: see `serves`.
+        """
+        self.cache = cache = self.serves(cache)
         ask = self.at_layer if self.table_LG is None else None
         cache.begin(self.budget, table_LG=self.table_LG, ask=ask)
 

@@ -48,6 +48,7 @@ FIGURES = (
         unit="percent",
     ),
     Figure("overlap", "overlap", kind="mean", unit="percent"),
+    Figure("in an LRU buffer of twice the rows", "lru_overlap", kind="mean", unit="percent"),
     Figure("oracle's overlap", "oracle_overlap", kind="mean", unit="percent"),
     Figure("own rollout", "rolled_read", "rolled_mass", unit="percent"),
     Figure("own rollout, told", "told_read", "rolled_mass", unit="percent"),
@@ -184,11 +185,17 @@ def _summary(records: ByTask) -> Summary:
 
 
 def _needs_a_selector(suite: Suite, systems: Sequence[System]) -> Suite:
-    """Refuse a run in which nothing selects.
+    """Refuse a run in which nothing selects, and caches, which recall has no use for.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: nothing does, or a system has a cache of its own.
     """
-    if any(system.selects for system in systems):
-        return suite
-    raise ConfigError(BROUGHT["retrieval"])
+    if not any(system.selects for system in systems):
+        raise ConfigError(BROUGHT["retrieval"])
+    for system in systems:
+        if system.parts.cache is not None:
+            raise ConfigError(
+                f"{system.name} brings a cache, and suite=retrieval asks which rows of a plain one would be "
+                "read; leave the cache out"
+            )
+    return suite

@@ -4,8 +4,8 @@ Scores become unsigned numbers in the same order. Slots are dealt out to groups 
 fall into different ones; of each group the highest number is taken (`peaks_kernel`). The K-th largest of
 those is a lower bound of the K-th largest of all, and little more than K rows reach it: each chunk of slots
 writes down its own (`reach_kernel`). One program for each set then finds the K-th largest of what is left by
-bisection, and writes the set (`choose_kernel`). Where many rows reach the bound, equal ones say, it goes over
-them in turns.
+bisection, and writes the set (`choose_kernel`). Where many rows reach the bound it goes over them in turns;
+where most of these are equal, as scores of minus infinity are, without the bisection.
 
 Rows at the first and last places are no part of this: as many fewer are looked for. Texts of at most K rows
 are written out whole. Only integers are compared and counted, so how slots are divided changes nothing.
@@ -199,10 +199,17 @@ def choose_kernel(
         return
 
     highest = tl.zeros((BLOCK,), tl.uint32)
+    lowest = tl.full((BLOCK,), 0xFFFFFFFF, tl.uint32)
     for one in range(0, live):
         _, order = _part(score_ptr, slot_ptr, count_ptr, one, BLOCK)
         highest = tl.maximum(highest, order)
-    low, high = tl.full((), 1, tl.uint32), tl.max(highest, 0)
+        lowest = tl.minimum(lowest, tl.where(order > 0, order, 0xFFFFFFFF))
+    low, high = tl.min(lowest, 0), tl.max(highest, 0)
+    above = tl.zeros((BLOCK,), tl.int32)
+    for one in range(0, live):
+        _, order = _part(score_ptr, slot_ptr, count_ptr, one, BLOCK)
+        above += (order > low).to(tl.int32)
+    high = tl.where(tl.sum(above, 0) < need, low, high)  # most are equal, and nothing is left to look for
     while low < high:
         middle = _middle(low, high)
         reach = tl.zeros((BLOCK,), tl.int32)

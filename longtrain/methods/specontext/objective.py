@@ -44,10 +44,17 @@ class RetrievalObjective(SetObjective):
         self.key_offset = key_offset(config)
 
     def forward(self, batch: Batch) -> Loss:
-        """See `SetObjective`."""
+        """See `SetObjective`; what the batches of all ranks are evidence of counts on each of them."""
+        if not (self.module.training and self.config.mapping == "calibrated"):
+            return super().forward(batch)
+        evidence_LGX = self.module.evidence_LGX
+        before_LGX = evidence_LGX.clone()
         loss = super().forward(batch)
-        if self.module.training and self.config.mapping == "calibrated":
-            self.module.remap()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            found_LGX = evidence_LGX - before_LGX
+            torch.distributed.all_reduce(found_LGX)
+            torch.add(before_LGX, found_LGX, out=evidence_LGX)
+        self.module.remap()
         return loss
 
     def learned(self, teacher: Teacher, law_XRS: Tensor, rows: int) -> None:

@@ -89,6 +89,8 @@ def test_a_rollout_and_what_is_shown(build, tiny):
 def test_what_is_refused(build):
     with pytest.raises(ConfigError, match="measures what selectors read and none is given"):
         build({"cache": "int8"})
+    with pytest.raises(ConfigError, match=r"quest.elastic@80 brings a cache, and suite=retrieval asks which"):
+        build({"method": {"name": "sparse", "rule": "quest"}, "cache": "elastic"})
     with pytest.raises(ConfigError, match="brings an evictor, which suite retrieval has no use for"):
         build("snapkv")
     with pytest.raises(ConfigError, match=r"suite.lengths=\[64\]; allowed: 69 or more"):

@@ -137,3 +137,35 @@ def test_a_calibrated_map_finds_the_set_of_each_kv_head(target, make_batch):
     assert evidence.min() > 0 and torch.equal(head.table_LG, evidence.argmax(-1))
     objective.eval()(make_batch(target, (80, 80)))
     assert torch.equal(head.evidence_LGX, evidence)
+
+
+def test_a_calibrated_map_counts_the_evidence_of_all_ranks(target, make_batch, monkeypatch):
+    """What other ranks' batches are evidence of is added to what a rank found in this batch, once a batch."""
+    config = Config(layers=[0], mapping="calibrated", **{**SMALL, "queries": 24})
+    mine, others = make_batch(target, (80, 80)), make_batch(target, (50, 70))
+    found = []
+    for batch in (mine, others):
+        head = head_of(config, target)
+        RetrievalObjective(head, target, config)(batch)
+        found.append(head.evidence_LGX.clone())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda new_LGX: new_LGX.add_(found[1]))
+    head = head_of(config, target)
+    objective = RetrievalObjective(head, target, config)
+    for _ in range(2):
+        objective(mine)
+    want = 2 * (found[0] + found[1])
+    torch.testing.assert_close(head.evidence_LGX, want)
+    assert torch.equal(head.table_LG, want.argmax(-1))
+
+
+def test_a_row_without_query_rows_is_told_once(target, make_batch, caplog):
+    config = Config(layers=[0], **SMALL)
+    objective = RetrievalObjective(head_of(config, target), target, config)
+    for sizes in ((9, 12), (40, 61), (8, 8)):
+        loss = objective(make_batch(target, sizes))
+        assert (float(loss.total.detach()) == 0) == (max(sizes) < 16)
+    assert [record.message for record in caplog.records if "nothing is learned" in record.message] == [
+        "nothing is learned of the row of a batch, and not of others like it: its documents have fewer than "
+        "16 tokens, or no label behind their first quarter (their first 12 if they are long)"
+    ]
