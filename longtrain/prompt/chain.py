@@ -52,8 +52,8 @@ def run(cfg: DictConfig) -> None:
     if cfg.dry_run:
         _only_check(steps)
         return
-    for job, step in steps if first else ():
-        if job not in SHARED:  # those want a target on this machine, which a job before may fetch
+    for job, step in steps:
+        if first or job in SHARED:
             _own_check(job, step)  # before hours of another job, and before anything is printed
     interrupts.as_usual()
     done: list[str] = []
@@ -131,7 +131,7 @@ def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "
-        "memory and the rows of data are checked later\n"
+        "GPUs, memory and the rows of data are checked later\n"
     )
 
 

@@ -17,7 +17,7 @@ from longtrain.data.read.sources import Inputs, digest, inputs
 from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock, replaced_folder, settle
-from longtrain.log import get_logger
+from longtrain.log import first_of_machine, get_logger
 
 log = get_logger(__name__)
 
@@ -58,6 +58,8 @@ def prepare(
     with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         settle(folder)
         old = read_manifest(folder) or {}
+        if not old and folder.exists():
+            log.warning("%s has no manifest that this version reads; it is made again now", folder)
         sources = _chosen(config)
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
@@ -139,9 +141,12 @@ def _known(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder holds what was written into it; a damaged one is told of, and is made again."""
+    """Whether a folder holds what was written into it; a damaged one is told of, and is made again.
+
+    One rank of a machine compares all bytes with their hashes.
+    """
     try:
-        Prepared.open(folder)
+        Prepared.open(folder, verify=first_of_machine())
     except DataError as error:
         log.warning("%s; it is made again now", str(error).partition("; prepare again")[0])
         return False
