@@ -286,12 +286,18 @@ def test_a_machine_without_a_gpu_is_told_before_work_and_a_target_may_be_fetched
     assert done == ["prepare", "train"]
 
 
+@pytest.mark.parametrize("raised", ["itself", "as another error"])
 @pytest.mark.parametrize("job", ["train", "eval"])
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(
-    job: str, monkeypatch: pytest.MonkeyPatch, run: Run
+    job: str, raised: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def interrupted(cfg: object) -> None:
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if raised == "itself":
+                raise
+            raise RuntimeError("Error calling __set_name__ on 'Field'") from None  # as an import may end
 
     fake(monkeypatch, **{job: interrupted})
     done = run(job, "+recipe=quickstart", "artifact=null", "quiet=true")

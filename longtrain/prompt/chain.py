@@ -68,7 +68,9 @@ def run(cfg: DictConfig) -> None:
             importlib.import_module(JOBS[job][0]).run(step)
         except KeyboardInterrupt:
             _interrupted(step, job, done)
-        except Exception:
+        except Exception as error:
+            if interrupts.behind(error):
+                _interrupted(step, job, done)
             if first and done:
                 sys.stderr.write(
                     f"longtrain: {job} failed after {', '.join(done)}, of which all is kept; once the error "
