@@ -1,4 +1,4 @@
-"""Ctrl-C: before a job begins nothing was done yet, and the process may end at once; later it is an exception."""
+"""Ctrl-C: before a job begins nothing was done, and the process may end at once; later it is an exception."""
 
 from __future__ import annotations
 
