@@ -17,11 +17,11 @@ from longtrain.artifact.golden import LOOSE, Golden
 from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_rows import RowGolden
 from longtrain.artifact.golden_scores import ScoreGolden
+from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json
 
 SCHEMA = 1
-MANIFEST = "longtrain.json"
 LOCAL = "local.json"
 GOLDEN = "golden.safetensors"
 LAWS = "laws"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
-from longtrain.assets import bundled_artifacts
+from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import read_json
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-MANIFEST = "longtrain.json"
-"""The file that every artifact and every checkpoint has."""
 WRITES_NOTHING = ("inspect", "generate", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
