@@ -53,9 +53,7 @@ def left_in(tmp_path):
 
 
 def run(made, tokenizer, tmp_path, **options):
-    return Prepared.open(
-        prepare(made, tokenizer, home=tmp_path / "home", progress=False, **options), verify=True
-    )
+    return Prepared.open(prepare(made, tokenizer, home=tmp_path / "home", **options), verify=True)
 
 
 def test_text_becomes_tokens_that_read_the_same(tokenizer, texts, tmp_path):

@@ -33,7 +33,6 @@ def prepare(
     context_tokens: int | None = None,
     generate: Generate | None = None,
     author: dict[str, Any] | None = None,
-    progress: bool = True,
 ) -> Path:
     """Prepared data for a config and a tokenizer, made if it is not there or no longer current.
 
@@ -44,7 +43,6 @@ def prepare(
         context_tokens: the target's context: the limit for documents where `max_doc_tokens` is not set.
         generate: writes answers, for `answers: target`.
         author: what written answers depend on besides the prompt (target, sampling).
-        progress: show a bar on a terminal.
 
     Returns:
         The folder; `Prepared.open` reads it.
@@ -69,7 +67,7 @@ def prepare(
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
-        job = Tokenise(config, tokenizer, limit, generate, answers, bar=progress)
+        job = Tokenise(config, tokenizer, limit, generate, answers)
         with replaced_folder(folder) as temporary:
             writer = PreparedWriter(temporary, max(len(tokenizer), 1))
             job.write(writer, list(zip(sources, found, strict=True)))
@@ -102,7 +100,6 @@ def answer_part(
     generate: Generate,
     author: dict[str, Any],
     context_tokens: int | None = None,
-    progress: bool = True,
 ) -> int:
     """Write one part of the answers that `prepare` would have the target write; parts may run at once.
 
@@ -114,7 +111,6 @@ def answer_part(
         generate: writes answers.
         author: what written answers depend on besides the prompt.
         context_tokens: the target's context.
-        progress: show a bar on a terminal.
 
     Returns:
         How many answers of other parts are missing still; `prepare` writes the data when none is.
@@ -126,7 +122,7 @@ def answer_part(
     folder = home / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
     path, settings = _written(folder, config, author)
     answers = Answers(path, settings, part=part)
-    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers, bar=progress)
+    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers)
     job.answer([(source, inputs(source)) for source in _chosen(config)])
     return len(answers.elsewhere - set(Answers(path, settings).done))
 
