@@ -5,6 +5,8 @@ from pathlib import Path
 from longtrain.errors import ConfigError
 
 ASSETS = ("conf", "recipes", "data_prep", "bundled")
+MANIFEST = "longtrain.json"
+"""The file that makes a folder an artifact."""
 
 
 def asset_dir(name: str) -> Path:
@@ -30,4 +32,4 @@ def asset_dir(name: str) -> Path:
 
 def bundled_artifacts() -> dict[str, Path]:
     """Artifacts for the bundled target that ship with the package: name -> folder."""
-    return {file.parent.name: file.parent for file in asset_dir("bundled").glob("artifacts/*/longtrain.json")}
+    return {file.parent.name: file.parent for file in asset_dir("bundled").glob(f"artifacts/*/{MANIFEST}")}

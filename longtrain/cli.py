@@ -14,6 +14,7 @@ from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.store import composed_once, mount
+from longtrain.tables import printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -310,9 +311,7 @@ def _set_full_error(value: str | None) -> None:
 
 
 def _complain(line: str) -> None:
-    """Print an error; what a terminal would obey (a file's content may be in the line) is shown escaped."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    print(f"longtrain: error: {shown}", file=sys.stderr)
+    print(f"longtrain: error: {printable(line)}", file=sys.stderr)
 
 
 def _say(text: str) -> None:

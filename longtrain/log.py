@@ -9,6 +9,11 @@ def on_first_rank() -> bool:
     return all(int(os.environ.get(key) or 0) == 0 for key in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
+def first_of_machine() -> bool:
+    """Whether this process is the first of its machine's ranks, or the only one."""
+    return not int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+
+
 class _RankZero(logging.Filter):
     """Lets records through on rank 0 only, unless the record carries `all_ranks=True`."""
 

@@ -20,6 +20,10 @@ EVERY_S = 30.0
 
 WINDOW_S = 60.0
 """The time left follows the pace of the last so many seconds."""
+REST_OF_LINE = 56
+"""Columns of a bar's line that what is done may not take: a short bar, counts and times."""
+LEAST_NAME = 12
+"""Columns that it has on any terminal."""
 
 
 class Pace:
@@ -50,7 +54,7 @@ class Pace:
 
 
 def follow(
-    stream: Iterable[T], what: str, *, total: int | None = None, unit: str = "documents", bar: bool = True
+    stream: Iterable[T], what: str, *, total: int | None = None, unit: str = "documents"
 ) -> Iterator[T]:
     """The same stream, with its progress shown while it is read.
 
@@ -59,9 +63,8 @@ def follow(
         what: its name for people.
         total: how many items it has, where that is known.
         unit: what is counted.
-        bar: whether a terminal shows a bar; a log has its lines in any case.
     """
-    with Progress(total, 0, unit, bar=bar) as progress:
+    with Progress(total, 0, unit) as progress:
         for item in stream:
             yield item
             progress.advance(what, 1)
@@ -138,18 +141,21 @@ class Progress:
             TimeRemainingColumn,
         )
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
+        console = Console(stderr=True)
+        room = max(LEAST_NAME, console.width - REST_OF_LINE)  # counts and times are never cut
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn(
+                "{task.description}", table_column=Column(no_wrap=True, max_width=room, overflow="ellipsis")
+            ),
             BarColumn(),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             TextColumn(self.unit),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
         )
-        self._bar = Bar(
-            *columns, console=Console(stderr=True), transient=True, speed_estimate_period=WINDOW_S
-        )
+        self._bar = Bar(*columns, console=console, transient=True, speed_estimate_period=WINDOW_S)
         self._task = self._bar.add_task("starting", total=self.total, completed=self.done)
         self._bar.start()

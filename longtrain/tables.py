@@ -53,7 +53,7 @@ def without_empty(
 
 
 def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table; nothing of it is cut.
+    """Print a table; nothing of it is cut, and what a terminal would obey is escaped.
 
     On a terminal that is too narrow the columns come in several blocks, each with the first column. A file
     has them all in one.
@@ -61,12 +61,14 @@ def show(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | N
     from rich.console import Console
     from rich.table import Table
 
+    header, rows = [printable(cell) for cell in header], [[printable(cell) for cell in row] for row in rows]
     console = Console(highlight=False, markup=False)
     widths = [2 + max(map(len, map(str, column))) for column in zip(header, *rows, strict=True)]
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=max(80, sum(widths)))
     for place, block in enumerate(blocks(widths, console.width)):
-        table = Table(box=None, header_style="bold", title=None if place else title, title_justify="left")
+        name = None if place or title is None else printable(title)
+        table = Table(box=None, header_style="bold", title=name, title_justify="left")
         for at in block:
             table.add_column(header[at], no_wrap=True)
         for row in rows:
@@ -115,12 +117,17 @@ def blocks(widths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def say(*lines: str) -> None:
-    """Print lines on the terminal as they are, wrapped by the terminal alone."""
+    """Print lines on the terminal, wrapped by it alone; of what it would obey, only new lines stay."""
     from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for line in lines:
-        console.print(line)
+        console.print("\n".join(map(printable, line.split("\n"))))
+
+
+def printable(text: Any) -> str:
+    """Text in one line; what a terminal would obey (a file's content may be in it) is shown escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def escaped(text: Any) -> str:

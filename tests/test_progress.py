@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from longtrain import tables
-from longtrain.progress import Pace
+from longtrain.progress import Pace, Progress
 from longtrain.training import callbacks
 from longtrain.training.callbacks import ProgressBar
 
@@ -46,6 +46,19 @@ def test_a_training_line_keeps_its_steps_in_80_columns(monkeypatch: pytest.Monke
     assert "validating 12/64" in stream.getvalue().splitlines()[-1]
     bar.on_train_end(trainer, None)
     assert "4567/123456" in shown[-1] and "validating" in shown[-1] and "figure" in shown[-1]
+
+
+def test_a_long_name_leaves_the_counts_of_a_bar_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    narrow = Console(file=stream, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("rich.console.Console", lambda **_: narrow)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with Progress(12345, 0, "timed prompts") as progress:
+        progress.advance("speed of tiny_longspec tree 4-8-8-8 with a policy @ 128k", 1234)
+        progress._bar.refresh()
+        line = stream.getvalue().splitlines()[-1]
+    assert "1234/12345 timed prompts 0:00:0" in line and "speed of tiny_longspec" in line
+    assert "left -:--:--" in line or "left 0:0" in line
 
 
 def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,12 @@ def test_config_prints_what_is_resolved(run: Run) -> None:
         (["job=[train,eval]"], "no artifact was exported under name=quickstart"),
         (["job=[train,generate]"], "generate needs one prompt"),
         (["init=nothing"], "no artifact 'nothing'"),
+        (["target.dtype=half"], "target.dtype=half; allowed: auto, float64, float32, bfloat16, float16"),
+        (["target.device=cudaa"], "target.device=cudaa; allowed: auto, cpu, cuda, cuda:0, ..."),
+        (["target.device=cuda:1"], "trainer.accelerator=cpu and trainer.devices say; leave it out"),
+        (["target.fused=maybe"], "target.fused=maybe; allowed: auto, true, false"),
+        (["trainer.precision=foo"], "trainer.precision=foo; allowed: auto, bf16-mixed, 32-true"),
+        (["trainer.accelerator=tpu"], "trainer.accelerator=tpu; allowed: auto, cpu, cuda, gpu"),
     ],
 )
 def test_all_jobs_are_checked_before_the_first_begins(
@@ -203,7 +209,7 @@ def test_what_is_missing_names_a_command_that_serves(run: Run) -> None:
     assert again.returncode == 0, again.stderr
     assert again.stderr == (
         "dry run of train, export: no fault in what is checked before work begins; "
-        "memory and the rows of data are checked later\n"
+        "GPUs, memory and the rows of data are checked later\n"
     )
 
 
@@ -263,19 +269,35 @@ def test_what_a_later_job_checks_is_checked_before_the_first(
     monkeypatch.setattr(sys.modules["tests_fake_bench"], "check", staticmethod(refuse), raising=False)
     words = ["target=tiny", "method=longspec", "data=excerpt", "quiet=true"]
     assert "not with this suite" in run("job=train,bench", *words).stderr and not done
-    fake(monkeypatch, prepare=lambda cfg: None, train=lambda cfg: done.append("train"))
-    monkeypatch.setattr(sys.modules["tests_fake_train"], "check", staticmethod(refuse), raising=False)
-    assert run("job=prepare,train", *words).returncode == 0 and done == [
-        "train"
-    ]  # prepare may fetch the target
 
 
+def test_a_machine_without_a_gpu_is_told_before_work_and_a_target_may_be_fetched(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    done: list[str] = []
+    fake(monkeypatch, prepare=lambda cfg: done.append("prepare"))
+    monkeypatch.setattr("longtrain.jobs.train.run", lambda cfg: done.append("train"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["target.path=no/such", "method=longspec", "data=excerpt", "trainer=one_gpu"]
+    said = run("job=[prepare,train]", *words).stderr
+    assert "trainer.accelerator=cuda, and torch sees no CUDA device here" in said and not done
+    assert len(said.splitlines()) == 1
+    assert "no such model" not in run("job=[prepare,train]", *words, "trainer=cpu", "quiet=true").stderr
+    assert done == ["prepare", "train"]
+
+
+@pytest.mark.parametrize("raised", ["itself", "as another error"])
 @pytest.mark.parametrize("job", ["train", "eval"])
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(
-    job: str, monkeypatch: pytest.MonkeyPatch, run: Run
+    job: str, raised: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def interrupted(cfg: object) -> None:
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            if raised == "itself":
+                raise
+            raise RuntimeError("Error calling __set_name__ on 'Field'") from None  # as an import may end
 
     fake(monkeypatch, **{job: interrupted})
     done = run(job, "+recipe=quickstart", "artifact=null", "quiet=true")
@@ -426,3 +448,7 @@ def test_method_keys_beside_an_artifact_are_its_own(
     done = run("generate", *words, "method.window=32")
     assert done.returncode == 1
     assert "method.window=32 is typed, and artifact it was exported with 64; leave it out" in done.stderr
+    shipped = ["target=tiny", "method=longspec", "artifact=tiny_longspec", "quiet=true", "method.window=77"]
+    assert "and artifact tiny_longspec was exported with" in run("generate", *shipped).stderr
+    (folder / "longtrain.json").write_text("[" * 100_000)  # whoever loads it says so
+    assert run("generate", *words, "method.window=32").returncode == 0

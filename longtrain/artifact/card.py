@@ -309,7 +309,7 @@ def _training(provenance: Json) -> str:
 def sources_of(provenance: Json) -> list[Json]:
     """The data's sources, as a list of mappings, whatever the depth they were recorded at."""
     data = provenance.get("data") or {}
-    found = data.get("sources", data) if isinstance(data, Mapping) else data
+    found = data.get("sources", data)
     if isinstance(found, Mapping):
         found = [
             {"name": key, **(value if isinstance(value, Mapping) else {})} for key, value in found.items()

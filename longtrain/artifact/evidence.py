@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,10 @@ class Curve:
 
     steps: list[int]
     values: list[float]
+
+    def __post_init__(self) -> None:
+        if not len(self.steps) == len(self.values) > 0 or not all(map(math.isfinite, self.values)):
+            raise ValueError("a curve has a value, which is a number, at each of its steps")
 
     def thinned(self) -> Curve:
         """At most `MOST_POINTS` points, evenly chosen, the last one among them."""
@@ -65,6 +70,10 @@ class Measurement:
     rows: list[list[str]]
     pictures: list[str] = field(default_factory=list)
     machine: str = ""
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.header) for row in self.rows):
+            raise ValueError("a table has a cell in each row for each of its headings")
 
 
 @dataclass(frozen=True)

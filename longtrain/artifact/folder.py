@@ -35,7 +35,6 @@ from longtrain.artifact.stored import (
     KINDS,
     LAWS,
     LOCAL,
-    MANIFEST,
     SCHEMA,
     check_copies,
     compare_names,
@@ -46,6 +45,7 @@ from longtrain.artifact.stored import (
     read_tensors,
     refuse_not_finite,
 )
+from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.files import as_json, replaced_folder, write_files
 from longtrain.provenance import without_folders

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from longtrain import methods
 from longtrain.artifact.hub import download, endpoint
-from longtrain.assets import bundled_artifacts
+from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.errors import ArtifactError
 from longtrain.files import settle
 from longtrain.methods.spec import Imported, MethodSpec
 
-MANIFEST = "longtrain.json"
 HUB = "hub:"
 
 

@@ -14,7 +14,8 @@ from longtrain.artifact.card import ROLES, sources_of
 from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.artifact.folder import READ, Artifact
 from longtrain.artifact.found import HUB, find, imported, reader_of
-from longtrain.artifact.stored import LAWS, MANIFEST, read_manifest, refuse_not_finite
+from longtrain.artifact.stored import LAWS, read_manifest, refuse_not_finite
+from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.provenance import commit_of, typed_command
 from longtrain.targets.info import TargetInfo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,41 @@ from longtrain.artifact.golden import LOOSE, Golden
 from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_rows import RowGolden
 from longtrain.artifact.golden_scores import ScoreGolden
+from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json
+from longtrain.settings import from_file
 
 SCHEMA = 1
-MANIFEST = "longtrain.json"
 LOCAL = "local.json"
 GOLDEN = "golden.safetensors"
 LAWS = "laws"
 KINDS: dict[str, type[Golden]] = {LAWS: DraftGolden, "scores": ScoreGolden, "rows": RowGolden}
 """Golden outputs of a draft, an evictor and a selector, by the manifest's name; it leaves out a draft's."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What is read of a stage of the data."""
+
+    doc_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What is read of the data that a module was trained on."""
+
+    sources: list[Any] | dict[str, Any] | None = None
+    stages: list[_Stage] | None = None
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    """What is read of where a module comes from; other keys may hold anything."""
+
+    argv: list[str] | None = None
+    git: dict[str, Any] | None = None
+    data: _Data | None = None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -49,6 +75,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         wrong.append("golden")
     if wrong:
         raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
+    try:
+        from_file(_Provenance, manifest["provenance"])
+    except ValueError as error:
+        raise ArtifactError(f"{path} has a wrong provenance.{error}; export it again") from None
     for key in ("config", "target"):
         if absurd := impossible_number(manifest[key], key):
             raise ArtifactError(f"{path} has {absurd}; export it again")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -19,7 +19,7 @@ from longtrain.costs.model import Sizes
 from longtrain.errors import ConfigError
 from longtrain.files import read_json
 from longtrain.jobs.features import settings_of
-from longtrain.jobs.setup import plain
+from longtrain.jobs.setup import plain, target_key
 from longtrain.settings import AUTO, Count, convert
 from longtrain.settings import read as typed
 from longtrain.targets.at_hand import folder_of
@@ -167,7 +167,7 @@ def layout_of(cfg: DictConfig, *, devices: int, nodes: int) -> Spread:
     strategy = plain(words.get("strategy"))
     check_strategy(cfg)
     zero = _zero(strategy) if strategies.is_deepspeed(strategy) else {}
-    shard = convert(cfg.target.get("shard"), Literal["fsdp2"] | None, "target.shard") if cfg.target else None
+    shard = target_key(cfg, "shard")
     if shard is not None and devices == 1 and settings_of(cfg).mode != "offline":  # which loads no layers
         raise ConfigError(
             "target.shard=fsdp2 splits the target over the GPUs of a machine, and trainer.devices is 1; pass "

@@ -23,7 +23,7 @@ from longtrain.jobs import outline
 from longtrain.jobs.outline import devices_of
 from longtrain.jobs.preflight_needs import Needs, Room, needs_of, room_here
 from longtrain.jobs.preflight_ranks import GO, STOP, Meeting, Rank, start_others
-from longtrain.jobs.setup import plain, target_overrides
+from longtrain.jobs.setup import plain, target_key, target_overrides
 from longtrain.settings import Count, Positive, convert
 from longtrain.tables import say
 
@@ -187,8 +187,7 @@ def _files_here(cfg: DictConfig) -> str:
 
     spec = methods.get(str(cfg.method.name))
     if spec.export is None:
-        stored = str(cfg.target.get("weights") or "stored") == "stored"
-        folder_at_hand(str(cfg.target.path), weights=stored)
+        folder_at_hand(str(cfg.target.path), weights=target_key(cfg, "weights") == "stored")
         check_filled(settings_of(cfg))
     if spec.data is not None:
         return "its own"

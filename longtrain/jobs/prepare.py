@@ -98,7 +98,6 @@ def ensure_prepared(
         context_tokens=context_tokens,
         generate=generate,
         author=author,
-        progress=not bool(cfg.get("quiet")),
     )
 
 
@@ -153,7 +152,6 @@ def _write_part(cfg: DictConfig, config: DataConfig, target: Target, part: Part)
         generate=_writer(config, target),
         author=_author(target),
         context_tokens=target.info.max_positions,
-        progress=not bool(cfg.get("quiet")),
     )
 
 

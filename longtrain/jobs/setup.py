@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.settings import AUTO, Count, convert, one_of, wrong
+from longtrain.settings import AUTO, Count, Words, convert, fulfils, one_of, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,13 +26,37 @@ NO_TARGET = (
     "longtrain train --help lists the names"
 )
 
+Device = Annotated[
+    str, fulfils(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch), Words("auto, cpu, cuda, cuda:0, ...")
+]
+TARGET_KEYS: dict[str, tuple[Any, Any]] = {
+    "dtype": (one_of([AUTO, "float64", "float32", "bfloat16", "float16"]), AUTO),
+    "device": (Device, AUTO),
+    "weights": (Literal["stored", "random"], "stored"),
+    "shard": (Literal["fsdp2"] | None, None),
+    "fused": (Literal["auto", True, False], AUTO),
+    "max_positions": (Count | None, None),
+    "chat_template": (str | None, None),
+}
+"""Key of the group `target` that is read one by one -> what it may be, and what it is where it is missing."""
+
+
+def target_key(cfg: DictConfig, key: str) -> Any:
+    """A key of `TARGET_KEYS`, checked.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+    kind, usual = TARGET_KEYS[key]
+    return convert((cfg.target or {}).get(key, usual), kind, f"target.{key}")
+
 
 def device_of(cfg: DictConfig) -> str:
     """`target.device`, with `auto` settled: CUDA where there is one, else the CPU."""
     import torch
 
-    device = str(cfg.target.device) if cfg.target else "auto"
-    if device != "auto":
+    device = str(target_key(cfg, "device"))
+    if device != AUTO:
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,28 +81,25 @@ def load_target_from(
         layers: False: without its decoder layers, see `load_target`.
 
     Raises:
-        ConfigError: neither `target.path` nor `path` names a target, or `target.fused` is not allowed.
+        ConfigError: neither `target.path` nor `path` names a target, or a key of `target` is not allowed.
     """
     from longtrain.targets.loading import load_target
 
     where = (cfg.target and cfg.target.path) or path
     if not where:
         raise ConfigError(NO_TARGET)
-    dtype = str(cfg.target.dtype) if cfg.target else "auto"
-    weights, shard = ((cfg.target or {}).get(key) for key in ("weights", "shard"))
-    shard = convert(shard, Literal["fsdp2"] | None, "target.shard")
+    shard = target_key(cfg, "shard")
     target = load_target(
         str(where),
-        dtype=dtype,
+        dtype=target_key(cfg, "dtype"),
         device=device or device_of(cfg),
-        weights=convert(weights or "stored", Literal["stored", "random"], "target.weights"),
+        weights=target_key(cfg, "weights"),
         seed=convert(cfg.seed, int, "seed"),
         shard=shard if training else None,
         layers=layers,
         **target_overrides(cfg),
     )
-    wanted = cfg.target.get("fused", AUTO) if cfg.target else AUTO
-    wanted = convert(wanted, Literal["auto", True, False], "target.fused")
+    wanted = target_key(cfg, "fused")
     usual = target.device.type == "cuda" and target.shards is None
     fused = usual if wanted == AUTO else wanted
     return target.fuse() if fuse and fused else target
@@ -89,9 +111,7 @@ def target_overrides(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: `target.max_positions` is no count.
     """
-    most, template = ((cfg.target or {}).get(key) for key in ("max_positions", "chat_template"))
-    most = convert(most, Count | None, "target.max_positions")
-    return {"max_positions": most, "chat_template": None if template is None else str(template)}
+    return {key: target_key(cfg, key) for key in ("max_positions", "chat_template")}
 
 
 def shape_from(cfg: DictConfig, widths: Sequence[int] | None = None) -> TreeShape:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
-from longtrain.jobs.setup import NO_TARGET, load_artifact, load_tensors, plain
+from longtrain.jobs.setup import NO_TARGET, load_artifact, load_tensors, plain, target_key
 from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -118,30 +118,41 @@ def run(cfg: DictConfig) -> None:
     finally:
         kept.close()
     ranks.leave(trainer)
-    log.info(
-        "trained steps=%d tokens=%d loss=%s val_loss=%s tokens_per_s=%s folder=%s",
-        summary["steps"],
-        summary["tokens"],
-        summary["final_loss"],
-        summary["final"].get("val/loss"),
-        summary["tokens_per_s"],
-        folder,
-    )
+    log.info("trained %s folder=%s", _outcome(summary), folder)
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    """What a run came to, in one line; a loss that nobody measured is left out."""
+    losses = {"loss": summary["final_loss"], "val_loss": summary["final"].get("val/loss")}
+    said = "".join(f" {key}={value:.4f}" for key, value in losses.items() if value is not None)
+    counted = f"steps={summary['steps']} tokens={summary['tokens']}"
+    return f"{counted}{said} tokens_per_s={summary['tokens_per_s']:.0f}"
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse wrong settings and a target that is not on this machine; loads nothing.
+    """Refuse wrong settings and what this machine lacks; loads nothing.
+
+    A dry run, which may be done where a job is sent from, asks for the target, and not for a GPU; a run asks
+    for the GPU, and not for the target, which a job before it may fetch.
 
     Raises:
-        ConfigError: a setting is wrong, there is nothing to train, or the target is not here.
+        ConfigError: a setting is wrong, there is nothing to train, or the target or a GPU is not here.
         ArtifactError: a file of the target is missing.
     """
-    spec, config, *_ = _settings(cfg)
+    import torch
+
+    spec, config, _, loop, _ = _settings(cfg)
+    if not cfg.dry_run:
+        if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+            raise ConfigError(
+                f"trainer.accelerator={loop.accelerator}, and torch sees no CUDA device here; with a target "
+                "that is small enough for a CPU pass trainer=cpu"
+            )
+        return
     if spec.export is None:
         if not (cfg.target and cfg.target.path):
             raise ConfigError(NO_TARGET)
-        stored = str(cfg.target.get("weights") or "stored") == "stored"
-        folder_at_hand(str(cfg.target.path), weights=stored)
+        folder_at_hand(str(cfg.target.path), weights=target_key(cfg, "weights") == "stored")
         outline.trained_weights(spec, config, outline.target_shape(cfg)[0])  # refuses what cannot be built
 
 

@@ -52,8 +52,8 @@ def run(cfg: DictConfig) -> None:
     if cfg.dry_run:
         _only_check(steps)
         return
-    for job, step in steps if first else ():
-        if job not in SHARED:  # those want a target on this machine, which a job before may fetch
+    for job, step in steps:
+        if first or job in SHARED:
             _own_check(job, step)  # before hours of another job, and before anything is printed
     interrupts.as_usual()
     done: list[str] = []
@@ -68,7 +68,9 @@ def run(cfg: DictConfig) -> None:
             importlib.import_module(JOBS[job][0]).run(step)
         except KeyboardInterrupt:
             _interrupted(step, job, done)
-        except Exception:
+        except Exception as error:
+            if interrupts.behind(error):
+                _interrupted(step, job, done)
             if first and done:
                 sys.stderr.write(
                     f"longtrain: {job} failed after {', '.join(done)}, of which all is kept; once the error "
@@ -131,7 +133,7 @@ def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "
-        "memory and the rows of data are checked later\n"
+        "GPUs, memory and the rows of data are checked later\n"
     )
 
 

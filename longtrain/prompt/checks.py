@@ -5,7 +5,6 @@ Nothing that is right loads torch here, so that a mistake is told within a secon
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
-from longtrain.assets import bundled_artifacts
+from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.data.config import DataConfig
 from longtrain.errors import ArtifactError, ConfigError
+from longtrain.files import read_json
 from longtrain.jobs.features import settings_of as features_of
-from longtrain.jobs.setup import NO_TARGET, artifact_names, plain
+from longtrain.jobs.setup import NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
 from longtrain.prompt import suite_checks
 from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-MANIFEST = "longtrain.json"
-"""The file that every artifact and every checkpoint has."""
 WRITES_NOTHING = ("inspect", "generate", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
@@ -83,6 +81,8 @@ def _common(cfg: DictConfig) -> None:
     for key in ("name", "home", "run_dir"):
         convert(cfg[key], Text, key)
     convert(cfg.quiet, bool, "quiet")
+    for key in TARGET_KEYS:
+        target_key(cfg, key)
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
         remote = where.count("/") == 1 and where[0] not in "./~"
@@ -124,6 +124,12 @@ def _training(cfg: DictConfig) -> None:
     optim = read(Optim, plain(cfg.optim), "optim")
     loop = read(LoopConfig, plain(cfg.trainer), "trainer")
     strategy.check(loop.strategy, precision=loop.precision, optimizer=optim.name)
+    device = target_key(cfg, "device")
+    if device not in (AUTO, loop.accelerator):
+        raise ConfigError(
+            f"target.device={device}: training puts the target where trainer.accelerator={loop.accelerator} "
+            "and trainer.devices say; leave it out, and pass trainer=cpu, or trainer.devices=[1], say"
+        )
     features_of(cfg)
     if cfg.init:
         _there(cfg, str(cfg.init))
@@ -170,16 +176,20 @@ def _decode(cfg: DictConfig) -> None:
 
 def _as_exported(cfg: DictConfig, name: str, words: Sequence[str]) -> None:
     """Refuse typed keys of a method that are not those of its artifact, which keeps its own."""
-    file = _place(cfg, name) / MANIFEST
+    place = _place(cfg, name)
+    file = (place if place.exists() else bundled_artifacts().get(name, place)) / MANIFEST
     keys = [word.partition("=")[0].removeprefix("method.") for word in words if word.startswith("method.")]
     if not keys or cfg.method is None or not file.is_file():
         return
-    manifest = json.loads(file.read_text(encoding="utf-8"))
-    if manifest.get("method") != cfg.method.name:
-        return
     kind = methods.config_class(str(cfg.method.name))
     given: object = read(kind, plain(cfg.method), "method", ignore=("name",))
-    kept: object = read(kind, manifest["config"], "method")
+    try:
+        manifest = read_json(file)
+        if manifest["method"] != cfg.method.name:
+            return
+        kept: object = read(kind, manifest["config"], "method")
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return  # a damaged artifact; whoever loads it says so
     for key in (key.partition(".")[0] for key in keys):
         if getattr(given, key) != getattr(kept, key):
             raise ConfigError(

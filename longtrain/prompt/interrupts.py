@@ -1,4 +1,4 @@
-"""Ctrl-C before a job begins: nothing was done yet, and so the process may end at once."""
+"""Ctrl-C: before a job begins nothing was done, and the process may end at once; later it is an exception."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def as_usual() -> None:
     """From here on Ctrl-C is an exception again: a job begins, which says what it keeps."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def behind(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is what an error comes from: an import that it stops may end in another exception."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _end(number: int, frame: object) -> None:

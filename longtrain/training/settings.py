@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from longtrain.settings import Count, CountOrZero, NotNegative, check
 from longtrain.training import strategy as strategies
+
+Precision = Literal["auto", "bf16-mixed", "32-true", "16-mixed", "bf16-true", "16-true", "64-true"]
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,18 @@ class LoopConfig:
     max_steps: Count | None = None
     rows_per_step: Count | None = None
     accumulate_grad_batches: Count = 1
-    accelerator: str = "auto"
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     devices: Any = 1
     num_nodes: Count = 1
     strategy: Any = "auto"
-    precision: str = "auto"
+    precision: Precision = "auto"
     gradient_clip_val: float | None = 1.0
     val_every: CountOrZero = 0
     log_every: Count = 10
     checkpoint_every_steps: CountOrZero = 0
     checkpoint_every_minutes: NotNegative = 10.0
-    matmul_precision: str = "high"
-    deterministic: Any = False
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    deterministic: Literal[True, False, "warn"] = False
     lightning: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -122,8 +125,6 @@ def test_inspect_tells_what_it_is_and_whether_it_verifies(exported: dict[str, Pa
 def test_job_prints_it_and_fails_where_it_does_not_verify(
     exported: dict[str, Path], tmp_path: Path, run
 ) -> None:
-    import shutil
-
     good, bad = exported["kvzap"], tmp_path / "bad folder, it's"
     done = run("inspect", str(good))
     assert done.returncode == 0 and "\nverifies     yes: sha256 of" in done.stdout and not done.stderr
@@ -139,16 +140,43 @@ def test_job_prints_it_and_fails_where_it_does_not_verify(
 
 
 def test_without_golden_outputs_it_does_not_verify(exported: dict[str, Path], tmp_path: Path) -> None:
-    import json
-    import shutil
-
     folder = shutil.copytree(exported["longspec"], tmp_path / "one")
     manifest = json.loads((folder / "longtrain.json").read_text())
     (folder / "longtrain.json").write_text(json.dumps({**manifest, "golden": None}))
     assert "has no golden outputs" in inspect(str(folder)).fault
     assert not inspect(str(folder), unverified=True).fault
-    (folder / EVIDENCE).write_text('{"curves": 3}')
-    assert "evidence.json cannot be read" in inspect(str(folder), unverified=True).fault
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"curves": 3}',
+        '{"curves": {"loss": {"steps": [], "values": []}}}',
+        '{"curves": {"loss": {"steps": [1], "values": [NaN]}}}',
+        '{"curves": {"loss": {"steps": [1, 2], "values": [1.0]}}}',
+        json.dumps({"results": [{**asdict(RESULT), "rows": [["one cell"]]}]}),
+        json.dumps({"results": [{**asdict(RESULT), "suite": ["x" * 9999]}]}),
+    ],
+)
+def test_evidence_that_is_none_is_one_short_line(
+    exported: dict[str, Path], tmp_path: Path, content: str
+) -> None:
+    folder = shutil.copytree(exported["longspec"], tmp_path / "one")
+    (folder / EVIDENCE).write_text(content)
+    fault = inspect(str(folder)).fault
+    assert "evidence.json cannot be read" in fault and len(fault) < len(str(folder)) + 200
+
+
+def test_what_a_terminal_would_obey_is_escaped(exported: dict[str, Path], tmp_path: Path, run) -> None:
+    folder = shutil.copytree(exported["longspec"], tmp_path / "one")
+    manifest = json.loads((folder / "longtrain.json").read_text())
+    manifest["provenance"]["license"] = "\x1b[2Jmit\nverifies  yes: all of it"
+    (folder / "longtrain.json").write_text(json.dumps(manifest))
+    result = {**asdict(RESULT), "title": "\x1b[31mred", "rows": [["\x1b]0;x\x07"] * len(RESULT.header)]}
+    (folder / EVIDENCE).write_text(json.dumps({"results": [result]}))
+    said = run("inspect", str(folder)).stdout
+    assert "\x1b" not in said and "\x07" not in said and said.count("\nverifies") == 1
+    assert "\\x1b[2Jmit\\nverifies" in said and "\\x1b[31mred" in said
 
 
 def test_a_target_is_inspected_too() -> None:

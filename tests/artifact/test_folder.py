@@ -132,6 +132,11 @@ def test_changed_byte_is_caught(folder):
         ({"config": {"window": -1}}, r"window=-1; allowed"),
         ({"config": None}, "lacks or misspells config"),
         ({"golden": {"dtype": 3}}, "lacks or misspells golden"),
+        ({"provenance": {"argv": 3}}, "has a wrong provenance.argv: "),
+        (
+            {"provenance": {"data": {"stages": [{"doc_tokens": "x"}]}}},
+            "has a wrong provenance.data.stages.0.doc",
+        ),
         (
             {"golden": {"dtype": "float8"}},
             "kind 'laws' and dtype 'float8'; known: laws, scores, rows, in float",

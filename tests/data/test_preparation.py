@@ -53,9 +53,7 @@ def left_in(tmp_path):
 
 
 def run(made, tokenizer, tmp_path, **options):
-    return Prepared.open(
-        prepare(made, tokenizer, home=tmp_path / "home", progress=False, **options), verify=True
-    )
+    return Prepared.open(prepare(made, tokenizer, home=tmp_path / "home", **options), verify=True)
 
 
 def test_text_becomes_tokens_that_read_the_same(tokenizer, texts, tmp_path):
@@ -117,6 +115,22 @@ def test_damaged_data_is_told_of_and_written_anew(tokenizer, texts, tmp_path, ca
     again = run(made, tokenizer, tmp_path)
     assert "mask.npy is damaged" in caplog.text and "nothing to do" not in caplog.text
     assert (again.folder / "mask.npy").read_bytes() == whole
+    (data.folder / "manifest.json").write_text("{")
+    run(made, tokenizer, tmp_path)
+    assert "has no manifest that this version reads" in caplog.text
+
+
+def test_one_rank_of_a_machine_hashes_the_data(tokenizer, texts, tmp_path, caplog, monkeypatch):
+    made = config({"text": str(texts)})
+    mask = run(made, tokenizer, tmp_path).folder / "mask.npy"
+    mask.write_bytes(mask.read_bytes()[:-1] + b"\0")
+    caplog.clear()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    prepare(made, tokenizer, home=tmp_path / "home")
+    assert "damaged" not in caplog.text
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    prepare(made, tokenizer, home=tmp_path / "home")
+    assert "mask.npy is damaged" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def config(*sources, **values):
 
 
 def run(made, tokenizer, tmp_path, **options):
-    folder = prepare(made, tokenizer, home=tmp_path / "home", progress=False, **options)
+    folder = prepare(made, tokenizer, home=tmp_path / "home", **options)
     return Prepared.open(folder, verify=True)
 
 

@@ -21,7 +21,7 @@ def text(tmp_path):
 
 def test_questions_are_written_into_the_other_sources_text(tokenizer, text, tmp_path):
     made = config(text, rows=6, options={"doc_tokens": [3000, 4000], "tasks": ["needles"]})
-    data = Prepared.open(prepare(made, tokenizer, home=tmp_path, progress=False))
+    data = Prepared.open(prepare(made, tokenizer, home=tmp_path))
     assert data.kinds == ["book", "needles"] and len(data.names) == 7
     for doc in range(1, 7):
         ids = data.ids[data.start[doc] : data.start[doc] + data.length[doc]]
@@ -40,4 +40,4 @@ def test_turn_marks_are_those_of_the_template(tokenizer):
 @pytest.mark.parametrize("values", [{}, {"rows": 3, "options": {"colour": "red"}}])
 def test_mistakes_are_named(tokenizer, text, tmp_path, values):
     with pytest.raises(ConfigError, match="rows: COUNT"):
-        prepare(config(text, **values), tokenizer, home=tmp_path, progress=False)
+        prepare(config(text, **values), tokenizer, home=tmp_path)

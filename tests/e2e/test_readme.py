@@ -40,7 +40,6 @@ def commands(text: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.slow
 def test_readmes_commands_run(
     run: Callable[..., CompletedProcess[str]], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

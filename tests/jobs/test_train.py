@@ -156,6 +156,13 @@ def test_an_eagle3_draft_takes_its_vocabulary_from_the_data_and_goes_on_with_it(
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
 
 
+def test_the_last_line_leaves_out_what_was_not_measured():
+    summary = {"steps": 2, "tokens": 2560, "final_loss": 2.74751, "final": {}, "tokens_per_s": 14644.3}
+    assert train._outcome(summary) == "steps=2 tokens=2560 loss=2.7475 tokens_per_s=14644"
+    validated = {**summary, "final": {"val/loss": 3.12159}}
+    assert train._outcome(validated) == "steps=2 tokens=2560 loss=2.7475 val_loss=3.1216 tokens_per_s=14644"
+
+
 def test_changed_settings_are_not_resumed_but_harmless_ones_are(compose):
     train.run(compose())
     with pytest.raises(ConfigError, match=r"optim.lr: 0.0005 -> 0.001"):

@@ -185,7 +185,6 @@ def respond(
     batch: int = 8,
     batch_tokens: int | None = None,
     answer_tokens: int = 0,
-    bar: bool = True,
 ) -> Iterator[list[int] | None]:
     """The target's answer to each prompt, in order; only those not yet in `answers` are generated.
 
@@ -199,7 +198,6 @@ def respond(
         batch_tokens: most tokens of a call, each prompt counted as the longest of them with its answer; a
             longer prompt is answered alone.
         answer_tokens: longest answer.
-        bar: whether a terminal shows a bar.
 
     Raises:
         DataError: `generate` gave another number of answers.
@@ -209,7 +207,7 @@ def respond(
     answers.elsewhere |= {key for key in absent if not answers.mine(key)}
     todo = sorted((prompt for key, prompt in absent.items() if answers.mine(key)), key=len)[::-1]
     groups = list(_groups(todo, batch, batch_tokens, answer_tokens))
-    for group in follow(groups, "answers", total=len(groups), unit="batches", bar=bar):
+    for group in follow(groups, "answers", total=len(groups), unit="batches"):
         responses = generate(group)
         if len(responses) != len(group):
             raise DataError(

@@ -62,7 +62,6 @@ class Tokenise:
         limit: tokens of the longest document; None: there is no limit.
         generate: writes answers, for `answers: target`.
         answers: the answers that are already there.
-        bar: whether a terminal shows a bar.
     """
 
     config: DataConfig
@@ -70,7 +69,6 @@ class Tokenise:
     limit: int | None
     generate: Generate | None
     answers: Answers
-    bar: bool = True
     counts: Counter[str] = field(default_factory=Counter)
     nearest_val: tuple[int, int] | None = None
     texts: dict[str, list[np.ndarray]] | None = None
@@ -265,7 +263,6 @@ class Tokenise:
                 batch=self.config.answer_batch,
                 batch_tokens=self.config.answer_batch_tokens,
                 answer_tokens=self.config.answer_tokens,
-                bar=self.bar,
             )
         for item in items:
             if not isinstance(item, PromptDocument):
@@ -326,7 +323,7 @@ class Tokenise:
         """The stream with its progress shown, unless the answers that the target writes show theirs."""
         if self.config.written_by_target(source):
             return iter(stream)
-        return follow(stream, f"{source.reader} {source.where}", total=source.rows or total, bar=self.bar)
+        return follow(stream, f"{source.reader} {source.where}", total=source.rows or total)
 
     def _synthetic(self, source: SourceConfig) -> Iterator[Made | PromptDocument]:
         """A synthetic source's documents."""

@@ -17,7 +17,7 @@ from longtrain.data.read.sources import Inputs, digest, inputs
 from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock, replaced_folder, settle
-from longtrain.log import get_logger
+from longtrain.log import first_of_machine, get_logger
 
 log = get_logger(__name__)
 
@@ -33,7 +33,6 @@ def prepare(
     context_tokens: int | None = None,
     generate: Generate | None = None,
     author: dict[str, Any] | None = None,
-    progress: bool = True,
 ) -> Path:
     """Prepared data for a config and a tokenizer, made if it is not there or no longer current.
 
@@ -44,7 +43,6 @@ def prepare(
         context_tokens: the target's context: the limit for documents where `max_doc_tokens` is not set.
         generate: writes answers, for `answers: target`.
         author: what written answers depend on besides the prompt (target, sampling).
-        progress: show a bar on a terminal.
 
     Returns:
         The folder; `Prepared.open` reads it.
@@ -58,6 +56,8 @@ def prepare(
     with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
         settle(folder)
         old = read_manifest(folder) or {}
+        if not old and folder.exists():
+            log.warning("%s has no manifest that this version reads; it is made again now", folder)
         sources = _chosen(config)
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
@@ -67,7 +67,7 @@ def prepare(
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
-        job = Tokenise(config, tokenizer, limit, generate, answers, bar=progress)
+        job = Tokenise(config, tokenizer, limit, generate, answers)
         with replaced_folder(folder) as temporary:
             writer = PreparedWriter(temporary, max(len(tokenizer), 1))
             job.write(writer, list(zip(sources, found, strict=True)))
@@ -100,7 +100,6 @@ def answer_part(
     generate: Generate,
     author: dict[str, Any],
     context_tokens: int | None = None,
-    progress: bool = True,
 ) -> int:
     """Write one part of the answers that `prepare` would have the target write; parts may run at once.
 
@@ -112,7 +111,6 @@ def answer_part(
         generate: writes answers.
         author: what written answers depend on besides the prompt.
         context_tokens: the target's context.
-        progress: show a bar on a terminal.
 
     Returns:
         How many answers of other parts are missing still; `prepare` writes the data when none is.
@@ -124,7 +122,7 @@ def answer_part(
     folder = home / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
     path, settings = _written(folder, config, author)
     answers = Answers(path, settings, part=part)
-    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers, bar=progress)
+    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers)
     job.answer([(source, inputs(source)) for source in _chosen(config)])
     return len(answers.elsewhere - set(Answers(path, settings).done))
 
@@ -139,9 +137,12 @@ def _known(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder holds what was written into it; a damaged one is told of, and is made again."""
+    """Whether a folder holds what was written into it; a damaged one is told of, and is made again.
+
+    One rank of a machine compares all bytes with their hashes.
+    """
     try:
-        Prepared.open(folder)
+        Prepared.open(folder, verify=first_of_machine())
     except DataError as error:
         log.warning("%s; it is made again now", str(error).partition("; prepare again")[0])
         return False

@@ -91,7 +91,7 @@ class SpeedTest:
         found = []
         for task, length, some in self._places():
             batches = list(self._batches(task, some))
-            what = task.name if length is None else f"{task.name} @ {length}"
+            what = task.name if task.name == str(length) or length is None else f"{task.name} @ {length}"
             figures = self._figures(batches, what, advance)
             about = {"task": task.name, "length": length, "prompts": len(some), "batch": self.batch}
             found.append({**about, "max_new_tokens": batches[0].request.max_new_tokens, "figures": figures})

@@ -9,12 +9,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from longtrain.errors import ConfigError, DataError
+from longtrain.errors import ConfigError, DataError, first_line
 from longtrain.evaluation.figures.compare import KEYS, RESULTS
 from longtrain.evaluation.harness.ledger import first_difference
 from longtrain.evaluation.reporting.board import board, rows_of
 from longtrain.evaluation.reporting.tables import joined
-from longtrain.files import read_json
+from longtrain.files import as_json, read_json
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.tables import escaped, markdown
 
@@ -236,4 +236,13 @@ def _load(place: Path, label: str) -> Finished:
                 f"{file} cannot be read: {error}; run the suite again: its work is kept"
             ) from None
         found.append(value)
-    return Finished(label, *map(dict, found))
+    one = Finished(label, *map(dict, found))
+    try:
+        made = leaderboard([one])  # whatever the page wants of it is looked at once
+        page_text(made), as_json(made)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise DataError(
+            f"{place} holds other values than eval writes ({type(error).__name__}: {first_line(error)}); "
+            "run the suite again: its work is kept"
+        ) from error
+    return one

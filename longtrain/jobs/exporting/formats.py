@@ -134,7 +134,8 @@ def verify(cfg: DictConfig) -> None:
         ArtifactError: something is wrong with it; the line says what.
         ConfigError: no method reads it.
     """
-    from longtrain.artifact.found import MANIFEST, reader_of
+    from longtrain.artifact.found import reader_of
+    from longtrain.assets import MANIFEST
 
     folder = Path(str(cfg.verify))
     if not folder.is_dir():

@@ -25,9 +25,10 @@ def run(cfg: DictConfig) -> None:
         found = inspect(name, home=str(cfg.home), trained_by=cfg.trained_by, unverified=unverified)
         wide = max(map(len, found.facts))
         verdict = {**found.facts, "verifies": f"{'NO' if found.fault else 'yes'}: {found.facts['verifies']}"}
-        tables.say(*(f"{key:<{wide}}  {text}" for key, text in verdict.items()))
+        tables.say(*(f"{key:<{wide}}  {tables.printable(text)}" for key, text in verdict.items()))
         for one in found.results:
-            tables.say(f"\n{one.title} (suite={one.suite}, {one.target} in {one.dtype}, {one.protocol})")
+            title = f"{one.title} (suite={one.suite}, {one.target} in {one.dtype}, {one.protocol})"
+            tables.say(f"\n{tables.printable(title)}")
             tables.show(one.header, one.rows)
         if found.fault:
             faults.append(f"{name} does not verify: {found.fault}")

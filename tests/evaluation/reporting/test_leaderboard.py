@@ -89,6 +89,15 @@ def test_what_is_no_evaluation(write, tmp_path, run):
     (broken / "eval" / "longbench" / "results.json").write_text("{}")
     with pytest.raises(DataError, match=r"results\.json cannot be read: it lacks suite; run the suite again"):
         load([broken])
+    for file, key, value in (
+        ("results", "notes", None),
+        ("results", "suite", float("nan")),
+        ("provenance", "git", 3),
+    ):
+        path = provenance(write(f"odd_{key}")) / "eval" / "longbench" / f"{file}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+        with pytest.raises(DataError, match=r"longbench holds other values than eval writes \("):
+            load([path.parent])
     for words, says in (((), "nothing to list; pass runs"), (("nowhere",), "there is no run nowhere")):
         done = run("leaderboard", *words)
         assert done.returncode == 1 and says in done.stderr and len(done.stderr.splitlines()) == 1
