@@ -136,8 +136,10 @@ class _Linears(torch.autograd.Function):
         if a is not None:
             d_low = torch.mm(d_out, b)
             d_x.addmm_(d_low, a)
-            uses, place = ctx.note
-            uses.append(Use(place, x, low, d_out, d_low))
+            if any(ctx.needs_input_grad[2:4]):
+                uses, place = ctx.note
+                # detached: x leads back to nodes that hold this list, and then nothing would ever be freed
+                uses.append(Use(place, x.detach(), low, d_out, d_low))
         return (d_x, d_out if ctx.residual else None, *[None] * (4 + len(weights)))
 
 

@@ -38,11 +38,11 @@ CASES = {
         {"G": 1, "H": 4, "T": 4, "blocks": (3,)},
         T(tiles=2, warps=2),
     ),
-    "eight bits, two parts": (
+    "eight bits, two parts, 21 rows": (
         8,
         Split.FLOOR,
         "tree",
-        {"G": 1, "H": 4, "T": 7, "blocks": (3,), "recent": (200,)},
+        {"G": 1, "H": 3, "T": 7, "blocks": (3,), "recent": (200,)},
         T(tiles=2, parts=2, warps=4),
     ),
     "two parts of eight warps": (

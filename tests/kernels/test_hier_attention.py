@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 from attention_cases import distance, hier_case, mask_named
@@ -5,7 +7,7 @@ from attention_cases import distance, hier_case, mask_named
 from longtrain.errors import ConfigError, DataError
 from longtrain.kernels.hierarchical import reference
 from longtrain.kernels.hierarchical.attention import hier_attention
-from longtrain.kernels.hierarchical.layout import Split
+from longtrain.kernels.hierarchical.layout import Lens, Split
 from longtrain.kernels.hierarchical.reference import dequantise
 from longtrain.kernels.tree_attention import CAUSAL, tree_bits
 
@@ -57,12 +59,31 @@ def test_a_tile_that_cannot_be_served_is_refused():
         q, planes, ring, lens = hier_case(split=Split.FLOOR, D=D, H=H, T=2, dtype=torch.bfloat16)
         with pytest.raises(ConfigError, match=rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"):
             launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, fragments.FragmentTile(tiles=2))
+    for wrong in ({"tiles": 1, "parts": 2}, {"tiles": 2, "parts": 2, "warps": 2}):
+        with pytest.raises(ConfigError, match=r"parts=2.*; allowed: two tiles where there are two parts"):
+            fragments.FragmentTile(**wrong)
+
+
+def test_tiles_for_any_number_of_rows_split_the_keys_alike():
+    """Else a row's bits depend on how many there are: splits, and the blocks that a warp takes in turn."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from longtrain.kernels.hierarchical import fragments_launch as fragments
+
+    for bits, group, programs in product((4, 8), range(1, 9), (1, 8, 16, 64)):
+        counts = [M for M in range(group, 65, group) if fragments.takes(M, bits, group, 128, torch.bfloat16)]
+        tiles = [fragments.tile_for(M, bits, group, programs) for M in counts]
+        assert len({(one.warps // one.parts, one.recent, one.resident) for one in tiles}) <= 1
+        assert all(one.rows >= M for M, one in zip(counts, tiles, strict=True))
+        if bits == 8 and group <= 4:
+            assert counts[-1] >= 8 * group
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_only_tiles_that_run_are_offered(bits):
+    """Each once, and not the chosen one, which is timed anyway."""
     pytest.importorskip("triton", reason="the kernels need triton")
     from longtrain.kernels.hierarchical import attention_launch as launch
+    from longtrain.kernels.hierarchical import fragments_launch as fragments
 
     bf16 = torch.bfloat16
     for group, rows, D, dtype, few in (
@@ -79,6 +100,8 @@ def test_only_tiles_that_run_are_offered(bits):
         found = launch.candidates(rows, bits, group, D, dtype)
         assert any(not isinstance(tile, launch.BlockTile) for tile in found) is few
         assert len(set(found)) == len(found) >= 4
+        if few:
+            assert fragments.tile_for(rows, bits, group, 1) not in found
         assert all(rows <= tile.rows for tile in found if not isinstance(tile, launch.BlockTile))
 
 
@@ -125,7 +148,7 @@ def test_kernels_on_a_gpu(case, split, bits, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 8, 8)])
+@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 6, 8), (8, 8, 8)])
 def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
     q, planes, ring, lens = hier_case(
         split=Split.FLOOR,
@@ -138,13 +161,16 @@ def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
         device="cuda",
     )
     how = {"bits": bits, "scale": 128**-0.5}
+    ring.k.nan_to_num_()
+    ring.v.nan_to_num_()
+    alone = [
+        hier_attention(q[:, :, t : t + 1], planes, ring, Lens(lens.len_B + t, lens.blocks_B), CAUSAL, **how)
+        for t in range(most)
+    ]
     for T in range(1, most + 1):
-        ring.k.nan_to_num_()
-        ring.v.nan_to_num_()
         out, lse = hier_attention(q[:, :, :T], planes, ring, lens, CAUSAL, **how)
-        if T == 1:
-            alone, alone_lse = out, lse
-        assert torch.equal(out[:, :, 0], alone[:, :, 0]) and torch.equal(lse[..., 0], alone_lse[..., 0])
+        for t, (one, one_lse) in enumerate(alone[:T]):
+            assert torch.equal(out[:, :, t], one[:, :, 0]) and torch.equal(lse[..., t], one_lse[..., 0])
 
 
 @pytest.mark.gpu

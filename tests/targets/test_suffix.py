@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -219,6 +222,22 @@ def test_gradients_of_layers_in_one_stack_are_those_of_each_alone(monkeypatch):
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_backward_that_leaves_lora_out_keeps_nothing(trained):
+    """What it notes for the gradients of LoRA goes with the graph: nobody asks for them."""
+    target = random_target("llama_micro", seed=3)
+    _, cache, _ = prompts(target)
+    adapters = lora(target)
+    for one in adapters:
+        one.a_LRE.requires_grad_(trained)
+    embeds = torch.randn(len(LENGTHS) * M, target.info.hidden_size, requires_grad=True)
+    (grad,) = torch.autograd.grad(sum(s.square().sum() for s in run(target, cache, embeds, adapters)), embeds)
+    left = weakref.ref(embeds)
+    del embeds
+    gc.collect()
+    assert grad.any() and left() is None
 
 
 def test_rows_in_another_dtype_than_the_weights():

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import LOG2E, chaining, compiles_for, cores, launched_on, partial_results
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_merge_kernel as merge
@@ -37,14 +38,17 @@ class FragmentTile:
 
     Args:
         tiles: how many tiles of 8 packed rows a warp has: 1 or 2.
-        warps: warps of a program; two for each part share a block.
-        parts: how many times 16 packed rows are shared out to warps: 1, or 2 with two tiles.
+        warps: warps of a program; two for each part take a block together.
+        parts: how many warps share half a block, each with 16 packed rows of its own: 1, or 2 with two tiles.
         stages: stages of the pipeline that brings blocks.
         resident: programs that run on one multiprocessor at a time.
         recent: slots of a tile of the ring, a divisor of 128.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
         chunk: numbers of a merging program, a power of two up to 1024.
         merge_warps: warps of a merging program.
+
+    Raises:
+        ConfigError: two parts with one tile, whose warps would leave 8 of 16 rows out, or too few warps.
     """
 
     tiles: int = 1
@@ -56,6 +60,11 @@ class FragmentTile:
     ahead: int = 2
     chunk: int = 32
     merge_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.tiles < self.parts or self.warps < 2 * self.parts:
+            allowed = "two tiles where there are two parts, two warps for each part"
+            raise refusal(ConfigError, f"{self}", allowed)
 
     @property
     def rows(self) -> int:
@@ -77,7 +86,10 @@ WIDE_TILES = (
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
 NARROW_GROUP, WIDE_GROUP = 2, 4
-"""At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`: 8 rows have the sums of one."""
+"""At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`.
+
+Tiles for a larger group would not hold 8 new rows, and a row must come out alone as it does among 8.
+"""
 
 SERVED = (
     f"head dim {HEAD_DIM}, up to 16 packed rows, or 32 with 3 or {WIDE_GROUP} query heads a KV head at 8 "
@@ -179,15 +191,12 @@ def _tiles(bits: int, group: int) -> tuple[FragmentTile, ...]:
 def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, bits, group, 1)
-    wide = first.parts == 2
-    return (
-        replace(first, stages=2 if wide else 4, resident=2),
-        replace(first, warps=4 if wide else 2, stages=3 if wide else 4, resident=2 if wide else 4),
-        replace(first, warps=8 if wide else 2, stages=3, resident=1 if wide else 3),
-        replace(first, ahead=0),
-        replace(first, ahead=8),
-        replace(first, chunk=64),
-    )
+    sizes = ((4, first.warps, 2), (4, 2, 4), (3, 2, 3))
+    if first.parts == 2:
+        sizes = ((2, 4, 2), (3, 4, 2), (3, 8, 1))
+    found = [replace(first, stages=n, warps=warps, resident=most) for n, warps, most in sizes]
+    found += [replace(first, ahead=0), replace(first, ahead=8), replace(first, chunk=64)]
+    return tuple(tile for tile in found if tile != first)
 
 
 def rings_for(blocks: int) -> int:
