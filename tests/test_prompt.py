@@ -319,6 +319,7 @@ def test_ctrl_c_before_a_job_begins(monkeypatch: pytest.MonkeyPatch, run: Run) -
 def test_ctrl_c_that_a_library_would_turn_into_another_error(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom longtrain import cli\nsys.argv = ['longtrain', 'train']\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored behind a shell's &\n"
         "def mount(words):\n"
         "    try: os.kill(os.getpid(), signal.SIGINT)\n"
         "    except BaseException: raise AttributeError('no such attribute') from None\n"

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Binary:
         stack_bytes: of a thread; spilled registers lie there.
         shared_bytes: of a program.
         instructions: machine instructions in order, without operands (`HMMA.16816.F32`).
+        operands: of each of them, the result first.
         loops: of each backward branch, its first and last instruction's positions.
         ttgir: triton's own form of the kernel, with the layout of every tensor.
     """
@@ -45,6 +47,7 @@ class Binary:
     stack_bytes: int
     shared_bytes: int
     instructions: tuple[str, ...]
+    operands: tuple[tuple[str, ...], ...]
     loops: tuple[tuple[int, int], ...]
     ttgir: str
 
@@ -109,10 +112,45 @@ def compile_kernel(
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing of registers: {usage!r}")
-    instructions, loops = _read(text)
-    return Binary(
-        int(found[1]), int(found[2]), int(built.metadata.shared), instructions, loops, built.asm["ttgir"]
-    )
+    instructions, operands, loops = _read(text)
+    sizes = int(found[1]), int(found[2]), int(built.metadata.shared)
+    return Binary(*sizes, instructions, operands, loops, built.asm["ttgir"])
+
+
+def roundings(built: Binary, within: tuple[int, int]) -> Counter[str]:
+    """How often a loop has each form of fp32 product that is added to something without being rounded before.
+
+    A form is of which sums and products the operands are made in turn. Names of registers do not count, nor
+    which factor or summand comes first; what is loaded, chosen or exchanged is taken as it is. Parts of a
+    kernel that compute the same for other rows must have the same forms: where one rounds a product before
+    it is added and the other does not, their last bits differ.
+    """
+    forms: dict[str, str] = {}
+    found: Counter[str] = Counter()
+
+    def form(word: str) -> str:
+        name = word.strip("-|").removesuffix(".reuse").strip("|")
+        return ("-" if word.startswith("-") else "") + forms.get(name, "")
+
+    first, last = within
+    for name, (to, *of) in zip(
+        built.instructions[first : last + 1], built.operands[first : last + 1], strict=True
+    ):
+        kind = name.split(".")[0]
+        if kind in ("FADD", "FMUL", "FFMA"):
+            parts = [form(word) for word in of]
+            forms[to] = sha1(repr((kind, sorted(parts[:2]), parts[2:])).encode()).hexdigest()[:12]
+            found[forms[to]] += kind == "FFMA"
+        elif kind == "FMNMX":  # exact, whatever comes first
+            forms[to] = "most"
+        elif kind == "MUFU":
+            forms[to] = sha1((name + form(of[0])).encode()).hexdigest()[:12]
+        elif kind == "MOV" or name.startswith("IMAD.MOV"):
+            forms[to] = form(of[-1])
+        elif to[:1] == "R" and to[1:].isdigit():  # a wide load or a product of matrices fills four
+            for i in range(4 if kind in ("HMMA", "LDS", "LDG") else 1):
+                forms.pop(f"R{int(to[1:]) + i}", None)
+    return +found
 
 
 def _tool(name: str, *arguments: object) -> str:
@@ -121,9 +159,12 @@ def _tool(name: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _read(text: str) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """Names of all instructions of a disassembly, and the loops."""
+def _read(
+    text: str,
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[tuple[int, int], ...]]:
+    """Names and operands of all instructions of a disassembly, and the loops."""
     names: list[str] = []
+    operands: list[tuple[str, ...]] = []
     labels: dict[str, int] = {}
     branches: list[tuple[int, str]] = []
     for line in text.splitlines():
@@ -133,5 +174,6 @@ def _read(text: str) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
             if found[1].startswith("BRA") and (target := _TARGET.search(found[2])):
                 branches.append((len(names), target[1]))
             names.append(found[1])
+            operands.append(tuple(found[2].strip().split(", ")))
     loops = tuple((labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at)
-    return tuple(names), loops
+    return tuple(names), tuple(operands), loops

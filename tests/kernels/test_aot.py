@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
-from aot import compile_kernel
+from aot import compile_kernel, roundings
 
 from longtrain.kernels.hierarchical import attention_kernel as hier_attention_triton
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
@@ -161,6 +161,18 @@ def test_hier_attention_of_few_rows(bits, tile, most):
     assert built.count("HMMA", inner) == 64 + 32 * tile.tiles + (16 if bits == 8 else 24)
     codes = 2 * 128 * 128 * (tile.warps // (2 * tile.parts)) / (32 * tile.warps // tile.parts)
     assert (inner[1] - inner[0] + 1) / codes <= most
+
+
+@pytest.mark.parametrize("tiles", [hier_fragments_launch.WIDE_TILES, hier_fragments_launch.TILES[4]], ids=len)
+def test_a_row_is_rounded_alike_in_every_tile(tiles):
+    """What tiles share comes once; all else comes once a tile, in the same forms."""
+    bits = 8 if len(tiles) == 3 else 4
+    builds = [compiled_fragments(tile, bits) for tile in tiles]
+    alone, *others = [roundings(built, built.loop_of("HMMA")) for built in builds]
+    assert sum(alone.values()) > 50
+    for tile, found in zip(tiles[1:], others, strict=True):
+        assert tile.tiles == 2 and set(found) == set(alone)
+        assert all(found[form] in (count, 2 * count) for form, count in alone.items())
 
 
 def test_another_layout_is_seen():

@@ -133,15 +133,17 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
     """A step of the softmax of a tile: weights of the values' codes, and how much older sums shrink.
 
     A row's weights are kept below 2^14 by what their tokens' steps are, which is all that fp16 needs.
+    Products that are added to something are written as one rounding: left to the assembler, it takes two
+    for one tile and one for the other, and a row's last bit depends on which of them it is in.
     """
-    most = _max(logit, THREADS) * norm + tl.log2(_max(v_step, THREADS)) - _LIFT
+    most = tl.fma(_max(logit, THREADS), norm, tl.log2(_max(v_step, THREADS))) - _LIFT
     here = tl.max(most, 1)[:, None]
     new = tl.maximum(top, here)
     base = tl.where(here == float("-inf"), float("inf"), new)
-    weight = tl.exp2(logit * _spread(norm, THREADS) - _spread(base, THREADS))
+    weight = tl.exp2(tl.fma(logit, _spread(norm, THREADS), -_spread(base, THREADS)))
     fade = tl.where(top == new, 1.0, tl.exp2(top - new))
-    total = total * fade + _sum(weight, THREADS)
-    zeros = zeros * fade + _sum(weight * (v_zero + OFFSET * v_step), THREADS)
+    total = tl.fma(total, fade, _sum(weight, THREADS))
+    zeros = tl.fma(zeros, fade, _sum(weight * tl.fma(v_step, OFFSET, v_zero), THREADS))
     return weight * v_step, _spread(fade, THREADS), new, total, zeros
 
 
@@ -169,9 +171,9 @@ def _ring(
         logit = tl.where(seen, logit, float("-inf"))
         new = tl.maximum(top, tl.max(logit, 1) * scale2)
         base = tl.where(new == float("-inf"), 0.0, new)
-        weight = tl.exp2(logit * scale2 - base[:, None])
+        weight = tl.exp2(tl.fma(logit, scale2, -base[:, None]))
         fade = tl.exp2(top - base)
-        total = total * fade + _even_sum(weight, ROWS, RECENT)
+        total = tl.fma(total, fade, _even_sum(weight, ROWS, RECENT))
         out = tl.dot(weight.to(kind), v, out * fade[:, None], input_precision="ieee")
         top = new
     return top, total, out
