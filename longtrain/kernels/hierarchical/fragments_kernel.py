@@ -75,22 +75,13 @@ def _quads(at, offset, keep):
 
 
 @triton.jit
-def _to_parts(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """What one warp of each half of a block has loaded, in all PARTS warps of that half."""
+def _codes(at, offset, keep, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """Words of the halves of blocks, each brought once, in all PARTS warps of a half."""
+    words = _quads(at, offset, keep)
     if PARTS > 1:
         x = tl.reshape(words, (4, HALVES, 1, 128))
         words = tl.reshape(tl.broadcast_to(x, (4, HALVES, PARTS, 128)), (512 * HALVES * PARTS,))
     return words
-
-
-@triton.jit
-def _all_to_parts(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """`_to_parts` of each tensor of a tuple."""
-    if len(words) == 2:
-        return _to_parts(words[0], HALVES, PARTS), _to_parts(words[1], HALVES, PARTS)
-    else:
-        a, b = _to_parts(words[0], HALVES, PARTS), _to_parts(words[1], HALVES, PARTS)
-        return a, b, _to_parts(words[2], HALVES, PARTS), _to_parts(words[3], HALVES, PARTS)
 
 
 @triton.jit
@@ -341,21 +332,30 @@ def attend_kernel(
         for start in tl.range(first, last, PAIRS, num_stages=STAGES):
             keep = tl.max_constancy(start + pair < last, 4)
             at = (row + start).to(tl.int64) * BLOCK
-            keys = _quads(k_words + at, k_in, keep), _quads(k_words + at, k_in + 128, keep)
-            values = _quads(v_words + at, v_in, keep), _quads(v_words + at, v_in + 1024, keep)
+            keys = (
+                _codes(k_words + at, k_in, keep, HALVES, PARTS),
+                _codes(k_words + at, k_in + 128, keep, HALVES, PARTS),
+            )
+            values = (
+                _codes(v_words + at, v_in, keep, HALVES, PARTS),
+                _codes(v_words + at, v_in + 1024, keep, HALVES, PARTS),
+            )
             if BITS == 8:
                 lower = k_lower_ptr.to(tl.pointer_type(tl.int32)) + at
-                keys += (_quads(lower, k_in, keep), _quads(lower, k_in + 128, keep))
+                keys += (
+                    _codes(lower, k_in, keep, HALVES, PARTS),
+                    _codes(lower, k_in + 128, keep, HALVES, PARTS),
+                )
                 lower = v_lower_ptr.to(tl.pointer_type(tl.int32)) + at
-                values += (_quads(lower, v_in, keep), _quads(lower, v_in + 1024, keep))
+                values += (
+                    _codes(lower, v_in, keep, HALVES, PARTS),
+                    _codes(lower, v_in + 1024, keep, HALVES, PARTS),
+                )
             at = (row + start).to(tl.int64) * 64
             keep = start + channel // 64 < last
             step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             zero = tl.load(k_zero_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
-            keys = _all_to_parts(keys, HALVES, PARTS) + (
-                _channels(step, PAIRS, PARTS), _channels(zero, PAIRS, PARTS)
-            )  # fmt: skip
-            values = _all_to_parts(values, HALVES, PARTS)
+            keys += (_channels(step, PAIRS, PARTS), _channels(zero, PAIRS, PARTS))
             v_step, v_zero = v_step_next.to(tl.float32), v_zero_next.to(tl.float32)
             at += PAIRS * 64
             v_step_next = _tokens(v_step_ptr + at * 2, token, start + PAIRS + v_pair, last)
