@@ -78,6 +78,7 @@ def compile_kernel(
     stages: int = 3,
     registers: int | None = None,
     capability: int = HOPPER,
+    **options: Any,
 ) -> Binary:
     """Compile a kernel for a GPU that need not be there.
 
@@ -90,6 +91,7 @@ def compile_kernel(
         stages: tiles in flight, where the kernel does not say.
         registers: most of a thread.
         capability: of the GPU.
+        options: further options of triton's compiler.
     """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -100,7 +102,7 @@ def compile_kernel(
         constexprs=dict(constants),
         attrs={(i,): [["tt.divisibility", 16]] for i in even},
     )
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    options |= {"num_warps": warps, "num_stages": stages}
     if registers is not None:
         options["maxnreg"] = registers
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -147,8 +149,11 @@ def roundings(built: Binary, within: tuple[int, int]) -> Counter[str]:
             forms[to] = sha1((name + form(of[0])).encode()).hexdigest()[:12]
         elif kind == "MOV" or name.startswith("IMAD.MOV"):
             forms[to] = form(of[-1])
-        elif to[:1] == "R" and to[1:].isdigit():  # a wide load or a product of matrices fills four
-            for i in range(4 if kind in ("HMMA", "LDS", "LDG") else 1):
+        elif kind in ("STL", "LDL"):  # a spilled register keeps its form
+            forms[to] = forms.get(of[0].removesuffix(".reuse"), "")
+        elif to[:1] == "R" and to[1:].isdigit():  # a wide load or a product of matrices fills several
+            wide = 4 if kind == "HMMA" or name.endswith(".128") else 2 if name.endswith(".64") else 1
+            for i in range(wide):
                 forms.pop(f"R{int(to[1:]) + i}", None)
     return +found
 

@@ -118,13 +118,13 @@ def test_hier_attention(bits, rows, most):
 def compiled_fragments(tile, bits):
     offset = 7.5 / 16 if bits == 4 else 0.0
     constants = {
-        "G": 8, "GROUP": 4, "BITS": bits, "OFFSET": offset, "MASK": 2, "WORDS": 1, "RECENT": tile.recent,
+        "G": 8, "GROUP": 4, "BITS": bits, "OFFSET": offset, "MASK": 2, "WORDS": 1,
         "RINGS": 2, "STAGES": tile.stages, "WARPS": tile.warps, "TILES": tile.tiles, "PARTS": tile.parts,
         "CHAINED": True, **hier_fragments_launch.texts(tile.tiles, bits, offset),
     }  # fmt: skip
     return compile_kernel(
         hier_fragments_triton.attend_kernel, hier_types("out_ptr", "lse_ptr"), constants,
-        aligned=("q_b", "q_h", "q_t"), warps=tile.warps,
+        aligned=("q_b", "q_h", "q_t"), warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -150,8 +150,8 @@ def test_hier_attention_of_few_rows(bits, tile, most):
     built = compiled_fragments(tile, bits)
     assert hier_fragments_launch.lays_out(built.ttgir, tile.warps)
     assert built.stack_bytes <= (96 if tile is WIDE else 0)
-    assert built.registers * 32 * tile.warps * tile.resident <= 65536
-    assert (built.shared_bytes + 1024) * tile.resident <= 228 * 1024
+    fit = 228 * 1024 // (built.shared_bytes + 1024), 65536 // (32 * tile.warps * 8 * -(-built.registers // 8))
+    assert min(fit) == tile.resident
     inner = built.loop_of("HMMA")
     local = built.count("LDL", inner) + built.count("STL", inner)
     assert local <= (30 if tile is WIDE else 0)

@@ -124,15 +124,26 @@ def test_documents_of_a_row_share_one_call():
     assert CALLS == [("forward", 35, 35)]
 
 
-def test_a_long_segment_without_gradients_is_attended_whole(monkeypatch):
-    """In rows of few different numbers: the rows added behind it are seen by none of its own."""
+@pytest.mark.parametrize("learns", ["", "q", "qkv"])
+def test_long_segments_are_attended_whole(monkeypatch, learns):
+    """In rows of few different numbers: the rows added behind them are seen by none of their own."""
     monkeypatch.setattr(flash, "_LARGE", 33 * 8)
-    bounds = (0, 9, 50, 60, 93, 95)  # of 41 rows, padded to 42, and of 33, which are 34
+    whole: list[torch.Size] = []
+    attention = flash.scaled_dot_product_attention
+    monkeypatch.setattr(
+        flash,
+        "scaled_dot_product_attention",
+        lambda q, *a, **k: (whole.append(q.shape), attention(q, *a, **k))[1],
+    )
+    bounds = (0, 9, 50, 91, 101, 134, 136)  # twice 41 rows, padded to 42, and 33, which are 34
     q, k, v = tensors(bounds, bounds)
-    args = {"scale": 0.3}
-    out = packed_attention(q, k, v, bounds, bounds, **args)
-    torch.testing.assert_close(out, reference.packed_attention(q, k, v, bounds, bounds, window=None, **args))
-    assert [rows for _, rows, _ in CALLS] == [9, 10, 2]
-    CALLS.clear()
-    packed_attention(q.requires_grad_(), k, v, bounds, bounds, **args)
-    assert [rows for _, rows, _ in CALLS] == [95]
+    leaves = [x.requires_grad_() for x, name in ((q, "q"), (k, "k"), (v, "v")) if name in learns]
+    out = packed_attention(q, k, v, bounds, bounds, scale=0.3)
+    expected = reference.packed_attention(q, k, v, bounds, bounds, scale=0.3, window=None)
+    torch.testing.assert_close(out, expected)
+    assert [rows for name, rows, _ in CALLS if name == "forward"] == [9, 10, 2]
+    assert [(shape[0], shape[2]) for shape in whole] == [(2, 42), (1, 34)]
+    if leaves:
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+        got, want = (torch.autograd.grad(one, leaves, cotangent) for one in (out, expected))
+        torch.testing.assert_close(got, want)

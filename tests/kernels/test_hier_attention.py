@@ -72,7 +72,7 @@ def test_tiles_for_any_number_of_rows_split_the_keys_alike():
     for bits, group, programs in product((4, 8), range(1, 9), (1, 8, 16, 64)):
         counts = [M for M in range(group, 65, group) if fragments.takes(M, bits, group, 128, torch.bfloat16)]
         tiles = [fragments.tile_for(M, bits, group, programs) for M in counts]
-        assert len({(one.warps // one.parts, one.recent, one.resident) for one in tiles}) <= 1
+        assert len({(one.warps // one.parts, one.resident) for one in tiles}) <= 1
         assert all(one.rows >= M for M, one in zip(counts, tiles, strict=True))
         if bits == 8 and group <= 4:
             assert counts[-1] >= 8 * group

@@ -35,6 +35,8 @@ class _Machine:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.registers = {"%laneid": (np.arange(threads) % 32).astype(np.uint32)}
+        self.running = np.full(threads, True)
+        """Threads whose warp has not jumped ahead."""
 
     def read(self, name: str) -> np.ndarray:
         if name in self.registers:
@@ -46,14 +48,24 @@ class _Machine:
         name, _, rest = line.partition(" ")
         if name.startswith(".reg"):
             return
+        if line.endswith(":"):
+            self.running = np.full(self.threads, True)
+            return
+        if name.startswith("@!"):
+            self.running = self.running & (self.read(name[2:]) != 0)
+            return
         if name.startswith("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"):
             parts = [part.split(", ") for part in re.findall(r"{([^}]*)}", rest)]
             _, a, b, c = ([self.read(one) for one in part] for part in parts)
             for register, value in zip(parts[0], product(a, b, c), strict=True):
-                self.registers[register] = value
+                self.write(register, value)
             return
         to, *of = rest.split(", ")
-        self.registers[to] = OPERATIONS[name](*(self.read(one) for one in of))
+        self.write(to, OPERATIONS[name](*(self.read(one) for one in of)))
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        old = self.registers.get(name, value)
+        self.registers[name] = np.where(self.running, value, old)
 
 
 def halves(x: np.ndarray) -> np.ndarray:
@@ -120,4 +132,7 @@ OPERATIONS = {
     "fma.rn.f32": lambda x, y, z: as_float(single(x) * single(y) + single(z)),
     "cvt.rn.f16x2.f32": lambda high, low: as_halves(np.stack((single(low), single(high)), -1)),
     "shfl.sync.idx.b32": shuffled,
+    "setp.ne.f32": lambda x, y: (single(x) != single(y)).astype(np.uint32),
+    "setp.ne.or.f32": lambda x, y, also: ((single(x) != single(y)) | (also != 0)).astype(np.uint32),
+    "vote.sync.any.pred": lambda x, *_: x.reshape(-1, 32).any(1).repeat(32).astype(np.uint32),
 }

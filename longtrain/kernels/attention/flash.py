@@ -1,7 +1,7 @@
 """Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
 
-Long segments that ask for no gradient run torch's attention of whole sequences, which on a GPU of compute
-capability 9.0 is cuDNN's: up to twice as fast as the kernel for segments of different lengths.
+Long segments run torch's attention of whole sequences, which on a GPU of compute capability 9.0 is cuDNN's:
+up to twice as fast as the kernel for segments of different lengths. Neighbours of one length share a call.
 
 K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes
 dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Over
@@ -26,8 +26,8 @@ log = get_logger(__name__)
 
 BLOCK = 8192
 """Keys of one block of the frozen-memory backward."""
-_LARGE = 4096 * 128
-"""Numbers of a query head from which on a segment without gradients is attended as a whole sequence."""
+_LARGE = 4000 * 128
+"""Numbers of a query head from which on a segment is attended as a whole sequence."""
 _FLASH_ATTN = find_spec("flash_attn") is not None
 _NEEDED = {
     "_flash_attention_forward": {"cum_seq_q", "cum_seq_k", "is_causal", "scale", "window_size_left"},
@@ -69,49 +69,68 @@ def flash_segments(
     frozen = (
         torch.is_grad_enabled() and q_THD.requires_grad and not (k_SGD.requires_grad or v_SGD.requires_grad)
     )
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_SGD, v_SGD))
-    outs: list[Tensor] = []
-    run: list[Segment] = []
-    for part in parts:
-        far = part.k_stop - part.k_start - (part.q_stop - part.q_start) >= BLOCK
-        if frozen and far and window is None:
-            outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
-            run = []
-            q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
-            outs.append(_FrozenMemory.apply(q, k, v_SGD[part.k_start : part.k_stop], scale))
-        elif not learns and window is None and _is_large(part, q_THD.shape[2]):
-            outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
-            run = []
-            q, k = q_THD[part.q_start : part.q_stop], k_SGD[part.k_start : part.k_stop]
-            outs.append(_whole(q, k, v_SGD[part.k_start : part.k_stop], scale))
-        else:
-            run.append(part)
-    outs += _run(q_THD, k_SGD, v_SGD, run, scale=scale, window=window)
+    outs = []
+    for kind, run in _runs(parts, q_THD.shape[2], frozen=frozen, window=window):
+        if kind == "short":
+            outs.append(_short(q_THD, k_SGD, v_SGD, run, scale=scale, window=window))
+            continue
+        q = q_THD[run[0].q_start : run[-1].q_stop]
+        k, v = (x[run[0].k_start : run[-1].k_stop] for x in (k_SGD, v_SGD))
+        outs.append(
+            _FrozenMemory.apply(q, k, v, scale) if kind == "far" else _whole(q, k, v, len(run), scale)
+        )
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return spread(out, [(p.q_start, p.q_stop) for p in parts], len(q_THD))
 
 
-def _is_large(part: Segment, head_dim: int) -> bool:
-    rows = part.q_stop - part.q_start
-    return rows * head_dim >= _LARGE and rows == part.k_stop - part.k_start
+def _runs(
+    parts: list[Segment], head_dim: int, *, frozen: bool, window: int | None
+) -> list[tuple[str, list[Segment]]]:
+    """Segments that one call takes, one after the other, and which.
+
+    `short`: torch's kernel for segments of different lengths. `long`: neighbours of one length, as whole
+    sequences. `far`: one segment whose frozen keys go far beyond its queries.
+    """
+    runs: list[tuple[str, list[Segment]]] = []
+    for part in parts:
+        rows, keys = part.q_stop - part.q_start, part.k_stop - part.k_start
+        kind, joins = "short", bool(runs) and runs[-1][0] == "short"
+        if window is None and frozen and keys - rows >= BLOCK:
+            kind, joins = "far", False
+        elif window is None and keys == rows and rows * head_dim >= _LARGE:
+            last = runs[-1][1][-1] if runs and runs[-1][0] == "long" else None
+            kind, joins = "long", last is not None and _follows(part, last)
+        if joins:
+            runs[-1][1].append(part)
+        else:
+            runs.append((kind, [part]))
+    return runs
 
 
-def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-    """Causal attention of one long segment, in rows of few different numbers: each is planned once."""
-    n = len(q_THD)
-    step = 1 << (n.bit_length() - 5)
-    more = -n % step
-    q, k, v = (pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+def _follows(part: Segment, last: Segment) -> bool:
+    """Whether a segment is as long as the last and begins where that ends."""
+    begins = (part.q_start, part.k_start) == (last.q_stop, last.k_stop)
+    return begins and part.q_stop - part.q_start == last.q_stop - last.q_start
+
+
+def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, count: int, scale: float) -> Tensor:
+    """Causal attention of segments of one length, in rows of few different numbers: each is planned once."""
+    n = len(q_THD) // count
+    more = -n % (1 << (n.bit_length() - 5))
+
+    def sequences(x_TXD: Tensor) -> Tensor:
+        x_CnXD = x_TXD.unflatten(0, (count, n))
+        return (pad(x_CnXD, (0, 0, 0, 0, 0, more)) if more else x_CnXD).transpose(1, 2)
+
+    q, k, v = (sequences(x) for x in (q_THD, k_TGD, v_TGD))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)[:n]
+    return out.transpose(1, 2)[:, :n].flatten(0, 1)
 
 
-def _run(
+def _short(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, run: list[Segment], *, scale: float, window: int | None
-) -> list[Tensor]:
-    """One call of the kernel for a run of segments (none for an empty run)."""
-    if not run:
-        return []
+) -> Tensor:
+    """One call of the kernel for segments of different lengths."""
     q = joined(q_THD, [(p.q_start, p.q_stop) for p in run])
     k_spans = [(p.k_start, p.k_stop) for p in run]
     k, v = joined(k_SGD, k_spans), joined(v_SGD, k_spans)
@@ -119,8 +138,8 @@ def _run(
     n_k = tuple(p.k_stop - p.k_start for p in run)
     cu_q, cu_k = _cumulative(n_q, q.device), _cumulative(n_k, q.device)
     if _FLASH_ATTN:
-        return [_flash_attn(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)]
-    return [_Varlen.apply(q, k, v, cu_q, cu_k, _longest(n_q), max(n_k), scale, window)]
+        return _flash_attn(q, k, v, cu_q, cu_k, max(n_q), max(n_k), scale, window)
+    return _Varlen.apply(q, k, v, cu_q, cu_k, _longest(n_q), max(n_k), scale, window)
 
 
 @lru_cache(maxsize=64)

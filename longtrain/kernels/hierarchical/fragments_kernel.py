@@ -75,13 +75,19 @@ def _quads(at, offset, keep):
 
 
 @triton.jit
-def _codes(at, offset, keep, HALVES: tl.constexpr, PARTS: tl.constexpr):
+def _shared(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
     """Words of the halves of blocks, each brought once, in all PARTS warps of a half."""
-    words = _quads(at, offset, keep)
     if PARTS > 1:
         x = tl.reshape(words, (4, HALVES, 1, 128))
         words = tl.reshape(tl.broadcast_to(x, (4, HALVES, PARTS, 128)), (512 * HALVES * PARTS,))
     return words
+
+
+@triton.jit
+def _codes(at, offset, FAR: tl.constexpr, keep, HALVES: tl.constexpr, PARTS: tl.constexpr):
+    """A plane's words A and B, which lie FAR words apart."""
+    a, b = _quads(at, offset, keep), _quads(at, offset + FAR, keep)
+    return _shared(a, HALVES, PARTS), _shared(b, HALVES, PARTS)
 
 
 @triton.jit
@@ -124,8 +130,8 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
     """A step of the softmax of a tile: weights of the values' codes, and how much older sums shrink.
 
     A row's weights are kept below 2^14 by what their tokens' steps are, which is all that fp16 needs.
-    Products that are added to something are written as one rounding: left to the assembler, it takes two
-    for one tile and one for the other, and a row's last bit depends on which of them it is in.
+    Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
+    fusing: the assembler would fuse in one tile and not in the other, and a row's last bit depend on that.
     """
     most = tl.fma(_max(logit, THREADS), norm, tl.log2(_max(v_step, THREADS))) - _LIFT
     here = tl.max(most, 1)[:, None]
@@ -142,16 +148,19 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
 def _ring(
     q_at, exists, k_ptr, v_ptr, row, n, begin, end, first, query, low_bits, high_bits, T, scale2,
     D: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr,
-    RINGS: tl.constexpr,
+    RINGS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the ring's tiles first, first + RINGS, ... of RECENT positions."""
+    """Attention over the ring's tiles first, first + RINGS, ... of RECENT positions.
+
+    A load waits in line behind all that other programs have asked for, so later tiles are asked for early.
+    """
     dim = tl.arange(0, D)
     kind: tl.constexpr = k_ptr.dtype.element_ty
     q = tl.load(q_at[:, None] + dim[None, :], mask=exists[:, None], other=0.0).to(kind)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, D), tl.float32)
-    for start in tl.range(begin + first * RECENT, end, RINGS * RECENT, num_stages=1):
+    for start in tl.range(begin + first * RECENT, end, RINGS * RECENT, num_stages=STAGES):
         p = start + tl.arange(0, RECENT)
         at = (row + p % _RING)[:, None] * D + dim[None, :]
         keep = (p < end)[:, None]
@@ -226,7 +235,7 @@ def attend_kernel(
     ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N, ahead,
     q_b, q_h, q_t, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
-    MASK: tl.constexpr, WORDS: tl.constexpr, RECENT: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, WORDS: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
     WARPS: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
     SCORES: tl.constexpr, SCORES_OF: tl.constexpr, VALUES: tl.constexpr, VALUES_OF: tl.constexpr,
     FINISH: tl.constexpr, FINISH_OF: tl.constexpr, CHAINED: tl.constexpr,
@@ -243,6 +252,7 @@ def attend_kernel(
     THREADS: tl.constexpr = 32 * WARPS
     HALVES: tl.constexpr = WARPS // PARTS
     PAIRS: tl.constexpr = HALVES // 2
+    RECENT: tl.constexpr = 8 * BITS * PAIRS  # as many bytes as the blocks of a round
     pid, split = tl.program_id(0), tl.program_id(1)
     b, kv, head = pid // G, pid % G, pid.to(tl.int64)
     row = head * N
@@ -298,7 +308,7 @@ def attend_kernel(
         top, total, out = _ring(
             q_head + member.to(tl.int64) * q_h + query.to(tl.int64) * q_t, exists, ring_k_ptr, ring_v_ptr,
             head * _RING, n, begin, end, split, query, low_bits, high_bits, T, scale2,
-            D, ROWS, MASK, WORDS, RECENT, RINGS,
+            D, ROWS, MASK, WORDS, RECENT, RINGS, STAGES,
         )  # fmt: skip
         if CHAINED:
             gdc_launch_dependents()
@@ -332,25 +342,13 @@ def attend_kernel(
         for start in tl.range(first, last, PAIRS, num_stages=STAGES):
             keep = tl.max_constancy(start + pair < last, 4)
             at = (row + start).to(tl.int64) * BLOCK
-            keys = (
-                _codes(k_words + at, k_in, keep, HALVES, PARTS),
-                _codes(k_words + at, k_in + 128, keep, HALVES, PARTS),
-            )
-            values = (
-                _codes(v_words + at, v_in, keep, HALVES, PARTS),
-                _codes(v_words + at, v_in + 1024, keep, HALVES, PARTS),
-            )
+            keys = _codes(k_words + at, k_in, 128, keep, HALVES, PARTS)
+            values = _codes(v_words + at, v_in, 1024, keep, HALVES, PARTS)
             if BITS == 8:
                 lower = k_lower_ptr.to(tl.pointer_type(tl.int32)) + at
-                keys += (
-                    _codes(lower, k_in, keep, HALVES, PARTS),
-                    _codes(lower, k_in + 128, keep, HALVES, PARTS),
-                )
+                keys += _codes(lower, k_in, 128, keep, HALVES, PARTS)
                 lower = v_lower_ptr.to(tl.pointer_type(tl.int32)) + at
-                values += (
-                    _codes(lower, v_in, keep, HALVES, PARTS),
-                    _codes(lower, v_in + 1024, keep, HALVES, PARTS),
-                )
+                values += _codes(lower, v_in, 1024, keep, HALVES, PARTS)
             at = (row + start).to(tl.int64) * 64
             keep = start + channel // 64 < last
             step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)

@@ -41,8 +41,8 @@ class FragmentTile:
         warps: warps of a program; two for each part take a block together.
         parts: how many warps share half a block, each with 16 packed rows of its own: 1, or 2 with two tiles.
         stages: stages of the pipeline that brings blocks.
-        resident: programs that run on one multiprocessor at a time.
-        recent: slots of a tile of the ring, a divisor of 128.
+        resident: programs that run on one multiprocessor at a time. Registers or shared memory must let no
+            more of them in, or some multiprocessors get more than others.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
         chunk: numbers of a merging program, a power of two up to 1024.
         merge_warps: warps of a merging program.
@@ -56,7 +56,6 @@ class FragmentTile:
     parts: int = 1
     stages: int = 3
     resident: int = 2
-    recent: int = 64
     ahead: int = 2
     chunk: int = 32
     merge_warps: int = 4
@@ -78,8 +77,8 @@ TILES = {
 }
 """By bits: the first that holds all packed rows."""
 WIDE_TILES = (
-    FragmentTile(warps=2),
-    FragmentTile(tiles=2, warps=2),
+    FragmentTile(warps=2, stages=4),
+    FragmentTile(tiles=2, warps=2, stages=4),
     FragmentTile(tiles=2, warps=4, parts=2, stages=4),
 )
 """The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
@@ -159,10 +158,9 @@ def hier_attention(
             scale * LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
             *bits_strides, **of_mask,
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
-            RECENT=tile.recent, RINGS=rings,
-            STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
+            RINGS=rings, STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
             **texts(tile.tiles, bits, offset),
-            num_warps=tile.warps,
+            num_warps=tile.warps, enable_fp_fusion=False,
             **chained,
         )  # fmt: skip
         if not _laid_out(built, tile.warps):
@@ -201,7 +199,7 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
 
 def rings_for(blocks: int) -> int:
     """Splits of the ring: the fewer blocks a cache has room for, the longer one alone would be waited for."""
-    return 4 if blocks <= 128 else 2 if blocks <= 512 else 1
+    return 2 if blocks <= 64 else 1
 
 
 def _splits(tile: FragmentTile, programs: int, rings: int, device: torch.device) -> int:

@@ -104,11 +104,11 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
     middle = 7.5 if bits == 4 else 127.5 / 16
     nothing = x.made("mov.b32", "0")
-    a, rest = [], []
+    a, rest = [], []  # the latter with the sign turned, and so is what it meets
+    minus = [x.made("neg.f16x2", one) for one in step]
     for tile in range(tiles):
         a.append([x.made("mul.rn.f16x2", q[tile][i], step[i]) for i in range(16)])
-        minus = [x.made("neg.f16x2", one) for one in a[tile]]
-        rest.append([x.made("fma.rn.f16x2", q[tile][i], step[i], minus[i]) for i in range(16)])
+        rest.append([x.made("fma.rn.f16x2", q[tile][i], minus[i], a[tile][i]) for i in range(16)])
 
     def left(parts: list[list[str]], half: int, word: int) -> list[str]:
         first = 8 * half + 2 * word
@@ -117,7 +117,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
 
     with_zero, with_rest, with_shift = ([x.zeros() for _ in range(2)] for _ in range(3))
     for half in range(2):
-        mean = x.constant((middle + offset) * scale[half])
+        mean = x.constant(-(middle + offset) * scale[half])
         shift = x.constant(offset * scale[half])
         for word in range(4):
             pair = zero[8 * half + 2 * word :][:2]
@@ -164,18 +164,14 @@ def values_text(tiles: int, bits: int) -> str:
     x, planes = _Text(), bits // 4
     outputs, inputs = _tensors(0, 2 * tiles), _tensors(2 * tiles, 2 * planes + 4 * tiles)
     values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
-    sources = _sources(x)
     right, sums = [], []
     for tile in range(tiles):
-        p, fade = weights[2 * tile], weights[2 * tile + 1][0]
+        p = weights[2 * tile]
         right.append([x.made("cvt.rn.f16x2.f32", p[i + 1], p[i]) for i in range(0, 16, 2)])
-        shrink = _moved(x, fade, sources)
         sums.append(
-            [
-                [x.made("mul.f32", old[2 * tile + part][i], shrink[i % 2], kind="f32") for i in range(16)]
-                for part in range(2)
-            ]
+            [[x.made("mov.f32", one, kind="f32") for one in old[2 * tile + part]] for part in range(2)]
         )
+    _shrink(x, [weights[2 * tile + 1][0] for tile in range(tiles)], sums)
     for part in range(2):
         for pair in range(2):
             for word in range(4):
@@ -221,6 +217,23 @@ def finish_text(bits: int) -> str:
         for i in range(16):
             x.add(f"fma.rn.f32 {outputs[part][i]}, {old[part][i]}, {by[i // 4 % 2][i % 2]}, {plus[i % 2]}")
     return x.text()
+
+
+def _shrink(x: _Text, fades: list[str], sums: list[list[list[str]]]) -> None:
+    """Multiply the sums of each tile by how much they shrink, where a row of the warp has a new maximum."""
+    x.lines.append(".reg .pred %changed;")
+    x.add(f"setp.ne.f32 %changed, {fades[0]}, {_float(1.0)}")
+    for fade in fades[1:]:
+        x.add(f"setp.ne.or.f32 %changed, {fade}, {_float(1.0)}, %changed")
+    x.add("vote.sync.any.pred %changed, %changed, 0xffffffff")
+    x.add("@!%changed bra unchanged")
+    sources = _sources(x)
+    for fade, parts in zip(fades, sums, strict=True):
+        by = _moved(x, fade, sources)
+        for part in parts:
+            for i, one in enumerate(part):
+                x.add(f"mul.f32 {one}, {one}, {by[i % 2]}")
+    x.lines.append("unchanged:")
 
 
 def _float(value: float) -> str:
