@@ -126,7 +126,10 @@ def test_documents_of_a_row_share_one_call():
 
 @pytest.mark.parametrize("learns", ["", "q", "qkv"])
 def test_long_segments_are_attended_whole(monkeypatch, learns):
-    """In rows of few different numbers: the rows added behind them are seen by none of their own."""
+    """In rows of few different numbers: what stands behind a segment's own rows is seen by none of them.
+
+    Two segments of 41 rows take 42 each, where the second's last is the next segment's first.
+    """
     monkeypatch.setattr(flash, "_LARGE", 33 * 8)
     whole: list[torch.Size] = []
     attention = flash.scaled_dot_product_attention

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from longtrain.kernels.attention.segments import Segment, joined, spread
+from longtrain.kernels.attention.segments import Segment, cut, joined, spread
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
 
 BLOCK = 8192
 """Keys of one block of the frozen-memory backward."""
-_LARGE = 4000 * 128
+_LARGE = 4000 * 64
 """Numbers of a query head from which on a segment is attended as a whole sequence."""
 _FLASH_ATTN = find_spec("flash_attn") is not None
 _NEEDED = {
@@ -66,21 +66,26 @@ def flash_segments(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, parts: list[Segment], *, scale: float, window: int | None
 ) -> Tensor:
     """`packed_attention` over checked segments; see there."""
-    frozen = (
-        torch.is_grad_enabled() and q_THD.requires_grad and not (k_SGD.requires_grad or v_SGD.requires_grad)
-    )
+    moving = [torch.is_grad_enabled() and x.requires_grad for x in (q_THD, k_SGD, v_SGD)]
+    runs = _runs(parts, q_THD.shape[2], frozen=moving == [True, False, False], window=window)
+    begin = cut if any(moving) else _tails
+    q_runs = begin(q_THD, [(run[0].q_start, run[-1].q_stop) for _, run in runs])
+    k_runs, v_runs = (begin(x, [(run[0].k_start, run[-1].k_stop) for _, run in runs]) for x in (k_SGD, v_SGD))
     outs = []
-    for kind, run in _runs(parts, q_THD.shape[2], frozen=frozen, window=window):
-        if kind == "short":
-            outs.append(_short(q_THD, k_SGD, v_SGD, run, scale=scale, window=window))
-            continue
-        q = q_THD[run[0].q_start : run[-1].q_stop]
-        k, v = (x[run[0].k_start : run[-1].k_stop] for x in (k_SGD, v_SGD))
-        outs.append(
-            _FrozenMemory.apply(q, k, v, scale) if kind == "far" else _whole(q, k, v, len(run), scale)
-        )
+    for (kind, run), q, k, v in zip(runs, q_runs, k_runs, v_runs, strict=True):
+        if kind == "far":
+            outs.append(_FrozenMemory.apply(q, k, v, scale))
+        elif kind == "long":
+            outs.append(_whole(q, k, v, run, scale))
+        else:
+            outs.append(_short(q, k, v, run, scale=scale, window=window))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return spread(out, [(p.q_start, p.q_stop) for p in parts], len(q_THD))
+
+
+def _tails(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
+    """The spans of x's rows with all that follows, as views that no gradient goes through."""
+    return [x[start:] for start, _ in spans]
 
 
 def _runs(
@@ -113,13 +118,18 @@ def _follows(part: Segment, last: Segment) -> bool:
     return begins and part.q_stop - part.q_start == last.q_stop - last.q_start
 
 
-def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, count: int, scale: float) -> Tensor:
-    """Causal attention of segments of one length, in rows of few different numbers: each is planned once."""
-    n = len(q_THD) // count
+def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, run: list[Segment], scale: float) -> Tensor:
+    """Causal attention of segments of one length, in rows of few different numbers: each is planned once.
+
+    Rows that follow a segment stand in for the ones that it lacks, and zeros where there are none.
+    """
+    count, n = len(run), run[0].q_stop - run[0].q_start
     more = -n % (1 << (n.bit_length() - 5))
 
     def sequences(x_TXD: Tensor) -> Tensor:
-        x_CnXD = x_TXD.unflatten(0, (count, n))
+        if more and count * n + more <= len(x_TXD):
+            return x_TXD[: count * n + more].unfold(0, n + more, n).transpose(2, 3)
+        x_CnXD = x_TXD[: count * n].unflatten(0, (count, n))
         return (pad(x_CnXD, (0, 0, 0, 0, 0, more)) if more else x_CnXD).transpose(1, 2)
 
     q, k, v = (sequences(x) for x in (q_THD, k_TGD, v_TGD))
@@ -130,9 +140,10 @@ def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, count: int, scale: float
 def _short(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, run: list[Segment], *, scale: float, window: int | None
 ) -> Tensor:
-    """One call of the kernel for segments of different lengths."""
-    q = joined(q_THD, [(p.q_start, p.q_stop) for p in run])
-    k_spans = [(p.k_start, p.k_stop) for p in run]
+    """One call of the kernel for segments of different lengths; the tensors begin where the first does."""
+    q_first, k_first = run[0].q_start, run[0].k_start
+    q = joined(q_THD, [(p.q_start - q_first, p.q_stop - q_first) for p in run])
+    k_spans = [(p.k_start - k_first, p.k_stop - k_first) for p in run]
     k, v = joined(k_SGD, k_spans), joined(v_SGD, k_spans)
     n_q = tuple(p.q_stop - p.q_start for p in run)
     n_k = tuple(p.k_stop - p.k_start for p in run)
