@@ -113,24 +113,30 @@ def _runs(
 
 
 def _follows(part: Segment, last: Segment) -> bool:
-    """Whether a segment is as long as the last and begins where that ends."""
+    """Whether a segment begins where the last ends and is as long, in a number of rows that lacks none."""
+    rows = part.q_stop - part.q_start
     begins = (part.q_start, part.k_start) == (last.q_stop, last.k_stop)
-    return begins and part.q_stop - part.q_start == last.q_stop - last.q_start
+    return begins and rows == last.q_stop - last.q_start and not _lacks(rows)
+
+
+def _lacks(rows: int) -> int:
+    """Rows up to the next of a few numbers: for each of these, and for each layout, a call is planned once."""
+    return -rows % (1 << (rows.bit_length() - 5))
 
 
 def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, run: list[Segment], scale: float) -> Tensor:
-    """Causal attention of segments of one length, in rows of few different numbers: each is planned once.
+    """Causal attention of segments of one length as whole sequences.
 
-    Rows that follow a segment stand in for the ones that it lacks, and zeros where there are none.
+    Rows that follow stand in for the ones that a segment lacks, and zeros where there are none.
     """
-    count, n = len(run), run[0].q_stop - run[0].q_start
-    more = -n % (1 << (n.bit_length() - 5))
+    n = run[0].q_stop - run[0].q_start
+    more = _lacks(n)
 
     def sequences(x_TXD: Tensor) -> Tensor:
-        if more and count * n + more <= len(x_TXD):
-            return x_TXD[: count * n + more].unfold(0, n + more, n).transpose(2, 3)
-        x_CnXD = x_TXD[: count * n].unflatten(0, (count, n))
-        return (pad(x_CnXD, (0, 0, 0, 0, 0, more)) if more else x_CnXD).transpose(1, 2)
+        x_TXD = x_TXD[: len(run) * n + more]
+        missing = len(run) * n + more - len(x_TXD)
+        x_TXD = pad(x_TXD, (0, 0, 0, 0, 0, missing)) if missing else x_TXD
+        return x_TXD.unflatten(0, (len(run), n + more)).transpose(1, 2)
 
     q, k, v = (sequences(x) for x in (q_THD, k_TGD, v_TGD))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

@@ -27,6 +27,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longtrain.kernels.hierarchical.fragments_rows import (
+    even_sum,
+    part_max,
+    part_sum,
+    part_sum_of_products,
+    spread,
+)
 from longtrain.kernels.tree_attention.kernel import _visible
 
 _BLOCK = tl.constexpr(128)
@@ -38,34 +45,6 @@ _PREFETCH = tl.constexpr("""{
     @p cp.async.bulk.prefetch.L2.global [$1], $2;
     mov.u32 $0, 0;
 }""")
-
-
-@triton.jit
-def _spread(x, THREADS: tl.constexpr):
-    """A thread's number, or a row's of a warp's, in all registers it belongs to."""
-    wide = tl.broadcast_to(x[None, :, :, None], (4, THREADS // 4, 4, 4))
-    return tl.reshape(wide, (16 * THREADS,))
-
-
-@triton.jit
-def _sum(x, THREADS: tl.constexpr):
-    return tl.sum(tl.sum(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
-
-
-@triton.jit
-def _max(x, THREADS: tl.constexpr):
-    return tl.max(tl.max(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
-
-
-@triton.jit
-def _even_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of rows in one order, whatever threads hold them: neighbours first."""
-    size: tl.constexpr = COLUMNS // 2
-    x = tl.sum(tl.reshape(x, (ROWS, size, 2)), 2)
-    if size == 1:
-        return tl.reshape(x, (ROWS,))
-    else:
-        return _even_sum(x, ROWS, size)
 
 
 @triton.jit
@@ -117,9 +96,9 @@ def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.const
     else:
         even = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         odd = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    norm = tl.max(_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
+    norm = tl.max(part_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
     norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
-    by = tl.where(k < 2, FIRST, 0.0625) / _spread(norm, THREADS)
+    by = tl.where(k < 2, FIRST, 0.0625) / spread(norm, THREADS)
     low = (even * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     high = (odd * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     return (low | (high << 16)).to(tl.int32, bitcast=True), norm
@@ -133,15 +112,16 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
     Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
     fusing: the assembler would fuse in one tile and not in the other, and a row's last bit depend on that.
     """
-    most = tl.fma(_max(logit, THREADS), norm, tl.log2(_max(v_step, THREADS))) - _LIFT
+    most = tl.fma(part_max(logit, THREADS), norm, tl.log2(part_max(v_step, THREADS))) - _LIFT
     here = tl.max(most, 1)[:, None]
     new = tl.maximum(top, here)
     base = tl.where(here == float("-inf"), float("inf"), new)
-    weight = tl.exp2(tl.fma(logit, _spread(norm, THREADS), -_spread(base, THREADS)))
+    weight = tl.exp2(tl.fma(logit, spread(norm, THREADS), -spread(base, THREADS)))
     fade = tl.where(top == new, 1.0, tl.exp2(top - new))
-    total = tl.fma(total, fade, _sum(weight, THREADS))
-    zeros = tl.fma(zeros, fade, _sum(weight * tl.fma(v_step, OFFSET, v_zero), THREADS))
-    return weight * v_step, _spread(fade, THREADS), new, total, zeros
+    total = tl.fma(total, fade, part_sum(weight, THREADS))
+    zero = part_sum_of_products(weight, tl.fma(v_step, OFFSET, v_zero), THREADS)
+    zeros = tl.fma(zeros, fade, zero)
+    return weight * v_step, spread(fade, THREADS), new, total, zeros
 
 
 @triton.jit
@@ -173,7 +153,7 @@ def _ring(
         base = tl.where(new == float("-inf"), 0.0, new)
         weight = tl.exp2(tl.fma(logit, scale2, -base[:, None]))
         fade = tl.exp2(top - base)
-        total = tl.fma(total, fade, _even_sum(weight, ROWS, RECENT))
+        total = tl.fma(total, fade, even_sum(weight, ROWS, RECENT))
         out = tl.dot(weight.to(kind), v, out * fade[:, None], input_precision="ieee")
         top = new
     return top, total, out
@@ -216,7 +196,7 @@ def _finish(
     sums = tl.sum(tl.reshape(total * share, (HALVES, 8 * PARTS)), 0)
     share /= _to_warps(sums, HALVES, PARTS)
     out_a, out_b = tl.inline_asm_elementwise(
-        FINISH, FINISH_OF, (_spread(share, THREADS), _spread(zeros * share, THREADS), out_a, out_b),
+        FINISH, FINISH_OF, (spread(share, THREADS), spread(zeros * share, THREADS), out_a, out_b),
         dtype=(tl.float32, tl.float32), is_pure=True, pack=16,
     )  # fmt: skip
     m = tl.arange(0, 8 * PARTS)

@@ -21,6 +21,7 @@ def merge_kernel(
 ):  # fmt: skip
     """out_BTHD and natural lse_BHT: CHUNK numbers of 8 rows of a KV head, as they lie in a slot."""
     if CHAINED:
+        gdc_launch_dependents()
         gdc_wait()
     pid, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, row, i = tl.arange(0, BLOCK), 8 * tile + tl.arange(0, 8), chunk * CHUNK + tl.arange(0, CHUNK)
@@ -31,8 +32,6 @@ def merge_kernel(
     keep = inside & tl.max_constancy(m < rows, 4)[None, :]
     # what an empty slot leaves unwritten is read with the rest, so as not to wait for lse, and dropped
     out = tl.load(part_ptr + at * 128 + (tile * 1024 + i)[None, :], mask=keep, other=0.0)
-    if CHAINED:
-        gdc_launch_dependents()
     top = tl.max(lse, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(lse - base[None, :])

@@ -1,0 +1,53 @@
+"""What `fragments_kernel` does with a row's numbers: sums and maxima, in an order that no layout changes.
+
+A flat tensor is [4 k, THREADS / 4, 4 t, 4 c]: of each of 4 threads a row has 16 numbers, k and c.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread(x, THREADS: tl.constexpr):
+    """A thread's number, or a row's of a warp's, in all registers it belongs to."""
+    wide = tl.broadcast_to(x[None, :, :, None], (4, THREADS // 4, 4, 4))
+    return tl.reshape(wide, (16 * THREADS,))
+
+
+@triton.jit
+def part_sum(x, THREADS: tl.constexpr):
+    """Sums of a row's numbers that one thread has, [THREADS / 4, 4]."""
+    return tl.sum(tl.sum(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
+
+
+@triton.jit
+def part_sum_of_products(x, y, THREADS: tl.constexpr):
+    """`part_sum` of x y, with one rounding for a product and the sum that it is added to."""
+    x, y = tl.reshape(x, (4, THREADS // 4, 4, 2, 2)), tl.reshape(y, (4, THREADS // 4, 4, 2, 2))
+    x_even, x_odd = tl.split(x)
+    y_even, y_odd = tl.split(y)
+    x_0, x_2 = tl.split(x_even)
+    y_0, y_2 = tl.split(y_even)
+    x_1, x_3 = tl.split(x_odd)
+    y_1, y_3 = tl.split(y_odd)
+    return tl.sum(tl.fma(x_3, y_3, tl.fma(x_2, y_2, tl.fma(x_1, y_1, x_0 * y_0))), 0)
+
+
+@triton.jit
+def part_max(x, THREADS: tl.constexpr):
+    """Largest of a row's numbers that one thread has, [THREADS / 4, 4]."""
+    return tl.max(tl.max(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
+
+
+@triton.jit
+def even_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of rows in one order, whatever threads hold them: neighbours first."""
+    size: tl.constexpr = COLUMNS // 2
+    x = tl.sum(tl.reshape(x, (ROWS, size, 2)), 2)
+    if size == 1:
+        return tl.reshape(x, (ROWS,))
+    else:
+        return even_sum(x, ROWS, size)
