@@ -57,7 +57,7 @@ class FragmentTile:
     stages: int = 3
     resident: int = 2
     ahead: int = 2
-    chunk: int = 64
+    chunk: int = 128
     merge_warps: int = 2
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ TILES = {
 WIDE_TILES = (
     FragmentTile(warps=2, stages=4),
     FragmentTile(tiles=2, warps=2, stages=4),
-    FragmentTile(tiles=2, warps=4, parts=2),
+    FragmentTile(tiles=2, warps=4, parts=2, ahead=1),
 )
 """The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
 MANY = 16
@@ -193,7 +193,7 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     if first.parts == 2:
         sizes = ((2, 4, 2), (4, 4, 2), (3, 8, 1))
     found = [replace(first, stages=n, warps=warps, resident=most) for n, warps, most in sizes]
-    found += [replace(first, ahead=0), replace(first, ahead=4), replace(first, chunk=128)]
+    found += [replace(first, ahead=0), replace(first, ahead=4), replace(first, chunk=32)]
     return tuple(tile for tile in found if tile != first)
 
 
