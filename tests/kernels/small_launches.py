@@ -29,6 +29,7 @@ from importance_cases import several
 from row_choice_cases import KINDS, SINKS, WINDOW, scores_of
 from row_choice_cases import K as CHOSEN
 from row_move_cases import move_case
+from slot_change_cases import same_as_torch
 
 import longtrain.kernels
 from longtrain import methods
@@ -36,6 +37,7 @@ from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.kernels import importance, tree_attention
+from longtrain.kernels.head_kl import head_kl
 from longtrain.kernels.hierarchical import attention as hier_attention
 from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
@@ -217,6 +219,24 @@ def _row_scores(sets, keys, heads, dim):
     row_scores(q, k, torch.tensor([1300, 5], device=DEVICE), groups=2, scale=0.1)
 
 
+def changes() -> Jobs:
+    """Sets of rows chosen one after another, in slots that fill no block."""
+    yield partial(same_as_torch, DEVICE, steps=3)
+
+
+def laws() -> Jobs:
+    """Laws over vocabularies that fill no chunk, with the gradient and without it."""
+    for rows, vocab in ((3, 320), (2, 4099)):
+        yield partial(_law, rows, vocab)
+
+
+def _law(rows, vocab):
+    student, teacher = torch.randn(2, rows, vocab, device=DEVICE, dtype=DTYPE)
+    weight_R = torch.rand(rows, device=DEVICE)
+    for gradient in (False, True):
+        head_kl(student.clone(), teacher.clone(), weight_R, gradient=gradient)
+
+
 def texts() -> Jobs:
     """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
     for name, shape in (
@@ -246,7 +266,7 @@ def _text(name, shape, fused):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, moves, choices, texts)
+PARTS = (trees, hierarchies, quantisers, scores, moves, choices, changes, laws, texts)
 
 
 def main(words: list[str]) -> int:
