@@ -158,6 +158,24 @@ def roundings(built: Binary, within: tuple[int, int]) -> Counter[str]:
     return +found
 
 
+def read_at_once(built: Binary, within: tuple[int, int]) -> list[str]:
+    """Instructions of a loop that read what the same pass of it loads from global memory: they wait for it."""
+    first, last = within
+    passes = range(first, last + 1)
+    loaded: set[str] = set()
+    found = []
+    for at in passes:
+        name, (to, *of) = built.instructions[at], built.operands[at]
+        read = {one for word in of for one in re.findall(r"(?<![A-Z])R\d+", word)}
+        if read & loaded:
+            found.append(f"{name} {to}, {', '.join(of)}")
+        if to[:1] == "R" and to[1:].isdigit():
+            wide = 2 if name.endswith(".64") else 4 if name.endswith(".128") else 1
+            written = {f"R{int(to[1:]) + i}" for i in range(wide)}
+            loaded = loaded | written if name.startswith("LDG.") else loaded - written
+    return found
+
+
 def _tool(name: str, *arguments: object) -> str:
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     command = [str(program), *map(str, arguments)]

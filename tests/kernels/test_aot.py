@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted, not compiled", allow_module_level=True)
 
-from aot import compile_kernel, roundings
+from aot import compile_kernel, read_at_once, roundings
 
 from longtrain.kernels.hierarchical import attention_kernel as hier_attention_triton
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
@@ -156,7 +156,7 @@ def test_hier_attention_of_few_rows(bits, tile, most):
     local = built.count("LDL", inner) + built.count("STL", inner)
     assert local <= (30 if tile is WIDE else 0)
     assert not any(built.count(name, inner) for name in ("STS", "LDS.U8", "LDG.E.U16"))
-    assert built.count("LDG.E.64", inner) == 8
+    assert built.count("LDG.E.64", inner) == 8 and not read_at_once(built, inner)
     assert built.count("LDGSTS.E.BYPASS.128", inner) == 4 * bits // tile.parts
     assert built.count("HMMA", inner) == 64 + 32 * tile.tiles + (16 if bits == 8 else 24)
     codes = 2 * 128 * 128 * (tile.warps // (2 * tile.parts)) / (32 * tile.warps // tile.parts)

@@ -78,10 +78,25 @@ def _channels(words, PAIRS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _tokens(at, token, block, last):
-    """Numbers of the tokens that a thread has scores of, four at consecutive addresses."""
-    keep = tl.max_constancy(block < last, 4)
-    return tl.load(tl.max_contiguous(tl.multiple_of(at + token, 8), 4), mask=keep, other=0.0)
+def _tokens(at, fours, block, last):
+    """Numbers of the tokens that a thread has scores of, as words of four.
+
+    They stay words until they are needed: a number that is cut out of a word waits for the word's load.
+    """
+    return tl.load(at.to(tl.pointer_type(tl.uint64)) + fours, mask=block < last, other=0)
+
+
+@triton.jit
+def _number(words, I: tl.constexpr):
+    """The I-th fp16 number of words of four, in fp32."""
+    return ((words >> (16 * I)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _cut(words, THREADS: tl.constexpr):
+    """All numbers of words of four, in order."""
+    even, odd = tl.join(_number(words, 0), _number(words, 2)), tl.join(_number(words, 1), _number(words, 3))
+    return tl.reshape(tl.join(even, odd), (16 * THREADS,))
 
 
 @triton.jit
@@ -313,12 +328,13 @@ def attend_kernel(
         k_in = pair * BLOCK + (64 * h + 16 * (eighth >> 1) + 2 * quad + (eighth & 1)) * 16 + near
         v_in = pair * BLOCK + (8 * quad + eighth) * 32 + 16 * h + near
         channel = tl.arange(0, 64 * PAIRS)
-        of_warp = (e >> 7) & (WARPS - 1)
-        v_pair = of_warp // (2 * PARTS)
-        token = 128 * v_pair + 64 * (of_warp // PARTS & 1) + 16 * t + 4 * k + c
+        four = tl.arange(0, 4 * THREADS)
+        v_half = ((four >> 5) & (WARPS - 1)) // PARTS
+        v_pair = v_half // 2
+        fours = 16 * v_half + 4 * (four & 3) + four // THREADS
         at = (row + first).to(tl.int64) * 128
-        v_step_next = _tokens(v_step_ptr + at, token, first + v_pair, last)
-        v_zero_next = _tokens(v_zero_ptr + at, token, first + v_pair, last)
+        v_step_next = _tokens(v_step_ptr + at, fours, first + v_pair, last)
+        v_zero_next = _tokens(v_zero_ptr + at, fours, first + v_pair, last)
         for start in tl.range(first, last, PAIRS, num_stages=STAGES):
             keep = tl.max_constancy(start + pair < last, 4)
             at = (row + start).to(tl.int64) * BLOCK
@@ -334,10 +350,10 @@ def attend_kernel(
             step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             zero = tl.load(k_zero_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             keys += (_channels(step, PAIRS, PARTS), _channels(zero, PAIRS, PARTS))
-            v_step, v_zero = v_step_next.to(tl.float32), v_zero_next.to(tl.float32)
+            v_step, v_zero = _cut(v_step_next, THREADS), _cut(v_zero_next, THREADS)
             at += PAIRS * 64
-            v_step_next = _tokens(v_step_ptr + at * 2, token, start + PAIRS + v_pair, last)
-            v_zero_next = _tokens(v_zero_ptr + at * 2, token, start + PAIRS + v_pair, last)
+            v_step_next = _tokens(v_step_ptr + at * 2, fours, start + PAIRS + v_pair, last)
+            v_zero_next = _tokens(v_zero_ptr + at * 2, fours, start + PAIRS + v_pair, last)
             if TILES == 1:
                 logit = tl.inline_asm_elementwise(
                     SCORES, SCORES_OF, keys + (q,), dtype=tl.float32, is_pure=True, pack=16
