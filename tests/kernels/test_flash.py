@@ -147,3 +147,19 @@ def test_long_segments_are_attended_whole(monkeypatch, learns):
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         got, want = (torch.autograd.grad(one, leaves, cotangent) for one in (out, expected))
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("q_bounds", "k_bounds"),
+    [((0, 37, 74), (0, 37, 74)), ((0, 36, 40, 76), (0, 36, 36, 72)), ((0, 36, 36, 72), (0, 36, 40, 76))],
+    ids=["lengths that lack rows", "rows between", "keys between"],
+)
+def test_long_segments_that_share_no_call(monkeypatch, q_bounds, k_bounds, gradient):
+    """Two of one length that a single call of whole sequences would mix up."""
+    monkeypatch.setattr(flash, "_LARGE", 33 * 8)
+    q, k, v = tensors(q_bounds, k_bounds)
+    out = packed_attention(q.requires_grad_(gradient), k, v, q_bounds, k_bounds, scale=0.3)
+    expected = reference.packed_attention(q, k, v, q_bounds, k_bounds, scale=0.3, window=None)
+    torch.testing.assert_close(out, expected)
+    assert not CALLS
