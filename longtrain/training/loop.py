@@ -206,7 +206,11 @@ def fit(
 
 @contextmanager
 def _short_collections() -> Iterator[None]:
-    """The garbage collector does not look at what is there now: a small target feels its pauses."""
+    """The garbage collector passes over what was made before training, or a small target feels its pauses.
+
+    What is garbage by then, such as an earlier job's tensors, is freed first: it would stay until the end.
+    """
+    gc.collect()
     gc.freeze()
     try:
         yield

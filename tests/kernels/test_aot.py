@@ -4,6 +4,7 @@ The counts are per thread and tile of the inner loop; a 128-token block of one K
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -161,6 +162,14 @@ def test_hier_attention_of_few_rows(bits, tile, most):
     assert built.count("HMMA", inner) == 64 + 32 * tile.tiles + (16 if bits == 8 else 24)
     codes = 2 * 128 * 128 * (tile.warps // (2 * tile.parts)) / (32 * tile.warps // tile.parts)
     assert (inner[1] - inner[0] + 1) / codes <= most
+
+
+def test_hier_attention_fits_smaller_gpus():
+    """Compute capability 8.6, 8.9 and 12.0 have 99 KB of shared memory for a program."""
+    wide, most = hier_fragments_launch.WIDE_TILES[0], 99 * 1024
+    assert compiled_fragments(wide, 8).shared_bytes > most
+    fewer = replace(wide, stages=hier_fragments_launch.stages_in(wide, 8, most))
+    assert fewer.stages == 3 and compiled_fragments(fewer, 8).shared_bytes <= most
 
 
 @pytest.mark.parametrize("tiles", [hier_fragments_launch.WIDE_TILES, hier_fragments_launch.TILES[4]], ids=len)

@@ -68,10 +68,9 @@ def flash_segments(
     """`packed_attention` over checked segments; see there."""
     moving = [torch.is_grad_enabled() and x.requires_grad for x in (q_THD, k_SGD, v_SGD)]
     frozen = moving == [True, False, False]
-    behind = None if any(moving) else (len(q_THD), len(k_SGD))
     runs = [("short", parts)]
     if window is None:
-        runs = _runs(parts, q_THD.shape[2], frozen=frozen, behind=behind)
+        runs = _runs(parts, q_THD.shape[2], frozen=frozen)
     begin = cut if any(moving) else _tails
     q_runs = begin(q_THD, [(run[0].q_start, run[-1].q_stop) for _, run in runs])
     k_runs, v_runs = (begin(x, [(run[0].k_start, run[-1].k_stop) for _, run in runs]) for x in (k_SGD, v_SGD))
@@ -92,10 +91,8 @@ def _tails(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
     return [x[start:] for start, _ in spans]
 
 
-def _runs(
-    parts: list[Segment], head_dim: int, *, frozen: bool, behind: tuple[int, int] | None
-) -> list[tuple[str, list[Segment]]]:
-    """Segments that one call takes, one after the other, and which.
+def _runs(parts: list[Segment], head_dim: int, *, frozen: bool) -> list[tuple[str, list[Segment]]]:
+    """Neighbouring segments that one call takes, each with the kind of that call.
 
     `short`: torch's kernel for segments of different lengths. `long`: neighbours of one length, as whole
     sequences. `far`: one segment whose frozen keys go far beyond its queries.
@@ -104,7 +101,6 @@ def _runs(
         parts: the segments.
         head_dim: the size of a head.
         frozen: whether only queries ask for a gradient.
-        behind: where rows of q and of k end that a long segment may take what it lacks from; None: anywhere.
     """
     runs: list[tuple[str, list[Segment]]] = []
     for part in parts:
@@ -112,7 +108,7 @@ def _runs(
         kind, joins = "short", bool(runs) and runs[-1][0] == "short"
         if frozen and keys - rows >= BLOCK:
             kind, joins = "far", False
-        elif keys == rows and rows * head_dim >= _LARGE and _has_room(part, behind):
+        elif keys == rows and rows * head_dim >= _LARGE:
             last = runs[-1][1][-1] if runs and runs[-1][0] == "long" else None
             kind, joins = "long", last is not None and _follows(part, last)
         if joins:
@@ -129,12 +125,6 @@ def _follows(part: Segment, last: Segment) -> bool:
     return begins and rows == last.q_stop - last.q_start and not _lacks(rows)
 
 
-def _has_room(part: Segment, behind: tuple[int, int] | None) -> bool:
-    """Whether what a segment lacks stands behind it, or need not."""
-    more = _lacks(part.q_stop - part.q_start)
-    return behind is None or (part.q_stop + more <= behind[0] and part.k_stop + more <= behind[1])
-
-
 def _lacks(rows: int) -> int:
     """Rows up to the next of a few numbers: for each of them a call is planned, which takes 0.1 s."""
     return -rows % (1 << (rows.bit_length() - 4))
@@ -143,7 +133,8 @@ def _lacks(rows: int) -> int:
 def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, run: list[Segment], scale: float) -> Tensor:
     """Causal attention of segments of one length as whole sequences.
 
-    Rows that follow stand in for the ones that a segment lacks; zeros where a gradient goes through.
+    Rows that follow stand in for the ones that a segment lacks, zeros where too few follow: with gradients,
+    `cut` leaves none.
     """
     n = run[0].q_stop - run[0].q_start
     more = _lacks(n)

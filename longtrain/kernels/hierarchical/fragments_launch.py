@@ -40,7 +40,7 @@ class FragmentTile:
         tiles: how many tiles of 8 packed rows a warp has: 1 or 2.
         warps: warps of a program; two for each part take a block together.
         parts: how many warps share half a block, each with 16 packed rows of its own: 1, or 2 with two tiles.
-        stages: stages of the pipeline that brings blocks.
+        stages: stages of the pipeline that brings blocks; fewer where shared memory does not hold them.
         resident: programs that run on one multiprocessor at a time. Registers or shared memory must let no
             more of them in, or some multiprocessors get more than others.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
@@ -148,6 +148,9 @@ def hier_attention(
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
+    stages = tile.stages
+    if q_BHTD.device.type == "cuda":
+        stages = stages_in(tile, bits, merging.shared_bytes(q_BHTD.device))
     chained = chaining(q_BHTD.device)
     offset = planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16
     with launched_on(q_BHTD):
@@ -158,7 +161,7 @@ def hier_attention(
             scale * LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
             *bits_strides, **of_mask,
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
-            RINGS=rings, STAGES=tile.stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
+            RINGS=rings, STAGES=stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
             **texts(tile.tiles, bits, offset),
             num_warps=tile.warps, enable_fp_fusion=False,
             **chained,
@@ -195,6 +198,13 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     found = [replace(first, stages=n, warps=warps, resident=most) for n, warps, most in sizes]
     found += [replace(first, ahead=0), replace(first, ahead=4), replace(first, chunk=32)]
     return tuple(tile for tile in found if tile != first)
+
+
+def stages_in(tile: FragmentTile, bits: int, limit: int) -> int:
+    """The tile's stages, fewer where a program may have only `limit` bytes of shared memory."""
+    blocks = tile.warps // (2 * tile.parts) * bits * 4096
+    others = 3072 * tile.warps
+    return max(1, min(tile.stages, 1 + (limit - others) // blocks))
 
 
 def rings_for(blocks: int) -> int:

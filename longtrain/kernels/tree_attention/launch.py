@@ -235,13 +235,13 @@ def _stages(tile: TreeTile, width: int, k_BGSD: Tensor) -> int:
     """Tiles in flight, fewer where the device's shared memory does not hold them."""
     if k_BGSD.device.type != "cuda":
         return tile.stages
-    limit = _shared_bytes(k_BGSD.device)
+    limit = shared_bytes(k_BGSD.device)
     row = width * k_BGSD.element_size()
     return max(1, min(tile.stages, (limit - 2048 - tile.rows * row) // (2 * tile.keys * row)))
 
 
 @lru_cache(maxsize=16)
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes(device: torch.device) -> int:
     """Most shared memory of a program."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
