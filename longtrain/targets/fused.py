@@ -36,8 +36,8 @@ from longtrain.targets.step import Rows
 if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
-MLP_NUMBERS = 16384 * 2 * 14336
-"""Most numbers of an MLP's wide activations: of a whole 128K prompt they would take 11 GB at 8B shape."""
+MLP_NUMBERS = 16384 * 14336
+"""Most numbers of one wide activation of an MLP: those of a whole 128K prompt take 11 GB at 8B shape."""
 _CONSTANT_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on how long a text is."""
 
@@ -118,7 +118,7 @@ class FusedDecoder:
         T, E = rows.pos_BT.shape[1], x_NE.shape[1]
         B = len(x_NE) // T
         heads, eps = (self.info.n_heads, self.info.n_kv_heads), self.info.rms_norm_eps
-        mlp_rows = max(1, MLP_NUMBERS // (2 * self.info.intermediate_size))
+        mlp_rows = max(1, MLP_NUMBERS // self.info.intermediate_size)
         writes = not isinstance(one_pass.mask, PrefixOnly)
         looks = one_pass.inputs
         above = [*(layer.module.input_layernorm for layer in self.layers[1:]), self.body.norm]

@@ -158,21 +158,21 @@ def roundings(built: Binary, within: tuple[int, int]) -> Counter[str]:
     return +found
 
 
-def read_at_once(built: Binary, within: tuple[int, int]) -> list[str]:
-    """Instructions of a loop that read what the same pass of it loads from global memory: they wait for it."""
+def read_at_once(built: Binary, within: tuple[int, int], soon: int = 200) -> list[str]:
+    """Instructions of a loop that wait for what was loaded from global memory fewer than `soon` before."""
     first, last = within
-    passes = range(first, last + 1)
-    loaded: set[str] = set()
+    loaded: dict[str, int] = {}
     found = []
-    for at in passes:
+    for at in range(first, last + 1):
         name, (to, *of) = built.instructions[at], built.operands[at]
         read = {one for word in of for one in re.findall(r"(?<![A-Z])R\d+", word)}
-        if read & loaded:
+        if any(at - loaded.get(one, at - soon) < soon for one in read):
             found.append(f"{name} {to}, {', '.join(of)}")
         if to[:1] == "R" and to[1:].isdigit():
-            wide = 2 if name.endswith(".64") else 4 if name.endswith(".128") else 1
-            written = {f"R{int(to[1:]) + i}" for i in range(wide)}
-            loaded = loaded | written if name.startswith("LDG.") else loaded - written
+            for i in range(4 if name.endswith(".128") else 2 if name.endswith(".64") else 1):
+                loaded.pop(f"R{int(to[1:]) + i}", None)
+                if name.startswith("LDG."):
+                    loaded[f"R{int(to[1:]) + i}"] = at
     return found
 
 

@@ -123,7 +123,7 @@ def test_it_leaves_early_with_what_was_recorded():
 def test_long_prompts_go_through_the_mlp_in_pieces(monkeypatch):
     target = random_target("llama_micro").fuse()
     whole, _ = steps(target, Want("all"))
-    monkeypatch.setattr("longtrain.targets.fused.MLP_NUMBERS", 5 * 2 * target.info.intermediate_size)
+    monkeypatch.setattr("longtrain.targets.fused.MLP_NUMBERS", 5 * target.info.intermediate_size)
     cut, _ = steps(target, Want("all"))
     for a, b in zip(cut, whole, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from longtrain.kernels.attention.segments import Segment, cut, joined, spread
+from longtrain.kernels.devices import hopper
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
@@ -55,6 +56,11 @@ def flash_device(device: torch.device) -> bool:
     return _FITS and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def wholes_pay(device: torch.device) -> bool:
+    """Whether whole sequences have a faster kernel there than segments of different lengths: cuDNN's."""
+    return hopper(device)
+
+
 def flash_serves(q_THD: Tensor, k_SGD: Tensor) -> bool:
     """Whether the flash kernel takes these tensors: half precision and head size 8, 16 .. 256 there."""
     D = q_THD.shape[2]
@@ -69,7 +75,7 @@ def flash_segments(
     moving = [torch.is_grad_enabled() and x.requires_grad for x in (q_THD, k_SGD, v_SGD)]
     frozen = moving == [True, False, False]
     runs = [("short", parts)]
-    if window is None:
+    if window is None and wholes_pay(q_THD.device):
         runs = _runs(parts, q_THD.shape[2], frozen=frozen)
     begin = cut if any(moving) else _tails
     q_runs = begin(q_THD, [(run[0].q_start, run[-1].q_stop) for _, run in runs])
@@ -127,14 +133,14 @@ def _follows(part: Segment, last: Segment) -> bool:
 
 def _lacks(rows: int) -> int:
     """Rows up to the next of a few numbers: for each of them a call is planned, which takes 0.1 s."""
-    return -rows % (1 << (rows.bit_length() - 4))
+    return -rows % (1 << (rows.bit_length() - 5))
 
 
 def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, run: list[Segment], scale: float) -> Tensor:
     """Causal attention of segments of one length as whole sequences.
 
     Rows that follow stand in for the ones that a segment lacks, zeros where too few follow: with gradients,
-    `cut` leaves none.
+    `cut` leaves none. Weights of 0 meet them, so they must be finite.
     """
     n = run[0].q_stop - run[0].q_start
     more = _lacks(n)

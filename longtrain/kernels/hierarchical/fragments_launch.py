@@ -192,11 +192,9 @@ def _tiles(bits: int, group: int) -> tuple[FragmentTile, ...]:
 def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, bits, group, 1)
-    sizes = ((4, first.warps, 2), (4, 2, 4), (3, 2, 3))
-    if first.parts == 2:
-        sizes = ((2, 4, 2), (4, 4, 2), (3, 8, 1))
-    found = [replace(first, stages=n, warps=warps, resident=most) for n, warps, most in sizes]
-    found += [replace(first, ahead=0), replace(first, ahead=4), replace(first, chunk=32)]
+    found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
+    found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=32)]
+    found += [replace(first, ahead=n) for n in (0, 1, 2, 4)]
     return tuple(tile for tile in found if tile != first)
 
 
