@@ -87,9 +87,9 @@ def _tokens(at, fours, block, last):
 
 
 @triton.jit
-def _number(words, I: tl.constexpr):
-    """The I-th fp16 number of words of four, in fp32."""
-    return ((words >> (16 * I)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+def _number(words, AT: tl.constexpr):
+    """The fp16 number at a place, 0 to 3, of words of four, in fp32."""
+    return ((words >> (16 * AT)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
