@@ -150,6 +150,18 @@ def test_long_segments_are_attended_whole(monkeypatch, learns):
         torch.testing.assert_close(got, want)
 
 
+def test_where_whole_sequences_have_no_faster_kernel(monkeypatch):
+    """Long segments go with the short ones, and a frozen memory is gone over in blocks all the same."""
+    monkeypatch.setattr(flash, "wholes_pay", lambda device: False)
+    monkeypatch.setattr(flash, "_LARGE", 33 * 8)
+    q_bounds, k_bounds = (0, 9, 50, 53), (0, 9, 50, 65)
+    q, k, v = tensors(q_bounds, k_bounds)
+    packed_attention(q.requires_grad_(), k, v, q_bounds, k_bounds, scale=0.3).sum().backward()
+    assert [rows for name, rows, _ in CALLS if name == "forward"] == [50, 3]
+    assert [keys for name, _, keys in CALLS if name == "backward"][-1] == 50
+    assert sorted(keys for name, _, keys in CALLS if name == "backward")[:3] == [3, 4, 4]
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize(
     ("q_bounds", "k_bounds"),

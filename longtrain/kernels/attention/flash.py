@@ -75,8 +75,9 @@ def flash_segments(
     moving = [torch.is_grad_enabled() and x.requires_grad for x in (q_THD, k_SGD, v_SGD)]
     frozen = moving == [True, False, False]
     runs = [("short", parts)]
-    if window is None and wholes_pay(q_THD.device):
-        runs = _runs(parts, q_THD.shape[2], frozen=frozen)
+    if window is None:
+        whole = _LARGE // q_THD.shape[2] if wholes_pay(q_THD.device) else None
+        runs = _runs(parts, frozen=frozen, whole=whole)
     begin = cut if any(moving) else _tails
     q_runs = begin(q_THD, [(run[0].q_start, run[-1].q_stop) for _, run in runs])
     k_runs, v_runs = (begin(x, [(run[0].k_start, run[-1].k_stop) for _, run in runs]) for x in (k_SGD, v_SGD))
@@ -97,7 +98,7 @@ def _tails(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
     return [x[start:] for start, _ in spans]
 
 
-def _runs(parts: list[Segment], head_dim: int, *, frozen: bool) -> list[tuple[str, list[Segment]]]:
+def _runs(parts: list[Segment], *, frozen: bool, whole: int | None) -> list[tuple[str, list[Segment]]]:
     """Neighbouring segments that one call takes, each with the kind of that call.
 
     `short`: torch's kernel for segments of different lengths. `long`: neighbours of one length, as whole
@@ -105,8 +106,8 @@ def _runs(parts: list[Segment], head_dim: int, *, frozen: bool) -> list[tuple[st
 
     Args:
         parts: the segments.
-        head_dim: the size of a head.
         frozen: whether only queries ask for a gradient.
+        whole: rows from which on a segment is attended as a whole sequence; None: none is.
     """
     runs: list[tuple[str, list[Segment]]] = []
     for part in parts:
@@ -114,7 +115,7 @@ def _runs(parts: list[Segment], head_dim: int, *, frozen: bool) -> list[tuple[st
         kind, joins = "short", bool(runs) and runs[-1][0] == "short"
         if frozen and keys - rows >= BLOCK:
             kind, joins = "far", False
-        elif keys == rows and rows * head_dim >= _LARGE:
+        elif keys == rows and whole is not None and rows >= whole:
             last = runs[-1][1][-1] if runs and runs[-1][0] == "long" else None
             kind, joins = "long", last is not None and _follows(part, last)
         if joins:
