@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
 
 MLP_NUMBERS = 16384 * 14336
-"""Most numbers of one wide activation of an MLP: those of a whole 128K prompt take 11 GB at 8B shape."""
+"""Most numbers of a wide activation of an MLP, which takes longer prompts in pieces.
+
+The wide activations of a whole 128K prompt would take 11 GB at 8B shape.
+"""
 _CONSTANT_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on how long a text is."""
 

@@ -206,9 +206,9 @@ def fit(
 
 @contextmanager
 def _short_collections() -> Iterator[None]:
-    """The garbage collector passes over what was made before training, or a small target feels its pauses.
+    """The garbage collector passes over what was made before training: its pauses would slow small targets.
 
-    What is garbage by then, such as an earlier job's tensors, is freed first: it would stay until the end.
+    Garbage of before, such as an earlier job's tensors, is freed first, or it would stay until the end.
     """
     gc.collect()
     gc.freeze()

@@ -159,7 +159,10 @@ def roundings(built: Binary, within: tuple[int, int]) -> Counter[str]:
 
 
 def read_at_once(built: Binary, within: tuple[int, int], soon: int = 200) -> list[str]:
-    """Instructions of a loop that wait for what was loaded from global memory fewer than `soon` before."""
+    """Instructions of a loop that read what one of the `soon` instructions before loads from global memory.
+
+    A load at the end of a round and its use at the start of the next are not seen.
+    """
     first, last = within
     loaded: dict[str, int] = {}
     found = []

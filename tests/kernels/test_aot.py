@@ -179,7 +179,10 @@ def test_hier_attention_fits_smaller_gpus():
 
 @pytest.mark.parametrize("tiles", [hier_fragments_launch.WIDE_TILES, hier_fragments_launch.TILES[4]], ids=len)
 def test_a_row_is_rounded_alike_in_every_tile(tiles):
-    """What tiles share comes once, all else once a tile, in the same forms; as many run at once."""
+    """What tiles share comes once and all else once a tile, in the same forms.
+
+    A multiprocessor has room for as many programs of each as the tile says, so all are split alike.
+    """
     bits = 8 if len(tiles) == 3 else 4
     builds = [compiled_fragments(tile, bits) for tile in tiles]
     assert all(fitting(one, tile.warps) == tile.resident for one, tile in zip(builds, tiles, strict=True))

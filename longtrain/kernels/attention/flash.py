@@ -1,7 +1,7 @@
 """Flash attention over packed segments on a GPU: torch's own kernel, or flash_attn where it is installed.
 
-Long segments run torch's attention of whole sequences, which on a GPU of compute capability 9.0 is cuDNN's:
-up to twice as fast as the kernel for segments of different lengths. Neighbours of one length share a call.
+On a GPU of compute capability 9.0 long segments run torch's attention of whole sequences, there cuDNN's: up
+to twice as fast as the kernel for segments of different lengths. Neighbours of one length share a call.
 
 K and V that need no gradient (a frozen target's) get a backward of their own: flash's backward always writes
 dK and dV, expanded to the query heads, which for a long memory is larger than everything else in a step. Over
@@ -57,7 +57,7 @@ def flash_device(device: torch.device) -> bool:
 
 
 def wholes_pay(device: torch.device) -> bool:
-    """Whether whole sequences have a faster kernel there than segments of different lengths: cuDNN's."""
+    """Whether attention of whole sequences (cuDNN's) is faster there than that of segments of any lengths."""
     return hopper(device)
 
 
@@ -94,7 +94,7 @@ def flash_segments(
 
 
 def _tails(x: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
-    """The spans of x's rows with all that follows, as views that no gradient goes through."""
+    """From each span's first row to the end of x, as views; only for calls without gradients."""
     return [x[start:] for start, _ in spans]
 
 
@@ -126,22 +126,23 @@ def _runs(parts: list[Segment], *, frozen: bool, whole: int | None) -> list[tupl
 
 
 def _follows(part: Segment, last: Segment) -> bool:
-    """Whether a segment begins where the last ends and is as long, in a number of rows that lacks none."""
+    """Whether a segment begins where the last ends, is as long, and is attended without rows behind it."""
     rows = part.q_stop - part.q_start
     begins = (part.q_start, part.k_start) == (last.q_stop, last.k_stop)
     return begins and rows == last.q_stop - last.q_start and not _lacks(rows)
 
 
 def _lacks(rows: int) -> int:
-    """Rows up to the next of a few numbers: for each of them a call is planned, which takes 0.1 s."""
+    """Rows to put behind a segment: cuDNN plans each new length for 0.1 s, so few lengths are used."""
     return -rows % (1 << (rows.bit_length() - 5))
 
 
 def _whole(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, run: list[Segment], scale: float) -> Tensor:
     """Causal attention of segments of one length as whole sequences.
 
-    Rows that follow stand in for the ones that a segment lacks, zeros where too few follow: with gradients,
-    `cut` leaves none. Weights of 0 meet them, so they must be finite.
+    A segment that lacks rows (`_lacks`) takes those that follow it in the tensors, or zeros where too few
+    follow: with gradients none do, for `cut` leaves none. No query of the segment sees them,
+    but their values are multiplied by weights of 0, so they must be finite.
     """
     n = run[0].q_stop - run[0].q_start
     more = _lacks(n)

@@ -55,7 +55,7 @@ def _quads(at, offset, keep):
 
 @triton.jit
 def _shared(words, HALVES: tl.constexpr, PARTS: tl.constexpr):
-    """Words of the halves of blocks, each brought once, in all PARTS warps of a half."""
+    """Words that one warp of each half of a block has loaded, in all PARTS warps of that half."""
     if PARTS > 1:
         x = tl.reshape(words, (4, HALVES, 1, 128))
         words = tl.reshape(tl.broadcast_to(x, (4, HALVES, PARTS, 128)), (512 * HALVES * PARTS,))
@@ -79,7 +79,7 @@ def _channels(words, PAIRS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _tokens(at, fours, block, last):
-    """Numbers of the tokens that a thread has scores of, as words of four.
+    """Steps or zeros of the tokens that a thread has scores of, as 64-bit words of four fp16 numbers.
 
     They stay words until they are needed: a number that is cut out of a word waits for the word's load.
     """
@@ -88,13 +88,13 @@ def _tokens(at, fours, block, last):
 
 @triton.jit
 def _number(words, AT: tl.constexpr):
-    """The fp16 number at a place, 0 to 3, of words of four, in fp32."""
+    """The number at place AT, 0 to 3, of each word of `_tokens`, in fp32."""
     return ((words >> (16 * AT)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _cut(words, THREADS: tl.constexpr):
-    """All numbers of words of four, in order."""
+    """All numbers of the words of `_tokens`, in order."""
     even, odd = tl.join(_number(words, 0), _number(words, 2)), tl.join(_number(words, 1), _number(words, 3))
     return tl.reshape(tl.join(even, odd), (16 * THREADS,))
 
@@ -125,7 +125,7 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
 
     A row's weights are kept below 2^14 by what their tokens' steps are, which is all that fp16 needs.
     Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
-    fusing: the assembler would fuse in one tile and not in the other, and a row's last bit depend on that.
+    fusing: the assembler would fuse in one tile and not in the other, and a row's last bit would follow it.
     """
     most = tl.fma(part_max(logit, THREADS), norm, tl.log2(part_max(v_step, THREADS))) - _LIFT
     here = tl.max(most, 1)[:, None]

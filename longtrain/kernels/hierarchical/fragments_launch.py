@@ -199,14 +199,14 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
 
 
 def stages_in(tile: FragmentTile, bits: int, limit: int) -> int:
-    """The tile's stages, fewer where a program may have only `limit` bytes of shared memory."""
+    """The tile's stages, or as many as fit into `limit` bytes: each but one keeps the blocks of a round."""
     blocks = tile.warps // (2 * tile.parts) * bits * 4096
     others = 3072 * tile.warps
     return max(1, min(tile.stages, 1 + (limit - others) // blocks))
 
 
 def rings_for(blocks: int) -> int:
-    """Splits of the ring: the fewer blocks a cache has room for, the longer one alone would be waited for."""
+    """How many splits read the ring: two in a small cache, whose other splits would wait for one alone."""
     return 2 if blocks <= 64 else 1
 
 

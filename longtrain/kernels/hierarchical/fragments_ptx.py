@@ -104,7 +104,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
     middle = 7.5 if bits == 4 else 127.5 / 16
     nothing = x.made("mov.b32", "0")
-    a, rest = [], []  # the latter with the sign turned, and so is what it meets
+    a, rest = [], []  # rest is -r, and the mean that it is multiplied by is negated, too
     minus = [x.made("neg.f16x2", one) for one in step]
     for tile in range(tiles):
         a.append([x.made("mul.rn.f16x2", q[tile][i], step[i]) for i in range(16)])

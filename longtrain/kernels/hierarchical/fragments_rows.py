@@ -1,6 +1,7 @@
 """What `fragments_kernel` does with a row's numbers: sums and maxima, in an order that no layout changes.
 
-A flat tensor is [4 k, THREADS / 4, 4 t, 4 c]: of each of 4 threads a row has 16 numbers, k and c.
+A flat tensor is [4 k, THREADS / 4, 4 t, 4 c], as in `fragments_kernel`: four threads (t) have the numbers of
+a row, 16 each (k and c).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def spread(x, THREADS: tl.constexpr):
-    """A thread's number, or a row's of a warp's, in all registers it belongs to."""
+    """One number of each thread, or of each row, in all 16 registers of the threads that it belongs to."""
     wide = tl.broadcast_to(x[None, :, :, None], (4, THREADS // 4, 4, 4))
     return tl.reshape(wide, (16 * THREADS,))
 
