@@ -29,10 +29,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.hierarchical.fragments_rows import (
     even_sum,
-    part_max,
-    part_sum,
-    part_sum_of_products,
     spread,
+    thread_max,
+    thread_sum,
+    thread_sum_of_products,
 )
 from longtrain.kernels.tree_attention.kernel import _visible
 
@@ -111,7 +111,7 @@ def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.const
     else:
         even = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         odd = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    norm = tl.max(part_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
+    norm = tl.max(thread_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
     norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
     by = tl.where(k < 2, FIRST, 0.0625) / spread(norm, THREADS)
     low = (even * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -127,14 +127,14 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
     Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
     fusing: the assembler would fuse in one tile and not in the other, and a row's last bit would follow it.
     """
-    most = tl.fma(part_max(logit, THREADS), norm, tl.log2(part_max(v_step, THREADS))) - _LIFT
+    most = tl.fma(thread_max(logit, THREADS), norm, tl.log2(thread_max(v_step, THREADS))) - _LIFT
     here = tl.max(most, 1)[:, None]
     new = tl.maximum(top, here)
     base = tl.where(here == float("-inf"), float("inf"), new)
     weight = tl.exp2(tl.fma(logit, spread(norm, THREADS), -spread(base, THREADS)))
     fade = tl.where(top == new, 1.0, tl.exp2(top - new))
-    total = tl.fma(total, fade, part_sum(weight, THREADS))
-    zero = part_sum_of_products(weight, tl.fma(v_step, OFFSET, v_zero), THREADS)
+    total = tl.fma(total, fade, thread_sum(weight, THREADS))
+    zero = thread_sum_of_products(weight, tl.fma(v_step, OFFSET, v_zero), THREADS)
     zeros = tl.fma(zeros, fade, zero)
     return weight * v_step, spread(fade, THREADS), new, total, zeros
 

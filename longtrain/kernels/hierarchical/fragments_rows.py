@@ -19,14 +19,14 @@ def spread(x, THREADS: tl.constexpr):
 
 
 @triton.jit
-def part_sum(x, THREADS: tl.constexpr):
+def thread_sum(x, THREADS: tl.constexpr):
     """Sums of a row's numbers that one thread has, [THREADS / 4, 4]."""
     return tl.sum(tl.sum(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
 
 
 @triton.jit
-def part_sum_of_products(x, y, THREADS: tl.constexpr):
-    """`part_sum` of x y, with one rounding for a product and the sum that it is added to."""
+def thread_sum_of_products(x, y, THREADS: tl.constexpr):
+    """`thread_sum` of x y, with one rounding for a product and the sum that it is added to."""
     x, y = tl.reshape(x, (4, THREADS // 4, 4, 2, 2)), tl.reshape(y, (4, THREADS // 4, 4, 2, 2))
     x_even, x_odd = tl.split(x)
     y_even, y_odd = tl.split(y)
@@ -38,7 +38,7 @@ def part_sum_of_products(x, y, THREADS: tl.constexpr):
 
 
 @triton.jit
-def part_max(x, THREADS: tl.constexpr):
+def thread_max(x, THREADS: tl.constexpr):
     """Largest of a row's numbers that one thread has, [THREADS / 4, 4]."""
     return tl.max(tl.max(tl.reshape(x, (4, THREADS // 4, 4, 4)), 3), 0)
 
