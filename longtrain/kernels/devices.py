@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from importlib.util import find_spec
@@ -71,6 +72,17 @@ def cores(device: torch.device, *, otherwise: int) -> int:
     if device.type != "cuda":
         return otherwise
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=32)
+def shared_bytes(device: torch.device) -> int:
+    """Most shared memory of a program on a GPU; no limit on another device, whose kernels are interpreted."""
+    if device.type != "cuda":
+        return sys.maxsize
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def launched_on(x: Tensor) -> AbstractContextManager[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -187,7 +186,7 @@ def fit(
     )
     trainer.callbacks.extend([metrics, saving, bar])  # type: ignore[attr-defined]
     began = time.perf_counter()
-    with _numerics(loop), _short_collections(), told_when_lost(checkpoints):
+    with _numerics(loop), told_when_lost(checkpoints):
         trainer.fit(module, datamodule=data)
     summary = _summary(
         module,
@@ -202,20 +201,6 @@ def fit(
         if draw_curves:
             table.draw(folder / "metrics.csv", folder / "curves.png")
     return summary
-
-
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """The garbage collector passes over what was made before training: its pauses would slow small targets.
-
-    Garbage of before, such as an earlier job's tensors, is freed first, or it would stay until the end.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _set_steps(trainer: Trainer, loop: LoopConfig, max_steps: int) -> None:

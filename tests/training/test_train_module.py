@@ -1,10 +1,8 @@
-import gc
 import os
 import shutil
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,7 +14,7 @@ from torch import nn
 
 from longtrain.errors import ArtifactError, ConfigError, DataError, TrainingError
 from longtrain.methods.spec import Loss
-from longtrain.training import checkpoint, loop, table
+from longtrain.training import checkpoint, table
 from longtrain.training.module import TrainModule
 from longtrain.training.optim import Optim
 
@@ -266,15 +264,3 @@ def test_an_objectives_learning_rates_count_where_the_settings_say_nothing(tmp_p
     assert [rates[id(p)] / PLAIN.lr for p in (draft.embed.weight, draft.out.weight, draft.norm.weight)] == (
         pytest.approx([3.0, 0.5, 1.0])
     )
-
-
-def test_garbage_of_an_earlier_job_does_not_last_until_the_end_of_training():
-    gc.collect()
-    module = toy.Draft()
-    module.__dict__["itself"] = module
-    alive = weakref.ref(module)
-    del module
-    with loop._short_collections():
-        gc.collect()
-        assert alive() is None and gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0

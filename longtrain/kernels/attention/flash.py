@@ -133,7 +133,7 @@ def _follows(part: Segment, last: Segment) -> bool:
 
 
 def _lacks(rows: int) -> int:
-    """Rows to put behind a segment: cuDNN plans each new length for 0.1 s, so few lengths are used."""
+    """Rows to put behind a segment: cuDNN plans each new length, so few lengths are used."""
     return -rows % (1 << (rows.bit_length() - 5))
 
 

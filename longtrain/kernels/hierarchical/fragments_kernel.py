@@ -88,7 +88,7 @@ def _tokens(at, fours, block, last):
 
 @triton.jit
 def _number(words, AT: tl.constexpr):
-    """The number at place AT, 0 to 3, of each word of `_tokens`, in fp32."""
+    """The fp16 number at place AT, counted from the lowest bits, of each word, in fp32."""
     return ((words >> (16 * AT)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -109,8 +109,7 @@ def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.const
         even = (word << 16).to(tl.float32, bitcast=True)
         odd = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
-        even = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        odd = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        even, odd = _number(word, 0), _number(word, 1)
     norm = tl.max(thread_max(tl.maximum(tl.abs(even), tl.abs(odd)), THREADS), 1)[:, None]
     norm = tl.exp2(tl.ceil(tl.log2(tl.maximum(norm, 1e-30))))
     by = tl.where(k < 2, FIRST, 0.0625) / spread(norm, THREADS)

@@ -17,7 +17,15 @@ import triton
 from torch import Tensor
 
 from longtrain.errors import ConfigError, refusal
-from longtrain.kernels.devices import LOG2E, chaining, compiles_for, cores, launched_on, partial_results
+from longtrain.kernels.devices import (
+    LOG2E,
+    chaining,
+    compiles_for,
+    cores,
+    launched_on,
+    partial_results,
+    shared_bytes,
+)
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_merge_kernel as merge
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
@@ -148,9 +156,7 @@ def hier_attention(
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
-    stages = tile.stages
-    if q_BHTD.device.type == "cuda":
-        stages = stages_in(tile, bits, merging.shared_bytes(q_BHTD.device))
+    stages = stages_in(tile, bits, shared_bytes(q_BHTD.device))
     chained = chaining(q_BHTD.device)
     offset = planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16
     with launched_on(q_BHTD):

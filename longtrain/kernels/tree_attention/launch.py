@@ -7,13 +7,11 @@ Shapes: see `kernels.tree_attention`; M packed rows (new rows x query heads of a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
 from longtrain.kernels.devices import (
     LOG2E,
@@ -24,6 +22,7 @@ from longtrain.kernels.devices import (
     launched_on,
     partial_results,
     register_limit,
+    shared_bytes,
     width_of,
 )
 from longtrain.kernels.tree_attention import kernel as kernels
@@ -233,18 +232,9 @@ def splits_for(programs: int, resident: int, device: torch.device, *, beside: in
 
 def _stages(tile: TreeTile, width: int, k_BGSD: Tensor) -> int:
     """Tiles in flight, fewer where the device's shared memory does not hold them."""
-    if k_BGSD.device.type != "cuda":
-        return tile.stages
     limit = shared_bytes(k_BGSD.device)
     row = width * k_BGSD.element_size()
     return max(1, min(tile.stages, (limit - 2048 - tile.rows * row) // (2 * tile.keys * row)))
-
-
-@lru_cache(maxsize=16)
-def shared_bytes(device: torch.device) -> int:
-    """Most shared memory of a program."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def _even(*tensors: Tensor) -> bool:
