@@ -1,13 +1,9 @@
 """Run by test_interpreted.py under TRITON_INTERPRET=1: the kernel of few rows, with its machine text."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-import triton.language as tl
 import warp_emulator
 from attention_cases import distance, hier_case, mask_named
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from longtrain.kernels.hierarchical import fragments_launch as launch
 from longtrain.kernels.hierarchical import reference
@@ -55,20 +51,11 @@ CASES = {
 }
 
 
-def emulated(self, text, constraints, values, types, pure, pack):
-    count = len(types)
-    registers = [one for value in values for one in warp_emulator.registers_of(value.data)]
-    found = warp_emulator.run(text, registers, 16 * count)
-    flat = [warp_emulator.flat_of(found[16 * i : 16 * i + 16]) for i in range(count)]
-    handles = [TensorHandle(x, tl.float32) for x in flat]
-    return SimpleNamespace(get_result=handles.__getitem__)
-
-
 @pytest.mark.parametrize("splits", [3, 7])
 @pytest.mark.parametrize(("bits", "split", "mask", "case", "tile"), CASES.values(), ids=CASES)
 def test_the_kernel_follows_the_reference(bits, split, mask, case, tile, splits, monkeypatch):
     """Of 3 splits one takes all blocks, round after round; 7 leave some without any."""
-    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", emulated, raising=False)
+    warp_emulator.install(monkeypatch)
     q, planes, ring, lens = hier_case(split=split, D=128, **case)
     q = q.half()
     how = {"bits": bits, "scale": q.shape[-1] ** -0.5}

@@ -1,14 +1,31 @@
 """Runs the machine text of kernels on a CPU, so that interpreted kernels need no other path.
 
 Tensors are flat, [4 k, threads, 4 c], and hold register 4 k + c of a thread, as
-`kernels.hierarchical.fragments_kernel` says.
+`kernels.machine_text` says.
 """
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 FRAGMENT = 16
+
+
+def install(monkeypatch) -> None:
+    """Interpreted kernels run their machine text here."""
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", emulated, raising=False)
+
+
+def emulated(self, text, constraints, values, types, pure, pack):
+    """What triton's builder makes of a text: tensors of fp32."""
+    registers = [one for value in values for one in registers_of(value.data)]
+    found = run(text, registers, FRAGMENT * len(types))
+    flat = [flat_of(found[FRAGMENT * i : FRAGMENT * (i + 1)]) for i in range(len(types))]
+    handles = [TensorHandle(x, tl.float32) for x in flat]
+    return SimpleNamespace(get_result=handles.__getitem__)
 
 
 def registers_of(flat: np.ndarray) -> list[np.ndarray]:
@@ -54,10 +71,11 @@ class _Machine:
         if name.startswith("@!"):
             self.running = self.running & (self.read(name[2:]) != 0)
             return
-        if name.startswith("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"):
+        if name.startswith("mma.sync.aligned.m16n8k16.row.col.f32"):
             parts = [part.split(", ") for part in re.findall(r"{([^}]*)}", rest)]
             _, a, b, c = ([self.read(one) for one in part] for part in parts)
-            for register, value in zip(parts[0], product(a, b, c), strict=True):
+            pairs = brain_halves if name.endswith("bf16.bf16.f32") else halves
+            for register, value in zip(parts[0], product(a, b, c, pairs), strict=True):
                 self.write(register, value)
             return
         to, *of = rest.split(", ")
@@ -70,6 +88,10 @@ class _Machine:
 
 def halves(x: np.ndarray) -> np.ndarray:
     return x.view(np.float16).reshape(-1, 2).astype(np.float64)
+
+
+def brain_halves(x: np.ndarray) -> np.ndarray:
+    return np.stack((x << 16, x & np.uint32(0xFFFF0000)), -1).view(np.float32).astype(np.float64)
 
 
 def as_halves(x: np.ndarray) -> np.ndarray:
@@ -89,7 +111,7 @@ def shuffled(x, lane, *_):
     return x[warp + lane]
 
 
-def product(a, b, c):
+def product(a, b, c, pairs):
     """m16n8k16 of every warp: fragments as the instruction set's manual has them."""
     warps = len(c[0]) // 32
     lane = np.arange(32)
@@ -97,10 +119,10 @@ def product(a, b, c):
     left, right, sums = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
     for i, register in enumerate(a):
         for e in range(2):
-            left[:, g + 8 * (i % 2), 2 * t + e + 8 * (i // 2)] = halves(register)[:, e].reshape(warps, 32)
+            left[:, g + 8 * (i % 2), 2 * t + e + 8 * (i // 2)] = pairs(register)[:, e].reshape(warps, 32)
     for i, register in enumerate(b):
         for e in range(2):
-            right[:, 2 * t + e + 8 * i, g] = halves(register)[:, e].reshape(warps, 32)
+            right[:, 2 * t + e + 8 * i, g] = pairs(register)[:, e].reshape(warps, 32)
     for i, register in enumerate(c):
         sums[:, g + 8 * (i // 2), 2 * t + i % 2] = single(register).reshape(warps, 32)
     sums += left @ right
@@ -114,6 +136,8 @@ def permuted(x, y, chosen):
     return sum(one << np.uint64(8 * i) for i, one in enumerate(byte)).astype(np.uint32)
 
 
+TABLES = {0xE4: lambda x, y, z: (x & z) | (y & ~z), 0xEA: lambda x, y, z: (x & y) | z}
+"""Operations of three words, by the number that the instruction has for them."""
 OPERATIONS = {
     "prmt.b32": permuted,
     "shr.u32": lambda x, n: x >> n,
@@ -123,7 +147,7 @@ OPERATIONS = {
     "mov.b32": lambda x: x.copy(),
     "mov.u32": lambda x: x.copy(),
     "mov.f32": lambda x: x.copy(),
-    "lop3.b32": lambda x, y, mask, kind: (x & mask) | (y & ~mask),
+    "lop3.b32": lambda x, y, z, kind: TABLES[int(kind[0])](x, y, z),
     "neg.f16x2": lambda x: x ^ np.uint32(0x80008000),
     "mul.rn.f16x2": lambda x, y: as_halves(halves(x) * halves(y)),
     "fma.rn.f16x2": lambda x, y, z: as_halves(halves(x) * halves(y) + halves(z)),

@@ -7,10 +7,8 @@ Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query he
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -30,11 +28,9 @@ from longtrain.kernels.hierarchical import fragments_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_merge_kernel as merge
 from longtrain.kernels.hierarchical import fragments_ptx as ptx
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
+from longtrain.kernels.machine_text import laid_out, operands, unsound
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
-from longtrain.log import get_logger
-
-log = get_logger(__name__)
 
 HEAD_DIM = 128
 """The head size whose rows fill the registers of a warp."""
@@ -106,9 +102,6 @@ SERVED = (
 """What `serves` asks for, in words."""
 _HALF = (torch.bfloat16, torch.float16)
 
-_unsound: set[str] = set()
-_sound: set[str] = set()
-
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     """Whether these kernels take the call; `hier_attention_launch`'s other does otherwise."""
@@ -125,7 +118,7 @@ def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -
     """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
     if bits == 8 and group > WIDE_GROUP:
         return False
-    return head_dim == HEAD_DIM and rows <= _tiles(bits, group)[-1].rows and dtype in _HALF and not _unsound
+    return head_dim == HEAD_DIM and rows <= _tiles(bits, group)[-1].rows and dtype in _HALF and not unsound()
 
 
 def hier_attention(
@@ -172,7 +165,7 @@ def hier_attention(
             num_warps=tile.warps, enable_fp_fusion=False,
             **chained,
         )  # fmt: skip
-        if not _laid_out(built, tile.warps):
+        if not laid_out(built, tile.warps):
             return None
         merge.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
             part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=rows,
@@ -227,37 +220,12 @@ def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
     planes = bits // 4
     return {
         "SCORES": ptx.scores_text(tiles, bits, offset),
-        "SCORES_OF": ptx.operands(tiles, "r" * (2 * planes + 2 + tiles)),
+        "SCORES_OF": operands(tiles, "r" * (2 * planes + 2 + tiles)),
         "VALUES": ptx.values_text(tiles, bits),
-        "VALUES_OF": ptx.operands(2 * tiles, "r" * (2 * planes) + "f" * (4 * tiles)),
+        "VALUES_OF": operands(2 * tiles, "r" * (2 * planes) + "f" * (4 * tiles)),
         "FINISH": ptx.finish_text(bits),
-        "FINISH_OF": ptx.operands(2, "ffff"),
+        "FINISH_OF": operands(2, "ffff"),
     }
-
-
-def lays_out(ttgir: str, warps: int) -> bool:
-    """Whether every tensor of the machine text has four neighbours in a thread, and threads in order."""
-    blocked = rf"sizePerThread = \[4\], threadsPerWarp = \[32\], warpsPerCTA = \[{warps}\],"
-    meant = re.findall(rf"^(#\w+) = #ttg\.blocked<{{{blocked}", ttgir, re.MULTILINE)
-    lines = [line for line in ttgir.splitlines() if f"packed_element = {ptx.PER_THREAD} " in line]
-    found = {name for line in lines for name in re.findall(r"x[if]32, (#\w+)>", line.partition("packed_")[2])}
-    return len(lines) >= 3 and bool(found) and found <= set(meant)
-
-
-def _laid_out(built: Any, warps: int) -> bool:
-    """`lays_out` of a compiled kernel; an interpreted one has no layout."""
-    if built is None or not hasattr(built, "asm"):
-        return True
-    if built.hash not in _sound and built.hash not in _unsound:
-        good = lays_out(built.asm["ttgir"], warps)
-        (_sound if good else _unsound).add(built.hash)
-        if not good:
-            log.warning(
-                "triton %s lays tensors out in a way that the fast kernel of the hierarchical cache is not "
-                "written for; the general one is used, which is slower",
-                triton.__version__,
-            )
-    return built.hash in _sound
 
 
 def _even(x: Tensor) -> bool:

@@ -11,15 +11,10 @@ from __future__ import annotations
 
 import struct
 
-PER_THREAD = 16
-"""Registers of a thread that a tensor of the kernel fills."""
+from longtrain.kernels.machine_text import PER_THREAD, Text, float_word, tensors
+
 UNIT = 2.0**-24
 """What a code of 1 is in a product."""
-
-
-def operands(outputs: int, inputs: str) -> str:
-    """Constraints of a text that has so many fp32 outputs; `inputs` has a letter a tensor."""
-    return ",".join(["=f"] * (outputs * PER_THREAD) + [kind for kind in inputs for _ in range(PER_THREAD)])
 
 
 def half_bits(value: float) -> int:
@@ -28,42 +23,11 @@ def half_bits(value: float) -> int:
     return bits << 16 | bits
 
 
-class _Text:
-    """Lines of a text, and names of registers."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.count = 0
-
-    def new(self, kind: str = "b32") -> str:
-        name = f"%v{self.count}"
-        self.count += 1
-        self.lines.append(f".reg .{kind} {name};")
-        return name
-
-    def add(self, line: str) -> None:
-        self.lines.append(line + ";")
-
-    def made(self, operation: str, *of: str, kind: str = "b32") -> str:
-        name = self.new(kind)
-        self.add(f"{operation} {name}, {', '.join(of)}")
-        return name
-
-    def constant(self, value: float) -> str:
-        return self.made("mov.b32", f"0x{half_bits(value):08x}")
-
-    def zeros(self) -> list[str]:
-        return [self.made("mov.f32", "0f00000000", kind="f32") for _ in range(4)]
-
-    def product(self, sums: list[str], left: list[str], right: list[str]) -> None:
-        c, a, b = (", ".join(x) for x in (sums, left, right))
-        self.add(f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}}")
-
-    def text(self) -> str:
-        return "{\n" + "\n".join(self.lines) + "\n}"
+def _constant(x: Text, value: float) -> str:
+    return x.made("mov.b32", f"0x{half_bits(value):08x}")
 
 
-def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
+def _codes(x: Text, words: list[str]) -> tuple[list[str], list[str]]:
     """Four codes of each half of a head, as two pairs: of a word of the upper plane, or of both planes."""
     if len(words) == 1:
         word, shifted = words[0], x.made("shr.u32", words[0], "8")
@@ -77,11 +41,6 @@ def _codes(x: _Text, words: list[str]) -> tuple[list[str], list[str]]:
     for both in (near, far):
         halves.append([x.made("prmt.b32", both, "0", chosen) for chosen in ("0x4240", "0x4341")])
     return halves[0], halves[1]
-
-
-def _tensors(first: int, count: int) -> list[list[str]]:
-    """Registers of some of the text's operands."""
-    return [[f"${PER_THREAD * (first + x) + i}" for i in range(PER_THREAD)] for x in range(count)]
 
 
 def scores_text(tiles: int, bits: int, offset: float) -> str:
@@ -98,8 +57,8 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     Steps go into q first: q s = a + r with a in fp16. Codes meet a; r meets the mean code, which takes the
     error that all tokens share; the rest is exact.
     """
-    x, planes = _Text(), bits // 4
-    inputs = _tensors(tiles, 2 * planes + 2 + tiles)
+    x, planes = Text(), bits // 4
+    inputs = tensors(tiles, 2 * planes + 2 + tiles)
     keys, (step, zero), q = inputs[: 2 * planes], inputs[2 * planes :][:2], inputs[2 * planes + 2 :]
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
     middle = 7.5 if bits == 4 else 127.5 / 16
@@ -117,15 +76,15 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
 
     with_zero, with_rest, with_shift = ([x.zeros() for _ in range(2)] for _ in range(3))
     for half in range(2):
-        mean = x.constant(-(middle + offset) * scale[half])
-        shift = x.constant(offset * scale[half])
+        mean = _constant(x, -(middle + offset) * scale[half])
+        shift = _constant(x, offset * scale[half])
         for word in range(4):
             pair = zero[8 * half + 2 * word :][:2]
             x.product(with_zero[half], left(q, half, word), pair)
             x.product(with_rest[half], left(rest, half, word), [mean, mean])
             if offset:
                 x.product(with_shift[half], left(a, half, word), [shift, shift])
-    by = [_float(value) for value in (*scale, 1 / UNIT)]
+    by = [float_word(value) for value in (*scale, 1 / UNIT)]
     constant = []
     for tile in range(tiles):
         at = 2 * tile
@@ -161,8 +120,8 @@ def values_text(tiles: int, bits: int) -> str:
         Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
         and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
     """
-    x, planes = _Text(), bits // 4
-    outputs, inputs = _tensors(0, 2 * tiles), _tensors(2 * tiles, 2 * planes + 4 * tiles)
+    x, planes = Text(), bits // 4
+    outputs, inputs = tensors(0, 2 * tiles), tensors(2 * tiles, 2 * planes + 4 * tiles)
     values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
     right, sums = [], []
     for tile in range(tiles):
@@ -207,24 +166,24 @@ def finish_text(bits: int) -> str:
     Returns:
         Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.
     """
-    x = _Text()
-    outputs, (factor, summand, *old) = _tensors(0, 2), _tensors(2, 4)
+    x = Text()
+    outputs, (factor, summand, *old) = tensors(0, 2), tensors(2, 4)
     sources = _sources(x)
     scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)  # by half of the head
     moved, plus = _moved(x, factor[0], sources), _moved(x, summand[0], sources)
-    by = [[x.made("mul.f32", one, _float(value), kind="f32") for one in moved] for value in scale]
+    by = [[x.made("mul.f32", one, float_word(value), kind="f32") for one in moved] for value in scale]
     for part in range(2):
         for i in range(16):
             x.add(f"fma.rn.f32 {outputs[part][i]}, {old[part][i]}, {by[i // 4 % 2][i % 2]}, {plus[i % 2]}")
     return x.text()
 
 
-def _shrink(x: _Text, fades: list[str], sums: list[list[list[str]]]) -> None:
+def _shrink(x: Text, fades: list[str], sums: list[list[list[str]]]) -> None:
     """Multiply the sums of each tile by how much they shrink, where a row of the warp has a new maximum."""
     x.lines.append(".reg .pred %changed;")
-    x.add(f"setp.ne.f32 %changed, {fades[0]}, {_float(1.0)}")
+    x.add(f"setp.ne.f32 %changed, {fades[0]}, {float_word(1.0)}")
     for fade in fades[1:]:
-        x.add(f"setp.ne.or.f32 %changed, {fade}, {_float(1.0)}, %changed")
+        x.add(f"setp.ne.or.f32 %changed, {fade}, {float_word(1.0)}, %changed")
     x.add("vote.sync.any.pred %changed, %changed, 0xffffffff")
     x.add("@!%changed bra unchanged")
     sources = _sources(x)
@@ -236,18 +195,14 @@ def _shrink(x: _Text, fades: list[str], sums: list[list[list[str]]]) -> None:
     x.lines.append("unchanged:")
 
 
-def _float(value: float) -> str:
-    return f"0f{struct.pack('>f', value).hex().upper()}"
-
-
-def _sources(x: _Text) -> list[str]:
+def _sources(x: Text) -> list[str]:
     """Lanes that hold the numbers of the rows 2 t and 2 t + 1."""
     lane = x.made("mov.u32", "%laneid")
     first = x.made("shl.b32", x.made("and.b32", lane, "3"), "3")
     return [first, x.made("add.u32", first, "4")]
 
 
-def _moved(x: _Text, number: str, sources: list[str]) -> list[str]:
+def _moved(x: Text, number: str, sources: list[str]) -> list[str]:
     """A row's number, from the threads of row g to those whose sums are of rows 2 t and 2 t + 1."""
     raw = x.made("mov.b32", number)
     moved = [x.made("shfl.sync.idx.b32", raw, source, "0x1f", "0xffffffff") for source in sources]

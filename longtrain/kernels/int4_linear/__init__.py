@@ -3,10 +3,14 @@
 Formula: y = x Wᵀ + b with w = zero + scale * (code - 8), a code in 0..15, a bf16 scale and zero for each
 group of a row.
 Triton on a GPU of compute capability 8.0 or more for up to `MAX_ROWS` rows in bf16 or fp16, which multiplies
-in bf16 (interpreted under TRITON_INTERPRET=1 on any device, in fp32); elsewhere the weights are written out
-first.
-Shapes: N rows, F output features, K input features, E = F / 8 rounded up, J groups of a row, X = bytes of a
-group, two codes each.
+in bf16; elsewhere the weights are written out first.
+
+Codes lie as the threads of a warp need them for the tensor cores' product, so that they pass through nothing
+on their way. A line is cut into units of 128 inputs, eight lines' units lie together, and the word m (of four)
+of the thread 4 g + t has line g's codes of the inputs 32 m + 8 t .. + 7 of the unit: 2 i in bits 4 i .. and
+2 i + 1 in bits 16 + 4 i .. (i = 0 .. 3). What is behind a row's end has scale and zero 0.
+Shapes: N rows, F output features, K input features, E eights of lines, U units, L = 32 threads, P groups of a
+unit; E and U are rounded up.
 """
 
 from __future__ import annotations
@@ -19,15 +23,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
 from longtrain.errors import ConfigError, refusal
-from longtrain.kernels.devices import interpreted, kernels_serve
+from longtrain.kernels.devices import compiles_for, kernels_serve
 
 GROUPS = (128, 64, 32)
 """Group sizes; rows come in eights."""
 MAX_ROWS = 64
 """Most rows that go through the Triton kernel, sixteen at a time."""
-_ROWS, _AT_ONCE = 8, 16
-_PLACES = (0, 2, 1, 3)
-"""Which code of four lies in each of four bytes: so that two masks give all four in order."""
+_LINES, _UNIT, _AT_ONCE = 8, 128, 16
 
 
 def group_of(features: int, most: int) -> int:
@@ -53,32 +55,39 @@ def quantise_weight(weight_FK: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     Args:
         weight_FK: any float dtype; F a multiple of 8, K one of `group`.
-        group: input features that share a scale and a zero.
+        group: input features that share a scale and a zero: one of `GROUPS`.
 
     Returns:
-        codes_EJ8X uint8: byte 4a + i of a group has code 4a + p of its first half in bits 0-3 and of its
-        second half in bits 4-7, p = 0, 2, 1, 3 for i = 0, 1, 2, 3; and table_EJ82 bf16: scale, and value of
-        code 8.
+        codes_EUL4 int32, as said at the top of this file; and table_EU8P2 bf16: scale, and value of code 8.
     """
     F, K = weight_FK.shape
-    w_EJ8g = weight_FK.float().view(F // _ROWS, _ROWS, K // group, group).transpose(1, 2)
-    low, high = w_EJ8g.amin(-1, keepdim=True), w_EJ8g.amax(-1, keepdim=True)
+    w_FJg = weight_FK.float().view(F, K // group, group)
+    low, high = w_FJg.amin(-1, keepdim=True), w_FJg.amax(-1, keepdim=True)
     scale = ((high - low) / 15).clamp(min=1e-8).bfloat16()
     zero = (low + 8 * scale.float()).bfloat16()
-    code = ((w_EJ8g - zero.float()) / scale.float()).round().add(8).clamp(0, 15).to(torch.uint8)
-    places = torch.tensor(_PLACES, device=code.device)
-    first, second = code.unflatten(-1, (2, -1, 4))[..., places].flatten(-2).unbind(-2)
-    return (first | (second << 4)).contiguous(), torch.cat((scale, zero), -1).contiguous()
+    code = ((w_FJg - zero.float()) / scale.float()).round().add(8).clamp(0, 15).to(torch.uint8)
+    code_EU8mtib = (
+        pad(code.flatten(1), (0, -K % _UNIT)).view(F // _LINES, _LINES, -1, 4, 4, 4, 2).transpose(1, 2)
+    )
+    words = torch.zeros(code_EU8mtib.shape[:-2], dtype=torch.int32, device=code.device)
+    for place in range(8):
+        i, second = place % 4, place // 4
+        words |= code_EU8mtib[..., i, second].int() << (4 * i + 16 * second)
+    table_F = pad(torch.cat((scale, zero), -1).flatten(1), (0, 2 * (-K % _UNIT // group)))
+    table_EU8P2 = table_F.view(F // _LINES, _LINES, -1, _UNIT // group, 2).transpose(1, 2).contiguous()
+    return words.transpose(-1, -2).flatten(2, 3).contiguous(), table_EU8P2
 
 
-def written_out(codes_EJ8X: Tensor, table_EJ82: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight_FK that codes and table stand for."""
-    four = torch.stack((codes_EJ8X & 15, codes_EJ8X >> 4), -2).unflatten(-1, (-1, 4)).unbind(-1)
-    code_EJ8g = torch.stack([four[place] for place in _PLACES], -1).flatten(-3)  # no index from the host
+def written_out(codes_EUL4: Tensor, table_EU8P2: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight_FK that codes and table stand for; K is a multiple of 128, with zeros at the end."""
+    words_EU8mt = codes_EUL4.unflatten(2, (_LINES, 4)).transpose(-1, -2)
+    places = [4 * (n // 2) + 16 * (n % 2) for n in range(8)]
+    code = torch.stack([(words_EU8mt >> place & 15).to(torch.uint8) for place in places], -1)
     wide = torch.promote_types(dtype, torch.float32)
-    scale, zero = table_EJ82.to(wide).split(1, -1)
-    weight_EJ8g = ((code_EJ8g.to(wide) - 8) * scale + zero).to(dtype)
-    return weight_EJ8g.transpose(1, 2).flatten(2).flatten(0, 1)
+    scale, zero = table_EU8P2.to(wide).split(1, -1)
+    code_EU8Pg = code.flatten(3).unflatten(3, (table_EU8P2.shape[3], -1)).to(wide)
+    weight_EU8 = ((code_EU8Pg - 8) * scale + zero).to(dtype).flatten(3)
+    return weight_EU8.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class Int4Linear(nn.Module):
@@ -98,11 +107,11 @@ class Int4Linear(nn.Module):
 
     def __init__(self, source: nn.Linear, group: int) -> None:
         super().__init__()
-        self.features = source.out_features
-        weight_FK = pad(source.weight.detach(), (0, 0, 0, -source.out_features % _ROWS))
-        codes_EJ8X, table_EJ82 = quantise_weight(weight_FK, group_of(source.in_features, group))
-        self.register_buffer("codes", codes_EJ8X)
-        self.register_buffer("table", table_EJ82)
+        self.features, self.inputs = source.out_features, source.in_features
+        weight_FK = pad(source.weight.detach(), (0, 0, 0, -source.out_features % _LINES))
+        codes_EUL4, table_EU8P2 = quantise_weight(weight_FK, group_of(self.inputs, group))
+        self.register_buffer("codes", codes_EUL4)
+        self.register_buffer("table", table_EU8P2)
         self.register_buffer("bias", None if source.bias is None else source.bias.detach())
 
     @classmethod
@@ -115,7 +124,7 @@ class Int4Linear(nn.Module):
         Raises:
             ConfigError: output features that are no multiple of 8, or only some layers with a bias.
         """
-        if any(part.features % _ROWS for part in parts):
+        if any(part.features % _LINES for part in parts):
             counts = [part.features for part in parts]
             raise refusal(
                 ConfigError, f"INT4 layers of {counts} output features cannot be joined", "multiples of 8"
@@ -129,13 +138,13 @@ class Int4Linear(nn.Module):
             )
         whole = cls.__new__(cls)
         nn.Module.__init__(whole)
-        whole.features = sum(part.features for part in parts)
+        whole.features, whole.inputs = sum(part.features for part in parts), parts[0].inputs
         whole.register_buffer("codes", torch.cat([part.codes for part in parts]))
         whole.register_buffer("table", torch.cat([part.table for part in parts]))
         whole.register_buffer("bias", torch.cat(biases) if biases else None)
         first = 0
         for part in parts:
-            last = first + part.features // _ROWS
+            last = first + part.features // _LINES
             part.codes, part.table = whole.codes[first:last], whole.table[first:last]
             first = last
         return whole
@@ -151,17 +160,21 @@ class Int4Linear(nn.Module):
         if out is not None:
             return out
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        out = linear(x, written_out(self.codes, self.table, x.dtype)[: self.features], bias)
+        out = linear(x, self.written_out(x.dtype), bias)
         return out if residual is None else out + residual
 
     def swiglu(self, x: Tensor) -> Tensor:
         """`silu(gate) * up` [..., F / 2] of a layer of gates joined with what they let pass."""
-        if self.bias is None and self.features % (2 * _ROWS) == 0:
+        if self.bias is None and self.features % (2 * _LINES) == 0:
             out = self._small(x, None, gated=True)
             if out is not None:
                 return out
         gate, up = self(x).chunk(2, dim=-1)
         return silu(gate) * up
+
+    def written_out(self, dtype: torch.dtype) -> Tensor:
+        """weight_FK that the codes stand for."""
+        return written_out(self.codes, self.table, dtype)[: self.features, : self.inputs]
 
     def bytes(self) -> int:
         """Bytes of codes and table; the bias is the source's."""
@@ -170,17 +183,17 @@ class Int4Linear(nn.Module):
     def _small(self, x: Tensor, add: Tensor | None, *, gated: bool) -> Tensor | None:
         """The Triton kernel's product, None where it does not serve."""
         rows = x.reshape(-1, x.shape[-1])
-        portable = interpreted()
-        narrow = x.dtype == torch.float32 if portable else x.dtype in (torch.bfloat16, torch.float16)
-        if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows)):
+        narrow = x.dtype in (torch.bfloat16, torch.float16)
+        if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows) and compiles_for(x.device)):
             return None
         from longtrain.kernels.int4_linear import kernel
 
         wide = self.features // 2 if gated else self.features
-        rows = rows if portable else rows.bfloat16()
         adds = [None] if add is None else add.expand(*x.shape[:-1], wide).reshape(-1, wide).split(_AT_ONCE)
         outs = [
             kernel.small_linear(some, self.codes, self.table, more, features=wide, gated=gated)
-            for some, more in zip_longest(rows.split(_AT_ONCE), adds)
+            for some, more in zip_longest(rows.bfloat16().split(_AT_ONCE), adds)
         ]
+        if any(out is None for out in outs):
+            return None
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(x.dtype).view(*x.shape[:-1], wide)
