@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.devices import chaining, cores, dense_rows, launched_on, register_limit
-from longtrain.kernels.machine_text import PER_THREAD, Text, laid_out, operands, tensors
+from longtrain.kernels.machine_text import Text, laid_out, operands, tensors
 from longtrain.kernels.small_linear.kernel import write_sums
 
 LINES, ROWS, INPUTS = 16, 8, 256
@@ -39,8 +39,7 @@ LINES, ROWS, INPUTS = 16, 8, 256
 
 @triton.jit
 def _weights(
-    codes_ptr, table_ptr, first, second, unit, U, keep, P: tl.constexpr, EVEN: tl.constexpr,
-    WARPS: tl.constexpr,
+    codes_ptr, table_ptr, first, second, unit, U, P: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
     """Words of codes of two units of two eights, [eight, unit | word], and scales and zeros of each word.
 
@@ -50,52 +49,23 @@ def _weights(
     k = i // (128 * WARPS)
     own = unit + 2 * ((i >> 7) & (WARPS - 1)) + (k & 1)
     cell = tl.where(k < 2, first, second) + own
-    inside = keep & (i >= 0) if EVEN else keep & (own < U)
     at = tl.max_contiguous(tl.multiple_of(codes_ptr + (cell * 128 + (i & 127)), 16), 4)
-    codes = tl.load(at, mask=tl.max_constancy(inside, 4), other=0)
+    codes = tl.load(at) if EVEN else tl.load(at, mask=tl.max_constancy(own < U, 4), other=0)
     i = tl.arange(0, 128 * P * WARPS)
     k = i // (32 * P * WARPS)
     own = unit + 2 * ((i // (32 * P)) & (WARPS - 1)) + (k & 1)
     cell = tl.where(k < 2, first, second) + own
-    inside = keep & (i >= 0) if EVEN else keep & (own < U)
-    table = tl.load(table_ptr + (cell * 8 + (i // (4 * P) & 7)) * P + i % P, mask=inside, other=0)
+    at = table_ptr + (cell * 8 + (i // (4 * P) & 7)) * P + i % P
+    table = tl.load(at) if EVEN else tl.load(at, mask=own < U, other=0)
     wide = tl.broadcast_to(tl.reshape(table, (128 * P * WARPS, 1)), (128 * P * WARPS, 4 // P))
     return codes, tl.reshape(wide, (512 * WARPS,))
 
 
 @triton.jit
-def _inputs(x_ptr, row_words, unit, last, EVEN: tl.constexpr, WARPS: tl.constexpr):
-    """Inputs of a row as words of two, of a unit of each warp: [word of codes | its pairs].
-
-    Behind a row's end its last inputs are read again; scales and zeros are 0 there.
-    """
-    i = tl.arange(0, 512 * WARPS)
-    at = (unit + 2 * ((i >> 7) & (WARPS - 1))) * 64 + 16 * (i // (128 * WARPS)) + (i & 15)
-    if not EVEN:
-        at = tl.minimum(at, last + (i & 3))
-    return tl.load(tl.max_contiguous(tl.multiple_of(x_ptr + row_words + at, 16), 4))
-
-
-@triton.jit
-def _row(i, first, N, x_n):
-    """Where the row of a thread begins, in words; rows that are not there are the last one."""
-    return tl.minimum(first + ((i >> 4) & 7), N - 1).to(tl.int64) * (x_n // 2)
-
-
-@triton.jit
 def _write(
-    acc,
-    add_ptr,
-    out_ptr,
-    first,
-    N,
-    F,
-    add_n,
-    out_n,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
+    acc, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, ADD: tl.constexpr,
     WARPS: tl.constexpr,
-):
+):  # fmt: skip
     """Sums of a tile, over the warps, to 8 rows of the output."""
     y = tl.sum(tl.reshape(acc, (4 * WARPS, 128)), 0)
     y = tl.reshape(tl.permute(tl.reshape(y, (8, 4, 2, 2)), (2, 0, 1, 3)), (16, 8))
@@ -105,16 +75,16 @@ def _write(
 @triton.jit(do_not_specialize=["N", "F", "E", "U", "K"])
 def int4_kernel(
     x_ptr, codes_ptr, table_ptr, add_ptr, out_ptr, N, F, E, U, K, x_n, add_n, out_n,
-    P: tl.constexpr, HELD: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, LATE: tl.constexpr,
+    P: tl.constexpr, ONCE: tl.constexpr, ROUNDS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, LATE: tl.constexpr,
     TEXT: tl.constexpr, TEXT_OF: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All rows of tiles of 16 lines; where GATED a tile has 8 gates and what they let pass.
 
     P: groups of a unit: 1, 2 or 4.
-    HELD: steps in registers.
-    STEPS: of a warp, a multiple of HELD.
-    EVEN: STEPS of all warps are all of K.
+    ONCE: steps of a warp in a round of the pipeline.
+    ROUNDS: of a tile. Where there are more than one, a program has one tile.
+    EVEN: the steps of all warps are all of K.
     TILES: of 8 rows: 1 or 2.
     LATE: the next kernel may start when the last sums are done, not at once.
     """
@@ -122,83 +92,102 @@ def int4_kernel(
     tiles, programs = tl.cdiv(F, OWN), tl.num_programs(0)
     if CHAINED and not LATE:
         gdc_launch_dependents()
-    tile = tl.program_id(0)
-    first = tile * (OWN // 8)
-    second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
-    codes, tables = (), ()
-    for j in tl.static_range(HELD):
-        word, table = _weights(
-            codes_ptr, table_ptr, first * U, second * U, j * 2 * WARPS, U, True, P, EVEN, WARPS
-        )
-        codes, tables = codes + (word,), tables + (table,)
-    if CHAINED:
-        gdc_wait()
-    x_words = x_ptr.to(tl.pointer_type(tl.int32))
     i = tl.arange(0, 512 * WARPS)
-    row = _row(i, 0, N, x_n)
-    if TILES == 2:
-        row_2 = _row(i, 8, N, x_n)
-    for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
-        following = tile + programs
-        first_line = tile * OWN
-        acc = tl.zeros((512 * WARPS,), tl.float32)
-        if TILES == 2:
+    warp = (i >> 7) & (WARPS - 1)
+    x_at = x_ptr.to(tl.int64) + 16 * ((i >> 2) & 3) + 512 * warp
+    row_at = x_at + ((i >> 4) & 7).to(tl.int64) * (2 * x_n)
+    rows = N + 0 * i
+    acc = tl.zeros((512 * WARPS,), tl.float32)
+    acc_2 = acc
+    rounds = ROUNDS if ROUNDS > 1 else tl.cdiv(tiles - tl.program_id(0), programs)
+    for q in tl.range(0, rounds, num_stages=STAGES):
+        tile = tl.program_id(0) if ROUNDS > 1 else tl.program_id(0) + q * programs
+        begin = q * ONCE if ROUNDS > 1 else 0
+        first = tile * (OWN // 8)
+        second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
+        if ROUNDS == 1:
+            acc = tl.zeros((512 * WARPS,), tl.float32)
             acc_2 = acc
-        for start in tl.range(0, STEPS, HELD, num_stages=1):
-            more = start + HELD < STEPS
-            first = tl.where(more, tile, following) * (OWN // 8)
-            second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
-            later = tl.where(more, start + HELD, 0)
-            keep = more | (following < tiles)
-            new_codes, new_tables = (), ()
-            for j in tl.static_range(HELD):
-                unit = (start + j) * 2 * WARPS
-                near = _inputs(x_words, row, unit, K // 2 - 4, EVEN, WARPS)
-                far = _inputs(x_words, row, unit + 1, K // 2 - 4, EVEN, WARPS)
-                if TILES == 1:
-                    acc = tl.inline_asm_elementwise(
-                        TEXT, TEXT_OF, (codes[j], tables[j], near, far, acc), dtype=tl.float32, is_pure=True,
-                        pack=16,
-                    )  # fmt: skip
-                else:
-                    near_2 = _inputs(x_words, row_2, unit, K // 2 - 4, EVEN, WARPS)
-                    far_2 = _inputs(x_words, row_2, unit + 1, K // 2 - 4, EVEN, WARPS)
-                    acc, acc_2 = tl.inline_asm_elementwise(
-                        TEXT, TEXT_OF, (codes[j], tables[j], near, far, acc, near_2, far_2, acc_2),
-                        dtype=(tl.float32, tl.float32), is_pure=True, pack=16,
-                    )  # fmt: skip
-                word, table = _weights(
-                    codes_ptr, table_ptr, first * U, second * U, (later + j) * 2 * WARPS, U, keep, P, EVEN,
-                    WARPS,
+        for j in tl.static_range(ONCE):
+            unit = (begin + j) * 2 * WARPS
+            codes, table = _weights(codes_ptr, table_ptr, first * U, second * U, unit, U, P, EVEN, WARPS)
+            from_row = row_at + unit * 256
+            left = K // 32 - 4 * unit - 8 * warp
+            wait = q + j + 0 * i
+            if TILES == 1:
+                acc = tl.inline_asm_elementwise(
+                    TEXT, TEXT_OF, (codes, table, wait, left, rows, from_row, acc), dtype=tl.float32,
+                    is_pure=False, pack=16,
                 )  # fmt: skip
-                new_codes, new_tables = new_codes + (word,), new_tables + (table,)
-            codes, tables = new_codes, new_tables
-        if CHAINED and LATE:
-            gdc_launch_dependents()
-        _write(acc, add_ptr, out_ptr, first_line, N, F, add_n, out_n, GATED, ADD, WARPS)
+            else:
+                acc, acc_2 = tl.inline_asm_elementwise(
+                    TEXT, TEXT_OF,
+                    (codes, table, wait, left, rows, from_row, acc, from_row + 16 * x_n, acc_2),
+                    dtype=(tl.float32, tl.float32), is_pure=False, pack=16,
+                )  # fmt: skip
+        if ROUNDS == 1:
+            _write(acc, add_ptr, out_ptr, tile * OWN, N, F, add_n, out_n, GATED, ADD, WARPS)
+            if TILES == 2:
+                _write(
+                    acc_2, add_ptr + 8 * add_n, out_ptr + 8 * out_n, tile * OWN, N - 8, F, add_n, out_n,
+                    GATED, ADD, WARPS,
+                )  # fmt: skip
+    if CHAINED and LATE:
+        gdc_launch_dependents()
+    if ROUNDS > 1:
+        tile = tl.program_id(0)
+        _write(acc, add_ptr, out_ptr, tile * OWN, N, F, add_n, out_n, GATED, ADD, WARPS)
         if TILES == 2:
             _write(
-                acc_2, add_ptr + 8 * add_n, out_ptr + 8 * out_n, first_line, N - 8, F, add_n, out_n, GATED, ADD,
-                WARPS,
+                acc_2, add_ptr + 8 * add_n, out_ptr + 8 * out_n, tile * OWN, N - 8, F, add_n, out_n, GATED,
+                ADD, WARPS,
             )  # fmt: skip
 
 
 @lru_cache(maxsize=8)
-def text(tiles: int, groups: int) -> dict[str, str]:
+def text(tiles: int, groups: int, *, even: bool, chained: bool) -> dict[str, str]:
     """The machine text of a step and its operands.
 
     Args:
         tiles: of 8 rows: 1 or 2.
         groups: of a unit: 1, 2 or 4.
+        even: no input is behind the end of a row.
+        chained: it waits for the kernel in front where its third operand is 0.
 
-    Inputs: codes, scales and zeros, then a tile its inputs of the first unit, of the second, and its sums.
+    Inputs: codes, scales and zeros, 0 in the first step, how many inputs there are (in thirty-twos), how many
+    rows, then a tile where the thread's first inputs are, and its sums. Loads are in the text so that the
+    compiler neither brings them before the wait nor keeps them.
     A tensor of sums has a set of four for each half of each unit.
     """
     x = Text()
-    outputs, (codes, table, *of_tiles) = tensors(0, tiles), tensors(tiles, 2 + 3 * tiles)
+    outputs = tensors(0, tiles)
+    codes, table, wait, left, rows, *of_tiles = tensors(tiles, 5 + 2 * tiles)
     ones = [x.made("mov.b32", "0x3F803F80")] * 4
+    if chained:
+        x.lines.append(".reg .pred %first;")
+        x.add(f"setp.eq.s32 %first, {wait[0]}, 0")
+        x.add("@%first griddepcontrol.wait")
+    row = x.made("shr.u32", x.made("mov.u32", "%laneid"), "2")
+    rights: list[list[list[str]]] = []
     for tile in range(tiles):
-        for one, old in zip(outputs[tile], of_tiles[3 * tile + 2], strict=True):
+        here = f"%there{tile}"
+        x.lines.append(f".reg .pred {here};")
+        x.add(f"setp.lt.s32 {here}, {row}, {rows[0]}")
+        row = x.made("add.u32", row, "8")
+        rights.append([])
+        for block in range(8):
+            words = [x.new() for _ in range(4)]
+            inside = here
+            if not even:
+                for word in words:
+                    x.add(f"mov.b32 {word}, 0")
+                inside = f"%in{tile}_{block}"
+                x.lines.append(f".reg .pred {inside};")
+                x.add(f"setp.gt.and.s32 {inside}, {left[0]}, {block}, {here}")
+            at = f"{of_tiles[2 * tile][0]}+{64 * block}"
+            x.add(f"@{inside} ld.global.v4.b32 {{{', '.join(words)}}}, [{at}]")
+            rights[tile].append(words)
+        for one, old in zip(outputs[tile], of_tiles[2 * tile + 1], strict=True):
             x.add(f"mov.f32 {one}, {old}")
     for unit in range(2):
         for word in range(4):
@@ -209,10 +198,10 @@ def text(tiles: int, groups: int) -> dict[str, str]:
                 sums = [(x.zeros(), x.zeros()) for _ in range(tiles)]
             pairs = [_codes(x, codes[place]) for place in places]
             for half in range(2):
-                left = [pairs[eight][2 * half + k] for k in range(2) for eight in range(2)]
+                left_ = [pairs[eight][2 * half + k] for k in range(2) for eight in range(2)]
                 for tile in range(tiles):
-                    right = of_tiles[3 * tile + unit][4 * word + 2 * half :][:2]
-                    x.product(sums[tile][0], left, right, "bf16")
+                    right = rights[tile][4 * unit + word][2 * half :][:2]
+                    x.product(sums[tile][0], left_, right, "bf16")
                     x.product(sums[tile][1], ones, right, "bf16")
             if word % 2 == 1 or groups == 4:
                 for tile in range(tiles):
@@ -221,7 +210,7 @@ def text(tiles: int, groups: int) -> dict[str, str]:
                         scale, zero = scales[c // 2]
                         x.add(f"fma.rn.f32 {out}, {sums[tile][0][c]}, {scale}, {out}")
                         x.add(f"fma.rn.f32 {out}, {sums[tile][1][c % 2]}, {zero}, {out}")
-    return {"TEXT": x.text(), "TEXT_OF": operands(tiles, "rr" + "rrf" * tiles)}
+    return {"TEXT": x.text(), "TEXT_OF": operands(tiles, "rrrrr" + "lf" * tiles)}
 
 
 def _scale(x: Text, word: str) -> tuple[str, str]:
@@ -244,14 +233,16 @@ class Int4Tile:
 
     Args:
         warps: of a program, which share its lines.
-        held: steps of a warp that are in registers.
+        once: steps of a warp in a round of the pipeline.
+        stages: of the pipeline.
         resident: programs of a multiprocessor.
         late: the next kernel is let in after the sums, not at once.
         registers: most of a thread.
     """
 
     warps: int = 8
-    held: int = 2
+    once: int = 2
+    stages: int = 3
     resident: int = 2
     late: bool = False
     registers: int | None = None
@@ -288,14 +279,15 @@ def small_linear(
     out_NF = x_NK.new_empty(N, features)
     add = out_NF if add_NF is None else dense_rows(add_NF.expand(out_NF.shape))
     chained = chaining(x_NK.device)
-    tiles = triton.cdiv(features, 8 if gated else 16)
-    programs = min(tiles, tile.resident * cores(x_NK.device, otherwise=1))
+    of_tile = constants(tile, N, U, table_EU8P2.shape[3], gated=gated, chained=chained["CHAINED"])
+    programs = triton.cdiv(features, 8 if gated else 16)
+    if of_tile["ROUNDS"] == 1:
+        programs = min(programs, tile.resident * cores(x_NK.device, otherwise=1))
     with launched_on(x_NK):
         built = int4_kernel[(programs,)](
             x_NK, codes_EUL4, table_EU8P2.view(torch.int32), add, out_NF, N, features, E, U, K,
             x_NK.stride(0), add.stride(0), out_NF.stride(0), ADD=add_NF is not None,
-            **constants(tile, N, U, table_EU8P2.shape[3], gated=gated),
-            num_warps=tile.warps, **register_limit(tile.registers), **chained,
+            **of_tile, num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
     return out_NF if laid_out(built, tile.warps) else None
 
@@ -305,20 +297,24 @@ def tile_for(lines: int, units: int) -> Int4Tile:
     return Int4Tile()
 
 
-def constants(tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool) -> dict[str, int | str]:
+def constants(
+    tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool, chained: bool
+) -> dict[str, int | str]:
     """The kernel's constants for so many rows of input, of so many units, each of so many groups."""
     steps = triton.cdiv(units, 2 * tile.warps)
-    held = min(tile.held, steps)
-    steps = triton.cdiv(steps, held) * held
+    once = min(tile.once, steps)
+    rounds = triton.cdiv(steps, once)
+    even = rounds * once * 2 * tile.warps == units
     tiles = 1 if rows <= ROWS else 2
     return {
         "P": groups,
-        "HELD": held,
-        "STEPS": steps,
-        "EVEN": steps * 2 * tile.warps == units,
+        "ONCE": once,
+        "ROUNDS": rounds,
+        "STAGES": tile.stages,
+        "EVEN": even,
         "GATED": gated,
         "TILES": tiles,
         "WARPS": tile.warps,
         "LATE": tile.late,
-        **text(tiles, groups),
+        **text(tiles, groups, even=even, chained=chained),
     }
