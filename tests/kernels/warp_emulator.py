@@ -141,6 +141,9 @@ TABLES = {0xE4: lambda x, y, z: (x & z) | (y & ~z), 0xEA: lambda x, y, z: (x & y
 OPERATIONS = {
     "prmt.b32": permuted,
     "shr.u32": lambda x, n: x >> n,
+    "shr.s32": lambda x, n: (x.view(np.int32) >> n.view(np.int32)).view(np.uint32),
+    "setp.eq.s32": lambda x, y: (x == y).astype(np.uint32),
+    "selp.b32": lambda x, y, chosen: np.where(chosen != 0, x, y),
     "shl.b32": lambda x, n: x << n,
     "and.b32": lambda x, y: x & y,
     "add.u32": lambda x, y: x + y,

@@ -39,182 +39,240 @@ LINES, ROWS, INPUTS = 16, 8, 256
 
 @triton.jit
 def _weights(
-    codes_ptr, table_ptr, first, second, unit, U, P: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr
+    codes_ptr, table_ptr, first, second, unit, units, P: tl.constexpr, EVEN: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of codes of two units of two eights, [eight, unit | word], and scales and zeros of each word.
 
-    unit: of the first warp, a number.
+    unit: of the first warp.
+    units: of a line; 0 where there is nothing to read.
     """
     i = tl.arange(0, 512 * WARPS)
     k = i // (128 * WARPS)
     own = unit + 2 * ((i >> 7) & (WARPS - 1)) + (k & 1)
     cell = tl.where(k < 2, first, second) + own
+    inside = units > 0 * i if EVEN else own < units
     at = tl.max_contiguous(tl.multiple_of(codes_ptr + (cell * 128 + (i & 127)), 16), 4)
-    codes = tl.load(at) if EVEN else tl.load(at, mask=tl.max_constancy(own < U, 4), other=0)
+    codes = tl.load(at, mask=tl.max_constancy(inside, 4), other=0)
     i = tl.arange(0, 128 * P * WARPS)
     k = i // (32 * P * WARPS)
     own = unit + 2 * ((i // (32 * P)) & (WARPS - 1)) + (k & 1)
     cell = tl.where(k < 2, first, second) + own
-    at = table_ptr + (cell * 8 + (i // (4 * P) & 7)) * P + i % P
-    table = tl.load(at) if EVEN else tl.load(at, mask=own < U, other=0)
+    inside = units > 0 * i if EVEN else own < units
+    table = tl.load(table_ptr + (cell * 8 + (i // (4 * P) & 7)) * P + i % P, mask=inside, other=0)
     wide = tl.broadcast_to(tl.reshape(table, (128 * P * WARPS, 1)), (128 * P * WARPS, 4 // P))
     return codes, tl.reshape(wide, (512 * WARPS,))
 
 
 @triton.jit
+def _inputs(x_ptr, set_, row, N, last, x_n, R: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr):
+    """Inputs of a column as words of two, [word of codes | its pairs]: rows from `row` on, 8 / R units.
+
+    Rows behind the last are the last; behind a row's end its last inputs are read again, whose scales and
+    zeros are 0.
+    """
+    i = tl.arange(0, 512 * WARPS)
+    column = (i >> 4) & 7
+    unit = set_ * (8 // R) + column // R  # of the warp
+    unit = (unit >> 1) * (2 * WARPS) + 2 * ((i >> 7) & (WARPS - 1)) + (unit & 1)
+    at = unit * 64 + 16 * (i // (128 * WARPS)) + (i & 15)
+    if not EVEN:
+        at = tl.minimum(at, last + (i & 3))
+    at += tl.minimum(row + column % R, N - 1) * (x_n // 2)
+    return tl.load(tl.max_contiguous(tl.multiple_of(x_ptr + at, 16), 4))
+
+
+@triton.jit
 def _write(
-    acc, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED: tl.constexpr, ADD: tl.constexpr,
-    WARPS: tl.constexpr,
+    acc, add_ptr, out_ptr, first, N, F, add_n, out_n, R: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile, over the warps, to 8 rows of the output."""
-    y = tl.sum(tl.reshape(acc, (4 * WARPS, 128)), 0)
-    y = tl.reshape(tl.permute(tl.reshape(y, (8, 4, 2, 2)), (2, 0, 1, 3)), (16, 8))
+    """Sums of a tile, over columns of a row and over the warps, to R rows of the output."""
+    y = tl.sum(tl.reshape(acc, (4, 128 * WARPS)), 0)
+    if R == 1:
+        y = tl.sum(tl.sum(tl.reshape(y, (8 * WARPS, 4, 2, 2)), 3), 1)
+    elif R < 8:
+        y = tl.sum(tl.reshape(y, (8 * WARPS, 8 // R, R // 2, 2, 2)), 1)
+    y = tl.sum(tl.reshape(y, (WARPS, 16 * R)), 0)
+    if R == 1:
+        y = tl.reshape(tl.permute(tl.reshape(y, (8, 2)), (1, 0)), (16, 1))
+    else:
+        y = tl.reshape(tl.permute(tl.reshape(y, (8, R // 2, 2, 2)), (2, 0, 1, 3)), (16, R))
     write_sums(y, add_ptr, out_ptr, first, N, F, add_n, out_n, GATED, ADD)
 
 
 @triton.jit(do_not_specialize=["N", "F", "E", "U", "K"])
 def int4_kernel(
     x_ptr, codes_ptr, table_ptr, add_ptr, out_ptr, N, F, E, U, K, x_n, add_n, out_n,
-    P: tl.constexpr, ONCE: tl.constexpr, ROUNDS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr, LATE: tl.constexpr,
-    TEXT: tl.constexpr, TEXT_OF: tl.constexpr, CHAINED: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr, KEPT: tl.constexpr,
+    EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
+    LATE: tl.constexpr, TOTALS: tl.constexpr, TOTALS_OF: tl.constexpr, STEP: tl.constexpr,
+    STEP_OF: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All rows of tiles of 16 lines; where GATED a tile has 8 gates and what they let pass.
 
     P: groups of a unit: 1, 2 or 4.
-    ONCE: steps of a warp in a round of the pipeline.
-    ROUNDS: of a tile. Where there are more than one, a program has one tile.
+    R: rows of a product: 1, 2, 4 or 8.
+    STEPS: of a warp.
+    HELD: steps whose weights are in registers or on their way there.
+    KEPT: whether a warp's inputs stay in registers.
     EVEN: the steps of all warps are all of K.
-    TILES: of 8 rows: 1 or 2.
+    TILES: products of R rows: 1, or 2 of 8.
     LATE: the next kernel may start when the last sums are done, not at once.
     """
     OWN: tl.constexpr = 8 if GATED else 16
+    SETS: tl.constexpr = (2 * STEPS * R + 7) // 8
     tiles, programs = tl.cdiv(F, OWN), tl.num_programs(0)
     if CHAINED and not LATE:
         gdc_launch_dependents()
-    i = tl.arange(0, 512 * WARPS)
-    warp = (i >> 7) & (WARPS - 1)
-    x_at = x_ptr.to(tl.int64) + 16 * ((i >> 2) & 3) + 512 * warp
-    row_at = x_at + ((i >> 4) & 7).to(tl.int64) * (2 * x_n)
-    rows = N + 0 * i
-    acc = tl.zeros((512 * WARPS,), tl.float32)
-    acc_2 = acc
-    rounds = ROUNDS if ROUNDS > 1 else tl.cdiv(tiles - tl.program_id(0), programs)
-    for q in tl.range(0, rounds, num_stages=STAGES):
-        tile = tl.program_id(0) if ROUNDS > 1 else tl.program_id(0) + q * programs
-        begin = q * ONCE if ROUNDS > 1 else 0
-        first = tile * (OWN // 8)
-        second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
-        if ROUNDS == 1:
-            acc = tl.zeros((512 * WARPS,), tl.float32)
+    tile = tl.program_id(0)
+    first = tile * (OWN // 8)
+    second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
+    codes, tables = (), ()
+    for step in tl.static_range(HELD):
+        word, table = _weights(
+            codes_ptr, table_ptr, first * U, second * U, step * 2 * WARPS, U, P, EVEN, WARPS
+        )
+        codes, tables = codes + (word,), tables + (table,)
+    if CHAINED:
+        gdc_wait()
+    x_words, last = x_ptr.to(tl.pointer_type(tl.int32)), K // 2 - 4
+    t = (tl.arange(0, 512 * WARPS) >> 2) & 3
+    xs, totals = (), ()
+    if KEPT:
+        for set_ in tl.static_range(SETS):
+            x = _inputs(x_words, set_, 0, N, last, x_n, R, False, WARPS)
+            total = tl.inline_asm_elementwise(TOTALS, TOTALS_OF, (x,), dtype=tl.float32, is_pure=True, pack=16)
+            xs, totals = xs + (x,), totals + (total,)
+    for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
+        following = tile + programs
+        acc = tl.zeros((512 * WARPS,), tl.float32)
+        if TILES == 2:
             acc_2 = acc
-        for j in tl.static_range(ONCE):
-            unit = (begin + j) * 2 * WARPS
-            codes, table = _weights(codes_ptr, table_ptr, first * U, second * U, unit, U, P, EVEN, WARPS)
-            from_row = row_at + unit * 256
-            left = K // 32 - 4 * unit - 8 * warp
-            wait = q + j + 0 * i
-            if TILES == 1:
-                acc = tl.inline_asm_elementwise(
-                    TEXT, TEXT_OF, (codes, table, wait, left, rows, from_row, acc), dtype=tl.float32,
-                    is_pure=False, pack=16,
-                )  # fmt: skip
+        for step in tl.static_range(STEPS):
+            ahead = tile if step + HELD < STEPS else following
+            first = ahead * (OWN // 8)
+            second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
+            if KEPT:
+                args = (codes[0], tables[0], t - (step % (4 // R) * R if R < 4 else 0), acc, xs[2 * step * R // 8], totals[2 * step * R // 8])
             else:
+                args = (
+                    codes[0], tables[0], t, acc, _inputs(x_words, 2 * step, 0, N, last, x_n, R, EVEN, WARPS),
+                    _inputs(x_words, 2 * step + 1, 0, N, last, x_n, R, EVEN, WARPS),
+                )  # fmt: skip
+            if TILES == 1:
+                acc = tl.inline_asm_elementwise(STEP, STEP_OF, args, dtype=tl.float32, is_pure=True, pack=16)
+            else:
+                args = args + (
+                    acc_2, _inputs(x_words, 2 * step, 8, N, last, x_n, R, EVEN, WARPS),
+                    _inputs(x_words, 2 * step + 1, 8, N, last, x_n, R, EVEN, WARPS),
+                )  # fmt: skip
                 acc, acc_2 = tl.inline_asm_elementwise(
-                    TEXT, TEXT_OF,
-                    (codes, table, wait, left, rows, from_row, acc, from_row + 16 * x_n, acc_2),
-                    dtype=(tl.float32, tl.float32), is_pure=False, pack=16,
-                )  # fmt: skip
-        if ROUNDS == 1:
-            _write(acc, add_ptr, out_ptr, tile * OWN, N, F, add_n, out_n, GATED, ADD, WARPS)
-            if TILES == 2:
-                _write(
-                    acc_2, add_ptr + 8 * add_n, out_ptr + 8 * out_n, tile * OWN, N - 8, F, add_n, out_n,
-                    GATED, ADD, WARPS,
-                )  # fmt: skip
-    if CHAINED and LATE:
-        gdc_launch_dependents()
-    if ROUNDS > 1:
-        tile = tl.program_id(0)
-        _write(acc, add_ptr, out_ptr, tile * OWN, N, F, add_n, out_n, GATED, ADD, WARPS)
+                    STEP, STEP_OF, args, dtype=(tl.float32, tl.float32), is_pure=True, pack=16
+                )
+            word, table = _weights(
+                codes_ptr, table_ptr, first * U, second * U, (step + HELD) % STEPS * 2 * WARPS,
+                tl.where(ahead < tiles, U, 0), P, EVEN, WARPS,
+            )  # fmt: skip
+            codes, tables = codes[1:] + (word,), tables[1:] + (table,)
+        if CHAINED and LATE:
+            gdc_launch_dependents()
+        _write(acc, add_ptr, out_ptr, tile * OWN, N, F, add_n, out_n, R, GATED, ADD, WARPS)
         if TILES == 2:
             _write(
-                acc_2, add_ptr + 8 * add_n, out_ptr + 8 * out_n, tile * OWN, N - 8, F, add_n, out_n, GATED,
+                acc_2, add_ptr + 8 * add_n, out_ptr + 8 * out_n, tile * OWN, N - 8, F, add_n, out_n, R, GATED,
                 ADD, WARPS,
             )  # fmt: skip
 
 
-@lru_cache(maxsize=8)
-def text(tiles: int, groups: int, *, even: bool, chained: bool) -> dict[str, str]:
-    """The machine text of a step and its operands.
+@lru_cache(maxsize=16)
+def texts(tiles: int, rows: int, groups: int, *, kept: bool) -> dict[str, str]:
+    """The kernel's machine text and its operands.
+
+    TOTALS takes a set of inputs and gives the sums of each word's, [word, column 2 t, or the next].
+    STEP takes codes, scales and zeros, t, sums, then a set of inputs and its totals where these are kept, and
+    the sets of both units where not; and for a second tile of rows sums and sets again. It gives the sums.
 
     Args:
-        tiles: of 8 rows: 1 or 2.
+        tiles: products of so many rows: 1, or 2 of 8.
+        rows: 1, 2, 4 or 8: a set has 8 / rows units side by side, each in the columns of its rows.
         groups: of a unit: 1, 2 or 4.
-        even: no input is behind the end of a row.
-        chained: it waits for the kernel in front where its third operand is 0.
-
-    Inputs: codes, scales and zeros, 0 in the first step, how many inputs there are (in thirty-twos), how many
-    rows, then a tile where the thread's first inputs are, and its sums. Loads are in the text so that the
-    compiler neither brings them before the wait nor keeps them.
-    A tensor of sums has a set of four for each half of each unit.
+        kept: inputs are kept in registers.
     """
     x = Text()
-    outputs = tensors(0, tiles)
-    codes, table, wait, left, rows, *of_tiles = tensors(tiles, 5 + 2 * tiles)
+    x_in = tensors(1, 1)[0]
+    outputs = tensors(0, 1)[0]
+    sums = _totals(x, x_in, groups)
+    for i, one in enumerate(outputs):
+        x.add(f"mov.f32 {one}, {sums[i // 2 * groups // 4][i % 2] if i < 8 else '0f00000000'}")
+    return {
+        "TOTALS": x.text(), "TOTALS_OF": operands(1, "r"),
+        "STEP": _step(tiles, rows, groups, kept=kept),
+        "STEP_OF": operands(tiles, "rrr" + ("frf" if kept else "frr") * tiles),
+    }  # fmt: skip
+
+
+def _totals(x: Text, words: list[str], groups: int) -> list[list[str]]:
+    """Sums of the inputs of each group of a set, fp32: of columns 2 t and the next, twice."""
     ones = [x.made("mov.b32", "0x3F803F80")] * 4
-    if chained:
-        x.lines.append(".reg .pred %first;")
-        x.add(f"setp.eq.s32 %first, {wait[0]}, 0")
-        x.add("@%first griddepcontrol.wait")
-    row = x.made("shr.u32", x.made("mov.u32", "%laneid"), "2")
-    rights: list[list[list[str]]] = []
+    found = [x.zeros() for _ in range(groups)]
+    for word in range(4):
+        for half in range(2):
+            x.product(found[word * groups // 4], ones, words[4 * word + 2 * half :][:2], "bf16")
+    return found
+
+
+def _step(tiles: int, rows: int, groups: int, *, kept: bool) -> str:
+    x = Text()
+    outputs, (codes, table, t, *of_tiles) = tensors(0, tiles), tensors(tiles, 3 + 3 * tiles)
     for tile in range(tiles):
-        here = f"%there{tile}"
-        x.lines.append(f".reg .pred {here};")
-        x.add(f"setp.lt.s32 {here}, {row}, {rows[0]}")
-        row = x.made("add.u32", row, "8")
-        rights.append([])
-        for block in range(8):
-            words = [x.new() for _ in range(4)]
-            inside = here
-            if not even:
-                for word in words:
-                    x.add(f"mov.b32 {word}, 0")
-                inside = f"%in{tile}_{block}"
-                x.lines.append(f".reg .pred {inside};")
-                x.add(f"setp.gt.and.s32 {inside}, {left[0]}, {block}, {here}")
-            at = f"{of_tiles[2 * tile][0]}+{64 * block}"
-            x.add(f"@{inside} ld.global.v4.b32 {{{', '.join(words)}}}, [{at}]")
-            rights[tile].append(words)
-        for one, old in zip(outputs[tile], of_tiles[2 * tile + 1], strict=True):
-            x.add(f"mov.f32 {one}, {old}")
+        for i, (one, old) in enumerate(zip(outputs[tile], of_tiles[3 * tile], strict=True)):
+            x.add(f"mov.f32 {one}, {old if i < 4 else '0f00000000'}")
     for unit in range(2):
+        there = ""
+        if rows < 8:
+            there = f"%there{unit}"
+            x.lines.append(f".reg .pred {there};")
+            own = x.made("shr.s32", t[0], "1") if rows == 4 else t[0]
+            x.add(f"setp.eq.s32 {there}, {own}, {0 if rows == 1 else unit}")
+        columns = [c for c in range(4) if rows > 1 or c % 2 == unit]
+        if kept:
+            sets = [of_tiles[3 * tile + 1] for tile in range(tiles)]
+            totals = [
+                [of_tiles[3 * tile + 2][2 * (word * 4 // groups) :][:2] for word in range(groups)]
+                for tile in range(tiles)
+            ]
+        else:
+            sets = [of_tiles[3 * tile + 1 + unit] for tile in range(tiles)]
+            totals = [_totals(x, one, groups) for one in sets]
         for word in range(4):
             places = [4 * (2 * eight + unit) + word for eight in range(2)]
             if word * groups % 4 == 0:
-                scales = [_scale(x, table[place]) for place in places]
+                scales = [_scale(x, table[place], there) for place in places]
+                for tile in range(tiles):
+                    for c in columns:
+                        one = outputs[tile][c]
+                        total = totals[tile][word * groups // 4][c % 2]
+                        x.add(f"fma.rn.f32 {one}, {total}, {scales[c // 2][1]}, {one}")
             if word % 2 == 0 or groups == 4:
-                sums = [(x.zeros(), x.zeros()) for _ in range(tiles)]
+                sums = [x.zeros() for _ in range(tiles)]
             pairs = [_codes(x, codes[place]) for place in places]
             for half in range(2):
-                left_ = [pairs[eight][2 * half + k] for k in range(2) for eight in range(2)]
+                left = [pairs[eight][2 * half + k] for k in range(2) for eight in range(2)]
                 for tile in range(tiles):
-                    right = rights[tile][4 * unit + word][2 * half :][:2]
-                    x.product(sums[tile][0], left_, right, "bf16")
-                    x.product(sums[tile][1], ones, right, "bf16")
+                    x.product(sums[tile], left, sets[tile][4 * word + 2 * half :][:2], "bf16")
             if word % 2 == 1 or groups == 4:
                 for tile in range(tiles):
-                    for c in range(4):
-                        out = outputs[tile][4 * (2 * unit + word // 2) + c]
-                        scale, zero = scales[c // 2]
-                        x.add(f"fma.rn.f32 {out}, {sums[tile][0][c]}, {scale}, {out}")
-                        x.add(f"fma.rn.f32 {out}, {sums[tile][1][c % 2]}, {zero}, {out}")
-    return {"TEXT": x.text(), "TEXT_OF": operands(tiles, "rrrrr" + "lf" * tiles)}
+                    for c in columns:
+                        one = outputs[tile][c]
+                        x.add(f"fma.rn.f32 {one}, {sums[tile][c]}, {scales[c // 2][0]}, {one}")
+    return x.text()
 
 
-def _scale(x: Text, word: str) -> tuple[str, str]:
-    """A group's scale, and its zero less 136 scales."""
+def _scale(x: Text, word: str, there: str) -> tuple[str, str]:
+    """A group's scale, and its zero less 136 scales; both 0 in threads whose columns are of other units."""
+    if there:
+        word = x.made("selp.b32", word, "0", there)
     scale = x.made("shl.b32", word, "16")
     zero = x.made("and.b32", word, "0xFFFF0000")
     scale, zero = (x.made("mov.b32", one, kind="f32") for one in (scale, zero))
@@ -233,17 +291,15 @@ class Int4Tile:
 
     Args:
         warps: of a program, which share its lines.
-        once: steps of a warp in a round of the pipeline.
-        stages: of the pipeline.
+        held: steps of a warp whose weights are in registers or on their way there.
         resident: programs of a multiprocessor.
         late: the next kernel is let in after the sums, not at once.
         registers: most of a thread.
     """
 
-    warps: int = 8
-    once: int = 2
-    stages: int = 3
-    resident: int = 2
+    warps: int = 4
+    held: int = 2
+    resident: int = 4
     late: bool = False
     registers: int | None = None
 
@@ -278,43 +334,40 @@ def small_linear(
     x_NK = x_NK if x_NK.stride(0) % 8 == 0 and x_NK.data_ptr() % 16 == 0 else x_NK.clone()
     out_NF = x_NK.new_empty(N, features)
     add = out_NF if add_NF is None else dense_rows(add_NF.expand(out_NF.shape))
-    chained = chaining(x_NK.device)
-    of_tile = constants(tile, N, U, table_EU8P2.shape[3], gated=gated, chained=chained["CHAINED"])
-    programs = triton.cdiv(features, 8 if gated else 16)
-    if of_tile["ROUNDS"] == 1:
-        programs = min(programs, tile.resident * cores(x_NK.device, otherwise=1))
+    of_tile = constants(tile, N, U, table_EU8P2.shape[3], gated=gated)
+    tiles = triton.cdiv(features, 8 if gated else 16)
+    programs = min(tiles, tile.resident * cores(x_NK.device, otherwise=1))
     with launched_on(x_NK):
         built = int4_kernel[(programs,)](
             x_NK, codes_EUL4, table_EU8P2.view(torch.int32), add, out_NF, N, features, E, U, K,
-            x_NK.stride(0), add.stride(0), out_NF.stride(0), ADD=add_NF is not None,
-            **of_tile, num_warps=tile.warps, **register_limit(tile.registers), **chained,
+            x_NK.stride(0), add.stride(0), out_NF.stride(0), ADD=add_NF is not None, **of_tile,
+            num_warps=tile.warps, **register_limit(tile.registers), **chaining(x_NK.device),
         )  # fmt: skip
     return out_NF if laid_out(built, tile.warps) else None
 
 
 def tile_for(lines: int, units: int) -> Int4Tile:
     """The tile for so many lines of weights, of so many units of inputs."""
-    return Int4Tile()
+    return Int4Tile(warps=4 if units <= 32 else 8, resident=4 if units <= 32 else 2)
 
 
-def constants(
-    tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool, chained: bool
-) -> dict[str, int | str]:
+def constants(tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool) -> dict[str, int | str]:
     """The kernel's constants for so many rows of input, of so many units, each of so many groups."""
     steps = triton.cdiv(units, 2 * tile.warps)
-    once = min(tile.once, steps)
-    rounds = triton.cdiv(steps, once)
-    even = rounds * once * 2 * tile.warps == units
+    of_product = min(ROWS, triton.next_power_of_2(rows))
+    kept = of_product < ROWS and steps * of_product <= 8
+    of_product = of_product if kept else ROWS
     tiles = 1 if rows <= ROWS else 2
     return {
         "P": groups,
-        "ONCE": once,
-        "ROUNDS": rounds,
-        "STAGES": tile.stages,
-        "EVEN": even,
+        "R": of_product,
+        "STEPS": steps,
+        "HELD": min(tile.held, steps),
+        "KEPT": kept,
+        "EVEN": steps * 2 * tile.warps == units,
         "GATED": gated,
         "TILES": tiles,
         "WARPS": tile.warps,
         "LATE": tile.late,
-        **text(tiles, groups, even=even, chained=chained),
+        **texts(tiles, of_product, groups, kept=kept),
     }
