@@ -39,27 +39,28 @@ LINES, ROWS, INPUTS = 16, 8, 256
 
 @triton.jit
 def _weights(
-    codes_ptr, table_ptr, first, second, unit, units, P: tl.constexpr, EVEN: tl.constexpr,
+    codes_ptr, table_ptr, first, second, unit: tl.constexpr, units, P: tl.constexpr, EVEN: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Words of codes of two units of two eights, [eight, unit | word], and scales and zeros of each word.
 
+    first, second: the eights' first units, in 64 bits, so that all but them is a part of the instruction.
     unit: of the first warp.
     units: of a line; 0 where there is nothing to read.
     """
     i = tl.arange(0, 512 * WARPS)
     k = i // (128 * WARPS)
-    own = unit + 2 * ((i >> 7) & (WARPS - 1)) + (k & 1)
-    cell = tl.where(k < 2, first, second) + own
-    inside = units > 0 * i if EVEN else own < units
-    at = tl.max_contiguous(tl.multiple_of(codes_ptr + (cell * 128 + (i & 127)), 16), 4)
+    own = 2 * ((i >> 7) & (WARPS - 1)) + (k & 1)
+    inside = units > 0 * i if EVEN else own + unit < units
+    at = codes_ptr + tl.where(k < 2, first, second) * 128 + (own * 128 + (i & 127))
+    at = tl.max_contiguous(tl.multiple_of(at, 16), 4) + unit * 128
     codes = tl.load(at, mask=tl.max_constancy(inside, 4), other=0)
     i = tl.arange(0, 128 * P * WARPS)
     k = i // (32 * P * WARPS)
-    own = unit + 2 * ((i // (32 * P)) & (WARPS - 1)) + (k & 1)
-    cell = tl.where(k < 2, first, second) + own
-    inside = units > 0 * i if EVEN else own < units
-    table = tl.load(table_ptr + (cell * 8 + (i // (4 * P) & 7)) * P + i % P, mask=inside, other=0)
+    own = 2 * ((i // (32 * P)) & (WARPS - 1)) + (k & 1)
+    inside = units > 0 * i if EVEN else own + unit < units
+    at = table_ptr + tl.where(k < 2, first, second) * (8 * P) + (own * (8 * P) + (i // (4 * P) & 7) * P + i % P)
+    table = tl.load(at + unit * (8 * P), mask=inside, other=0)
     wide = tl.broadcast_to(tl.reshape(table, (128 * P * WARPS, 1)), (128 * P * WARPS, 4 // P))
     return codes, tl.reshape(wide, (512 * WARPS,))
 
@@ -131,7 +132,7 @@ def int4_kernel(
     codes, tables = (), ()
     for step in tl.static_range(HELD):
         word, table = _weights(
-            codes_ptr, table_ptr, first * U, second * U, step * 2 * WARPS, U, P, EVEN, WARPS
+            codes_ptr, table_ptr, first.to(tl.int64) * U, second.to(tl.int64) * U, step * 2 * WARPS, U, P, EVEN, WARPS
         )
         codes, tables = codes + (word,), tables + (table,)
     if CHAINED:
@@ -171,7 +172,7 @@ def int4_kernel(
                     STEP, STEP_OF, args, dtype=(tl.float32, tl.float32), is_pure=True, pack=16
                 )
             word, table = _weights(
-                codes_ptr, table_ptr, first * U, second * U, (step + HELD) % STEPS * 2 * WARPS,
+                codes_ptr, table_ptr, first.to(tl.int64) * U, second.to(tl.int64) * U, (step + HELD) % STEPS * 2 * WARPS,
                 tl.where(ahead < tiles, U, 0), P, EVEN, WARPS,
             )  # fmt: skip
             codes, tables = codes[1:] + (word,), tables[1:] + (table,)
