@@ -1,8 +1,8 @@
 """Machine text (PTX) that kernels have in place of Triton's own operations, and the layout that it needs.
 
-A tensor of such a text has 16 registers a thread and is flat, [4 k, WARPS, 8 g, 4 t, 4 c]: register 4 k + c of
-the thread with lane 4 g + t. Triton gives that layout to a tensor whose elements lie in fours, but promises
-nothing, so `laid_out` looks at what it has compiled.
+A tensor of such a text has 16 registers a thread and is flat, [4 k, WARPS, 8 g, 4 t, 4 c]: register 4 k + c
+of the thread with lane 4 g + t. Triton gives that layout to a tensor whose elements lie in fours, but it
+promises nothing, so `laid_out` looks at what it has compiled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ log = get_logger(__name__)
 PER_THREAD = 16
 """Registers of a thread that a tensor of a text fills."""
 
+_sound: dict[str, bool] = {}
+"""By a compiled kernel's hash, whether its tensors are laid out as its text takes them."""
 _unsound: set[str] = set()
-_sound: set[str] = set()
+"""Names of kernels that were laid out otherwise."""
 
 
 def operands(outputs: int, inputs: str) -> str:
@@ -40,37 +42,42 @@ def float_word(value: float) -> str:
 
 
 class Text:
-    """Lines of a text, and names of registers."""
+    """Lines of a text, and names of its registers."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.count = 0
 
     def new(self, kind: str = "b32") -> str:
+        """A register of its own."""
         name = f"%v{self.count}"
         self.count += 1
         self.lines.append(f".reg .{kind} {name};")
         return name
 
     def add(self, line: str) -> None:
+        """Append an instruction."""
         self.lines.append(line + ";")
 
     def made(self, operation: str, *of: str, kind: str = "b32") -> str:
+        """The register that an operation's result is in."""
         name = self.new(kind)
         self.add(f"{operation} {name}, {', '.join(of)}")
         return name
 
     def zeros(self) -> list[str]:
+        """Sums of a product, before it."""
         return [self.made("mov.f32", "0f00000000", kind="f32") for _ in range(4)]
 
     def product(self, sums: list[str], left: list[str], right: list[str], kind: str = "f16") -> None:
-        """sums += left right of an m16n8k16 product: 4, 4 and 2 registers of a thread."""
+        """Add left right to the sums by an m16n8k16 product: 4, 2 and 4 registers of a thread."""
         c, a, b = (", ".join(x) for x in (sums, left, right))
         self.add(
             f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}}"
         )
 
     def text(self) -> str:
+        """The whole text."""
         return "{\n" + "\n".join(self.lines) + "\n}"
 
 
@@ -91,19 +98,19 @@ def laid_out(built: Any, warps: int) -> bool:
     """`lays_out` of a compiled kernel, said once where it is not so; an interpreted one has no layout."""
     if built is None or not hasattr(built, "asm"):
         return True
-    if built.hash not in _sound and built.hash not in _unsound:
-        good = lays_out(built.asm["ttgir"], warps)
-        (_sound if good else _unsound).add(built.hash)
-        if not good:
+    if built.hash not in _sound:
+        _sound[built.hash] = lays_out(built.asm["ttgir"], warps)
+        if not _sound[built.hash]:
+            _unsound.add(built.metadata.name)
             log.warning(
                 "triton %s lays tensors out in a way that the fast kernel %s is not written for; a general "
                 "one is used, which is slower",
                 triton.__version__,
                 built.metadata.name,
             )
-    return built.hash in _sound
+    return _sound[built.hash]
 
 
-def unsound() -> bool:
-    """Whether some kernel of this process was laid out otherwise."""
-    return bool(_unsound)
+def unsound(kernel: str) -> bool:
+    """Whether a kernel of this name was laid out otherwise."""
+    return kernel in _unsound

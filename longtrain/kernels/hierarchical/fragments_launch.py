@@ -118,7 +118,12 @@ def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -
     """Whether these kernels take so many packed rows, of `group` query heads a KV head, on a GPU."""
     if bits == 8 and group > WIDE_GROUP:
         return False
-    return head_dim == HEAD_DIM and rows <= _tiles(bits, group)[-1].rows and dtype in _HALF and not unsound()
+    return (
+        head_dim == HEAD_DIM
+        and rows <= _tiles(bits, group)[-1].rows
+        and dtype in _HALF
+        and not unsound("attend_kernel")
+    )
 
 
 def hier_attention(

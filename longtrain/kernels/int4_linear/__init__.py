@@ -5,10 +5,10 @@ group of a row.
 Triton on a GPU of compute capability 8.0 or more for up to `MAX_ROWS` rows in bf16 or fp16, which multiplies
 in bf16; elsewhere the weights are written out first.
 
-Codes lie as the threads of a warp need them for the tensor cores' product, so that they pass through nothing
-on their way. A line is cut into units of 128 inputs, eight lines' units lie together, and the word m (of four)
-of the thread 4 g + t has line g's codes of the inputs 32 m + 8 t .. + 7 of the unit: 2 i in bits 4 i .. and
-2 i + 1 in bits 16 + 4 i .. (i = 0 .. 3). What is behind a row's end has scale and zero 0.
+Codes lie as the threads of a warp need them for the tensor cores' product. A row of weights is cut into units
+of 128 inputs, and the same units of eight rows lie together. Of these the word m (of four) of the thread with
+lane 4 g + t has row g's codes of the inputs 32 m + 8 t .. + 7: the code 2 i (i = 0 .. 3) begins at bit 4 i,
+the code 2 i + 1 at bit 16 + 4 i. Inputs behind a row's end have scale and zero 0.
 Shapes: N rows, F output features, K input features, E eights of lines, U units, L = 32 threads, P groups of a
 unit; E and U are rounded up.
 """
@@ -194,6 +194,7 @@ class Int4Linear(nn.Module):
             kernel.small_linear(some, self.codes, self.table, more, features=wide, gated=gated)
             for some, more in zip_longest(rows.bfloat16().split(_AT_ONCE), adds)
         ]
-        if any(out is None for out in outs):
+        found = [out for out in outs if out is not None]
+        if len(found) < len(outs):
             return None
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).to(x.dtype).view(*x.shape[:-1], wide)
+        return (found[0] if len(found) == 1 else torch.cat(found)).to(x.dtype).view(*x.shape[:-1], wide)

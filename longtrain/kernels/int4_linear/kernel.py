@@ -1,22 +1,25 @@
 """Triton kernel of `kernels.int4_linear`, and its launch: a product of few rows with 4-bit weights.
 
-A warp multiplies 16 lines of weights (two eights) with 8 or 16 rows, 256 inputs a step, by products of tensor
-cores that are written out (`machine_text`): only the sums at the end pass through shared memory. The warps of
-a program have the same lines and take steps in turn. Each holds the weights of its next HELD steps in
-registers, the first of them asked for before the kernel in front has ended. A program goes through one tile
-of lines after another, and asks for the next tile's weights before it is done with one.
+A warp multiplies 16 lines of weights (two eights) with its rows, 256 inputs a step, by products of tensor
+cores that are written out (`texts`): weights go from memory to the registers that the products read, and only
+the sums at the end pass through shared memory. The warps of a program have the same lines and take steps in
+turn. A warp asks for the weights of its first HELD steps before the kernel in front has ended, always has
+so many on their way, and goes from one tile of lines to the next without a gap.
 
 With n a code, s and z the scale and zero of a group of inputs:
 
     y_fm = sum over groups of s (sum_k (128 + n_fk) x_mk) + (z - 136 s) (sum_k x_mk)
 
-A code put under the bits of bf16's 128 is the number 128 + n, exact, and takes no conversion; the product
-with ones gives the sums of the input. Sums run in the same order whatever the count of rows is.
-Shapes: N rows, F output features, K input features, E eights of lines, U units of 128 inputs, P groups of a
-unit.
+A code put under the bits of bf16's 128 is the number 128 + n, exact, and takes no conversion.
+
+A product has eight columns. With R = 1, 2 or 4 rows, 8 / R units of 128 inputs lie side by side in them, so
+that a warp's inputs stay in its registers (KEPT) and sum_k x is computed once. Codes of a unit meet the
+inputs of all these units; what counts is in the unit's own columns, and elsewhere its scale and zero are taken
+as 0. So a row's last bits depend on how many rows there are.
+Shapes: N rows, F output features, K input features, E eights of lines, U units, P groups of a unit.
 """
 
-# mypy: disable-error-code="no-untyped-def, assignment"
+# mypy: disable-error-code="no-untyped-def, assignment, misc"
 # ruff: noqa: RUF005
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ from longtrain.kernels.devices import chaining, cores, dense_rows, launched_on, 
 from longtrain.kernels.machine_text import Text, laid_out, operands, tensors
 from longtrain.kernels.small_linear.kernel import write_sums
 
-LINES, ROWS, INPUTS = 16, 8, 256
-"""Lines of a warp, rows of a product, inputs of a step."""
+COLUMNS = 8
+"""Columns of a product."""
+MANY = 16384
+"""Lines from which on there are several tiles for each program."""
 
 
 @triton.jit
@@ -59,7 +64,11 @@ def _weights(
     k = i // (32 * P * WARPS)
     own = 2 * ((i // (32 * P)) & (WARPS - 1)) + (k & 1)
     inside = units > 0 * i if EVEN else own + unit < units
-    at = table_ptr + tl.where(k < 2, first, second) * (8 * P) + (own * (8 * P) + (i // (4 * P) & 7) * P + i % P)
+    at = (
+        table_ptr
+        + tl.where(k < 2, first, second) * (8 * P)
+        + (own * (8 * P) + (i // (4 * P) & 7) * P + i % P)
+    )
     table = tl.load(at + unit * (8 * P), mask=inside, other=0)
     wide = tl.broadcast_to(tl.reshape(table, (128 * P * WARPS, 1)), (128 * P * WARPS, 4 // P))
     return codes, tl.reshape(wide, (512 * WARPS,))
@@ -107,7 +116,7 @@ def int4_kernel(
     x_ptr, codes_ptr, table_ptr, add_ptr, out_ptr, N, F, E, U, K, x_n, add_n, out_n,
     P: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, HELD: tl.constexpr, KEPT: tl.constexpr,
     EVEN: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
-    LATE: tl.constexpr, TOTALS: tl.constexpr, TOTALS_OF: tl.constexpr, STEP: tl.constexpr,
+    TOTALS: tl.constexpr, TOTALS_OF: tl.constexpr, STEP: tl.constexpr,
     STEP_OF: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All rows of tiles of 16 lines; where GATED a tile has 8 gates and what they let pass.
@@ -119,12 +128,11 @@ def int4_kernel(
     KEPT: whether a warp's inputs stay in registers.
     EVEN: the steps of all warps are all of K.
     TILES: products of R rows: 1, or 2 of 8.
-    LATE: the next kernel may start when the last sums are done, not at once.
     """
     OWN: tl.constexpr = 8 if GATED else 16
     SETS: tl.constexpr = (2 * STEPS * R + 7) // 8
     tiles, programs = tl.cdiv(F, OWN), tl.num_programs(0)
-    if CHAINED and not LATE:
+    if CHAINED:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     first = tile * (OWN // 8)
@@ -132,7 +140,15 @@ def int4_kernel(
     codes, tables = (), ()
     for step in tl.static_range(HELD):
         word, table = _weights(
-            codes_ptr, table_ptr, first.to(tl.int64) * U, second.to(tl.int64) * U, step * 2 * WARPS, U, P, EVEN, WARPS
+            codes_ptr,
+            table_ptr,
+            first.to(tl.int64) * U,
+            second.to(tl.int64) * U,
+            step * 2 * WARPS,
+            U,
+            P,
+            EVEN,
+            WARPS,
         )
         codes, tables = codes + (word,), tables + (table,)
     if CHAINED:
@@ -143,7 +159,9 @@ def int4_kernel(
     if KEPT:
         for set_ in tl.static_range(SETS):
             x = _inputs(x_words, set_, 0, N, last, x_n, R, False, WARPS)
-            total = tl.inline_asm_elementwise(TOTALS, TOTALS_OF, (x,), dtype=tl.float32, is_pure=True, pack=16)
+            total = tl.inline_asm_elementwise(
+                TOTALS, TOTALS_OF, (x,), dtype=tl.float32, is_pure=True, pack=16
+            )
             xs, totals = xs + (x,), totals + (total,)
     for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
         following = tile + programs
@@ -155,7 +173,8 @@ def int4_kernel(
             first = ahead * (OWN // 8)
             second = tl.minimum(first + E // 2 if GATED else first + 1, E - 1)
             if KEPT:
-                args = (codes[0], tables[0], t - (step % (4 // R) * R if R < 4 else 0), acc, xs[2 * step * R // 8], totals[2 * step * R // 8])
+                own = t - (step % (4 // R) * R if R < 4 else 0)
+                args = (codes[0], tables[0], own, acc, xs[step * R // 4], totals[step * R // 4])
             else:
                 args = (
                     codes[0], tables[0], t, acc, _inputs(x_words, 2 * step, 0, N, last, x_n, R, EVEN, WARPS),
@@ -172,12 +191,10 @@ def int4_kernel(
                     STEP, STEP_OF, args, dtype=(tl.float32, tl.float32), is_pure=True, pack=16
                 )
             word, table = _weights(
-                codes_ptr, table_ptr, first.to(tl.int64) * U, second.to(tl.int64) * U, (step + HELD) % STEPS * 2 * WARPS,
-                tl.where(ahead < tiles, U, 0), P, EVEN, WARPS,
+                codes_ptr, table_ptr, first.to(tl.int64) * U, second.to(tl.int64) * U,
+                (step + HELD) % STEPS * 2 * WARPS, tl.where(ahead < tiles, U, 0), P, EVEN, WARPS,
             )  # fmt: skip
             codes, tables = codes[1:] + (word,), tables[1:] + (table,)
-        if CHAINED and LATE:
-            gdc_launch_dependents()
         _write(acc, add_ptr, out_ptr, tile * OWN, N, F, add_n, out_n, R, GATED, ADD, WARPS)
         if TILES == 2:
             _write(
@@ -294,14 +311,12 @@ class Int4Tile:
         warps: of a program, which share its lines.
         held: steps of a warp whose weights are in registers or on their way there.
         resident: programs of a multiprocessor.
-        late: the next kernel is let in after the sums, not at once.
         registers: most of a thread.
     """
 
     warps: int = 4
     held: int = 2
     resident: int = 4
-    late: bool = False
     registers: int | None = None
 
 
@@ -331,7 +346,7 @@ def small_linear(
     """
     N, K = x_NK.shape
     E, U = codes_EUL4.shape[:2]
-    tile = tile or tile_for(features * 2 if gated else features, U)
+    tile = tile or tile_for(features * 2 if gated else features, U, N)
     x_NK = x_NK if x_NK.stride(0) % 8 == 0 and x_NK.data_ptr() % 16 == 0 else x_NK.clone()
     out_NF = x_NK.new_empty(N, features)
     add = out_NF if add_NF is None else dense_rows(add_NF.expand(out_NF.shape))
@@ -347,18 +362,31 @@ def small_linear(
     return out_NF if laid_out(built, tile.warps) else None
 
 
-def tile_for(lines: int, units: int) -> Int4Tile:
-    """The tile for so many lines of weights, of so many units of inputs."""
-    return Int4Tile(warps=4 if units <= 32 else 8, resident=4 if units <= 32 else 2)
+def tile_for(lines: int, units: int, rows: int) -> Int4Tile:
+    """The tile for so many lines of weights, of so many units of inputs, and so many rows of input.
+
+    Long lines go to more warps, which hold more of them each; of many lines two programs of a multiprocessor
+    keep more on its way than one. Tiles of few lines leave room for the next kernel's weights.
+    """
+    if units > 128:
+        return Int4Tile(16, held=2, resident=1, registers=128)
+    if units > 64:
+        return Int4Tile(8, held=4, resident=1)
+    if lines >= MANY and units >= 16 and rows <= 4:
+        return Int4Tile(8, held=2, resident=2, registers=128)
+    warps = min(4, triton.next_power_of_2(triton.cdiv(units, 2)))
+    if rows <= 2:
+        return Int4Tile(warps, held=1, resident=3, registers=168)
+    return Int4Tile(warps, held=4, resident=2)
 
 
 def constants(tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool) -> dict[str, int | str]:
     """The kernel's constants for so many rows of input, of so many units, each of so many groups."""
     steps = triton.cdiv(units, 2 * tile.warps)
-    of_product = min(ROWS, triton.next_power_of_2(rows))
-    kept = of_product < ROWS and steps * of_product <= 8
-    of_product = of_product if kept else ROWS
-    tiles = 1 if rows <= ROWS else 2
+    of_product = min(COLUMNS, triton.next_power_of_2(rows))
+    kept = of_product < COLUMNS and steps * of_product <= 8
+    of_product = of_product if kept else COLUMNS
+    tiles = 1 if rows <= COLUMNS else 2
     return {
         "P": groups,
         "R": of_product,
@@ -369,6 +397,5 @@ def constants(tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool
         "GATED": gated,
         "TILES": tiles,
         "WARPS": tile.warps,
-        "LATE": tile.late,
         **texts(tiles, of_product, groups, kept=kept),
     }
