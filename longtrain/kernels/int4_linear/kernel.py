@@ -14,8 +14,8 @@ A code put under the bits of bf16's 128 is the number 128 + n, exact, and takes 
 
 A product has eight columns. With R = 1, 2 or 4 rows, 8 / R units of 128 inputs lie side by side in them, so
 that a warp's inputs stay in its registers (KEPT) and sum_k x is computed once. Codes of a unit meet the
-inputs of all these units; what counts is in the unit's own columns, and elsewhere its scale and zero are taken
-as 0. So a row's last bits depend on how many rows there are.
+inputs of all these units; what counts is in the unit's own columns, and elsewhere its scale and zero are
+taken as 0. So a row's last bits depend on how many rows there are.
 Shapes: N rows, F output features, K input features, E eights of lines, U units, P groups of a unit.
 """
 
