@@ -17,6 +17,7 @@ from longtrain.decoding.growth import Level, TreeGrowth, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
+from longtrain.kernels.devices import compiles_for
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
     from longtrain.targets.model import Target
+
+
+LARGE_VOCABULARY = 32768
+"""Tokens from which on most of a drafted token's time is the target's LM head."""
+
+
+def _head_bits(target: Target) -> int:
+    """Bits of the head that drafts read where none are asked for: 4 where that is faster, else 16."""
+    info = target.info
+    fits = info.hidden_size % GROUPS[-1] == 0 and target.dtype in (torch.bfloat16, torch.float16)
+    return 4 if fits and info.vocab_size >= LARGE_VOCABULARY and compiles_for(target.device) else 16
 
 
 class LongSpecRuntime:
@@ -55,7 +67,8 @@ class LongSpecRuntime:
         self.draft, self.target, self.window = draft, target, config.window
         self.kv_layer = config.kv_source_layer % target.info.n_layers
         self.layer = FusedDraft(draft)
-        self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if config.head_bits == 4 else None
+        narrow = (config.head_bits or _head_bits(target)) == 4
+        self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if narrow else None
         self._head = self._int4 or target.head
         self.ring: DraftRing | None = None
         self.cache: KVCache | None = None

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import longtrain.methods.longspec.runtime as runtime_module
 from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
 from longtrain.data.rows import packed_rows
@@ -342,9 +343,8 @@ def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch)
     again = same.generate(prompts, max_new_tokens=30, ignore_eos=True, shape=TreeShape((2, 3)))
     whole = Engine(target, SPEC.attach(draft, target, CONFIG, {}))
     exact = whole.generate(prompts, max_new_tokens=30, ignore_eos=True, shape=TreeShape((2, 3)))
-    vocab = target.info.vocab_size
-    codes, table = -(-vocab // 8) * 8 * 32, -(-vocab // 8) * 8 * 4
-    assert again.stats.draft_bytes == drafted.stats.draft_bytes == exact.stats.draft_bytes + codes + table
+    copy = Int4Linear(target.model.lm_head, 128).bytes()
+    assert again.stats.draft_bytes == drafted.stats.draft_bytes == exact.stats.draft_bytes + copy
 
     runtime = LongSpecRuntime(draft, target, config)
     ids, n_B, cache, step = prefilled(target, prompts)
@@ -359,3 +359,23 @@ def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch)
         torch.testing.assert_close(law[row], near, rtol=1e-9, atol=1e-12)
     with pytest.raises(ConfigError, match="head_bits=8"):
         Config(head_bits=8)
+
+
+@pytest.mark.parametrize(
+    ("large", "gpu", "dtype", "narrow"),
+    [
+        (True, True, torch.bfloat16, True),
+        (False, True, torch.bfloat16, False),
+        (True, False, torch.bfloat16, False),
+        (True, True, torch.float32, False),
+    ],
+)
+def test_which_head_drafts_read_by_default(large, gpu, dtype, narrow, make_draft, monkeypatch):
+    """A copy in 4 bits of a large one, where its kernels run; a key decides first."""
+    target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=dtype)
+    monkeypatch.setattr(runtime_module, "LARGE_VOCABULARY", target.info.vocab_size + (0 if large else 1))
+    monkeypatch.setattr(runtime_module, "compiles_for", lambda device: gpu)
+    draft = make_draft(target, CONFIG).to(dtype)
+    for bits, copied in ((0, narrow), (4, True), (16, False)):
+        runtime = LongSpecRuntime(draft, target, Config(window=WINDOW, head_bits=bits))
+        assert (runtime.bytes() > 0) == copied
