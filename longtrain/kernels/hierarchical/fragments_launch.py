@@ -22,6 +22,7 @@ from longtrain.kernels.devices import (
     cores,
     launched_on,
     partial_results,
+    register_limit,
     shared_bytes,
 )
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
@@ -48,8 +49,8 @@ class FragmentTile:
         resident: programs that run on one multiprocessor at a time. Registers or shared memory must let no
             more of them in, or some multiprocessors get more than others.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
-        chunk: numbers of a merging program, a power of two up to 1024.
-        merge_warps: warps of a merging program.
+        chunk: numbers of a merging program, and as many threads: a power of two from 32 to 1024.
+        registers: most of a thread.
 
     Raises:
         ConfigError: two parts with one tile, whose warps would leave 8 of 16 rows out, or too few warps.
@@ -61,8 +62,8 @@ class FragmentTile:
     stages: int = 3
     resident: int = 2
     ahead: int = 2
-    chunk: int = 128
-    merge_warps: int = 2
+    chunk: int = 64
+    registers: int | None = None
 
     def __post_init__(self) -> None:
         if self.tiles < self.parts or self.warps < 2 * self.parts:
@@ -168,14 +169,13 @@ def hier_attention(
             RINGS=rings, STAGES=stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
             **texts(tile.tiles, bits, offset),
             num_warps=tile.warps, enable_fp_fusion=False,
-            **chained,
+            **register_limit(tile.registers), **chained,
         )  # fmt: skip
         if not laid_out(built, tile.warps):
             return None
         merge.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
-            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=rows,
-            BLOCK=triton.next_power_of_2(splits), CHUNK=tile.chunk,
-            num_warps=tile.merge_warps, **chained,
+            part_out, part_lse, out_BTHD, lse_BHT, T, G=G, GROUP=group, ROWS=rows, SLOTS=splits,
+            CHUNK=tile.chunk, num_warps=tile.chunk // 32, **chained,
         )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
 
@@ -197,7 +197,7 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, bits, group, 1)
     found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
-    found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=32)]
+    found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=32), replace(first, chunk=128)]
     found += [replace(first, ahead=n) for n in (0, 1, 2, 4)]
     return tuple(tile for tile in found if tile != first)
 
