@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+import triton
 from torch import Tensor
 
 from longtrain.errors import ConfigError, refusal
@@ -47,6 +48,7 @@ class FragmentTile:
         stages: stages of the pipeline that brings blocks; fewer where shared memory does not hold them.
         resident: programs that run on one multiprocessor at a time. Registers or shared memory must let no
             more of them in, or some multiprocessors get more than others.
+        ahead: blocks of a program that are asked for before the kernel in front has ended.
         chunk: numbers of a merging program, and as many threads: a power of two from 32 to 1024.
         registers: most of a thread.
 
@@ -59,6 +61,7 @@ class FragmentTile:
     parts: int = 1
     stages: int = 3
     resident: int = 2
+    ahead: int = 2
     chunk: int = 64
     registers: int | None = None
 
@@ -81,7 +84,7 @@ TILES = {
 WIDE_TILES = (
     FragmentTile(warps=2, stages=4),
     FragmentTile(tiles=2, warps=2, stages=4),
-    FragmentTile(tiles=2, warps=4, parts=2),
+    FragmentTile(tiles=2, warps=4, parts=2, ahead=1),
 )
 """The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
 MANY = 16
@@ -160,7 +163,7 @@ def hier_attention(
             q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
             ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
-            scale * LOG2E, splits, T, N, *q_BHTD.stride()[:3],
+            scale * LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
             *bits_strides, **of_mask,
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
             RINGS=rings, STAGES=stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
@@ -194,11 +197,8 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, bits, group, 1)
     found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
-    found += [
-        replace(first, warps=2 * first.warps, resident=1),
-        replace(first, chunk=32),
-        replace(first, chunk=128),
-    ]
+    found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=32), replace(first, chunk=128)]
+    found += [replace(first, ahead=n) for n in (0, 1, 2, 4)]
     return tuple(tile for tile in found if tile != first)
 
 
