@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from longtrain.errors import ConfigError, refusal
@@ -62,7 +61,7 @@ class FragmentTile:
     stages: int = 3
     resident: int = 2
     ahead: int = 2
-    chunk: int = 64
+    chunk: int = 128
     registers: int | None = None
 
     def __post_init__(self) -> None:
@@ -197,7 +196,7 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`."""
     first = tile_for(rows, bits, group, 1)
     found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
-    found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=32), replace(first, chunk=128)]
+    found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=64)]
     found += [replace(first, ahead=n) for n in (0, 1, 2, 4)]
     return tuple(tile for tile in found if tile != first)
 

@@ -38,7 +38,7 @@ def merge_kernel(
         lses, outs = (), ()
         new = top
         for slot in tl.static_range(start, min(start + _AT_ONCE, SLOTS)):
-            # what an empty slot leaves unwritten is read with the rest, so as not to wait for lse, and dropped
+            # what an empty slot leaves unwritten is read with the rest and dropped, so as not to wait for lse
             lses = lses + (tl.load(lse_at + slot * ROWS, mask=keep, other=float("-inf")),)
             outs = outs + (tl.load(out_at + slot * (ROWS * 128), mask=keep, other=0.0),)
         for slot in tl.static_range(0, min(_AT_ONCE, SLOTS - start)):
