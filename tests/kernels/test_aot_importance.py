@@ -94,37 +94,28 @@ def test_importance_compiles_without_spills(name, dim):
         assert built.count("HGMMA") + built.count("HMMA") > 0  # products are the tensor cores'
 
 
+MERGES = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
+
+
+def merging_waits_for_memory_alone(kernel, constants, splits, chunk):
+    """No spills, and threads meet nowhere: no shared memory, no barrier, no shuffle."""
+    constants |= {"G": 8, "GROUP": 4, "AT_ONCE": merging.at_once(splits), "CHUNK": chunk, "CHAINED": True}
+    built = compile_kernel(kernel, MERGES, constants, warps=chunk // 32)
+    assert built.stack_bytes == 0 and built.count("LDG") >= 2 * min(splits, 64)
+    assert not any(built.count(name) for name in ("LDL", "LDS", "STS", "BAR", "SHFL"))
+
+
 @pytest.mark.parametrize("splits", [2, 33, 128])
-def test_merging_compiles_without_spills(splits):
-    block = min(merging.BLOCK, 1 << (splits - 1).bit_length())
-    types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
-    constants = {
-        "G": 8,
-        "GROUP": 4,
-        "D": 128,
-        "WIDTH": 128,
-        "ROWS": 16,
-        "BLOCK": block,
-        "CHUNK": merging.CHUNK,
-    }
-    built = compile_kernel(
-        merging.kernels.merge_kernel,
-        types,
-        {**constants, "CHAINED": True},
-        warps=max(1, min(8, block // 8)),
-    )
-    assert built.stack_bytes == 0 and built.count("LDG") > 0 and not built.count("LDL")
+def test_merging(splits):
+    constants = {"D": 128, "WIDTH": 128, "ROWS": 16}
+    merging_waits_for_memory_alone(merging.merging.merge_kernel, constants, splits, merging.CHUNK)
 
 
 @pytest.mark.parametrize(
     "tile", (*fragments.TILES[4], fragments.WIDE_TILES[2]), ids=lambda tile: f"{tile.rows} rows"
 )
 @pytest.mark.parametrize("splits", [16, 33, 264])
-def test_merging_of_fragments_compiles_without_spills(tile, splits):
-    """Threads meet nowhere: no shared memory, no barrier, no shuffle."""
-    types = {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
-    constants = {"G": 8, "GROUP": 4, "ROWS": 16 * tile.parts, "SLOTS": splits, "CHUNK": tile.chunk}
-    constants["CHAINED"] = True
-    built = compile_kernel(fragments.merge.merge_kernel, types, constants, warps=tile.chunk // 32)
-    assert built.stack_bytes == 0 and built.count("LDG") >= 2 * splits
-    assert not any(built.count(name) for name in ("LDL", "LDS", "STS", "BAR", "SHFL"))
+def test_merging_of_fragments(tile, splits):
+    """Partial rows lie as the tensor cores left them."""
+    constants = {"ROWS": 16 * tile.parts}
+    merging_waits_for_memory_alone(fragments.merge.merge_kernel, constants, splits, tile.chunk)

@@ -26,6 +26,7 @@ from longtrain.kernels.devices import (
     width_of,
 )
 from longtrain.kernels.tree_attention import kernel as kernels
+from longtrain.kernels.tree_attention import merge_kernel as merging
 from longtrain.kernels.tree_attention.reference import Causal
 
 
@@ -71,10 +72,8 @@ FEW_ROWS = 16
 """Most rows of a step, over all sequences, whose results have the bits of a row alone with the slots it sees
 as the cache's last ones: a verified token is then the one that plain decoding gives. `small_linear.MAX_ROWS`
 is as many. More rows are attended to faster than so, and up to rounding."""
-BLOCK = 64
-"""Most partial results that a merging program reads at once."""
-CHUNK = 1
-"""Packed rows of a merging program; interpreted programs take a tile's, since each is slow to start."""
+CHUNK = 128
+"""Numbers and threads of a merging program; interpreted ones take all rows, since each is slow to start."""
 _INTERPRETED = 4
 """Multiprocessors of the device when kernels are interpreted: enough to split, few enough to be fast."""
 
@@ -163,15 +162,19 @@ def merge(
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     chained = chaining(q_BHTD.device)
-    block = min(BLOCK, triton.next_power_of_2(splits))
-    chunk = CHUNK if q_BHTD.device.type == "cuda" else rows
-    kernels.merge_kernel[(B * G * -(-T * (H // G) // chunk),)](
+    numbers = T * (H // G) * (width := width_of(D))
+    chunk = CHUNK if q_BHTD.device.type == "cuda" else triton.next_power_of_2(numbers)
+    merging.merge_kernel[(B * G, triton.cdiv(numbers, chunk))](
         part_out, part_lse, out_BTHD, lse_BHT, splits, T,
-        G=G, GROUP=H // G, D=D, WIDTH=width_of(D), ROWS=rows,
-        BLOCK=block, CHUNK=chunk,
-        num_warps=max(1, min(8, block // 8)), **chained,
+        G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, AT_ONCE=at_once(splits), CHUNK=chunk,
+        num_warps=CHUNK // 32, **chained,
     )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
+
+
+def at_once(splits: int) -> int:
+    """How many splits a thread of a merging program reads before it waits: few values, few compilations."""
+    return min(64, -(-splits // 8) * 8)
 
 
 def mask_arguments(
