@@ -173,8 +173,8 @@ def hier_attention(
         if not laid_out(built, tile.warps):
             return None
         merge.merge_kernel[(B * G, -(-T * group // 8), 1024 // tile.chunk)](
-            part_out, part_lse, out_BTHD, lse_BHT, splits, T, G=G, GROUP=group, ROWS=rows,
-            AT_ONCE=merging.at_once(splits), CHUNK=tile.chunk, num_warps=tile.chunk // 32, **chained,
+            part_out, part_lse, out_BTHD, lse_BHT, T, G=G, GROUP=group, ROWS=rows,
+            SPLITS=splits, CHUNK=tile.chunk, num_warps=tile.chunk // 32, **chained,
         )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
 

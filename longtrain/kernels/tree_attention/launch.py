@@ -165,16 +165,11 @@ def merge(
     numbers = T * (H // G) * (width := width_of(D))
     chunk = CHUNK if q_BHTD.device.type == "cuda" else triton.next_power_of_2(numbers)
     merging.merge_kernel[(B * G, triton.cdiv(numbers, chunk))](
-        part_out, part_lse, out_BTHD, lse_BHT, splits, T,
-        G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, AT_ONCE=at_once(splits), CHUNK=chunk,
+        part_out, part_lse, out_BTHD, lse_BHT, T,
+        G=G, GROUP=H // G, D=D, WIDTH=width, ROWS=rows, SPLITS=splits, CHUNK=chunk,
         num_warps=CHUNK // 32, **chained,
     )  # fmt: skip
     return out_BTHD.transpose(1, 2), lse_BHT
-
-
-def at_once(splits: int) -> int:
-    """How many splits a thread of a merging program reads before it waits: few values, few compilations."""
-    return min(64, -(-splits // 8) * 8)
 
 
 def mask_arguments(

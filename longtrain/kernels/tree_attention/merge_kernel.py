@@ -13,43 +13,42 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LN2 = tl.constexpr(0.6931471805599453)
+_AT_ONCE = tl.constexpr(64)
+"""Splits that a thread reads before it waits."""
 
 
 @triton.jit
-def merged(lse_at, part_at, keep, splits, LSES: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
+def merged(lse_at, part_at, keep, SPLITS: tl.constexpr, LSES: tl.constexpr, PARTS: tl.constexpr):
     """Numbers of the merged result and the natural lse of their rows, in fp32.
 
     lse_at, part_at: where the first split has a number's base-2 lse and the number. Splits lie LSES and PARTS
     apart. One without keys has an lse of -inf, and its numbers may be anything.
-    AT_ONCE: splits that are read before any is waited for.
     """
     top = tl.full(keep.shape, float("-inf"), tl.float32)
     total, out = tl.zeros(keep.shape, tl.float32), tl.zeros(keep.shape, tl.float32)
-    last = tl.where(keep, splits, 0)
-    for start in tl.range(0, splits, AT_ONCE, num_stages=1):
+    for start in tl.static_range(0, SPLITS, _AT_ONCE):
         lses, parts = (), ()
-        for i in tl.static_range(AT_ONCE):
-            inside = last > start + i
-            lses = lses + (tl.load(lse_at + (start + i) * LSES, mask=inside, other=float("-inf")),)
-            parts = parts + (tl.load(part_at + (start + i) * PARTS, mask=inside, other=0.0),)
+        for split in tl.static_range(start, min(start + _AT_ONCE, SPLITS)):
+            lses = lses + (tl.load(lse_at + split * LSES, mask=keep, other=float("-inf")),)
+            parts = parts + (tl.load(part_at + split * PARTS, mask=keep, other=0.0),)
         new = top
-        for i in tl.static_range(AT_ONCE):
+        for i in tl.static_range(min(_AT_ONCE, SPLITS - start)):
             new = tl.maximum(new, lses[i])
         base = tl.where(new == float("-inf"), 0.0, new)
         fade = tl.exp2(top - base)
         total, out, top = total * fade, out * fade, new
-        for i in tl.static_range(AT_ONCE):
+        for i in tl.static_range(min(_AT_ONCE, SPLITS - start)):
             weight = tl.exp2(lses[i] - base)
             total += weight
             out += tl.where(weight > 0, parts[i] * weight, 0.0)
     return out / tl.where(total > 0, total, 1.0), (top + tl.log2(total)) * _LN2
 
 
-@triton.jit(do_not_specialize=["splits", "T"])
+@triton.jit(do_not_specialize=["T"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, splits, T,
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out_BTHD and natural lse_BHT: CHUNK numbers of the packed rows of a KV head."""
     if CHAINED:
@@ -58,7 +57,7 @@ def merge_kernel(
     head, i = tl.program_id(0), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     m, dim = i // WIDTH, i % WIDTH
     keep = (m < T * GROUP) & (dim < D)
-    slot = (head.to(tl.int64) * tl.cdiv(T * GROUP, ROWS) + m // ROWS) * splits
+    slot = (head.to(tl.int64) * tl.cdiv(T * GROUP, ROWS) + m // ROWS) * SPLITS
     at = slot * ROWS + m % ROWS
     out, lse = merged(
         part_lse_ptr + at, part_ptr + at * WIDTH + dim, keep, splits, ROWS, ROWS * WIDTH, AT_ONCE
