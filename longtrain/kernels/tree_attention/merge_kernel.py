@@ -13,8 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LN2 = tl.constexpr(0.6931471805599453)
-_AT_ONCE = tl.constexpr(64)
-"""Splits that a thread reads before it waits."""
 
 
 @triton.jit
@@ -26,18 +24,21 @@ def merged(lse_at, part_at, keep, SPLITS: tl.constexpr, LSES: tl.constexpr, PART
     """
     top = tl.full(keep.shape, float("-inf"), tl.float32)
     total, out = tl.zeros(keep.shape, tl.float32), tl.zeros(keep.shape, tl.float32)
-    for start in tl.static_range(0, SPLITS, _AT_ONCE):
+    AT_ONCE: tl.constexpr = SPLITS if SPLITS <= 64 else 32
+    last = tl.where(keep, SPLITS, 0)
+    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
         lses, parts = (), ()
-        for split in tl.static_range(start, min(start + _AT_ONCE, SPLITS)):
-            lses = lses + (tl.load(lse_at + split * LSES, mask=keep, other=float("-inf")),)
-            parts = parts + (tl.load(part_at + split * PARTS, mask=keep, other=0.0),)
+        for i in tl.static_range(AT_ONCE):
+            inside = keep if SPLITS <= 64 else last > start + i
+            lses = lses + (tl.load(lse_at + (start + i) * LSES, mask=inside, other=float("-inf")),)
+            parts = parts + (tl.load(part_at + (start + i) * PARTS, mask=inside, other=0.0),)
         new = top
-        for i in tl.static_range(min(_AT_ONCE, SPLITS - start)):
+        for i in tl.static_range(AT_ONCE):
             new = tl.maximum(new, lses[i])
         base = tl.where(new == float("-inf"), 0.0, new)
         fade = tl.exp2(top - base)
         total, out, top = total * fade, out * fade, new
-        for i in tl.static_range(min(_AT_ONCE, SPLITS - start)):
+        for i in tl.static_range(AT_ONCE):
             weight = tl.exp2(lses[i] - base)
             total += weight
             out += tl.where(weight > 0, parts[i] * weight, 0.0)
@@ -59,9 +60,7 @@ def merge_kernel(
     keep = (m < T * GROUP) & (dim < D)
     slot = (head.to(tl.int64) * tl.cdiv(T * GROUP, ROWS) + m // ROWS) * SPLITS
     at = slot * ROWS + m % ROWS
-    out, lse = merged(
-        part_lse_ptr + at, part_ptr + at * WIDTH + dim, keep, splits, ROWS, ROWS * WIDTH, AT_ONCE
-    )
+    out, lse = merged(part_lse_ptr + at, part_ptr + at * WIDTH + dim, keep, SPLITS, ROWS, ROWS * WIDTH)
     b, member = (head // G).to(tl.int64), head % G * GROUP + m % GROUP
     query = m // GROUP
     out_at = ((b * T + query) * (G * GROUP) + member) * D + dim
