@@ -3,11 +3,11 @@
 import pytest
 import torch
 import warp_emulator
-from small_linear_cases import made
+from small_linear_cases import among_nan, made
 from torch import nn
 from torch.nn.functional import linear, silu
 
-from longtrain.kernels.int4_linear import Int4Linear
+from longtrain.kernels.int4_linear import Int4Linear, kernel
 from longtrain.kernels.int4_linear.kernel import Int4Tile, small_linear
 
 TILES = (Int4Tile(4, 2), Int4Tile(1, 3), Int4Tile(2, 1))
@@ -25,14 +25,15 @@ def layer_of(features, inputs, group, *, bias=False):
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.warps} warps")
 @pytest.mark.parametrize(
-    ("features", "inputs", "group"), [(40, 256, 128), (97, 96, 32), (32, 320, 64), (64, 2048, 128)]
+    ("features", "inputs", "group"),
+    [(40, 256, 128), (8, 96, 32), (97, 96, 32), (32, 320, 64), (24, 448, 64), (64, 2048, 128)],
 )
 def test_product(tile, features, inputs, group):
-    """Also where lines, steps and tiles do not fit. The input is exact in bf16."""
+    """Also where lines, steps, tiles and units do not fit. The input is exact in bf16."""
     layer = layer_of(features, inputs, group)
     weight = layer.written_out(torch.float32)
     for rows in (1, 5, 16):
-        x, add = made(rows, inputs).bfloat16(), made(rows, features, seed=1)
+        x, add = among_nan(made(rows, inputs).bfloat16()), made(rows, features, seed=1)
         out = small_linear(x, layer.codes, layer.table, add, features=features, tile=tile)
         want = linear(x.float(), weight).bfloat16().float() + add
         torch.testing.assert_close(out.float(), want, rtol=2**-7, atol=2**-6)
@@ -53,3 +54,41 @@ def test_rows_that_kernels_choose_tiles_for():
     for rows in (1, 2, 3, 4, 8, 16):
         got = small_linear(x[-rows:], layer.codes, layer.table, None, features=48)
         torch.testing.assert_close(got.float(), want[-rows:], rtol=2**-7, atol=2**-7)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What is launched while layers take a CPU for a GPU: rows of each launch."""
+    found = []
+
+    def counted(x, *of, **how):
+        found.append(len(x))
+        return small_linear(x, *of, **how)
+
+    monkeypatch.setattr("longtrain.kernels.int4_linear.compiles_for", lambda device: True)
+    monkeypatch.setattr(kernel, "small_linear", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_goes_through_the_kernel(launches, dtype):
+    """Inputs of any shape, more rows than a launch takes, a bias, a residual, and gates."""
+    layer, x = layer_of(48, 192, 64, bias=True), made(3, 7, 192, dtype=dtype)
+    residual = made(3, 7, 48, dtype=dtype, seed=1)
+    close = {"rtol": 2**-6, "atol": 2**-6}
+    want = linear(x.float(), layer.written_out(torch.float32), layer.bias)
+    for got, whole in ((layer(x), want), (layer(x, residual), want + residual.float())):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), whole, **close)
+    assert launches == [16, 5] * 2
+    gates = Int4Linear.joined([layer_of(32, 192, 64), layer_of(32, 192, 64)])
+    gate, up = linear(x.float(), gates.written_out(torch.float32)).chunk(2, -1)
+    torch.testing.assert_close(gates.swiglu(x).float(), silu(gate) * up, **close)
+    assert launches == [16, 5] * 3
+
+
+def test_a_layer_whose_kernel_is_laid_out_otherwise_writes_its_weights_out(launches, monkeypatch):
+    monkeypatch.setattr(kernel, "laid_out", lambda built, warps: False)
+    layer, x = layer_of(48, 192, 64, bias=True), made(18, 192).bfloat16()
+    want = linear(x, layer.written_out(torch.bfloat16), layer.bias.bfloat16())
+    assert torch.equal(layer(x), want) and launches

@@ -12,6 +12,13 @@ def made(*shape, dtype=torch.float32, seed=0, device="cpu"):
     return torch.randn(shape, generator=coins).to(device, dtype)
 
 
+def among_nan(x):
+    """The same rows cut out of a wider tensor, whose other columns no kernel may read."""
+    wide = x.new_full((len(x), x.shape[1] + 24), torch.nan)
+    wide[:, 8:-16] = x
+    return wide[:, 8:-16]
+
+
 def small_linear(x_NK, weight_FK, *, residual=None):
     """What `kernels.small_linear.small_linear` computes."""
     out_NF = linear(x_NK, weight_FK)

@@ -126,7 +126,7 @@ def int4_kernel(
     STEPS: of a warp.
     HELD: steps whose weights are in registers or on their way there.
     KEPT: whether a warp's inputs stay in registers.
-    EVEN: the steps of all warps are all of K.
+    EVEN: K is a multiple of what all warps take in a step.
     TILES: products of R rows: 1, or 2 of 8.
     """
     OWN: tl.constexpr = 8 if GATED else 16
@@ -350,7 +350,7 @@ def small_linear(
     x_NK = x_NK if x_NK.stride(0) % 8 == 0 and x_NK.data_ptr() % 16 == 0 else x_NK.clone()
     out_NF = x_NK.new_empty(N, features)
     add = out_NF if add_NF is None else dense_rows(add_NF.expand(out_NF.shape))
-    of_tile = constants(tile, N, U, table_EU8P2.shape[3], gated=gated)
+    of_tile = constants(tile, N, table_EU8P2.shape[3], inputs=K, gated=gated)
     tiles = triton.cdiv(features, 8 if gated else 16)
     programs = min(tiles, tile.resident * cores(x_NK.device, otherwise=1))
     with launched_on(x_NK):
@@ -380,9 +380,9 @@ def tile_for(lines: int, units: int, rows: int) -> Int4Tile:
     return Int4Tile(warps, held=4, resident=2)
 
 
-def constants(tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool) -> dict[str, int | str]:
-    """The kernel's constants for so many rows of input, of so many units, each of so many groups."""
-    steps = triton.cdiv(units, 2 * tile.warps)
+def constants(tile: Int4Tile, rows: int, groups: int, *, inputs: int, gated: bool) -> dict[str, int | str]:
+    """The kernel's constants for so many rows of input, and so many groups of a unit of 128 inputs."""
+    steps = triton.cdiv(inputs, 256 * tile.warps)
     of_product = min(COLUMNS, triton.next_power_of_2(rows))
     kept = of_product < COLUMNS and steps * of_product <= 8
     of_product = of_product if kept else COLUMNS
@@ -393,7 +393,7 @@ def constants(tile: Int4Tile, rows: int, units: int, groups: int, *, gated: bool
         "STEPS": steps,
         "HELD": min(tile.held, steps),
         "KEPT": kept,
-        "EVEN": steps * 2 * tile.warps == units,
+        "EVEN": steps * 256 * tile.warps == inputs,
         "GATED": gated,
         "TILES": tiles,
         "WARPS": tile.warps,
