@@ -60,17 +60,22 @@ def _weights(
     at = codes_ptr + tl.where(k < 2, first, second) * 128 + (own * 128 + (i & 127))
     at = tl.max_contiguous(tl.multiple_of(at, 16), 4) + unit * 128
     codes = tl.load(at, mask=tl.max_constancy(inside, 4), other=0)
-    i = tl.arange(0, 128 * P * WARPS)
-    k = i // (32 * P * WARPS)
-    own = 2 * ((i // (32 * P)) & (WARPS - 1)) + (k & 1)
+    if P == 2:  # both groups of a line are one number, or else the words would lie in another order
+        table_ptr = table_ptr.to(tl.pointer_type(tl.int64))
+    Q: tl.constexpr = 4 if P == 4 else 1
+    i = tl.arange(0, 128 * Q * WARPS)
+    k = i // (32 * Q * WARPS)
+    own = 2 * ((i // (32 * Q)) & (WARPS - 1)) + (k & 1)
     inside = units > 0 * i if EVEN else own + unit < units
     at = (
         table_ptr
-        + tl.where(k < 2, first, second) * (8 * P)
-        + (own * (8 * P) + (i // (4 * P) & 7) * P + i % P)
+        + tl.where(k < 2, first, second) * (8 * Q)
+        + (own * (8 * Q) + (i // (4 * Q) & 7) * Q + i % Q)
     )
-    table = tl.load(at + unit * (8 * P), mask=inside, other=0)
-    wide = tl.broadcast_to(tl.reshape(table, (128 * P * WARPS, 1)), (128 * P * WARPS, 4 // P))
+    table = tl.load(at + unit * (8 * Q), mask=inside, other=0)
+    wide = tl.broadcast_to(tl.reshape(table, (128 * Q * WARPS, 1)), (128 * Q * WARPS, 4 // Q))
+    if P == 2:
+        wide = (wide >> tl.where(tl.arange(0, 4)[None, :] < 2, 0, 32)).to(tl.int32)
     return codes, tl.reshape(wide, (512 * WARPS,))
 
 
