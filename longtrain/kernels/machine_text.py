@@ -95,18 +95,19 @@ def lays_out(ttgir: str, warps: int) -> bool:
 
 
 def laid_out(built: Any, warps: int) -> bool:
-    """`lays_out` of a compiled kernel, said once where it is not so; an interpreted one has no layout."""
+    """`lays_out` of a compiled kernel; an interpreted one has no layout. What is not so is told once a name."""
     if built is None or not hasattr(built, "asm"):
         return True
     if built.hash not in _sound:
         _sound[built.hash] = lays_out(built.asm["ttgir"], warps)
-        if not _sound[built.hash]:
-            _unsound.add(built.metadata.name)
+        name = built.metadata.name
+        if not (_sound[built.hash] or name in _unsound):
+            _unsound.add(name)
             log.warning(
-                "triton %s lays tensors out in a way that the fast kernel %s is not written for; a general "
-                "one is used, which is slower",
+                "triton %s lays tensors out in a way that the fast kernel %s is not written for; what is "
+                "used in its place is slower",
                 triton.__version__,
-                built.metadata.name,
+                name,
             )
     return _sound[built.hash]
 

@@ -18,6 +18,7 @@ from longtrain.kernels.hierarchical import attention_kernel as hier_attention_tr
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
 from longtrain.kernels.hierarchical import fragments_kernel as hier_fragments_triton
 from longtrain.kernels.hierarchical import fragments_launch as hier_fragments_launch
+from longtrain.kernels.machine_text import lays_out
 from longtrain.kernels.tree_attention import kernel as tree
 from longtrain.kernels.tree_attention import launch as tree_attention_launch
 
@@ -155,7 +156,7 @@ def test_hier_attention_of_few_rows(bits, tile, most):
     Two parts bring a block once for both. Two tiles at 8 bits may spill a few registers.
     """
     built = compiled_fragments(tile, bits)
-    assert hier_fragments_launch.lays_out(built.ttgir, tile.warps)
+    assert lays_out(built.ttgir, tile.warps)
     assert built.stack_bytes <= (96 if bits == 8 and tile.tiles == 2 else 0)
     assert fitting(built, tile.warps) == tile.resident
     inner = built.loop_of("HMMA")
@@ -195,9 +196,9 @@ def test_a_row_is_rounded_alike_in_every_tile(tiles):
 
 def test_another_layout_is_seen():
     built = compiled_fragments(hier_fragments_launch.TILES[4][0], 4)
-    assert not hier_fragments_launch.lays_out(built.ttgir, 8)
+    assert not lays_out(built.ttgir, 8)
     text = built.ttgir.replace("sizePerThread = [4], threadsPerWarp", "sizePerThread = [2], threadsPerWarp")
-    assert not hier_fragments_launch.lays_out(text, 4)
+    assert not lays_out(text, 4)
 
 
 def test_a_kernel_that_is_not_there_has_no_loop():

@@ -1,6 +1,7 @@
 """What the compiler makes of the linear layers' kernels for compute capability 9.0, without a GPU."""
 
 import os
+from functools import cache
 
 import pytest
 
@@ -10,8 +11,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from aot import compile_kernel
 
-from longtrain.kernels.int4_linear import kernel as int4_linear_launch
-from longtrain.kernels.int4_linear import kernel as int4_linear_triton
+from longtrain.kernels.int4_linear import kernel as int4_linear
+from longtrain.kernels.machine_text import lays_out
 from longtrain.kernels.small_linear import kernel as small_linear_launch
 from longtrain.kernels.small_linear import kernel as small_linear_triton
 
@@ -46,7 +47,31 @@ def test_linear(features, gated, rows):
     assert not any(built.count(name, inner) for name in ("LDG.", "LDL", "STL", "STS", "PRMT"))
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@cache
+def compiled_int4(tile, *, gated, constants):
+    types = {name: "*bf16" for name in ("x_ptr", "add_ptr", "out_ptr")}
+    types |= {"codes_ptr": "*i32", "table_ptr": "*i32"}
+    return compile_kernel(
+        int4_linear.int4_kernel, types, {**dict(constants), "ADD": False, "CHAINED": True},
+        aligned=("x_n", "add_n", "out_n"), warps=tile.warps, registers=tile.registers,
+    )  # fmt: skip
+
+
+def int4(features, inputs, rows, *, gated=False, groups=1):
+    """The tile, the kernel's constants and the kernel of so many rows."""
+    tile = int4_linear.tile_for(features * (1 + gated), -(-inputs // 128), rows)
+    constants = int4_linear.constants(tile, rows, groups, inputs=inputs, gated=gated)
+    return tile, constants, compiled_int4(tile, gated=gated, constants=tuple(constants.items()))
+
+
+SPILLED = {
+    4096: {2: 8, 4: 40, 8: 40, 16: 160},
+    14336: {2: 96, 4: 96, 8: 96, 16: 544},
+}
+"""Most bytes of a thread's stack, by inputs and rows: numbers that stay as they are, such as addresses."""
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 1.8), (2, 2.0), (4, 2.1), (8, 1.9), (16, 2.75)])
 @pytest.mark.parametrize(
     ("features", "gated", "inputs"),
     [
@@ -57,29 +82,41 @@ def test_linear(features, gated, rows):
         (14336, True, 4096),
     ],
 )
-def test_int4_linear(features, gated, inputs, rows):
-    """Codes are unpacked by masks alone in the registers that the products read, at most 3.1 instructions a
-    code: a core issues 4.1 in the time that its share of the bandwidth brings one."""
-    tile = int4_linear_launch.tile_for(features * (1 + gated), inputs // 128, rows)
-    types = {name: "*bf16" for name in ("x_ptr", "add_ptr", "out_ptr")}
-    types |= {"codes_ptr": "*u8", "table_ptr": "*i32"}
-    constants = {
-        **int4_linear_launch.constants(tile, inputs // 128, gated=gated), "HALF": 64, "ROWS": rows,
-        "ADD": False, "PORTABLE": False, "CHAINED": True,
-    }  # fmt: skip
-    built = compile_kernel(
-        int4_linear_triton.int4_kernel, types, constants, aligned=("x_n", "out_n"), warps=tile.slices,
-        registers=tile.registers,
-    )  # fmt: skip
-    assert built.stack_bytes == 0 and built.shared_bytes <= CORE_BYTES
-    assert built.registers * 32 * tile.slices <= CORE_REGISTERS
-    slow = ("LDL", "STL", "I2F", "PRMT", "LDS.U8")
-    assert sum(built.count(name) for name in slow) <= 16, "the sums at the end may take some"
-    codes = tile.lines * 128 / 32
-    if constants["LOOP"]:
-        inner = built.loop_of("LOP3")
-        assert not any(built.count(name, inner) for name in (*slow, "LDG.", "STS"))
-        assert (inner[1] - inner[0] + 1) / (codes * tile.groups) <= 3.1
-    if constants["HELD"]:
-        last = built.instructions.index("ACQBULK")
-        assert built.count("LDG.E.128", (0, last)) >= constants["HELD"], "weights are read before the wait"
+def test_int4_linear(features, gated, inputs, rows, most):
+    """Codes are unpacked by masks and shifts alone in the registers that products read.
+
+    Weights come in whole 16 bytes, those of the first steps before the kernel in front has ended.
+    """
+    tile, constants, built = int4(features, inputs, rows, gated=gated)
+    assert lays_out(built.ttgir, tile.warps)
+    assert built.shared_bytes <= CORE_BYTES // tile.resident
+    assert 8 * -(-built.registers // 8) * 32 * tile.warps * tile.resident <= CORE_REGISTERS
+    wait = built.instructions.index("ACQBULK")
+    assert built.count("LDG.E.128", (0, wait)) == 4 * constants["HELD"], "weights alone are read before it"
+    first, last = built.loop_of("HMMA")
+    codes = constants["STEPS"] * 16 * 256 / 32
+    assert (last - first + 1) / codes <= most
+    reads = 4 if constants["KEPT"] else 4 + 8 * constants["TILES"]
+    assert built.count("LDG.E.128", (first, last)) == constants["STEPS"] * reads
+    products = max(i for i in range(first, last) if built.instructions[i].startswith("HMMA"))
+    slow = ("I2F", "F2F", "PRMT", "LDS", "STS", "BAR", "SHFL")
+    assert not any(built.count(name, (first, products)) for name in slow), "only the sums at the end may"
+    assert built.stack_bytes <= SPILLED[inputs].get(rows, 0)
+    assert not built.count("STL", (first, last))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize(("inputs", "groups"), [(96, 4), (192, 2), (2240, 2), (2240, 4), (17408, 1)])
+def test_int4_linear_of_other_groups_and_inputs(inputs, groups, rows):
+    """Tensors lie as the machine text has it whatever the groups are, and programs fit."""
+    tile, constants, built = int4(48, inputs, rows, groups=groups)
+    assert lays_out(built.ttgir, tile.warps)
+    assert not constants["EVEN"] and built.shared_bytes <= CORE_BYTES
+    assert 8 * -(-built.registers // 8) * 32 * tile.warps * tile.resident <= CORE_REGISTERS
+
+
+def test_words_in_another_order_are_seen():
+    """What the compiler made of groups of 64 before both scales of a line were one number."""
+    tile, _, built = int4(48, 192, 1, groups=2)
+    swapped = built.ttgir.replace("register = [[1], [2], ", "register = [[2], [1], ")
+    assert swapped != built.ttgir and not lays_out(swapped, tile.warps)
