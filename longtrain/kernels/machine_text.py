@@ -95,7 +95,7 @@ def lays_out(ttgir: str, warps: int) -> bool:
 
 
 def laid_out(built: Any, warps: int) -> bool:
-    """`lays_out` of a compiled kernel; an interpreted one has no layout. What is not so is told once a name."""
+    """`lays_out` of a compiled kernel, told once a name where it is not so; an interpreted one has none."""
     if built is None or not hasattr(built, "asm"):
         return True
     if built.hash not in _sound:
