@@ -168,15 +168,14 @@ def _dense(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights
 
 def _int4(inputs: RandomInputs, F: int, K: int, *, gated: bool) -> LayerWeights:
     """Weights in 4 bits; torch's operation is there on CUDA alone."""
-    size = F * K * (0.5 + 4 / GROUP)
-    copies = clock.copies_of(int(size), inputs.device)
     source = nn.Linear(K, F, bias=False, device=inputs.device, dtype=inputs.dtype).requires_grad_(False)
     first = int4_linear.Int4Linear(source, GROUP)
+    copies = clock.copies_of(first.bytes(), inputs.device)
     held = [first, *(deepcopy(first) for _ in range(copies - 1))]
-    exact_FK = int4_linear.written_out(first.codes, first.table, torch.float32)[:F]
+    exact_FK = first.written_out(torch.float32)
     stock = _tinygemm(F, K, copies) if inputs.device.type == "cuda" else None
     return LayerWeights(
-        size, copies, gated, lambda x, i: (held[i].swiglu if gated else held[i])(x), stock, exact_FK
+        first.bytes(), copies, gated, lambda x, i: (held[i].swiglu if gated else held[i])(x), stock, exact_FK
     )
 
 

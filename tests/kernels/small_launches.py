@@ -21,15 +21,18 @@ from functools import partial
 from itertools import cycle
 from typing import TypeAlias
 
+import pytest
 import torch
 import triton
 import triton.language as tl
+import warp_emulator
 from attention_cases import dense_case, hier_case, mask_named
 from importance_cases import several
 from row_choice_cases import KINDS, SINKS, WINDOW, scores_of
 from row_choice_cases import K as CHOSEN
 from row_move_cases import move_case
 from slot_change_cases import same_as_torch
+from torch import nn
 
 import longtrain.kernels
 from longtrain import methods
@@ -41,6 +44,8 @@ from longtrain.kernels.head_kl import head_kl
 from longtrain.kernels.hierarchical import attention as hier_attention
 from longtrain.kernels.hierarchical import quantise as hier_quant
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
+from longtrain.kernels.int4_linear import Int4Linear
+from longtrain.kernels.int4_linear.kernel import small_linear
 from longtrain.kernels.row_choice import choose_rows
 from longtrain.kernels.row_moves import Programs, move_rows
 from longtrain.kernels.row_scores import row_scores
@@ -237,6 +242,31 @@ def _law(rows, vocab):
         head_kl(student.clone(), teacher.clone(), weight_R, gradient=gradient)
 
 
+def linears() -> Jobs:
+    """4-bit weights: inputs that end within a unit, tiles that are not full, gates, long lines and many."""
+    if INTERPRETED:
+        warp_emulator.install(pytest.MonkeyPatch())
+    for rows in (1, 3, 8, 16):
+        for features, inputs, group, gated in (
+            (8, 96, 32, False),
+            (100, 192, 64, False),
+            (40, 448, 64, True),
+            (24, 2304, 128, True),
+            (16, 14336, 128, False),
+            (24, 17408, 128, False),
+        ):
+            yield partial(_linear, rows, features, inputs, group, gated)
+    yield partial(_linear, 4, 16392, 2048, 128, False)
+
+
+def _linear(rows, features, inputs, group, gated):
+    source = nn.Linear(inputs, features * (1 + gated), bias=False, device=DEVICE).requires_grad_(False)
+    layer = Int4Linear(source, group)
+    x = torch.randn(rows, inputs, device=DEVICE).bfloat16()
+    add = None if gated else torch.randn(rows, features, device=DEVICE, dtype=DTYPE)
+    small_linear(x, layer.codes, layer.table, add, features=features, gated=gated)
+
+
 def texts() -> Jobs:
     """Decoding from static buffers, without graphs (they need torch's cache): what a layer is made of."""
     for name, shape in (
@@ -266,7 +296,7 @@ def _text(name, shape, fused):
         engine.generate(prompts, max_new_tokens=6, shape=shape, ignore_eos=True)
 
 
-PARTS = (trees, hierarchies, quantisers, scores, moves, choices, changes, laws, texts)
+PARTS = (trees, hierarchies, quantisers, scores, moves, choices, changes, laws, linears, texts)
 
 
 def main(words: list[str]) -> int:
