@@ -41,7 +41,7 @@ def float_word(value: float) -> str:
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
-class Text:
+class MachineText:
     """Lines of a text, and names of its registers."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 
-from longtrain.kernels.machine_text import PER_THREAD, Text, float_word, tensors
+from longtrain.kernels.machine_text import PER_THREAD, MachineText, float_word, tensors
 
 UNIT = 2.0**-24
 """What a code of 1 is in a product."""
@@ -23,11 +23,11 @@ def half_bits(value: float) -> int:
     return bits << 16 | bits
 
 
-def _constant(x: Text, value: float) -> str:
+def _constant(x: MachineText, value: float) -> str:
     return x.made("mov.b32", f"0x{half_bits(value):08x}")
 
 
-def _codes(x: Text, words: list[str]) -> tuple[list[str], list[str]]:
+def _codes(x: MachineText, words: list[str]) -> tuple[list[str], list[str]]:
     """Four codes of each half of a head, as two pairs: of a word of the upper plane, or of both planes."""
     if len(words) == 1:
         word, shifted = words[0], x.made("shr.u32", words[0], "8")
@@ -57,7 +57,7 @@ def scores_text(tiles: int, bits: int, offset: float) -> str:
     Steps go into q first: q s = a + r with a in fp16. Codes meet a; r meets the mean code, which takes the
     error that all tokens share; the rest is exact.
     """
-    x, planes = Text(), bits // 4
+    x, planes = MachineText(), bits // 4
     inputs = tensors(tiles, 2 * planes + 2 + tiles)
     keys, (step, zero), q = inputs[: 2 * planes], inputs[2 * planes :][:2], inputs[2 * planes + 2 :]
     scale = (1.0 if bits == 4 else 16.0, 16.0)  # of a code, by half of the head
@@ -120,7 +120,7 @@ def values_text(tiles: int, bits: int) -> str:
         Outputs: sums A and sums B a tile. Inputs: values A, values B (of each plane), then a tile its weights
         and what its sums so far are to be multiplied by (a number a thread, of row g), then the sums so far.
     """
-    x, planes = Text(), bits // 4
+    x, planes = MachineText(), bits // 4
     outputs, inputs = tensors(0, 2 * tiles), tensors(2 * tiles, 2 * planes + 4 * tiles)
     values, weights, old = inputs[: 2 * planes], inputs[2 * planes :][: 2 * tiles], inputs[-2 * tiles :]
     right, sums = [], []
@@ -166,7 +166,7 @@ def finish_text(bits: int) -> str:
     Returns:
         Outputs: results A and B. Inputs: factor and summand (numbers a thread, of row g), sums A and B.
     """
-    x = Text()
+    x = MachineText()
     outputs, (factor, summand, *old) = tensors(0, 2), tensors(2, 4)
     sources = _sources(x)
     scale = (1 / UNIT if bits == 4 else 0.0625 / UNIT, 0.0625 / UNIT)  # by half of the head
@@ -178,7 +178,7 @@ def finish_text(bits: int) -> str:
     return x.text()
 
 
-def _shrink(x: Text, fades: list[str], sums: list[list[list[str]]]) -> None:
+def _shrink(x: MachineText, fades: list[str], sums: list[list[list[str]]]) -> None:
     """Multiply the sums of each tile by how much they shrink, where a row of the warp has a new maximum."""
     x.lines.append(".reg .pred %changed;")
     x.add(f"setp.ne.f32 %changed, {fades[0]}, {float_word(1.0)}")
@@ -195,14 +195,14 @@ def _shrink(x: Text, fades: list[str], sums: list[list[list[str]]]) -> None:
     x.lines.append("unchanged:")
 
 
-def _sources(x: Text) -> list[str]:
+def _sources(x: MachineText) -> list[str]:
     """Lanes that hold the numbers of the rows 2 t and 2 t + 1."""
     lane = x.made("mov.u32", "%laneid")
     first = x.made("shl.b32", x.made("and.b32", lane, "3"), "3")
     return [first, x.made("add.u32", first, "4")]
 
 
-def _moved(x: Text, number: str, sources: list[str]) -> list[str]:
+def _moved(x: MachineText, number: str, sources: list[str]) -> list[str]:
     """A row's number, from the threads of row g to those whose sums are of rows 2 t and 2 t + 1."""
     raw = x.made("mov.b32", number)
     moved = [x.made("shfl.sync.idx.b32", raw, source, "0x1f", "0xffffffff") for source in sources]

@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.devices import chaining, cores, dense_rows, launched_on, register_limit
-from longtrain.kernels.machine_text import Text, laid_out, operands, tensors
+from longtrain.kernels.machine_text import MachineText, laid_out, operands, tensors
 from longtrain.kernels.small_linear.kernel import write_sums
 
 COLUMNS = 8
@@ -145,16 +145,9 @@ def int4_kernel(
     codes, tables = (), ()
     for step in tl.static_range(HELD):
         word, table = _weights(
-            codes_ptr,
-            table_ptr,
-            first.to(tl.int64) * U,
-            second.to(tl.int64) * U,
-            step * 2 * WARPS,
-            U,
-            P,
-            EVEN,
-            WARPS,
-        )
+            codes_ptr, table_ptr, first.to(tl.int64) * U, second.to(tl.int64) * U,
+            step * 2 * WARPS, U, P, EVEN, WARPS,
+        )  # fmt: skip
         codes, tables = codes + (word,), tables + (table,)
     if CHAINED:
         gdc_wait()
@@ -222,7 +215,7 @@ def texts(tiles: int, rows: int, groups: int, *, kept: bool) -> dict[str, str]:
         groups: of a unit: 1, 2 or 4.
         kept: inputs are kept in registers.
     """
-    x = Text()
+    x = MachineText()
     x_in = tensors(1, 1)[0]
     outputs = tensors(0, 1)[0]
     sums = _totals(x, x_in, groups)
@@ -235,7 +228,7 @@ def texts(tiles: int, rows: int, groups: int, *, kept: bool) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _totals(x: Text, words: list[str], groups: int) -> list[list[str]]:
+def _totals(x: MachineText, words: list[str], groups: int) -> list[list[str]]:
     """Sums of the inputs of each group of a set, fp32: of columns 2 t and the next, twice."""
     ones = [x.made("mov.b32", "0x3F803F80")] * 4
     found = [x.zeros() for _ in range(groups)]
@@ -246,7 +239,7 @@ def _totals(x: Text, words: list[str], groups: int) -> list[list[str]]:
 
 
 def _step(tiles: int, rows: int, groups: int, *, kept: bool) -> str:
-    x = Text()
+    x = MachineText()
     outputs, (codes, table, t, *of_tiles) = tensors(0, tiles), tensors(tiles, 3 + 3 * tiles)
     for tile in range(tiles):
         for i, (one, old) in enumerate(zip(outputs[tile], of_tiles[3 * tile], strict=True)):
@@ -262,7 +255,7 @@ def _step(tiles: int, rows: int, groups: int, *, kept: bool) -> str:
         if kept:
             sets = [of_tiles[3 * tile + 1] for tile in range(tiles)]
             totals = [
-                [of_tiles[3 * tile + 2][2 * (word * 4 // groups) :][:2] for word in range(groups)]
+                [of_tiles[3 * tile + 2][2 * (group * 4 // groups) :][:2] for group in range(groups)]
                 for tile in range(tiles)
             ]
         else:
@@ -292,7 +285,7 @@ def _step(tiles: int, rows: int, groups: int, *, kept: bool) -> str:
     return x.text()
 
 
-def _scale(x: Text, word: str, there: str) -> tuple[str, str]:
+def _scale(x: MachineText, word: str, there: str) -> tuple[str, str]:
     """A group's scale, and its zero less 136 scales; both 0 in threads whose columns are of other units."""
     if there:
         word = x.made("selp.b32", word, "0", there)
@@ -302,7 +295,7 @@ def _scale(x: Text, word: str, there: str) -> tuple[str, str]:
     return scale, x.made("fma.rn.f32", scale, "0fC3080000", zero, kind="f32")
 
 
-def _codes(x: Text, word: str) -> list[str]:
+def _codes(x: MachineText, word: str) -> list[str]:
     """Eight numbers of 128 + a code, as pairs."""
     shifted = [word, *(x.made("shr.u32", word, str(4 * i)) for i in range(1, 4))]
     return [x.made("lop3.b32", one, "0x000F000F", "0x43004300", "0xEA") for one in shifted]
