@@ -93,8 +93,8 @@ def _inputs(x_ptr, set_, row, N, last, x_n, R: tl.constexpr, EVEN: tl.constexpr,
     at = unit * 64 + 16 * (i // (128 * WARPS)) + (i & 15)
     if not EVEN:
         at = tl.minimum(at, last + (i & 3))
-    at += tl.minimum(row + column % R, N - 1) * (x_n // 2)
-    return tl.load(tl.max_contiguous(tl.multiple_of(x_ptr + at, 16), 4))
+    own = x_ptr + tl.minimum(row + column % R, N - 1).to(tl.int64) * (x_n // 2)
+    return tl.load(tl.max_contiguous(tl.multiple_of(own + at, 16), 4))
 
 
 @triton.jit
@@ -314,7 +314,7 @@ class Int4Tile:
 
     warps: int = 4
     held: int = 2
-    resident: int = 4
+    resident: int = 2
     registers: int | None = None
 
 
@@ -363,19 +363,19 @@ def small_linear(
 def tile_for(lines: int, units: int, rows: int) -> Int4Tile:
     """The tile for so many lines of weights, of so many units of inputs, and so many rows of input.
 
-    Long lines go to more warps, which hold more of them each; of many lines two programs of a multiprocessor
-    keep more on its way than one. Tiles of few lines leave room for the next kernel's weights.
+    Long lines go to more warps; of many lines a program has several tiles, and with few rows two programs of
+    eight warps keep most on its way. What is left leaves room for the next kernel's weights.
     """
     if units > 128:
         return Int4Tile(16, held=2, resident=1, registers=128)
     if units > 64:
-        return Int4Tile(8, held=4, resident=1)
-    if lines >= MANY and units >= 16 and rows <= 4:
-        return Int4Tile(8, held=2, resident=2, registers=128)
+        return Int4Tile(8, held=4, resident=1) if rows == 1 else Int4Tile(8, registers=128)
     warps = min(4, triton.next_power_of_2(triton.cdiv(units, 2)))
-    if rows <= 2:
+    if lines < MANY or units < 16:
         return Int4Tile(warps, held=1, resident=3, registers=168)
-    return Int4Tile(warps, held=4, resident=2)
+    if rows == 2:
+        return Int4Tile(warps, held=4)
+    return Int4Tile(8, registers=128) if rows <= 4 else Int4Tile(warps, held=3, resident=3)
 
 
 def constants(tile: Int4Tile, rows: int, groups: int, *, inputs: int, gated: bool) -> dict[str, int | str]:
