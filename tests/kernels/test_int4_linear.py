@@ -65,6 +65,14 @@ def test_a_constant_group_is_kept():
     assert torch.equal(written_out(*quantise_weight(weight, 32), torch.float32)[:, :32], weight)
 
 
+def test_a_layer_is_quantised_piece_by_piece(monkeypatch):
+    source = nn.Linear(64, 37, bias=False).requires_grad_(False)
+    whole = Int4Linear(source, 32)
+    monkeypatch.setattr("longtrain.kernels.int4_linear._QUANTISED", 16)
+    pieces = Int4Linear(source, 32)
+    assert torch.equal(pieces.codes, whole.codes) and torch.equal(pieces.table, whole.table)
+
+
 def test_groups():
     assert [group_of(4096, 128), group_of(704, 128), group_of(96, 128), group_of(4096, 64)] == [
         128,

@@ -28,8 +28,12 @@ from longtrain.kernels.devices import compiles_for, kernels_serve
 GROUPS = (128, 64, 32)
 """Group sizes; rows come in eights."""
 MAX_ROWS = 64
-"""Most rows that go through the Triton kernel, sixteen at a time."""
-_LINES, _UNIT, _AT_ONCE = 8, 128, 16
+"""Most rows that go through the Triton kernel, `AT_ONCE` at a time."""
+AT_ONCE = 16
+"""Most rows of one launch; every launch reads the weights."""
+_LINES, _UNIT = 8, 128
+_QUANTISED = 8192
+"""Output features that are quantised at a time: in fp32 they take several times the memory of the layer."""
 
 
 def group_of(features: int, most: int) -> int:
@@ -108,10 +112,13 @@ class Int4Linear(nn.Module):
     def __init__(self, source: nn.Linear, group: int) -> None:
         super().__init__()
         self.features, self.inputs = source.out_features, source.in_features
-        weight_FK = pad(source.weight.detach(), (0, 0, 0, -source.out_features % _LINES))
-        codes_EUL4, table_EU8P2 = quantise_weight(weight_FK, group_of(self.inputs, group))
-        self.register_buffer("codes", codes_EUL4)
-        self.register_buffer("table", table_EU8P2)
+        group = group_of(self.inputs, group)
+        some = [
+            quantise_weight(pad(weight_FK, (0, 0, 0, -len(weight_FK) % _LINES)), group)
+            for weight_FK in source.weight.detach().split(_QUANTISED)
+        ]
+        self.register_buffer("codes", torch.cat([codes_EUL4 for codes_EUL4, _ in some]))
+        self.register_buffer("table", torch.cat([table_EU8P2 for _, table_EU8P2 in some]))
         self.register_buffer("bias", None if source.bias is None else source.bias.detach())
 
     @classmethod
@@ -189,10 +196,10 @@ class Int4Linear(nn.Module):
         from longtrain.kernels.int4_linear import kernel
 
         wide = self.features // 2 if gated else self.features
-        adds = [None] if add is None else add.expand(*x.shape[:-1], wide).reshape(-1, wide).split(_AT_ONCE)
+        adds = [None] if add is None else add.expand(*x.shape[:-1], wide).reshape(-1, wide).split(AT_ONCE)
         outs = [
             kernel.small_linear(some, self.codes, self.table, more, features=wide, gated=gated)
-            for some, more in zip_longest(rows.bfloat16().split(_AT_ONCE), adds)
+            for some, more in zip_longest(rows.bfloat16().split(AT_ONCE), adds)
         ]
         found = [out for out in outs if out is not None]
         if len(found) < len(outs):

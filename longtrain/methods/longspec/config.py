@@ -31,8 +31,8 @@ class Config:
     views: list[Any] = field(default_factory=lambda: [FULL])  # of the target's cache, one drawn for each
     # document: full, {policy: snapkv, budget: 0.2}, {cache: int4}; repeat one and it is drawn more often
     objective: str = "kl"  # kl: to the target's whole distribution; ce: to the data's tokens (the paper's)
-    head_bits: int = 0  # of the target's LM head when drafting: 16, 4 for a copy in 4 bits, which is read in
-    # a third of the time, 0 for 4 on a GPU if the vocabulary is large; the target checks tokens as before
+    head_bits: int = 0  # of the LM head that drafts read; 16: the target's own; 4: a copy in 4 bits, read in
+    # a third of the time; 0: the copy for up to 16 rows on a GPU if the vocabulary has 32768 tokens or more
     chunk_tokens: int = 8192  # rows whose activations exist at once (exact gradient); 0: the whole row
 
     def __post_init__(self) -> None:

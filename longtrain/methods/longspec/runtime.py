@@ -6,6 +6,7 @@ E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.devices import compiles_for
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
-from longtrain.kernels.int4_linear import GROUPS, Int4Linear
+from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.targets.step import TargetStep, Want
 
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 
 LARGE_VOCABULARY = 32768
-"""Tokens from which on most of a drafted token's time is the target's LM head."""
+"""Tokens from which on a copy of the LM head in 4 bits is made by default."""
 
 
 def _head_bits(target: Target) -> int:
-    """Bits of the head that drafts read where none are asked for: 4 where that is faster, else 16."""
+    """Bits of the head that a few rows read where `head_bits` is 0: 4 where that is faster, else 16."""
     info = target.info
     fits = info.hidden_size % GROUPS[-1] == 0 and target.dtype in (torch.bfloat16, torch.float16)
     return 4 if fits and info.vocab_size >= LARGE_VOCABULARY and compiles_for(target.device) else 16
@@ -69,7 +70,7 @@ class LongSpecRuntime:
         self.layer = FusedDraft(draft)
         narrow = (config.head_bits or _head_bits(target)) == 4
         self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if narrow else None
-        self._head = self._int4 or target.head
+        self._int4_rows = sys.maxsize if config.head_bits == 4 else AT_ONCE
         self.ring: DraftRing | None = None
         self.cache: KVCache | None = None
         self._growth = TreeGrowth()
@@ -192,4 +193,6 @@ class LongSpecRuntime:
             return out_BHMD.transpose(1, 2).reshape(B * M, -1)
 
         hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), rope, read)
-        return self._head(hidden_NE).unflatten(0, (B, M))
+        if self._int4 is None or len(hidden_NE) > self._int4_rows:
+            return self.target.head(hidden_NE).unflatten(0, (B, M))
+        return self._int4(hidden_NE).unflatten(0, (B, M))

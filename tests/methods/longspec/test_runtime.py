@@ -379,3 +379,22 @@ def test_which_head_drafts_read_by_default(large, gpu, dtype, narrow, make_draft
     for bits, copied in ((0, narrow), (4, True), (16, False)):
         runtime = LongSpecRuntime(draft, target, Config(window=WINDOW, head_bits=bits))
         assert (runtime.bytes() > 0) == copied
+
+
+@pytest.mark.parametrize(("bits", "copied"), [(0, [True, True, False]), (4, [True] * 3), (16, [False] * 3)])
+def test_levels_of_many_rows_read_the_targets_own_head(bits, copied, make_draft, monkeypatch):
+    """By default the copy is for one launch of its kernel: more rows would read it twice."""
+    target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=torch.bfloat16)
+    monkeypatch.setattr(runtime_module, "LARGE_VOCABULARY", 1)
+    monkeypatch.setattr(runtime_module, "compiles_for", lambda device: True)
+    found, read, own = [], Int4Linear.forward, target.head
+    monkeypatch.setattr(Int4Linear, "forward", lambda one, x: found.append(True) or read(one, x))
+    monkeypatch.setattr(target, "head", lambda x: found.append(False) or own(x))
+    draft = make_draft(target, CONFIG).to(torch.bfloat16)
+    runtime = LongSpecRuntime(draft, target, Config(window=WINDOW, head_bits=bits))
+    ids, n_B, cache, step = prefilled(target, [[5, 6, 7], [9] * 20])
+    runtime.start(ids, n_B, step, cache)
+    found.clear()
+    shape, coins = TreeShape((8, 9, 1)), HashCoins(1, torch.arange(2))
+    runtime.propose(torch.tensor([5, 6]), shape, Sampling(), coins)
+    assert found == copied, "levels of 2, 16 and 18 rows"
