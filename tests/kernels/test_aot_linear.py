@@ -48,7 +48,7 @@ def test_linear(features, gated, rows):
 
 
 @cache
-def compiled_int4(tile, *, gated, constants):
+def compiled_int4(tile, constants):
     types = {name: "*bf16" for name in ("x_ptr", "add_ptr", "out_ptr")}
     types |= {"codes_ptr": "*i32", "table_ptr": "*i32"}
     return compile_kernel(
@@ -61,7 +61,7 @@ def int4(features, inputs, rows, *, gated=False, groups=1):
     """The tile, the kernel's constants and the kernel of so many rows."""
     tile = int4_linear.tile_for(features * (1 + gated), -(-inputs // 128), rows)
     constants = int4_linear.constants(tile, rows, groups, inputs=inputs, gated=gated)
-    return tile, constants, compiled_int4(tile, gated=gated, constants=tuple(constants.items()))
+    return tile, constants, compiled_int4(tile, tuple(constants.items()))
 
 
 SPILLED = {

@@ -21,7 +21,6 @@ from longtrain.kernels.devices import (
     cores,
     launched_on,
     partial_results,
-    register_limit,
     shared_bytes,
 )
 from longtrain.kernels.hierarchical import fragments_kernel as kernels
@@ -49,7 +48,6 @@ class FragmentTile:
             more of them in, or some multiprocessors get more than others.
         ahead: blocks of a program that are asked for before the kernel in front has ended.
         chunk: numbers of a merging program, and as many threads: a power of two from 32 to 1024.
-        registers: most of a thread.
 
     Raises:
         ConfigError: two parts with one tile, whose warps would leave 8 of 16 rows out, or too few warps.
@@ -62,7 +60,6 @@ class FragmentTile:
     resident: int = 2
     ahead: int = 2
     chunk: int = 128
-    registers: int | None = None
 
     def __post_init__(self) -> None:
         if self.tiles < self.parts or self.warps < 2 * self.parts:
@@ -168,7 +165,7 @@ def hier_attention(
             RINGS=rings, STAGES=stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
             **texts(tile.tiles, bits, offset),
             num_warps=tile.warps, enable_fp_fusion=False,
-            **register_limit(tile.registers), **chained,
+            **chained,
         )  # fmt: skip
         if not laid_out(built, tile.warps):
             return None

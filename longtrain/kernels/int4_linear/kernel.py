@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.devices import chaining, cores, dense_rows, launched_on, register_limit
-from longtrain.kernels.machine_text import MachineText, laid_out, operands, tensors
+from longtrain.kernels.machine_text import MachineText, float_word, laid_out, operands, tensors
 from longtrain.kernels.small_linear.kernel import write_sums
 
 COLUMNS = 8
@@ -49,9 +49,9 @@ def _weights(
 ):  # fmt: skip
     """Words of codes of two units of two eights, [eight, unit | word], and scales and zeros of each word.
 
-    first, second: the eights' first units, in 64 bits, so that all but them is a part of the instruction.
-    unit: of the first warp.
-    units: of a line; 0 where there is nothing to read.
+    first, second: the eights' first units, in 64 bits: what is added to them is known when compiling.
+    unit: the first of the two that the first warp reads.
+    units: how many a line has; 0 where there is nothing to read.
     """
     i = tl.arange(0, 512 * WARPS)
     k = i // (128 * WARPS)
@@ -292,7 +292,7 @@ def _scale(x: MachineText, word: str, there: str) -> tuple[str, str]:
     scale = x.made("shl.b32", word, "16")
     zero = x.made("and.b32", word, "0xFFFF0000")
     scale, zero = (x.made("mov.b32", one, kind="f32") for one in (scale, zero))
-    return scale, x.made("fma.rn.f32", scale, "0fC3080000", zero, kind="f32")
+    return scale, x.made("fma.rn.f32", scale, float_word(-136.0), zero, kind="f32")
 
 
 def _codes(x: MachineText, word: str) -> list[str]:

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_LN2 = tl.constexpr(0.6931471805599453)
 _PREFETCH = tl.constexpr("""{
     .reg .pred first;
     .reg .b32 thread;
