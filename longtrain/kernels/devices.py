@@ -21,6 +21,8 @@ LOG2E = 1.4426950408889634
 CHAINED = True
 """Kernels start while the one before them ends, where the device can; they wait before they read."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+UNSOUND: set[str] = set()
+"""Names of kernels whose tensors this triton does not lay out as their machine text takes them."""
 
 
 def interpreted() -> bool:

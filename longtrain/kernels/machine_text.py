@@ -13,6 +13,7 @@ from typing import Any
 
 import triton
 
+from longtrain.kernels.devices import UNSOUND
 from longtrain.log import get_logger
 
 log = get_logger(__name__)
@@ -22,8 +23,6 @@ PER_THREAD = 16
 
 _sound: dict[str, bool] = {}
 """By a compiled kernel's hash, whether its tensors are laid out as its text takes them."""
-_unsound: set[str] = set()
-"""Names of kernels that were laid out otherwise."""
 
 
 def operands(outputs: int, inputs: str) -> str:
@@ -101,8 +100,8 @@ def laid_out(built: Any, warps: int) -> bool:
     if built.hash not in _sound:
         _sound[built.hash] = lays_out(built.asm["ttgir"], warps)
         name = built.metadata.name
-        if not (_sound[built.hash] or name in _unsound):
-            _unsound.add(name)
+        if not (_sound[built.hash] or name in UNSOUND):
+            UNSOUND.add(name)
             log.warning(
                 "triton %s lays tensors out in a way that the fast kernel %s is not written for; what is "
                 "used in its place is slower",
@@ -110,8 +109,3 @@ def laid_out(built: Any, warps: int) -> bool:
                 name,
             )
     return _sound[built.hash]
-
-
-def unsound(kernel: str) -> bool:
-    """Whether a kernel of this name was laid out otherwise."""
-    return kernel in _unsound

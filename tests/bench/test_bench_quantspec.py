@@ -58,9 +58,9 @@ def target():
     return random_target(MICRO, seed=3)
 
 
-def longspec_cycle(size, widths):
+def longspec_cycle(size, widths, **keys):
     spec = methods.get("longspec")
-    return spec.cost.cycle(spec.config(), size, widths, 2).forwards
+    return spec.cost.cycle(spec.config(**keys), size, widths, 2).forwards
 
 
 def quantspec(target, **keys) -> Parts:
@@ -297,16 +297,21 @@ def test_the_model_of_a_step_by_hand():
     )
 
 
-def test_the_model_of_a_longspec_cycle_by_hand():
+@pytest.mark.parametrize(("head_bits", "head_bytes"), [(16, 2), (0, 0.53125), (4, 0.53125)])
+def test_the_model_of_a_longspec_cycle_by_hand(head_bits, head_bytes):
     """A level reads one layer, the cross-attention's two products and the head, and one layer's cache."""
     size = Sizes.of_keys(SHAPES["llama31_8b"])
-    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
-    level = 2 * (layer + 2 * 4096 * 4096 + 128256 * 4096) / 0.87 + 2 * 2 * 8 * 128 * 32768 / 0.85
+    layer, head = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336), 128256 * 4096
+    level = (2 * (layer + 2 * 4096 * 4096) + head_bytes * head) / 0.87 + 2 * 2 * 8 * 128 * 32768 / 0.85
     at = {"batch": 1, "context": 32768, "bytes_per_s": 4.3e12}
-    chain = expected_ms([*longspec_cycle(size, (1, 1))], size, **at)
+    chain = expected_ms([*longspec_cycle(size, (1, 1), head_bits=head_bits)], size, **at)
     verify = expected_ms([Forward(Width(), rows=3)], size, **at)
     assert chain - verify == pytest.approx(2 * (0.35 / 32 + 1e3 * level / 4.3e12), rel=5e-3)
     assert [forward.rows for forward in longspec_cycle(size, (4, 8, 8))] == [1, 4, 8, 21]
+    wide = longspec_cycle(size, (32, 32), head_bits=head_bits)[1]
+    assert (wide.more_weights < 2 * 4096 * 4096) == (head_bits == 4), (
+        "32 rows of a level read a copy if told to"
+    )
 
 
 def test_rows_are_compared_with_plain_decoding_of_their_kind():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
 from longtrain.errors import ConfigError, refusal
-from longtrain.kernels.devices import compiles_for, kernels_serve
+from longtrain.kernels.devices import UNSOUND, compiles_for, kernels_serve
 
 GROUPS = (128, 64, 32)
 """Group sizes; rows come in eights."""
@@ -34,6 +34,11 @@ AT_ONCE = 16
 _LINES, _UNIT = 8, 128
 _QUANTISED = 8192
 """Output features that are quantised at a time: in fp32 they take several times the memory of the layer."""
+
+
+def int4_runs_on(device: torch.device) -> bool:
+    """Whether the Triton kernel runs there, and nothing is known against it (`kernels.machine_text`)."""
+    return compiles_for(device) and "int4_kernel" not in UNSOUND
 
 
 def group_of(features: int, most: int) -> int:
@@ -191,7 +196,7 @@ class Int4Linear(nn.Module):
         """The Triton kernel's product, None where it does not serve."""
         rows = x.reshape(-1, x.shape[-1])
         narrow = x.dtype in (torch.bfloat16, torch.float16)
-        if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows) and compiles_for(x.device)):
+        if not (0 < len(rows) <= MAX_ROWS and narrow and kernels_serve(rows) and int4_runs_on(x.device)):
             return None
         from longtrain.kernels.int4_linear import kernel
 

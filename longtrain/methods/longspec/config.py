@@ -8,6 +8,9 @@ from typing import Any
 from longtrain.errors import ConfigError
 from longtrain.methods.views import FULL, views_of
 
+LARGE_VOCABULARY = 32768
+"""Tokens from which on a copy of the LM head in 4 bits is made by default."""
+
 
 @dataclass
 class Config:

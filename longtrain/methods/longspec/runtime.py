@@ -6,7 +6,6 @@ E hidden dim, H query heads, G KV heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +17,9 @@ from longtrain.decoding.growth import Level, TreeGrowth, check_tree
 from longtrain.decoding.roles import TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.kernels.devices import compiles_for
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
-from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear
+from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear, int4_runs_on
+from longtrain.methods.longspec.config import LARGE_VOCABULARY
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.targets.step import TargetStep, Want
 
@@ -31,15 +30,11 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 
-LARGE_VOCABULARY = 32768
-"""Tokens from which on a copy of the LM head in 4 bits is made by default."""
-
-
 def _head_bits(target: Target) -> int:
     """Bits of the head that a few rows read where `head_bits` is 0: 4 where that is faster, else 16."""
     info = target.info
     fits = info.hidden_size % GROUPS[-1] == 0 and target.dtype in (torch.bfloat16, torch.float16)
-    return 4 if fits and info.vocab_size >= LARGE_VOCABULARY and compiles_for(target.device) else 16
+    return 4 if fits and info.vocab_size >= LARGE_VOCABULARY and int4_runs_on(target.device) else 16
 
 
 class LongSpecRuntime:
@@ -70,7 +65,7 @@ class LongSpecRuntime:
         self.layer = FusedDraft(draft)
         narrow = (config.head_bits or _head_bits(target)) == 4
         self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if narrow else None
-        self._int4_rows = sys.maxsize if config.head_bits == 4 else AT_ONCE
+        self._always_int4 = config.head_bits == 4
         self.ring: DraftRing | None = None
         self.cache: KVCache | None = None
         self._growth = TreeGrowth()
@@ -193,6 +188,6 @@ class LongSpecRuntime:
             return out_BHMD.transpose(1, 2).reshape(B * M, -1)
 
         hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), rope, read)
-        if self._int4 is None or len(hidden_NE) > self._int4_rows:
-            return self.target.head(hidden_NE).unflatten(0, (B, M))
-        return self._int4(hidden_NE).unflatten(0, (B, M))
+        faster = len(hidden_NE) <= AT_ONCE and int4_runs_on(hidden_NE.device)
+        copy = self._int4 if self._always_int4 or faster else None
+        return (copy or self.target.head)(hidden_NE).unflatten(0, (B, M))

@@ -374,7 +374,7 @@ def test_which_head_drafts_read_by_default(large, gpu, dtype, narrow, make_draft
     """A copy in 4 bits of a large one, where its kernels run; a key decides first."""
     target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=dtype)
     monkeypatch.setattr(runtime_module, "LARGE_VOCABULARY", target.info.vocab_size + (0 if large else 1))
-    monkeypatch.setattr(runtime_module, "compiles_for", lambda device: gpu)
+    monkeypatch.setattr(runtime_module, "int4_runs_on", lambda device: gpu)
     draft = make_draft(target, CONFIG).to(dtype)
     for bits, copied in ((0, narrow), (4, True), (16, False)):
         runtime = LongSpecRuntime(draft, target, Config(window=WINDOW, head_bits=bits))
@@ -386,7 +386,7 @@ def test_levels_of_many_rows_read_the_targets_own_head(bits, copied, make_draft,
     """By default the copy is for one launch of its kernel: more rows would read it twice."""
     target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=torch.bfloat16)
     monkeypatch.setattr(runtime_module, "LARGE_VOCABULARY", 1)
-    monkeypatch.setattr(runtime_module, "compiles_for", lambda device: True)
+    monkeypatch.setattr(runtime_module, "int4_runs_on", lambda device: True)
     found, read, own = [], Int4Linear.forward, target.head
     monkeypatch.setattr(Int4Linear, "forward", lambda one, x: found.append(True) or read(one, x))
     monkeypatch.setattr(target, "head", lambda x: found.append(False) or own(x))
