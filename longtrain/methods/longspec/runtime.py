@@ -188,6 +188,10 @@ class LongSpecRuntime:
             return out_BHMD.transpose(1, 2).reshape(B * M, -1)
 
         hidden_NE = self.layer.after_own(embed_NE, mixed_BMHD.reshape(B * M, -1), rope, read)
+        return self._head(hidden_NE).unflatten(0, (B, M))
+
+    def _head(self, hidden_NE: Tensor) -> Tensor:
+        """Logits, by the copy of the head in 4 bits where that is asked for or faster."""
         faster = len(hidden_NE) <= AT_ONCE and int4_runs_on(hidden_NE.device)
         copy = self._int4 if self._always_int4 or faster else None
-        return (copy or self.target.head)(hidden_NE).unflatten(0, (B, M))
+        return (copy or self.target.head)(hidden_NE)
