@@ -61,3 +61,7 @@ class Config:
                 "none negative and not all 0"
             )
         views_of(self.views)
+
+    def copies_head(self, vocab_size: int, *, faster: bool) -> bool:
+        """Whether drafts have a copy of the LM head in 4 bits, `faster` where its kernel runs."""
+        return self.head_bits == 4 or (self.head_bits == 0 and faster and vocab_size >= LARGE_VOCABULARY)

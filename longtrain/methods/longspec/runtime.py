@@ -19,7 +19,6 @@ from longtrain.decoding.sampling import Coins, Sampling
 from longtrain.errors import ConfigError, ConflictError
 from longtrain.kernels.fused_layer import RowPositions, enter_rows
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS, Int4Linear, int4_runs_on
-from longtrain.methods.longspec.config import LARGE_VOCABULARY
 from longtrain.methods.longspec.fused import FusedDraft
 from longtrain.targets.step import TargetStep, Want
 
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     from longtrain.methods.longspec.config import Config
     from longtrain.methods.longspec.modules import LongSpecDraft
     from longtrain.targets.model import Target
-
-
-def _head_bits(target: Target) -> int:
-    """Bits of the head that a few rows read where `head_bits` is 0: 4 where that is faster, else 16."""
-    info = target.info
-    fits = info.hidden_size % GROUPS[-1] == 0 and target.dtype in (torch.bfloat16, torch.float16)
-    return 4 if fits and info.vocab_size >= LARGE_VOCABULARY and int4_runs_on(target.device) else 16
 
 
 class LongSpecRuntime:
@@ -63,8 +55,10 @@ class LongSpecRuntime:
         self.draft, self.target, self.window = draft, target, config.window
         self.kv_layer = config.kv_source_layer % target.info.n_layers
         self.layer = FusedDraft(draft)
-        narrow = (config.head_bits or _head_bits(target)) == 4
-        self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if narrow else None
+        info, half = target.info, target.dtype in (torch.bfloat16, torch.float16)
+        faster = half and info.hidden_size % GROUPS[-1] == 0 and int4_runs_on(target.device)
+        copied = config.copies_head(info.vocab_size, faster=faster)
+        self._int4 = Int4Linear(target.model.lm_head, GROUPS[0]) if copied else None
         self._always_int4 = config.head_bits == 4
         self.ring: DraftRing | None = None
         self.cache: KVCache | None = None

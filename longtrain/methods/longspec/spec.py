@@ -15,7 +15,7 @@ from longtrain.costs.training import PackedRow, StepCost, draft_step
 from longtrain.decoding.roles import Parts
 from longtrain.errors import ConfigError, TargetMismatchError
 from longtrain.kernels.int4_linear import AT_ONCE, GROUPS
-from longtrain.methods.longspec.config import LARGE_VOCABULARY, Config
+from longtrain.methods.longspec.config import Config
 from longtrain.methods.longspec.modules import LongSpecDraft
 from longtrain.methods.longspec.objective import LongSpecObjective
 from longtrain.methods.longspec.runtime import LongSpecRuntime
@@ -108,9 +108,9 @@ def cycle(config: Config, size: Sizes, widths: tuple[int, ...], itemsize: int) -
     width = Width(8 * itemsize, 8 * itemsize)
     cross = 2 * size.hidden_size * size.n_heads * size.head_dim  # queries and output of its cross-attention
     above = (1, *widths[:-1])
-    large = itemsize == 2 and size.vocab_size >= LARGE_VOCABULARY
-    copy = size.head * (4 + 32 / GROUPS[0]) / 8 if (config.head_bits or (4 if large else 16)) == 4 else 0.0
-    less = size.head - round(copy / itemsize) if copy else 0  # weights that reading the copy saves
+    copied = config.copies_head(size.vocab_size, faster=itemsize == 2)
+    copy = size.head * (4 + 32 / GROUPS[0]) / 8 if copied else 0.0
+    less = size.head - round(copy / itemsize) if copied else 0  # weights that reading the copy saves
 
     def draft(rows: int) -> Forward:
         narrow = config.head_bits == 4 or rows <= AT_ONCE

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-import longtrain.methods.longspec.runtime as runtime_module
 from longtrain.cache.base import Tree
 from longtrain.cache.ring import DraftRing
 from longtrain.data.rows import packed_rows
@@ -373,8 +372,9 @@ def test_a_head_in_four_bits_drafts_and_changes_no_text(make_draft, monkeypatch)
 def test_which_head_drafts_read_by_default(large, gpu, dtype, narrow, make_draft, monkeypatch):
     """A copy in 4 bits of a large one, where its kernels run; a key decides first."""
     target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=dtype)
-    monkeypatch.setattr(runtime_module, "LARGE_VOCABULARY", target.info.vocab_size + (0 if large else 1))
-    monkeypatch.setattr(runtime_module, "int4_runs_on", lambda device: gpu)
+    least = target.info.vocab_size + (0 if large else 1)
+    monkeypatch.setattr("longtrain.methods.longspec.config.LARGE_VOCABULARY", least)
+    monkeypatch.setattr("longtrain.methods.longspec.runtime.int4_runs_on", lambda device: gpu)
     draft = make_draft(target, CONFIG).to(dtype)
     for bits, copied in ((0, narrow), (4, True), (16, False)):
         runtime = LongSpecRuntime(draft, target, Config(window=WINDOW, head_bits=bits))
@@ -385,8 +385,8 @@ def test_which_head_drafts_read_by_default(large, gpu, dtype, narrow, make_draft
 def test_levels_of_many_rows_read_the_targets_own_head(bits, copied, make_draft, monkeypatch):
     """By default the copy is for one launch of its kernel: more rows would read it twice."""
     target = random_target({**SHAPES["llama_micro"], "hidden_size": 64}, seed=1, dtype=torch.bfloat16)
-    monkeypatch.setattr(runtime_module, "LARGE_VOCABULARY", 1)
-    monkeypatch.setattr(runtime_module, "int4_runs_on", lambda device: True)
+    monkeypatch.setattr("longtrain.methods.longspec.config.LARGE_VOCABULARY", 1)
+    monkeypatch.setattr("longtrain.methods.longspec.runtime.int4_runs_on", lambda device: True)
     found, read, own = [], Int4Linear.forward, target.head
     monkeypatch.setattr(Int4Linear, "forward", lambda one, x: found.append(True) or read(one, x))
     monkeypatch.setattr(target, "head", lambda x: found.append(False) or own(x))
