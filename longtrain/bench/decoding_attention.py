@@ -234,7 +234,9 @@ def _tiles(call: AttentionCall, inputs: RandomInputs) -> tuple[Any, Sequence[Any
         return partial(launch.tree_attention, base=0, splits=None), launch.candidates(call.rows * group)
     from longtrain.kernels.hierarchical import attention_launch
 
-    tiles = attention_launch.candidates(call.rows * group, bits, group, call.head_dim, inputs.dtype)
+    tiles = attention_launch.candidates(
+        call.rows * group, bits, group, call.head_dim, inputs.dtype, inputs.device
+    )
     return attention_launch.hier_attention, tiles
 
 

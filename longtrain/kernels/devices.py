@@ -11,18 +11,38 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
+
 LOG2E = 1.4426950408889634
 CHAINED = True
 """Kernels start while the one before them ends, where the device can; they wait before they read."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 UNSOUND: set[str] = set()
-"""Names of kernels whose tensors this triton does not lay out as their machine text takes them."""
+"""Names of kernels that are not used with this triton; see `give_up`."""
+
+
+def give_up(name: str, why: str, error: Exception | None = None) -> None:
+    """Use a fast kernel no more, and say so once.
+
+    Args:
+        name: the kernel.
+        why: what triton does, as the end of a sentence.
+        error: what it has raised.
+    """
+    if name not in UNSOUND:
+        UNSOUND.add(name)
+        version = import_module("triton").__version__
+        log.warning("triton %s %s; what is used in its place is slower", version, why)
+        log.debug("what triton says", exc_info=error)
 
 
 def interpreted() -> bool:
@@ -67,6 +87,15 @@ def chaining(device: torch.device) -> dict[str, Any]:
 def hopper(device: torch.device) -> bool:
     """Compute capability 9.0 or more: bulk copies, and launches that overlap their predecessor's end."""
     return compiles_for(device, (9, 0))
+
+
+def hopper_alone(device: torch.device) -> bool:
+    """Compute capability 9.0 and no other: products of warp groups, which later GPUs have no more."""
+    return (
+        hopper(device)
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 def cores(device: torch.device, *, otherwise: int) -> int:

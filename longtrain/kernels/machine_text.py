@@ -11,12 +11,7 @@ import re
 import struct
 from typing import Any
 
-import triton
-
-from longtrain.kernels.devices import UNSOUND
-from longtrain.log import get_logger
-
-log = get_logger(__name__)
+from longtrain.kernels.devices import give_up
 
 PER_THREAD = 16
 """Registers of a thread that a tensor of a text fills."""
@@ -100,12 +95,6 @@ def laid_out(built: Any, warps: int) -> bool:
     if built.hash not in _sound:
         _sound[built.hash] = lays_out(built.asm["ttgir"], warps)
         name = built.metadata.name
-        if not (_sound[built.hash] or name in UNSOUND):
-            UNSOUND.add(name)
-            log.warning(
-                "triton %s lays tensors out in a way that the fast kernel %s is not written for; what is "
-                "used in its place is slower",
-                triton.__version__,
-                name,
-            )
+        if not _sound[built.hash]:
+            give_up(name, f"lays tensors out in a way that the fast kernel {name} is not written for")
     return _sound[built.hash]

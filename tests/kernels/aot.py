@@ -20,6 +20,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 HOPPER = 90
 """Compute capability 9.0, as triton writes it."""
@@ -83,7 +84,7 @@ def compile_kernel(
     """Compile a kernel for a GPU that need not be there.
 
     Args:
-        kernel: a `triton.jit` function.
+        kernel: a `triton.jit` or `gluon.jit` function.
         types: triton's type of each argument (`*bf16`, `fp32`); arguments named nowhere are `i32`.
         constants: values of the constexpr arguments.
         aligned: further arguments that are multiples of 16; pointers are taken to be.
@@ -96,7 +97,8 @@ def compile_kernel(
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     even = {i for i, name in enumerate(names) if signature[name].startswith("*") or name in aligned}
-    source = ASTSource(
+    written_in = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = written_in(
         fn=kernel,
         signature=signature,
         constexprs=dict(constants),

@@ -5,6 +5,7 @@ The counts are per thread and tile of the inner loop; a 128-token block of one K
 
 import os
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 
@@ -18,6 +19,7 @@ from longtrain.kernels.hierarchical import attention_kernel as hier_attention_tr
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
 from longtrain.kernels.hierarchical import fragments_kernel as hier_fragments_triton
 from longtrain.kernels.hierarchical import fragments_launch as hier_fragments_launch
+from longtrain.kernels.hierarchical import warpgroup_kernel, warpgroup_launch
 from longtrain.kernels.machine_text import lays_out
 from longtrain.kernels.tree_attention import kernel as tree
 from longtrain.kernels.tree_attention import launch as tree_attention_launch
@@ -192,6 +194,53 @@ def test_a_row_is_rounded_alike_in_every_tile(tiles):
     for tile, found in zip(tiles[1:], others, strict=True):
         assert tile.tiles == 2 and set(found) == set(alone)
         assert all(found[form] in (count, 2 * count) for form, count in alone.items())
+
+
+@lru_cache(maxsize=8)
+def compiled_warp_groups(rows, kind="bf16", offset=0.0):
+    types = hier_types("out_ptr", "lse_ptr")
+    types |= {name: f"*{kind}" for name in ("q_ptr", "ring_k_ptr", "ring_v_ptr")}
+    tile = warpgroup_launch.WarpGroupTile(rows=rows)
+    constants = {
+        "G": 8, "GROUP": 4, "OFFSET": offset, "MASK": 2, "WORDS": 1, "RINGS": 1, "SLOTS": tile.slots,
+        "N": rows, "CHAINED": True,
+    }  # fmt: skip
+    return compile_kernel(
+        warpgroup_kernel.attend_kernel, types, constants, aligned=("q_b", "q_h", "q_t"), warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_hier_attention_of_warp_groups(rows):
+    """A code is unpacked once, nothing of the inner loop goes round by memory, and two programs fit.
+
+    32 rows fill the registers, and what is needed after the loop may wait in memory.
+    """
+    built = compiled_warp_groups(rows)
+    assert fitting(built, 4) == warpgroup_launch.WarpGroupTile.resident
+    assert built.stack_bytes <= (128 if rows == 32 else 0)
+    inner = built.loop_of("PRMT")
+    assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG.", "LDS.U8"))
+    assert built.count("HGMMA", inner) == 32 and built.count("BAR.SYNC", inner) <= 3
+    assert built.count("LDGSTS.E.BYPASS.128", inner) == 19
+    assert 128 <= built.count("PRMT", inner) <= 136, "two codes of a thread's 256 at a time"
+
+
+def test_a_row_is_rounded_alike_by_warp_groups_of_any_size():
+    """For N rows a thread has N/4 columns, and computes each in the same forms."""
+    alone, *others = [
+        roundings(built, built.loop_of("PRMT")) for built in map(compiled_warp_groups, (8, 16, 32))
+    ]
+    assert sum(alone.values()) > 10
+    for times, found in zip((2, 4), others, strict=True):
+        assert found == {form: times * count for form, count in alone.items()}
+
+
+@pytest.mark.parametrize(("kind", "offset"), [("fp16", 0.0), ("bf16", -0.5)])
+def test_warp_groups_for_other_types_and_codes(kind, offset):
+    built = compiled_warp_groups(8, kind, offset)
+    assert built.stack_bytes == 0 and fitting(built, 4) == 2
 
 
 def test_another_layout_is_seen():

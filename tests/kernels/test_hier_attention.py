@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -54,11 +55,14 @@ def test_a_tile_that_cannot_be_served_is_refused():
     pytest.importorskip("triton", reason="the kernels need triton")
     from longtrain.kernels.hierarchical import attention_launch as launch
     from longtrain.kernels.hierarchical import fragments_launch as fragments
+    from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
 
     for D, H, bits in ((128, 2, 4), (64, 2, 4), (128, 16, 8)):
         q, planes, ring, lens = hier_case(split=Split.FLOOR, D=D, H=H, T=2, dtype=torch.bfloat16)
-        with pytest.raises(ConfigError, match=rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"):
-            launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, fragments.FragmentTile(tiles=2))
+        for tile in (fragments.FragmentTile(tiles=2), warpgroup.WarpGroupTile(rows=16)):
+            allowed = rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"
+            with pytest.raises(ConfigError, match=allowed):
+                launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, tile)
     for wrong in ({"tiles": 1, "parts": 2}, {"tiles": 2, "parts": 2, "warps": 2}):
         with pytest.raises(ConfigError, match=r"parts=2.*; allowed: two tiles where there are two parts"):
             fragments.FragmentTile(**wrong)
@@ -97,12 +101,30 @@ def test_only_tiles_that_run_are_offered(bits):
         (2, 8, 128, torch.float32, False),
         (2, 18, 128, bf16, False),
     ):
-        found = launch.candidates(rows, bits, group, D, dtype)
+        found = launch.candidates(rows, bits, group, D, dtype, torch.device("cpu"))
         assert any(not isinstance(tile, launch.BlockTile) for tile in found) is few
         assert len(set(found)) == len(found) >= 4
         if few:
             assert fragments.tile_for(rows, bits, group, 1) not in found
         assert all(rows <= tile.rows for tile in found if not isinstance(tile, launch.BlockTile))
+
+
+def test_a_kernel_that_does_not_compile_is_given_up(monkeypatch, caplog):
+    """Another takes its place, and that is said once: Gluon changes from one Triton to the next."""
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from longtrain.kernels import devices
+    from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
+
+    def missing():
+        raise AttributeError("no such thing in this Gluon")
+
+    monkeypatch.setattr(warpgroup, "_kernel", missing)
+    monkeypatch.setattr(devices, "UNSOUND", set())
+    case = hier_case(split=Split.FLOOR, D=128, H=8, T=7, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert warpgroup.hier_attention(*case, CAUSAL, 8, 1.0) is None
+    assert {warpgroup.NAME} == devices.UNSOUND
+    assert caplog.text.count("does not compile the fast kernel warp-group attention") == 1
 
 
 @pytest.mark.gpu
@@ -148,7 +170,7 @@ def test_kernels_on_a_gpu(case, split, bits, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 6, 8), (8, 8, 8)])
+@pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 4, 8), (8, 6, 8), (8, 8, 8)])
 def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
     q, planes, ring, lens = hier_case(
         split=Split.FLOOR,
@@ -171,6 +193,34 @@ def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
         out, lse = hier_attention(q[:, :, :T], planes, ring, lens, CAUSAL, **how)
         for t, (one, one_lse) in enumerate(alone[:T]):
             assert torch.equal(out[:, :, t], one[:, :, 0]) and torch.equal(lse[..., t], one_lse[..., 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("split", "T"), [(Split.FLOOR, 1), (Split.RTN, 4), (Split.FLOOR, 8)], ids=str)
+def test_warp_groups_with_many_blocks_a_program(split, T, dtype):
+    """More than one batch of zeros, the last not full; and scores that grow, so that sums must shrink."""
+    from longtrain.kernels.devices import hopper_alone
+    from longtrain.kernels.hierarchical import attention_launch as launch
+    from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
+
+    if not hopper_alone(torch.device("cuda")):
+        pytest.skip("products of warp groups need compute capability 9.0")
+    q, planes, ring, lens = hier_case(
+        split=split, H=8, T=T, D=128, blocks=(301,), recent=(250,), dtype=dtype, device="cuda"
+    )
+    growing = torch.linspace(0.1, 6, 301, device="cuda")[:, None]
+    planes.k_step.mul_(growing)
+    planes.k_zero.mul_(growing)
+    how = {"bits": 8, "scale": 128**-0.5}
+    want, want_lse = reference.hier_attention(q.double(), planes, ring, lens, CAUSAL, **how)
+    tile = warpgroup.tile_for(4 * T)
+    for slots, splits in ((2, 3), (3, 5), (2, None)):
+        out, lse = launch.hier_attention(
+            q, planes, ring, lens, CAUSAL, 8, how["scale"], replace(tile, slots=slots), splits
+        )
+        assert distance(out, want) <= 4e-3
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-2, rtol=0)
 
 
 @pytest.mark.gpu

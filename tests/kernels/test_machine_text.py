@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from longtrain.kernels import machine_text
+from longtrain.kernels import devices, machine_text
 
 LANES = "lane = [[4], [8], [16], [32], [64]]"
 ORDERLY = f"linear<{{register = [[1], [2], [512], [1024]], {LANES}, warp = [[128], [256]], block = []}}>"
@@ -66,14 +66,14 @@ def built(text, key, name="own_kernel"):
 def test_a_kernel_in_another_order_is_told_once(monkeypatch, caplog):
     """Each kernel is looked at once, and the warning comes once a name."""
     monkeypatch.setattr(machine_text, "_sound", {})
-    monkeypatch.setattr(machine_text, "UNSOUND", set())
+    monkeypatch.setattr(devices, "UNSOUND", set())
     good, bad = ttgir(ORDERLY), ttgir(ORDERLY.replace("[[1], [2], ", "[[2], [1], "))
-    assert machine_text.laid_out(built(good, "a"), 4) and not machine_text.UNSOUND
+    assert machine_text.laid_out(built(good, "a"), 4) and not devices.UNSOUND
     assert machine_text.laid_out(None, 4) and machine_text.laid_out(SimpleNamespace(), 4), "interpreted"
     assert not caplog.records
     for key in ("b", "b", "c"):
         assert not machine_text.laid_out(built(bad, key), 4)
     assert machine_text.laid_out(built(good, "a"), 4), "each kernel of the name is looked at alone"
-    assert {"own_kernel"} == machine_text.UNSOUND
+    assert {"own_kernel"} == devices.UNSOUND
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "fast kernel own_kernel" in record.getMessage()

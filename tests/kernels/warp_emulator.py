@@ -1,7 +1,7 @@
 """Runs the machine text of kernels on a CPU, so that interpreted kernels need no other path.
 
 Tensors are flat, [4 k, threads, 4 c], and hold register 4 k + c of a thread, as
-`kernels.machine_text` says.
+`kernels.machine_text` says. A text of one register has tensors of any shape.
 """
 
 import re
@@ -21,6 +21,11 @@ def install(monkeypatch) -> None:
 
 def emulated(self, text, constraints, values, types, pure, pack):
     """What triton's builder makes of a text: tensors of fp32."""
+    if pack == 1:
+        (value,) = values
+        (found,) = run(text, [np.ascontiguousarray(value.data).reshape(-1).view(np.uint32)], 1)
+        whole = TensorHandle(found.reshape(value.data.shape), tl.float32)
+        return SimpleNamespace(get_result=lambda _: whole)
     registers = [one for value in values for one in registers_of(value.data)]
     found = run(text, registers, FRAGMENT * len(types))
     flat = [flat_of(found[FRAGMENT * i : FRAGMENT * (i + 1)]) for i in range(len(types))]
@@ -151,6 +156,7 @@ OPERATIONS = {
     "mov.u32": lambda x: x.copy(),
     "mov.f32": lambda x: x.copy(),
     "lop3.b32": lambda x, y, z, kind: TABLES[int(kind[0])](x, y, z),
+    "lg2.approx.ftz.f32": lambda x: as_float(np.log2(single(x))),
     "neg.f16x2": lambda x: x ^ np.uint32(0x80008000),
     "mul.rn.f16x2": lambda x, y: as_halves(halves(x) * halves(y)),
     "fma.rn.f16x2": lambda x, y, z: as_halves(halves(x) * halves(y) + halves(z)),

@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.hierarchical.fragments_rows import (
     even_sum,
+    log2_near,
     spread,
     thread_max,
     thread_sum,
@@ -38,7 +39,7 @@ from longtrain.kernels.tree_attention.kernel import _visible
 
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)
-_LIFT = tl.constexpr(14.0)
+_LIFT, _SLACK = tl.constexpr(13.0), tl.constexpr(2.0)
 _PREFETCH = tl.constexpr("""{
     .reg .pred p;
     setp.ne.s32 p, $2, 0;
@@ -126,9 +127,9 @@ def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constex
     Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
     fusing: the assembler would fuse in one tile and not in the other, and a row's last bit would follow it.
     """
-    most = tl.fma(thread_max(logit, THREADS), norm, tl.log2(thread_max(v_step, THREADS))) - _LIFT
+    most = tl.fma(thread_max(logit, THREADS), norm, log2_near(thread_max(v_step, THREADS))) - _LIFT
     here = tl.max(most, 1)[:, None]
-    new = tl.maximum(top, here)
+    new = tl.where(here > top + _SLACK, here, top)
     base = tl.where(here == float("-inf"), float("inf"), new)
     weight = tl.exp2(tl.fma(logit, spread(norm, THREADS), -spread(base, THREADS)))
     fade = tl.where(top == new, 1.0, tl.exp2(top - new))

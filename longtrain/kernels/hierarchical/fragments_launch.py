@@ -98,7 +98,8 @@ SERVED = (
     "Triton that lays tensors out as the kernel needs them"
 )
 """What `serves` asks for, in words."""
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+"""Types of queries and ring that these kernels take."""
 
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
@@ -106,7 +107,7 @@ def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     group = q_BHTD.shape[1] // planes.k_upper.shape[1]
     return (
         takes(group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype)
-        and ring.k.dtype in _HALF
+        and ring.k.dtype in HALF
         and torch.version.cuda is not None
         and compiles_for(q_BHTD.device)
     )
@@ -119,7 +120,7 @@ def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -
     return (
         head_dim == HEAD_DIM
         and rows <= _tiles(bits, group)[-1].rows
-        and dtype in _HALF
+        and dtype in HALF
         and "attend_kernel" not in UNSOUND
     )
 
@@ -145,8 +146,8 @@ def hier_attention(
     group = H // G
     tile = tile or tile_for(T * group, bits, group, B * G)
     rings = rings_for(N)
-    splits = splits or _splits(tile, B * G, rings, q_BHTD.device)
-    q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
+    splits = splits or splits_for(tile.resident, B * G, rings, q_BHTD.device)
+    q_BHTD = evenly_spaced(q_BHTD)
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     rows = 16 * tile.parts
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
@@ -211,9 +212,9 @@ def rings_for(blocks: int) -> int:
     return 2 if blocks <= 64 else 1
 
 
-def _splits(tile: FragmentTile, programs: int, rings: int, device: torch.device) -> int:
+def splits_for(resident: int, programs: int, rings: int, device: torch.device) -> int:
     """Splits that fill the device once, those of the ring among them."""
-    return max(rings + 1, cores(device, otherwise=4) * tile.resident // programs)
+    return max(rings + 1, cores(device, otherwise=4) * resident // programs)
 
 
 @lru_cache(maxsize=16)
@@ -230,6 +231,7 @@ def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
     }
 
 
-def _even(x: Tensor) -> bool:
-    """Whether rows start at multiples of 16 bytes."""
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])
+def evenly_spaced(x: Tensor) -> Tensor:
+    """The tensor itself if its rows start at multiples of 16 bytes, else a copy."""
+    even = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])
+    return x if even else x.contiguous()
