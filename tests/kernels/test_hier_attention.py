@@ -209,7 +209,7 @@ def test_warp_groups_with_many_blocks_a_program(split, T, dtype):
     q, planes, ring, lens = hier_case(
         split=split, H=8, T=T, D=128, blocks=(301,), recent=(250,), dtype=dtype, device="cuda"
     )
-    growing = torch.linspace(0.1, 6, 301, device="cuda")[:, None]
+    growing = torch.linspace(0.1, 6, planes.k_step.shape[2], device="cuda")[:, None]
     planes.k_step.mul_(growing)
     planes.k_zero.mul_(growing)
     how = {"bits": 8, "scale": 128**-0.5}
