@@ -28,6 +28,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.hierarchical.fragments_rows import (
+    LIFT,
+    SLACK,
     even_sum,
     log2_near,
     spread,
@@ -39,7 +41,6 @@ from longtrain.kernels.tree_attention.kernel import _visible
 
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)
-_LIFT, _SLACK = tl.constexpr(13.0), tl.constexpr(2.0)
 _PREFETCH = tl.constexpr("""{
     .reg .pred p;
     setp.ne.s32 p, $2, 0;
@@ -123,13 +124,13 @@ def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.const
 def _softened(logit, norm, v_step, v_zero, top, total, zeros, OFFSET: tl.constexpr, THREADS: tl.constexpr):
     """A step of the softmax of a tile: weights of the values' codes, and how much older sums shrink.
 
-    A row's weights are kept below 2^14 by what their tokens' steps are, which is all that fp16 needs.
+    A row's weights are kept below 2^15 by what their tokens' steps are, which is all that fp16 needs.
     Where a product is added to something and rounded once, `fma` says so, and the launch forbids other
     fusing: the assembler would fuse in one tile and not in the other, and a row's last bit would follow it.
     """
-    most = tl.fma(thread_max(logit, THREADS), norm, log2_near(thread_max(v_step, THREADS))) - _LIFT
+    most = tl.fma(thread_max(logit, THREADS), norm, log2_near(thread_max(v_step, THREADS))) - LIFT
     here = tl.max(most, 1)[:, None]
-    new = tl.where(here > top + _SLACK, here, top)
+    new = tl.where(here > top + SLACK, here, top)
     base = tl.where(here == float("-inf"), float("inf"), new)
     weight = tl.exp2(tl.fma(logit, spread(norm, THREADS), -spread(base, THREADS)))
     fade = tl.where(top == new, 1.0, tl.exp2(top - new))

@@ -10,6 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LIFT, SLACK = tl.constexpr(10.0), tl.constexpr(5.0)
+"""A row's weights, times the steps of their values, are counted from a base that makes the largest 2^LIFT. It
+stays until one would be larger by more than 2^SLACK, and 2^15 is what fp16 still holds; so older sums seldom
+have to be multiplied by how much they shrink. The smallest number of fp16, 2^-24, is 2^-34 of the largest
+weight or less."""
+LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+
 
 @triton.jit
 def spread(x, THREADS: tl.constexpr):
@@ -57,6 +64,4 @@ def even_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def log2_near(x):
     """log2 of positive numbers, to about 2^-22: one instruction."""
-    return tl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(LOG2, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

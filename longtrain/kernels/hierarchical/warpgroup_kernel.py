@@ -5,9 +5,8 @@ The formulas are those of `attention_kernel`. Here codes are the left operand of
 needs it, for all rows (`warpgroup_operands`). Queries times steps, and weights, are the right operand and go
 through shared memory. A block takes two barriers: one when scores are known, and one when weights are.
 
-A row's base, which its weights' exponents are counted from, stays until a weight would leave what fp16
-holds. So sums need not be multiplied by how much they shrink, and a row's maximum need not be known to all,
-but in few blocks; all others ask only whether there is such a weight.
+A row's base (`fragments_rows.LIFT`) stays until a weight would leave what fp16 holds. So a row's maximum
+need not be known to all warps but in few blocks; in all others they only ask whether there is such a weight.
 
 A block is asked for as soon as its slot is free, its values a block later than its keys; queries and what the
 first products need are asked for before, since a load waits behind all that the other programs have asked
@@ -29,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longtrain.kernels.hierarchical.fragments_rows import LIFT, LOG2, SLACK
 from longtrain.kernels.hierarchical.warpgroup_operands import (
     BATCH,
     LINE,
@@ -55,9 +55,7 @@ from longtrain.kernels.hierarchical.warpgroup_operands import (
 )
 
 _RING = gl.constexpr(384)
-_LIFT, _SLACK = gl.constexpr(10.0), gl.constexpr(5.0)
 _UNIT = gl.constexpr(2.0**20)
-_LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
@@ -296,15 +294,15 @@ def attend_kernel(
                 most = _most_of_thread(score, N)
                 longest = gl.reshape(gl.max(gl.max(gl.reshape(v_step, [2, 4, 2, 8]), 2), 0), [32])
                 longest = gl.inline_asm_elementwise(
-                    _LOG2, "=f,f", [longest], dtype=gl.float32, is_pure=True, pack=1
+                    LOG2, "=f,f", [longest], dtype=gl.float32, is_pure=True, pack=1
                 )
                 most = gl.fma(most, _of_column(unit, most), _of_line(longest, most))
-                over = most > _of_column(top - c + (_SLACK + _LIFT), most)
+                over = most > _of_column(top - c + (SLACK + LIFT), most)
                 flag_smem.store(gl.max(gl.reshape(over.to(gl.int32), [4, 8 * N]), 1))
                 if gl.max(flag_smem.load(ONE_EACH), 0) > 0:
                     most_smem.store(gl.max(gl.reshape(most + _of_column(c, most), [4, 8, N]), 1))
-                    here = gl.convert_layout(gl.max(most_smem.load(ACROSS), 0), COLUMN) - _LIFT
-                    new = gl.where(here > top + _SLACK, here, top)
+                    here = gl.convert_layout(gl.max(most_smem.load(ACROSS), 0), COLUMN) - LIFT
+                    new = gl.where(here > top + SLACK, here, top)
                     fade = gl.exp2(top - new)
                     total, zeros = total * _of_column(fade, total), zeros * _of_column(fade, zeros)
                     out, top = out * fade[None, :], new
