@@ -199,7 +199,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("split", "T"), [(Split.FLOOR, 1), (Split.RTN, 4), (Split.FLOOR, 8)], ids=str)
 def test_warp_groups_with_many_blocks_a_program(split, T, dtype):
-    """More than one batch of zeros, the last not full; and scores that grow, so that sums must shrink."""
+    """As many as a program takes, where few splits are asked for; and scores that grow: sums must shrink."""
     from longtrain.kernels.devices import hopper_alone
     from longtrain.kernels.hierarchical import attention_launch as launch
     from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup

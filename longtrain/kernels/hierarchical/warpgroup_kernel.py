@@ -30,8 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longtrain.kernels.hierarchical.fragments_rows import LIFT, LOG2, SLACK
 from longtrain.kernels.hierarchical.warpgroup_operands import (
-    BATCH,
     LINE,
+    MOST_BLOCKS,
     ONE_EACH,
     OPERAND,
     PLAIN,
@@ -60,22 +60,9 @@ _UNIT = gl.constexpr(2.0**20)
 
 @gluon.jit
 def _times_q(x, q_smem, N: gl.constexpr, ACC: gl.constexpr):
-    """Sums [BATCH, N] over channels, of a batch's zeros (or steps) times the queries."""
-    none = gl.zeros([BATCH, N], gl.float32, ACC)
+    """Sums [MOST_BLOCKS, N] over channels, of the blocks' zeros (or steps) times the queries."""
+    none = gl.zeros([MOST_BLOCKS, N], gl.float32, ACC)
     return warpgroup_mma(zeros_operand(x, ACC), q_smem.permute((1, 0)), none)
-
-
-@gluon.jit
-def _store_constants(
-    zeros, step_at, first, last, norm, q_smem, c_smem,
-    OFFSET: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
-    """What all scores of a block have in common: queries times zeros, and steps where codes are shifted."""
-    c = _times_q(zeros, q_smem, N, ACC)
-    if OFFSET != 0.0:
-        steps = _times_q(zeros_of(step_at, first, last), q_smem, N, ACC)
-        c = gl.fma(steps, gl.full([BATCH, N], OFFSET, gl.float32, ACC), c)
-    as_table(c_smem, BATCH, N).store(c * norm[None, :])
 
 
 @gluon.jit
@@ -146,7 +133,11 @@ def attend_kernel(
     G: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr, MASK: gl.constexpr, WORDS: gl.constexpr,
     RINGS: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Partial out [N, 128], base-2 lse [N] of all packed rows over a split of the ring or the blocks."""
+    """Partial out [N, 128], base-2 lse [N] of all packed rows over a split of the ring or the blocks.
+
+    The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks, of which
+    none may have more than MOST_BLOCKS.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, N, 16]
     )
@@ -243,7 +234,8 @@ def attend_kernel(
         q_smem = gl.allocate_shared_memory(gl.float16, [N, 128], OPERAND)
         a_smem = gl.allocate_shared_memory(gl.float16, [N, 128], OPERAND)
         p_smem = gl.allocate_shared_memory(gl.float16, [N, 128], OPERAND)
-        c_smem = gl.allocate_shared_memory(gl.float32, [BATCH, N], LINE)
+        WIDTH: gl.constexpr = 16 if N == 8 else N  # or a third program would fit on some multiprocessors
+        c_smem = gl.allocate_shared_memory(gl.float32, [MOST_BLOCKS, WIDTH], LINE)
         most_smem = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
         unit_smem = gl.allocate_shared_memory(gl.float32, [N], LINE)
         flag_smem = gl.allocate_shared_memory(gl.int32, [4], LINE)
@@ -252,7 +244,7 @@ def attend_kernel(
         q_at = (n % GROUP).to(gl.int64) * q_h + (n // GROUP).to(gl.int64) * q_t
         exact = gl.load(q_head + q_at[:, None] + channel[None, :], mask=(n < T * GROUP)[:, None], other=0.0)
         step = gl.load(k_step_at + first * 128 + channel)
-        first_zeros = zeros_of(k_zero_at, first, last)
+        k_zeros = zeros_of(k_zero_at, first, last)
         for early in gl.static_range(SLOTS):
             at = first + early
             ask_numbers(v_steps, early, v_step_at, at, at < last)
@@ -271,63 +263,65 @@ def attend_kernel(
         norm = gl.exp2(gl.convert_layout(power, COLUMN)) * scale2
         unit_smem.store(norm * _UNIT)
         out, total, zeros = none, _of_thread(none, N), _lines(none, N)[0]
-        _store_constants(first_zeros, k_step_at, first, last, norm, q_smem, c_smem, OFFSET, N, ACC)
-        for batch in range(first, last, BATCH):
-            if batch > first:
-                again = zeros_of(k_zero_at, batch, last)
-                _store_constants(again, k_step_at, batch, last, norm, q_smem, c_smem, OFFSET, N, ACC)
+        shared = _times_q(k_zeros, q_smem, N, ACC)
+        if OFFSET != 0.0:
+            k_sums = _times_q(zeros_of(k_step_at, first, last), q_smem, N, ACC)
+            shared = gl.fma(k_sums, gl.full([MOST_BLOCKS, N], OFFSET, gl.float32, ACC), shared)
+        as_table(c_smem, MOST_BLOCKS, N).store(
+            shared * norm[None, :]
+        )  # what scores of a block have in common
+        wait_group(SLOTS - 1)
+        for block in range(first, last):
+            i = block - first
+            now = i % SLOTS
+            v_step, v_zero = numbers_of(v_steps.index(now), ACC), numbers_of(v_zeros.index(now), ACC)
+            if OFFSET != 0.0:
+                offset = gl.full([128], OFFSET, gl.float32, gl.SliceLayout(1, ACC))
+                v_zero = gl.fma(v_step, offset, v_zero)
+            step = key_steps_of(k_steps.index(now))
+            near, far = keys_of(k_upper.index(now), k_lower.index(now), ACC)
+            score = warpgroup_mma(near, a_smem.slice(0, 64, 1).permute((1, 0)), none, is_async=True)
+            score = warpgroup_mma(far, a_smem.slice(64, 64, 1).permute((1, 0)), score, is_async=True)
+            score = warpgroup_mma_wait(0, deps=[score])
+            c, unit = c_smem.index(i).slice(0, N, 0).load(COLUMN), unit_smem.load(COLUMN)
+            # weights of the values' codes, below 2^15, which is all that fp16 needs
+            most = _most_of_thread(score, N)
+            longest = gl.reshape(gl.max(gl.max(gl.reshape(v_step, [2, 4, 2, 8]), 2), 0), [32])
+            longest = gl.inline_asm_elementwise(
+                LOG2, "=f,f", [longest], dtype=gl.float32, is_pure=True, pack=1
+            )
+            most = gl.fma(most, _of_column(unit, most), _of_line(longest, most))
+            over = most > _of_column(top - c + (SLACK + LIFT), most)
+            flag_smem.store(gl.max(gl.reshape(over.to(gl.int32), [4, 8 * N]), 1))
+            if gl.max(flag_smem.load(ONE_EACH), 0) > 0:
+                most_smem.store(gl.max(gl.reshape(most + _of_column(c, most), [4, 8, N]), 1))
+                here = gl.convert_layout(gl.max(most_smem.load(ACROSS), 0), COLUMN) - LIFT
+                new = gl.where(here > top + SLACK, here, top)
+                fade = gl.exp2(top - new)
+                total, zeros = total * _of_column(fade, total), zeros * _of_column(fade, zeros)
+                out, top = out * fade[None, :], new
+            q = q_smem.load(ROWS)
+            weight = gl.exp2(gl.fma(score, _of_column(unit, score), _of_column(c - top, score)))
+            p_smem.permute((1, 0)).store((weight * v_step[:, None]).to(gl.float16))
+            a_smem.store(by_steps(q, step))
+            fence_async_shared()
+            later = block + SLOTS
+            ask_numbers(v_steps, now, v_step_at, later, later < last)
+            ask_numbers(v_zeros, now, v_zero_at, later, later < last)
+            ask_numbers(k_steps, now, k_step_at, later + 1, later + 1 < last)
+            ask(k_upper, k_lower, now, k_upper_at, k_lower_at, later, later < last, False)
+            before = (i + SLOTS - 1) % SLOTS
+            ask(v_upper, v_lower, before, v_upper_at, v_lower_at, later - 1, later <= last, True)
+            commit_group()
             wait_group(SLOTS - 1)
-            for block in range(batch, gl.minimum(batch + BATCH, last)):
-                i = block - first
-                now = i % SLOTS
-                v_step, v_zero = numbers_of(v_steps.index(now), ACC), numbers_of(v_zeros.index(now), ACC)
-                if OFFSET != 0.0:
-                    offset = gl.full([128], OFFSET, gl.float32, gl.SliceLayout(1, ACC))
-                    v_zero = gl.fma(v_step, offset, v_zero)
-                step = key_steps_of(k_steps.index(now))
-                near, far = keys_of(k_upper.index(now), k_lower.index(now), ACC)
-                score = warpgroup_mma(near, a_smem.slice(0, 64, 1).permute((1, 0)), none, is_async=True)
-                score = warpgroup_mma(far, a_smem.slice(64, 64, 1).permute((1, 0)), score, is_async=True)
-                score = warpgroup_mma_wait(0, deps=[score])
-                c, unit = c_smem.index(i % BATCH).load(COLUMN), unit_smem.load(COLUMN)
-                # weights of the values' codes, below 2^15, which is all that fp16 needs
-                most = _most_of_thread(score, N)
-                longest = gl.reshape(gl.max(gl.max(gl.reshape(v_step, [2, 4, 2, 8]), 2), 0), [32])
-                longest = gl.inline_asm_elementwise(
-                    LOG2, "=f,f", [longest], dtype=gl.float32, is_pure=True, pack=1
-                )
-                most = gl.fma(most, _of_column(unit, most), _of_line(longest, most))
-                over = most > _of_column(top - c + (SLACK + LIFT), most)
-                flag_smem.store(gl.max(gl.reshape(over.to(gl.int32), [4, 8 * N]), 1))
-                if gl.max(flag_smem.load(ONE_EACH), 0) > 0:
-                    most_smem.store(gl.max(gl.reshape(most + _of_column(c, most), [4, 8, N]), 1))
-                    here = gl.convert_layout(gl.max(most_smem.load(ACROSS), 0), COLUMN) - LIFT
-                    new = gl.where(here > top + SLACK, here, top)
-                    fade = gl.exp2(top - new)
-                    total, zeros = total * _of_column(fade, total), zeros * _of_column(fade, zeros)
-                    out, top = out * fade[None, :], new
-                q = q_smem.load(ROWS)
-                weight = gl.exp2(gl.fma(score, _of_column(unit, score), _of_column(c - top, score)))
-                p_smem.permute((1, 0)).store((weight * v_step[:, None]).to(gl.float16))
-                a_smem.store(by_steps(q, step))
-                fence_async_shared()
-                later = block + SLOTS
-                ask_numbers(v_steps, now, v_step_at, later, later < last)
-                ask_numbers(v_zeros, now, v_zero_at, later, later < last)
-                ask_numbers(k_steps, now, k_step_at, later + 1, later + 1 < last)
-                ask(k_upper, k_lower, now, k_upper_at, k_lower_at, later, later < last, False)
-                before = (i + SLOTS - 1) % SLOTS
-                ask(v_upper, v_lower, before, v_upper_at, v_lower_at, later - 1, later <= last, True)
-                commit_group()
-                wait_group(SLOTS - 1)
-                upper_0, upper_1 = halves_of(v_upper.index(now))
-                lower_0, lower_1 = halves_of(v_lower.index(now))
-                total += _of_thread(weight, N)
-                zeros = _plus_products(zeros, weight, _of_line(v_zero, weight), N)
-                p_0, p_1 = p_smem.slice(0, 64, 1).permute((1, 0)), p_smem.slice(64, 64, 1).permute((1, 0))
-                out = warpgroup_mma(values_of(upper_0, lower_0, ACC), p_0, out, is_async=True)
-                out = warpgroup_mma(values_of(upper_1, lower_1, ACC), p_1, out, is_async=True)
-                out = warpgroup_mma_wait(0, deps=[out])
+            upper_0, upper_1 = halves_of(v_upper.index(now))
+            lower_0, lower_1 = halves_of(v_lower.index(now))
+            total += _of_thread(weight, N)
+            zeros = _plus_products(zeros, weight, _of_line(v_zero, weight), N)
+            p_0, p_1 = p_smem.slice(0, 64, 1).permute((1, 0)), p_smem.slice(64, 64, 1).permute((1, 0))
+            out = warpgroup_mma(values_of(upper_0, lower_0, ACC), p_0, out, is_async=True)
+            out = warpgroup_mma(values_of(upper_1, lower_1, ACC), p_1, out, is_async=True)
+            out = warpgroup_mma_wait(0, deps=[out])
         if CHAINED:
             gdc_launch_dependents()
         total = _column_sum(total, most_smem, N, ACROSS, COLUMN)

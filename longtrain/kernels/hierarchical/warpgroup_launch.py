@@ -33,6 +33,8 @@ MAX_ROWS = 32
 """Most packed rows."""
 MAX_GROUP = 4
 """Most query heads of a KV head: more would not hold 8 new rows, and a row must come out alone as among 8."""
+MOST_BLOCKS = 64
+"""Most blocks of a program, as in `warpgroup_operands`, which needs a Triton that has Gluon."""
 NAME = "warp-group attention"
 SERVED = (
     f"head dim {fragments.HEAD_DIM}, 8 bits, up to {MAX_ROWS} packed rows of up to {MAX_GROUP} query heads a "
@@ -91,6 +93,8 @@ def hier_attention(
 ) -> tuple[Tensor, Tensor] | None:
     """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the device.
 
+    There are as many splits more as it takes that none has more than MOST_BLOCKS blocks of the planes.
+
     Returns:
         None where this Triton does not compile the kernel.
     """
@@ -100,6 +104,7 @@ def hier_attention(
     tile = tile or tile_for(T * group)
     rings = fragments.rings_for(N)
     splits = splits or fragments.splits_for(tile.resident, B * G, rings, q_BHTD.device)
+    splits = max(splits, rings + -(-N // MOST_BLOCKS))
     q_BHTD = fragments.evenly_spaced(q_BHTD)
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * tile.rows, D)

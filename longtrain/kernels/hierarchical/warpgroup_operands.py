@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 WARPS = gl.constexpr(4)
-BATCH = gl.constexpr(64)
-"""Blocks whose zeros are multiplied by the queries in one product."""
+MOST_BLOCKS = gl.constexpr(64)
+"""Most blocks of a program: the lines of one product, in which their zeros are multiplied by the queries."""
 KEYS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [2, 0], [64, 0]],
@@ -209,8 +209,11 @@ def as_table(smem, ROWS_OF: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def zeros_of(at, first, last):
-    """Zeros (or steps) of the keys of a batch of blocks, a line a block."""
-    row, dim = gl.arange(0, BATCH, gl.SliceLayout(1, ZEROS)), gl.arange(0, 128, gl.SliceLayout(0, ZEROS))
+    """Zeros (or steps) of the keys of a program's blocks, a line a block."""
+    row, dim = (
+        gl.arange(0, MOST_BLOCKS, gl.SliceLayout(1, ZEROS)),
+        gl.arange(0, 128, gl.SliceLayout(0, ZEROS)),
+    )
     block = gl.minimum(first + row, last - 1)
     return gl.load(at + block.to(gl.int64)[:, None] * 128 + dim[None, :])
 
@@ -218,5 +221,5 @@ def zeros_of(at, first, last):
 @gluon.jit
 def zeros_operand(x, ACC: gl.constexpr):
     """What `zeros_of` has brought, as a left operand."""
-    x = gl.permute(gl.reshape(x, [BATCH, 2, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
-    return _left(x, BATCH, 128, ACC)
+    x = gl.permute(gl.reshape(x, [MOST_BLOCKS, 2, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+    return _left(x, MOST_BLOCKS, 128, ACC)
