@@ -11,7 +11,6 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,8 +25,7 @@ LOG2E = 1.4426950408889634
 CHAINED = True
 """Kernels start while the one before them ends, where the device can; they wait before they read."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-UNSOUND: set[str] = set()
-"""Names of kernels that are not used with this triton; see `give_up`."""
+_given_up: set[str] = set()
 
 
 def give_up(name: str, why: str, error: Exception | None = None) -> None:
@@ -38,11 +36,19 @@ def give_up(name: str, why: str, error: Exception | None = None) -> None:
         why: what triton does, as the end of a sentence.
         error: what it has raised.
     """
-    if name not in UNSOUND:
-        UNSOUND.add(name)
-        version = import_module("triton").__version__
-        log.warning("triton %s %s; what is used in its place is slower", version, why)
+    if name in _given_up:
+        return
+    import triton
+
+    _given_up.add(name)
+    log.warning("triton %s %s; what is used in its place is slower", triton.__version__, why)
+    if error is not None:
         log.debug("what triton says", exc_info=error)
+
+
+def given_up(name: str) -> bool:
+    """Whether a fast kernel is not used with this triton; see `give_up`."""
+    return name in _given_up
 
 
 def interpreted() -> bool:

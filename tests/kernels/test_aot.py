@@ -202,8 +202,8 @@ def compiled_warp_groups(rows, kind="bf16", offset=0.0):
     types |= {name: f"*{kind}" for name in ("q_ptr", "ring_k_ptr", "ring_v_ptr")}
     tile = warpgroup_launch.WarpGroupTile(rows=rows)
     constants = {
-        "G": 8, "GROUP": 4, "OFFSET": offset, "MASK": 2, "WORDS": 1, "RINGS": 1, "SLOTS": tile.slots,
-        "N": rows, "CHAINED": True,
+        "G": 8, "GROUP": 4, "OFFSET": offset, "MASK": 2, "RINGS": 1, "SLOTS": tile.slots, "ROWS": rows,
+        "CHAINED": True,
     }  # fmt: skip
     return compile_kernel(
         warpgroup_kernel.attend_kernel, types, constants, aligned=("q_b", "q_h", "q_t"), warps=4,
@@ -220,13 +220,16 @@ def test_hier_attention_of_warp_groups(rows):
     assert built.stack_bytes == 0
     inner = built.loop_of("PRMT")
     assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG.", "LDS.U8"))
-    assert built.count("HGMMA", inner) == 32 and built.count("BAR.SYNC", inner) <= 3
+    assert built.count("HGMMA", inner) == 32 and built.count("BAR.SYNC", inner) == 3
+    assert built.count("FENCE.VIEW.ASYNC", inner) == 1
+    waits = [at for at in range(*inner) if built.instructions[at].startswith("DEPBAR")]
+    assert [built.operands[at][1] for at in waits] == ["0x1"], "all copies but the last asked for"
     assert built.count("LDGSTS.E.BYPASS.128", inner) == 19
     assert 128 <= built.count("PRMT", inner) <= 136, "two codes of a thread's 256 at a time"
 
 
 def test_a_row_is_rounded_alike_by_warp_groups_of_any_size():
-    """For N rows a thread has N/4 columns, and computes each in the same forms."""
+    """A thread has a quarter of the rows, and computes each in the same forms."""
     alone, *others = [
         roundings(built, built.loop_of("PRMT")) for built in map(compiled_warp_groups, (8, 16, 32))
     ]

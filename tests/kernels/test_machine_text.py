@@ -66,14 +66,14 @@ def built(text, key, name="own_kernel"):
 def test_a_kernel_in_another_order_is_told_once(monkeypatch, caplog):
     """Each kernel is looked at once, and the warning comes once a name."""
     monkeypatch.setattr(machine_text, "_sound", {})
-    monkeypatch.setattr(devices, "UNSOUND", set())
+    monkeypatch.setattr(devices, "_given_up", set())
     good, bad = ttgir(ORDERLY), ttgir(ORDERLY.replace("[[1], [2], ", "[[2], [1], "))
-    assert machine_text.laid_out(built(good, "a"), 4) and not devices.UNSOUND
+    assert machine_text.laid_out(built(good, "a"), 4) and not devices.given_up("own_kernel")
     assert machine_text.laid_out(None, 4) and machine_text.laid_out(SimpleNamespace(), 4), "interpreted"
     assert not caplog.records
     for key in ("b", "b", "c"):
         assert not machine_text.laid_out(built(bad, key), 4)
     assert machine_text.laid_out(built(good, "a"), 4), "each kernel of the name is looked at alone"
-    assert {"own_kernel"} == devices.UNSOUND
+    assert devices.given_up("own_kernel")
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "fast kernel own_kernel" in record.getMessage()

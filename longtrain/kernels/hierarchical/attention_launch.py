@@ -153,7 +153,9 @@ def candidates(
     """
     general = tile_for(rows, bits)
     if warpgroup.takes(rows, bits, group, head_dim, dtype, device):
-        return (*warpgroup.candidates(rows), fragments.tile_for(rows, bits, group, 1), general)
+        also = fragments.takes(rows, bits, group, head_dim, dtype)
+        older = (fragments.tile_for(rows, bits, group, 1),) if also else ()
+        return (*warpgroup.candidates(rows), *older, general)
     if fragments.takes(rows, bits, group, head_dim, dtype):
         return (*fragments.candidates(rows, bits, group), general)
     others = (

@@ -16,10 +16,10 @@ from torch import Tensor
 from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import (
     LOG2E,
-    UNSOUND,
     chaining,
     compiles_for,
     cores,
+    given_up,
     launched_on,
     partial_results,
     shared_bytes,
@@ -121,7 +121,7 @@ def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -
         head_dim == HEAD_DIM
         and rows <= _tiles(bits, group)[-1].rows
         and dtype in HALF
-        and "attend_kernel" not in UNSOUND
+        and not given_up("attend_kernel")
     )
 
 
@@ -147,7 +147,7 @@ def hier_attention(
     tile = tile or tile_for(T * group, bits, group, B * G)
     rings = rings_for(N)
     splits = splits or splits_for(tile.resident, B * G, rings, q_BHTD.device)
-    q_BHTD = evenly_spaced(q_BHTD)
+    q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     rows = 16 * tile.parts
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * rows, D)
@@ -231,7 +231,6 @@ def texts(tiles: int, bits: int, offset: float) -> dict[str, str]:
     }
 
 
-def evenly_spaced(x: Tensor) -> Tensor:
-    """The tensor itself if its rows start at multiples of 16 bytes, else a copy."""
-    even = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])
-    return x if even else x.contiguous()
+def _even(x: Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:-1])

@@ -179,7 +179,7 @@ def finish_text(bits: int) -> str:
 
 
 def _shrink(x: MachineText, fades: list[str], sums: list[list[list[str]]]) -> None:
-    """Multiply the sums of each tile by how much they shrink, where a row of the warp has a new maximum."""
+    """Multiply the sums of each tile by how much they shrink, where a row of the warp has a new base."""
     x.lines.append(".reg .pred %changed;")
     x.add(f"setp.ne.f32 %changed, {fades[0]}, {float_word(1.0)}")
     for fade in fades[1:]:

@@ -10,8 +10,9 @@ need not be known to all warps but in few blocks; in all others they only ask wh
 
 A block is asked for as soon as its slot is free, its values a block later than its keys; queries and what the
 first products need are asked for before, since a load waits behind all that the other programs have asked
-for. Packed rows are numbered as in `tree_attention.kernel`. Nothing of a row's result depends on other rows,
-nor on N, which is 8, 16 or 32.
+for. Queries times steps are rounded to fp16 (2^-12 of each), as in `attention_kernel`; `fragments_kernel`
+takes most of that error back. Packed rows are numbered as in `tree_attention.kernel`. Nothing of a row's
+result depends on other rows, nor on ROWS, which is 8, 16 or 32.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -35,7 +36,7 @@ from longtrain.kernels.hierarchical.warpgroup_operands import (
     ONE_EACH,
     OPERAND,
     PLAIN,
-    ROWS,
+    QUERIES,
     TURNED,
     WARPS,
     as_table,
@@ -59,9 +60,9 @@ _UNIT = gl.constexpr(2.0**20)
 
 
 @gluon.jit
-def _times_q(x, q_smem, N: gl.constexpr, ACC: gl.constexpr):
-    """Sums [MOST_BLOCKS, N] over channels, of the blocks' zeros (or steps) times the queries."""
-    none = gl.zeros([MOST_BLOCKS, N], gl.float32, ACC)
+def _times_q(x, q_smem, ROWS: gl.constexpr, ACC: gl.constexpr):
+    """Sums [MOST_BLOCKS, ROWS] over channels, of the blocks' zeros (or steps) times the queries."""
+    none = gl.zeros([MOST_BLOCKS, ROWS], gl.float32, ACC)
     return warpgroup_mma(zeros_operand(x, ACC), q_smem.permute((1, 0)), none)
 
 
@@ -80,49 +81,49 @@ def _of_line(x, like):
 
 
 @gluon.jit
-def _of_thread(x, N: gl.constexpr):
-    """Sums of the four lines of a thread, [32, N]."""
-    return gl.reshape(gl.sum(gl.sum(gl.reshape(x, [2, 4, 2, 8, N]), 2), 0), [32, N])
+def _sum_of_thread(x, ROWS: gl.constexpr):
+    """Sums of the four lines of a thread, [32, ROWS]."""
+    return gl.reshape(gl.sum(gl.sum(gl.reshape(x, [2, 4, 2, 8, ROWS]), 2), 0), [32, ROWS])
 
 
 @gluon.jit
-def _lines(x, N: gl.constexpr):
-    """The four lines of a thread, each [32, N]."""
-    x = gl.permute(gl.reshape(x, [2, 4, 2, 8, N]), [1, 3, 4, 0, 2])
-    first, second = gl.split(gl.reshape(x, [32, N, 2, 2]))
+def _lines(x, ROWS: gl.constexpr):
+    """The four lines of a thread, each [32, ROWS]."""
+    x = gl.permute(gl.reshape(x, [2, 4, 2, 8, ROWS]), [1, 3, 4, 0, 2])
+    first, second = gl.split(gl.reshape(x, [32, ROWS, 2, 2]))
     return gl.split(first) + gl.split(second)
 
 
 @gluon.jit
-def _plus_products(sums, x, y, N: gl.constexpr):
+def _plus_products(sums, x, y, ROWS: gl.constexpr):
     """Sums of the products of the four lines of a thread, added to what there is: one rounding each."""
-    x, y = _lines(x, N), _lines(y, N)
+    x, y = _lines(x, ROWS), _lines(y, ROWS)
     for i in gl.static_range(4):
         sums = gl.fma(x[i], y[i], sums)
     return sums
 
 
 @gluon.jit
-def _most_of_thread(x, N: gl.constexpr):
-    """Largest numbers of the four lines of a thread, [32, N]."""
-    return gl.reshape(gl.max(gl.max(gl.reshape(x, [2, 4, 2, 8, N]), 2), 0), [32, N])
+def _most_of_thread(x, ROWS: gl.constexpr):
+    """Largest numbers of the four lines of a thread, [32, ROWS]."""
+    return gl.reshape(gl.max(gl.max(gl.reshape(x, [2, 4, 2, 8, ROWS]), 2), 0), [32, ROWS])
 
 
 @gluon.jit
-def _column_sum(x, smem, N: gl.constexpr, ACROSS: gl.constexpr, COLUMN: gl.constexpr):
-    """Sums over all lines of the sums of threads [32, N]."""
-    smem.store(gl.sum(gl.reshape(x, [4, 8, N]), 1))
+def _column_sum(x, smem, ROWS: gl.constexpr, ACROSS: gl.constexpr, COLUMN: gl.constexpr):
+    """Sums over all lines of the sums of threads [32, ROWS]."""
+    smem.store(gl.sum(gl.reshape(x, [4, 8, ROWS]), 1))
     return gl.convert_layout(gl.sum(smem.load(ACROSS), 0), COLUMN)
 
 
 @gluon.jit
-def _finish(out_ptr, lse_ptr, out, lse, dim, rows, splits, N: gl.constexpr, COLUMN: gl.constexpr):
+def _finish(out_ptr, lse_ptr, out, lse, dim, rows, splits, ROWS: gl.constexpr, COLUMN: gl.constexpr):
     """Store a program's part."""
     slot = (gl.program_id(0) * splits + gl.program_id(1)).to(gl.int64)
-    column = gl.arange(0, N, COLUMN)
+    column = gl.arange(0, ROWS, COLUMN)
     at = column[None, :] * 128 + dim[:, None]
-    gl.store(out_ptr + slot * (N * 128) + at, out, mask=(column < rows)[None, :])
-    gl.store(lse_ptr + slot * N + column, lse, mask=column < rows)
+    gl.store(out_ptr + slot * (ROWS * 128) + at, out, mask=(column < rows)[None, :])
+    gl.store(lse_ptr + slot * ROWS + column, lse, mask=column < rows)
 
 
 @gluon.jit(do_not_specialize=["splits", "T", "BLOCKS"])
@@ -130,25 +131,25 @@ def attend_kernel(
     q_ptr, k_upper_ptr, k_lower_ptr, v_upper_ptr, v_lower_ptr, k_step_ptr, k_zero_ptr, v_step_ptr, v_zero_ptr,
     ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, BLOCKS,
     q_b, q_h, q_t, bits_b, bits_t,
-    G: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr, MASK: gl.constexpr, WORDS: gl.constexpr,
-    RINGS: gl.constexpr, SLOTS: gl.constexpr, N: gl.constexpr, CHAINED: gl.constexpr,
+    G: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr, MASK: gl.constexpr, RINGS: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Partial out [N, 128], base-2 lse [N] of all packed rows over a split of the ring or the blocks.
+    """Partial out [ROWS, 128], base-2 lse [ROWS] of all packed rows over a split of the ring or the blocks.
 
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks, of which
     none may have more than MOST_BLOCKS.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, N, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16]
     )
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
-    NEIGHBOURS: gl.constexpr = [] if N == 8 else ([[0, 8]] if N == 16 else [[0, 8], [0, 16]])
+    NEIGHBOURS: gl.constexpr = [] if ROWS == 8 else ([[0, 8]] if ROWS == 16 else [[0, 8], [0, 16]])
     ACROSS: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [2, 0], [0, 1]] + NEIGHBOURS,
         lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
         warp_bases=[[0, 0]] * 2,
         block_bases=[],
-        shape=[4, N],
+        shape=[4, ROWS],
     )
     pid, split = gl.program_id(0), gl.program_id(1)
     b, kv, head = pid // G, pid % G, pid.to(gl.int64)
@@ -160,28 +161,29 @@ def attend_kernel(
     last = gl.minimum(first + share, blocks)
     q_head = q_ptr + b.to(gl.int64) * q_b + (kv * GROUP).to(gl.int64) * q_h
     kind: gl.constexpr = q_ptr.dtype.element_ty
-    none = gl.zeros([128, N], gl.float32, ACC)
-    top = gl.full([N], float("-inf"), gl.float32, COLUMN)
+    none = gl.zeros([128, ROWS], gl.float32, ACC)
+    top = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
     if split < RINGS:
         k_smem = gl.allocate_shared_memory(kind, [128, 128], OPERAND)
         v_smem = gl.allocate_shared_memory(kind, [128, 128], OPERAND)
-        p_smem = gl.allocate_shared_memory(kind, [N, 128], OPERAND)
-        row, dim = gl.arange(0, N, gl.SliceLayout(1, ROWS)), gl.arange(0, 128, gl.SliceLayout(0, ROWS))
+        p_smem = gl.allocate_shared_memory(kind, [ROWS, 128], OPERAND)
+        row, dim = (
+            gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)),
+            gl.arange(0, 128, gl.SliceLayout(0, QUERIES)),
+        )
         q_at = (row % GROUP).to(gl.int64) * q_h + (row // GROUP).to(gl.int64) * q_t
         q = gl.load(q_head + q_at[:, None] + dim[None, :], mask=(row < T * GROUP)[:, None], other=0.0)
-        q_smem = gl.allocate_shared_memory(kind, [N, 128], OPERAND, q)
+        q_smem = gl.allocate_shared_memory(kind, [ROWS, 128], OPERAND, q)
         length, begin = gl.load(len_ptr + b).to(gl.int32), blocks * 128
         end = length + T if MASK else length
-        column, line = gl.arange(0, N, COLUMN), gl.arange(0, 128, gl.SliceLayout(1, ACC))
+        column, line = gl.arange(0, ROWS, COLUMN), gl.arange(0, 128, gl.SliceLayout(1, ACC))
         query, exists = column // GROUP, column < T * GROUP
-        low_bits, high_bits = query.to(gl.int64), query.to(gl.int64)
+        own_bits = query.to(gl.int64)
         if MASK == 2:
             bits_at = bits_ptr + b.to(gl.int64) * bits_b + query.to(gl.int64) * bits_t
-            low_bits = gl.load(bits_at, mask=exists, other=0)
-            if WORDS == 2:
-                high_bits = gl.load(bits_at + 1, mask=exists, other=0)
-        total, out = gl.zeros([N], gl.float32, COLUMN), none
-        token = gl.arange(0, 128, gl.SliceLayout(1, ROWS))
+            own_bits = gl.load(bits_at, mask=exists, other=0)
+        total, out = gl.zeros([ROWS], gl.float32, COLUMN), none
+        token = gl.arange(0, 128, gl.SliceLayout(1, QUERIES))
         for start in range(begin + split * 128, end, RINGS * 128):
             p = start + token
             at = (head * _RING + p % _RING)[:, None] * 128 + dim[None, :]
@@ -197,10 +199,7 @@ def attend_kernel(
             if MASK == 1:
                 seen = own <= query[None, :]
             if MASK == 2:
-                bit = gl.maximum(own, 0).to(gl.int64)
-                word = low_bits[None, :] >> (bit & 63)
-                if WORDS == 2:
-                    word = gl.where(bit < 64, word, high_bits[None, :] >> (bit & 63))
+                word = own_bits[None, :] >> gl.maximum(own, 0).to(gl.int64)
                 seen = seen | ((own < T) & ((word & 1) != 0))
             score = gl.where(seen & ((start + line) < end)[:, None], score * scale2, float("-inf"))
             new = gl.maximum(top, gl.max(score, 0))
@@ -215,7 +214,7 @@ def attend_kernel(
             gdc_launch_dependents()
         share_of = 1.0 / gl.where(total > 0, total, 1.0)
         out, lse = out * share_of[None, :], top + gl.log2(total)
-        _finish(out_ptr, lse_ptr, out, lse, line, T * GROUP, splits, N, COLUMN)
+        _finish(out_ptr, lse_ptr, out, lse, line, T * GROUP, splits, ROWS, COLUMN)
     elif first < last:
         row_at = head * BLOCKS
         k_upper_at = k_upper_ptr.to(gl.pointer_type(gl.int16)) + row_at * 4096
@@ -231,16 +230,18 @@ def attend_kernel(
         k_steps = gl.allocate_shared_memory(gl.float16, [SLOTS, 128], LINE)
         v_steps = gl.allocate_shared_memory(gl.float16, [SLOTS, 128], LINE)
         v_zeros = gl.allocate_shared_memory(gl.float16, [SLOTS, 128], LINE)
-        q_smem = gl.allocate_shared_memory(gl.float16, [N, 128], OPERAND)
-        a_smem = gl.allocate_shared_memory(gl.float16, [N, 128], OPERAND)
-        p_smem = gl.allocate_shared_memory(gl.float16, [N, 128], OPERAND)
-        WIDTH: gl.constexpr = 16 if N == 8 else N  # or a third program would fit on some multiprocessors
+        q_smem = gl.allocate_shared_memory(gl.float16, [ROWS, 128], OPERAND)
+        a_smem = gl.allocate_shared_memory(gl.float16, [ROWS, 128], OPERAND)
+        p_smem = gl.allocate_shared_memory(gl.float16, [ROWS, 128], OPERAND)
+        WIDTH: gl.constexpr = (
+            16 if ROWS == 8 else ROWS
+        )  # or a third program would fit on some multiprocessors
         c_smem = gl.allocate_shared_memory(gl.float32, [MOST_BLOCKS, WIDTH], LINE)
-        most_smem = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
-        unit_smem = gl.allocate_shared_memory(gl.float32, [N], LINE)
+        most_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN)
+        unit_smem = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
         flag_smem = gl.allocate_shared_memory(gl.int32, [4], LINE)
         # what the first products need is asked for before the blocks, behind which it would wait
-        n, channel = gl.arange(0, N, gl.SliceLayout(1, ROWS)), channels()
+        n, channel = gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), channels()
         q_at = (n % GROUP).to(gl.int64) * q_h + (n // GROUP).to(gl.int64) * q_t
         exact = gl.load(q_head + q_at[:, None] + channel[None, :], mask=(n < T * GROUP)[:, None], other=0.0)
         step = gl.load(k_step_at + first * 128 + channel)
@@ -262,12 +263,12 @@ def attend_kernel(
         fence_async_shared()
         norm = gl.exp2(gl.convert_layout(power, COLUMN)) * scale2
         unit_smem.store(norm * _UNIT)
-        out, total, zeros = none, _of_thread(none, N), _lines(none, N)[0]
-        shared = _times_q(k_zeros, q_smem, N, ACC)
+        out, total, zeros = none, _sum_of_thread(none, ROWS), _lines(none, ROWS)[0]  # as their sums lie
+        shared = _times_q(k_zeros, q_smem, ROWS, ACC)
         if OFFSET != 0.0:
-            k_sums = _times_q(zeros_of(k_step_at, first, last), q_smem, N, ACC)
-            shared = gl.fma(k_sums, gl.full([MOST_BLOCKS, N], OFFSET, gl.float32, ACC), shared)
-        as_table(c_smem, MOST_BLOCKS, N).store(
+            k_sums = _times_q(zeros_of(k_step_at, first, last), q_smem, ROWS, ACC)
+            shared = gl.fma(k_sums, gl.full([MOST_BLOCKS, ROWS], OFFSET, gl.float32, ACC), shared)
+        as_table(c_smem, MOST_BLOCKS, ROWS).store(
             shared * norm[None, :]
         )  # what scores of a block have in common
         wait_group(SLOTS - 1)
@@ -283,24 +284,24 @@ def attend_kernel(
             score = warpgroup_mma(near, a_smem.slice(0, 64, 1).permute((1, 0)), none, is_async=True)
             score = warpgroup_mma(far, a_smem.slice(64, 64, 1).permute((1, 0)), score, is_async=True)
             score = warpgroup_mma_wait(0, deps=[score])
-            c, unit = c_smem.index(i).slice(0, N, 0).load(COLUMN), unit_smem.load(COLUMN)
-            # weights of the values' codes, below 2^15, which is all that fp16 needs
-            most = _most_of_thread(score, N)
+            c, unit = c_smem.index(i).slice(0, ROWS, 0).load(COLUMN), unit_smem.load(COLUMN)
+            # a weight times its value's step is kept below 2^15, since fp16 ends at 65504
+            most = _most_of_thread(score, ROWS)
             longest = gl.reshape(gl.max(gl.max(gl.reshape(v_step, [2, 4, 2, 8]), 2), 0), [32])
             longest = gl.inline_asm_elementwise(
                 LOG2, "=f,f", [longest], dtype=gl.float32, is_pure=True, pack=1
             )
-            most = gl.fma(most, _of_column(unit, most), _of_line(longest, most))
-            over = most > _of_column(top - c + (SLACK + LIFT), most)
-            flag_smem.store(gl.max(gl.reshape(over.to(gl.int32), [4, 8 * N]), 1))
+            most = gl.fma(most, _of_column(unit, most), _of_line(longest, most)) + _of_column(c, most)
+            over = most > _of_column(top + (SLACK + LIFT), most)
+            flag_smem.store(gl.max(gl.reshape(over.to(gl.int32), [4, 8 * ROWS]), 1))
             if gl.max(flag_smem.load(ONE_EACH), 0) > 0:
-                most_smem.store(gl.max(gl.reshape(most + _of_column(c, most), [4, 8, N]), 1))
-                here = gl.convert_layout(gl.max(most_smem.load(ACROSS), 0), COLUMN) - LIFT
-                new = gl.where(here > top + SLACK, here, top)
+                most_smem.store(gl.max(gl.reshape(most, [4, 8, ROWS]), 1))
+                here = gl.convert_layout(gl.max(most_smem.load(ACROSS), 0), COLUMN)
+                new = gl.where(here > top + (SLACK + LIFT), here - LIFT, top)
                 fade = gl.exp2(top - new)
                 total, zeros = total * _of_column(fade, total), zeros * _of_column(fade, zeros)
                 out, top = out * fade[None, :], new
-            q = q_smem.load(ROWS)
+            q = q_smem.load(QUERIES)
             weight = gl.exp2(gl.fma(score, _of_column(unit, score), _of_column(c - top, score)))
             p_smem.permute((1, 0)).store((weight * v_step[:, None]).to(gl.float16))
             a_smem.store(by_steps(q, step))
@@ -316,19 +317,20 @@ def attend_kernel(
             wait_group(SLOTS - 1)
             upper_0, upper_1 = halves_of(v_upper.index(now))
             lower_0, lower_1 = halves_of(v_lower.index(now))
-            total += _of_thread(weight, N)
-            zeros = _plus_products(zeros, weight, _of_line(v_zero, weight), N)
+            total += _sum_of_thread(weight, ROWS)
+            zeros = _plus_products(zeros, weight, _of_line(v_zero, weight), ROWS)
             p_0, p_1 = p_smem.slice(0, 64, 1).permute((1, 0)), p_smem.slice(64, 64, 1).permute((1, 0))
             out = warpgroup_mma(values_of(upper_0, lower_0, ACC), p_0, out, is_async=True)
             out = warpgroup_mma(values_of(upper_1, lower_1, ACC), p_1, out, is_async=True)
             out = warpgroup_mma_wait(0, deps=[out])
+        wait_group(0)
         if CHAINED:
             gdc_launch_dependents()
-        total = _column_sum(total, most_smem, N, ACROSS, COLUMN)
-        zeros = _column_sum(zeros, most_smem, N, ACROSS, COLUMN)
-        out = gl.fma(out, gl.full([128, N], _UNIT, gl.float32, ACC), _of_column(zeros, out))
+        total = _column_sum(total, most_smem, ROWS, ACROSS, COLUMN)
+        zeros = _column_sum(zeros, most_smem, ROWS, ACROSS, COLUMN)
+        out = gl.fma(out, gl.full([128, ROWS], _UNIT, gl.float32, ACC), _of_column(zeros, out))
         out, lse = out * (1.0 / total)[None, :], top + gl.log2(total)
-        _finish(out_ptr, lse_ptr, out, lse, dimensions(ACC), T * GROUP, splits, N, COLUMN)
+        _finish(out_ptr, lse_ptr, out, lse, dimensions(ACC), T * GROUP, splits, ROWS, COLUMN)
     else:
-        empty = lse_ptr + (pid * splits + split).to(gl.int64) * N
-        gl.store(empty + gl.arange(0, N, COLUMN), top)
+        empty = lse_ptr + (pid * splits + split).to(gl.int64) * ROWS
+        gl.store(empty + gl.arange(0, ROWS, COLUMN), top)

@@ -14,13 +14,17 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from longtrain.errors import ConfigError, refusal
 from longtrain.kernels.devices import (
     LOG2E,
-    UNSOUND,
     chaining,
+    dense_rows,
     give_up,
+    given_up,
     hopper_alone,
+    interpreted,
     launched_on,
     partial_results,
 )
@@ -31,14 +35,13 @@ from longtrain.kernels.tree_attention.reference import Causal
 
 MAX_ROWS = 32
 """Most packed rows."""
-MAX_GROUP = 4
-"""Most query heads of a KV head: more would not hold 8 new rows, and a row must come out alone as among 8."""
 MOST_BLOCKS = 64
 """Most blocks of a program, as in `warpgroup_operands`, which needs a Triton that has Gluon."""
 NAME = "warp-group attention"
 SERVED = (
-    f"head dim {fragments.HEAD_DIM}, 8 bits, up to {MAX_ROWS} packed rows of up to {MAX_GROUP} query heads a "
-    "KV head, bf16 or fp16, an NVIDIA GPU of compute capability 9.0, and a Triton that compiles the kernel"
+    f"head dim {fragments.HEAD_DIM}, 8 bits, up to {MAX_ROWS} packed rows of up to {fragments.WIDE_GROUP} "
+    "query heads a KV head, queries and ring both bf16 or both fp16, an NVIDIA GPU of compute capability "
+    "9.0, and a Triton that compiles the kernel"
 )
 """What `serves` asks for, in words."""
 
@@ -51,17 +54,24 @@ class WarpGroupTile:
         rows: packed rows: 8, 16 or 32.
         slots: blocks of keys, and of values, that shared memory holds.
         resident: programs that run on one multiprocessor at a time: registers and shared memory let in two.
+
+    Raises:
+        ConfigError: another number of rows, or no slot.
     """
 
     rows: int = 8
     slots: int = 2
     resident: int = 2
 
+    def __post_init__(self) -> None:
+        if self.rows not in (8, 16, 32) or self.slots < 1:
+            raise refusal(ConfigError, f"{self}", "8, 16 or 32 rows, one slot or more")
+
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
     """Whether this kernel takes the call."""
     group = q_BHTD.shape[1] // planes.k_upper.shape[1]
-    return ring.k.dtype in fragments.HALF and takes(
+    return ring.k.dtype == q_BHTD.dtype and takes(
         group * q_BHTD.shape[2], bits, group, q_BHTD.shape[3], q_BHTD.dtype, q_BHTD.device
     )
 
@@ -72,11 +82,11 @@ def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype, d
         bits == 8
         and head_dim == fragments.HEAD_DIM
         and rows <= MAX_ROWS
-        and group <= MAX_GROUP
+        and group <= fragments.WIDE_GROUP
         and dtype in fragments.HALF
-        and torch.version.cuda is not None
         and hopper_alone(device)
-        and NAME not in UNSOUND
+        and not interpreted()
+        and not given_up(NAME)
     )
 
 
@@ -105,23 +115,29 @@ def hier_attention(
     rings = fragments.rings_for(N)
     splits = splits or fragments.splits_for(tile.resident, B * G, rings, q_BHTD.device)
     splits = max(splits, rings + -(-N // MOST_BLOCKS))
-    q_BHTD = fragments.evenly_spaced(q_BHTD)
+    q_BHTD = dense_rows(q_BHTD)
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * tile.rows, D)
+    try:
+        kernel = _kernel()
+    except (ImportError, AttributeError) as error:
+        give_up(NAME, f"has not what the fast kernel {NAME} is written in", error)
+        return None
     with launched_on(q_BHTD):
         try:
-            _kernel()[(B * G, splits)](
+            kernel[(B * G, splits)](
                 q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
                 planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
                 ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
-                scale * LOG2E, splits, T, N, *q_BHTD.stride()[:3],
-                *bits_strides, **of_mask,
-                G=G, GROUP=group, OFFSET=-planes.split.lower_offset / 16, RINGS=rings,
-                SLOTS=tile.slots, N=tile.rows,
+                scale * LOG2E, splits, T, N, *q_BHTD.stride()[:3], *bits_strides,
+                G=G, GROUP=group, OFFSET=-planes.split.lower_offset / 16, MASK=of_mask["MASK"],
+                RINGS=rings, SLOTS=tile.slots, ROWS=tile.rows,
                 num_warps=4, enable_fp_fusion=False, **chaining(q_BHTD.device),
             )  # fmt: skip
-        except (CompilationError, ImportError, AttributeError) as error:
-            give_up(NAME, f"does not compile the fast kernel {NAME} ({type(error).__name__})", error)
+        except (CompilationError, PTXASError, OutOfResources, RuntimeError) as error:
+            if type(error) is RuntimeError and "PassManager" not in str(error):  # not the compiler's
+                raise
+            give_up(NAME, f"does not compile the fast kernel {NAME}", error)
             return None
         return merging.merge(q_BHTD, part_out, part_lse, G=G, rows=tile.rows, splits=splits)
 

@@ -73,7 +73,7 @@ ONE_EACH = gl.constexpr(
     )
 )
 """A number of each warp, all of them in every thread."""
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 TURNED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -180,7 +180,7 @@ def numbers_of(smem, ACC: gl.constexpr):
 @gluon.jit
 def channels():
     """Channels of the places of the summed index."""
-    at = gl.arange(0, 128, gl.SliceLayout(0, ROWS))
+    at = gl.arange(0, 128, gl.SliceLayout(0, QUERIES))
     return 64 * (at >> 6) + 16 * ((at >> 1) & 3) + 4 * ((at >> 4) & 3) + 2 * ((at >> 3) & 1) + (at & 1)
 
 
@@ -188,7 +188,7 @@ def channels():
 def key_steps_of(smem):
     """Steps of a block's channels, in the order of the summed index."""
     x = gl.permute(gl.reshape(smem.load(CHANNELS), [2, 4, 4, 2, 2]), [0, 2, 3, 1, 4])
-    return gl.convert_layout(gl.reshape(x, [128]), gl.SliceLayout(0, ROWS), assert_trivial=True)
+    return gl.convert_layout(gl.reshape(x, [128]), gl.SliceLayout(0, QUERIES), assert_trivial=True)
 
 
 @gluon.jit
@@ -199,12 +199,12 @@ def by_steps(q, steps):
 
 
 @gluon.jit
-def as_table(smem, ROWS_OF: gl.constexpr, N: gl.constexpr):
+def as_table(smem, LINES: gl.constexpr, ROWS: gl.constexpr):
     """Lines of fp32 numbers that are taken one by one, as a table that is stored at once."""
     if _NAMED:
-        return smem.reinterpret(gl.float32, [ROWS_OF, N], PLAIN)
+        return smem.reinterpret(gl.float32, [LINES, ROWS], PLAIN)
     else:
-        return smem._reinterpret(gl.float32, [ROWS_OF, N], PLAIN)
+        return smem._reinterpret(gl.float32, [LINES, ROWS], PLAIN)
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
 from longtrain.errors import ConfigError, refusal
-from longtrain.kernels.devices import UNSOUND, compiles_for, kernels_serve
+from longtrain.kernels.devices import compiles_for, given_up, kernels_serve
 
 GROUPS = (128, 64, 32)
 """Group sizes; rows come in eights."""
@@ -38,7 +38,7 @@ _QUANTISED = 8192
 
 def int4_runs_on(device: torch.device) -> bool:
     """Whether the Triton kernel runs there, and nothing is known against it (`kernels.machine_text`)."""
-    return compiles_for(device) and "int4_kernel" not in UNSOUND
+    return compiles_for(device) and not given_up("int4_kernel")
 
 
 def group_of(features: int, most: int) -> int:
