@@ -129,12 +129,12 @@ def test_what_warp_groups_serve(on_hopper, monkeypatch):
 
     assert takes() and takes(rows=32) and takes(rows=1, group=1, dtype=torch.float16)
     assert not any((takes(rows=33), takes(bits=4), takes(group=5), takes(D=64), takes(dtype=torch.float32)))
-    assert [on_hopper.tile_for(rows).rows for rows in (1, 8, 9, 16, 17, 32)] == [8, 8, 16, 16, 32, 32]
+    assert [on_hopper.tile_for(rows).rows for rows in (1, 16, 17, 32)] == [16, 16, 32, 32]
     q, planes, ring, _ = hier_case(split=Split.FLOOR, D=128, H=8, T=7, dtype=bf16)
     assert on_hopper.serves(q, planes, ring, 8) and not on_hopper.serves(q, planes, ring, 4)
     assert not on_hopper.serves(q.half(), planes, ring, 8), "the ring's bits would be read as another type"
-    for wrong in ({"rows": 12}, {"rows": 64}, {"slots": 0}):
-        with pytest.raises(ConfigError, match="allowed: 8, 16 or 32 rows, one slot or more"):
+    for wrong in ({"rows": 8}, {"rows": 64}, {"slots": 0}):
+        with pytest.raises(ConfigError, match="allowed: 16 or 32 rows, one slot or more"):
             on_hopper.WarpGroupTile(**wrong)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert not takes()

@@ -12,11 +12,10 @@ A block is asked for as soon as its slot is free, its values a block later than 
 first products need are asked for before, since a load waits behind all that the other programs have asked
 for. Queries times steps are rounded to fp16 (2^-12 of each), as in `attention_kernel`; `fragments_kernel`
 takes most of that error back. Packed rows are numbered as in `tree_attention.kernel`. Nothing of a row's
-result depends on other rows, nor on ROWS, which is 8, 16 or 32.
+result depends on other rows, nor on ROWS, which is 16 or 32.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
-# ruff: noqa: RUF005 (gluon knows no starred lists)
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -143,9 +142,8 @@ def attend_kernel(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16]
     )
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
-    NEIGHBOURS: gl.constexpr = [] if ROWS == 8 else ([[0, 8]] if ROWS == 16 else [[0, 8], [0, 16]])
     ACROSS: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [2, 0], [0, 1]] + NEIGHBOURS,
+        reg_bases=[[1, 0], [2, 0], [0, 1], [0, 8]] + ([[0, 16]] if ROWS == 32 else []),
         lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
         warp_bases=[[0, 0]] * 2,
         block_bases=[],
@@ -233,10 +231,7 @@ def attend_kernel(
         q_smem = gl.allocate_shared_memory(gl.float16, [ROWS, 128], OPERAND)
         a_smem = gl.allocate_shared_memory(gl.float16, [ROWS, 128], OPERAND)
         p_smem = gl.allocate_shared_memory(gl.float16, [ROWS, 128], OPERAND)
-        WIDTH: gl.constexpr = (
-            16 if ROWS == 8 else ROWS
-        )  # or a third program would fit on some multiprocessors
-        c_smem = gl.allocate_shared_memory(gl.float32, [MOST_BLOCKS, WIDTH], LINE)
+        c_smem = gl.allocate_shared_memory(gl.float32, [MOST_BLOCKS, ROWS], LINE)
         most_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN)
         unit_smem = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
         flag_smem = gl.allocate_shared_memory(gl.int32, [4], LINE)
@@ -268,9 +263,8 @@ def attend_kernel(
         if OFFSET != 0.0:
             k_sums = _times_q(zeros_of(k_step_at, first, last), q_smem, ROWS, ACC)
             shared = gl.fma(k_sums, gl.full([MOST_BLOCKS, ROWS], OFFSET, gl.float32, ACC), shared)
-        as_table(c_smem, MOST_BLOCKS, ROWS).store(
-            shared * norm[None, :]
-        )  # what scores of a block have in common
+        # what all scores of a block have in common
+        as_table(c_smem, MOST_BLOCKS, ROWS).store(shared * norm[None, :])
         wait_group(SLOTS - 1)
         for block in range(first, last):
             i = block - first
@@ -284,7 +278,7 @@ def attend_kernel(
             score = warpgroup_mma(near, a_smem.slice(0, 64, 1).permute((1, 0)), none, is_async=True)
             score = warpgroup_mma(far, a_smem.slice(64, 64, 1).permute((1, 0)), score, is_async=True)
             score = warpgroup_mma_wait(0, deps=[score])
-            c, unit = c_smem.index(i).slice(0, ROWS, 0).load(COLUMN), unit_smem.load(COLUMN)
+            c, unit = c_smem.index(i).load(COLUMN), unit_smem.load(COLUMN)
             # a weight times its value's step is kept below 2^15, since fp16 ends at 65504
             most = _most_of_thread(score, ROWS)
             longest = gl.reshape(gl.max(gl.max(gl.reshape(v_step, [2, 4, 2, 8]), 2), 0), [32])

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -51,7 +50,7 @@ class WarpGroupTile:
     """Sizes of the attention kernel and of its launch.
 
     Args:
-        rows: packed rows: 8, 16 or 32.
+        rows: packed rows: 16 or 32.
         slots: blocks of keys, and of values, that shared memory holds.
         resident: programs that run on one multiprocessor at a time: registers and shared memory let in two.
 
@@ -59,13 +58,13 @@ class WarpGroupTile:
         ConfigError: another number of rows, or no slot.
     """
 
-    rows: int = 8
+    rows: int = 16
     slots: int = 2
     resident: int = 2
 
     def __post_init__(self) -> None:
-        if self.rows not in (8, 16, 32) or self.slots < 1:
-            raise refusal(ConfigError, f"{self}", "8, 16 or 32 rows, one slot or more")
+        if self.rows not in (16, 32) or self.slots < 1:
+            raise refusal(ConfigError, f"{self}", "16 or 32 rows, one slot or more")
 
 
 def serves(q_BHTD: Tensor, planes: Planes, ring: Ring, bits: int) -> bool:
@@ -144,7 +143,7 @@ def hier_attention(
 
 def tile_for(rows: int) -> WarpGroupTile:
     """The tile for so many packed rows."""
-    return WarpGroupTile(rows=max(8, triton.next_power_of_2(rows)))
+    return WarpGroupTile(rows=16 if rows <= 16 else MAX_ROWS)
 
 
 def candidates(rows: int) -> tuple[WarpGroupTile, ...]:
