@@ -95,6 +95,7 @@ def hopper(device: torch.device) -> bool:
     return compiles_for(device, (9, 0))
 
 
+@lru_cache(maxsize=32)
 def hopper_alone(device: torch.device) -> bool:
     """Compute capability 9.0 and no other: products of warp groups, which later GPUs have no more."""
     return (

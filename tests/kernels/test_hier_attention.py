@@ -201,7 +201,17 @@ GPU_CASES = [
 ]
 
 
+@pytest.fixture(params=[True, False], ids=["warp groups", "none"])
+def perhaps_warp_groups(request, monkeypatch):
+    """With and without the kernel that GPUs of compute capability 9.0 alone have."""
+    if not request.param:
+        from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
+
+        monkeypatch.setattr(warpgroup, "hopper_alone", lambda device: False)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("perhaps_warp_groups")
 @pytest.mark.parametrize(
     ("split", "bits", "D"),
     [(Split.FLOOR, 4, 128), (Split.FLOOR, 8, 128), (Split.RTN, 4, 64), (Split.RTN, 8, 128)],
@@ -223,6 +233,7 @@ def test_kernels_on_a_gpu(case, split, bits, D):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("perhaps_warp_groups")
 @pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 4, 8), (8, 6, 8), (8, 8, 8)])
 def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
     q, planes, ring, lens = hier_case(
