@@ -3,10 +3,11 @@
 The formulas are those of `attention_kernel`. Here codes are the left operand of the products of a warp group
 (`wgmma`, compute capability 9.0), which is read from registers: a code is unpacked once, by the thread that
 needs it, for all rows (`warpgroup_operands`). Queries times steps, and weights, are the right operand and go
-through shared memory. A block takes two barriers: one when scores are known, and one when weights are.
+through shared memory. So the lines of scores are tokens, those of sums are dimensions, and the columns of
+both are packed rows. A block takes two barriers: one when scores are known, and one when weights are.
 
-A row's base (`fragments_rows.LIFT`) stays until a weight would leave what fp16 holds. So a row's maximum
-need not be known to all warps but in few blocks; in all others they only ask whether there is such a weight.
+A row's base (`fragments_rows.LIFT`) stays until a weight would leave what fp16 holds. In most blocks warps
+only ask each other whether there is such a weight; a row's maximum is told to all in the few others.
 
 A block is asked for as soon as its slot is free, its values a block later than its keys; queries and what the
 first products need are asked for before, since a load waits behind all that the other programs have asked
@@ -56,6 +57,7 @@ from longtrain.kernels.hierarchical.warpgroup_operands import (
 
 _RING = gl.constexpr(384)
 _UNIT = gl.constexpr(2.0**20)
+"""What a sum is multiplied by: a code of 1 is 2^-24 in a product, and a sixteenth of its step."""
 
 
 @gluon.jit
