@@ -41,9 +41,9 @@ def give_up(name: str, why: str, error: Exception | None = None) -> None:
     import triton
 
     _given_up.add(name)
-    log.warning("triton %s %s; what is used in its place is slower", triton.__version__, why)
-    if error is not None:
-        log.debug("what triton says", exc_info=error)
+    said = f" ({str(error).splitlines()[-1]})" if error is not None and str(error) else ""
+    log.warning("triton %s %s%s; what is used in its place is slower", triton.__version__, why, said)
+    log.debug("what triton says", exc_info=error)
 
 
 def given_up(name: str) -> bool:

@@ -177,11 +177,11 @@ def attend_kernel(
         length, begin = gl.load(len_ptr + b).to(gl.int32), blocks * 128
         end = length + T if MASK else length
         column, line = gl.arange(0, ROWS, COLUMN), gl.arange(0, 128, gl.SliceLayout(1, ACC))
-        query, exists = column // GROUP, column < T * GROUP
+        query = column // GROUP
         own_bits = query.to(gl.int64)
         if MASK == 2:
             bits_at = bits_ptr + b.to(gl.int64) * bits_b + query.to(gl.int64) * bits_t
-            own_bits = gl.load(bits_at, mask=exists, other=0)
+            own_bits = gl.load(bits_at, mask=column < T * GROUP, other=0)
         total, out = gl.zeros([ROWS], gl.float32, COLUMN), none
         token = gl.arange(0, 128, gl.SliceLayout(1, QUERIES))
         for start in range(begin + split * 128, end, RINGS * 128):

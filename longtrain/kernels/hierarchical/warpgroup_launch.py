@@ -38,9 +38,9 @@ MOST_BLOCKS = 64
 """Most blocks of a program, as in `warpgroup_operands`, which needs a Triton that has Gluon."""
 NAME = "warp-group attention"
 SERVED = (
-    f"head dim {fragments.HEAD_DIM}, 8 bits, up to {MAX_ROWS} packed rows of up to {fragments.WIDE_GROUP} "
-    "query heads a KV head, queries and ring both bf16 or both fp16, an NVIDIA GPU of compute capability "
-    "9.0, and a Triton that compiles the kernel"
+    f"head dim {fragments.HEAD_DIM}, 8 bits, up to {MAX_ROWS} packed rows of {fragments.NARROW_GROUP + 1} to "
+    f"{fragments.WIDE_GROUP} query heads a KV head, queries and ring both bf16 or both fp16, an NVIDIA GPU "
+    "of compute capability 9.0, and a Triton that compiles the kernel and does not interpret it"
 )
 """What `serves` asks for, in words."""
 
@@ -81,7 +81,7 @@ def takes(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype, d
         bits == 8
         and head_dim == fragments.HEAD_DIM
         and rows <= MAX_ROWS
-        and group <= fragments.WIDE_GROUP
+        and fragments.NARROW_GROUP < group <= fragments.WIDE_GROUP
         and dtype in fragments.HALF
         and hopper_alone(device)
         and not interpreted()
@@ -102,10 +102,10 @@ def hier_attention(
 ) -> tuple[Tensor, Tensor] | None:
     """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the device.
 
-    There are as many splits more as it takes that none has more than MOST_BLOCKS blocks of the planes.
+    Splits are added until none has more than MOST_BLOCKS blocks of the planes.
 
     Returns:
-        None where this Triton does not compile the kernel.
+        None where this Triton does not compile the kernel with the tile that is chosen here.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
@@ -119,8 +119,8 @@ def hier_attention(
     part_lse, part_out = partial_results(q_BHTD, B * G * splits * tile.rows, D)
     try:
         kernel = _kernel()
-    except (ImportError, AttributeError) as error:
-        give_up(NAME, f"has not what the fast kernel {NAME} is written in", error)
+    except (ImportError, AttributeError, TypeError) as error:
+        give_up(NAME, f"lacks parts of Gluon that the fast kernel {NAME} needs", error)
         return None
     with launched_on(q_BHTD):
         try:
@@ -134,7 +134,8 @@ def hier_attention(
                 num_warps=4, enable_fp_fusion=False, **chaining(q_BHTD.device),
             )  # fmt: skip
         except (CompilationError, PTXASError, OutOfResources, RuntimeError) as error:
-            if type(error) is RuntimeError and "PassManager" not in str(error):  # not the compiler's
+            of_compiler = not isinstance(error, RuntimeError) or "PassManager" in str(error)
+            if not (of_compiler and tile == tile_for(T * group)):
                 raise
             give_up(NAME, f"does not compile the fast kernel {NAME}", error)
             return None
