@@ -1,4 +1,4 @@
-"""Attention over INT8 caches by warp groups, which compute capability 9.0 alone has: what it serves, and rows."""
+"""Attention over INT8 caches by warp groups, for compute capability 9.0: what it serves, and its rows."""
 
 from dataclasses import replace
 
