@@ -97,7 +97,7 @@ def hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=32)
 def hopper_alone(device: torch.device) -> bool:
-    """Compute capability 9.0 and no other: products of warp groups, which later GPUs have no more."""
+    """NVIDIA's compute capability 9.0: products of warp groups, which later GPUs no longer have."""
     return (
         hopper(device)
         and torch.version.cuda is not None

@@ -211,6 +211,12 @@ def compiled_warp_groups(rows, kind="bf16", offset=0.0):
     )  # fmt: skip
 
 
+def places(built, within, prefix):
+    """Where in a loop the instructions of this name are."""
+    first, last = within
+    return [at for at in range(first, last + 1) if built.instructions[at].startswith(prefix)]
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 def test_hier_attention_of_warp_groups(rows):
     """A code is unpacked once, nothing goes round by memory, and exactly two programs fit."""
@@ -222,8 +228,13 @@ def test_hier_attention_of_warp_groups(rows):
     assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG.", "LDS.U8"))
     assert built.count("HGMMA", inner) == 32 and built.count("BAR.SYNC", inner) == 3
     assert built.count("FENCE.VIEW.ASYNC", inner) == 1
-    waits = [at for at in range(*inner) if built.instructions[at].startswith("DEPBAR")]
-    assert [built.operands[at][1] for at in waits] == ["0x1"], "all copies but the last asked for"
+    (wait,) = places(built, inner, "DEPBAR")
+    assert built.operands[wait][1] == "0x1", "all copies but the last asked for"
+    stores, copies = places(built, inner, "ST"), places(built, inner, "LDGSTS")
+    (fence,), barrier = places(built, inner, "FENCE.VIEW.ASYNC"), places(built, inner, "BAR.SYNC")[-1]
+    assert max(stores) < fence < min(copies) and max(copies) < wait < barrier
+    assert {at < fence or at > barrier for at in places(built, inner, "HGMMA")} == {True}
+    assert sum(at > barrier for at in places(built, inner, "HGMMA")) == 16, "what weights are multiplied by"
     assert built.count("LDGSTS.E.BYPASS.128", inner) == 19
     assert 128 <= built.count("PRMT", inner) <= 136, "two codes of a thread's 256 at a time"
 

@@ -167,10 +167,8 @@ def attend_kernel(
         k_smem = gl.allocate_shared_memory(kind, [128, 128], OPERAND)
         v_smem = gl.allocate_shared_memory(kind, [128, 128], OPERAND)
         p_smem = gl.allocate_shared_memory(kind, [ROWS, 128], OPERAND)
-        row, dim = (
-            gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)),
-            gl.arange(0, 128, gl.SliceLayout(0, QUERIES)),
-        )
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES))
+        dim = gl.arange(0, 128, gl.SliceLayout(0, QUERIES))
         q_at = (row % GROUP).to(gl.int64) * q_h + (row // GROUP).to(gl.int64) * q_t
         q = gl.load(q_head + q_at[:, None] + dim[None, :], mask=(row < T * GROUP)[:, None], other=0.0)
         q_smem = gl.allocate_shared_memory(kind, [ROWS, 128], OPERAND, q)
@@ -237,7 +235,7 @@ def attend_kernel(
         most_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN)
         unit_smem = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
         flag_smem = gl.allocate_shared_memory(gl.int32, [4], LINE)
-        # what the first products need is asked for before the blocks, behind which it would wait
+        # asked for before the blocks: otherwise the first products would wait until all blocks have arrived
         n, channel = gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), channels()
         q_at = (n % GROUP).to(gl.int64) * q_h + (n // GROUP).to(gl.int64) * q_t
         exact = gl.load(q_head + q_at[:, None] + channel[None, :], mask=(n < T * GROUP)[:, None], other=0.0)
@@ -260,7 +258,8 @@ def attend_kernel(
         fence_async_shared()
         norm = gl.exp2(gl.convert_layout(power, COLUMN)) * scale2
         unit_smem.store(norm * _UNIT)
-        out, total, zeros = none, _sum_of_thread(none, ROWS), _lines(none, ROWS)[0]  # as their sums lie
+        # zeros, each in the layout of what is added to it
+        out, total, zeros = none, _sum_of_thread(none, ROWS), _lines(none, ROWS)[0]
         shared = _times_q(k_zeros, q_smem, ROWS, ACC)
         if OFFSET != 0.0:
             k_sums = _times_q(zeros_of(k_step_at, first, last), q_smem, ROWS, ACC)

@@ -31,6 +31,7 @@ KEYS = gl.constexpr(
         shape=[128, 32],
     )
 )
+"""Half words of a block's keys: tokens, and where in a row of 64 bytes."""
 VALUES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [32, 0]],
@@ -40,6 +41,7 @@ VALUES = gl.constexpr(
         shape=[64, 64],
     )
 )
+"""Half words of a block's values: dimensions 0 to 63 (64 to 127 are in the same bytes), and tokens."""
 ZEROS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]],
@@ -49,6 +51,7 @@ ZEROS = gl.constexpr(
         shape=[64, 128],
     )
 )
+"""Zeros or steps of keys: a block a line, and channels."""
 TOKENS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[2], [64]],
@@ -58,6 +61,7 @@ TOKENS = gl.constexpr(
         shape=[128],
     )
 )
+"""Numbers of a block's tokens, in the threads that have their lines."""
 CHANNELS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [16], [32]],
@@ -67,6 +71,7 @@ CHANNELS = gl.constexpr(
         shape=[128],
     )
 )
+"""Steps of a block's channels, in the threads that multiply queries by them."""
 ONE_EACH = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2]], lane_bases=[[0]] * 5, warp_bases=[[0]] * 2, block_bases=[], shape=[4]
@@ -97,16 +102,17 @@ _UNPACK = gl.constexpr("""{
 _FOUR = gl.constexpr((gl.float16,) * 4)
 _MULTIPLY = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 
-_NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""Whether Gluon's view of shared memory as something else has its later name, without an underscore."""
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Gluon's asynchronous load, whose name has changed."""
 
 
 @gluon.jit
-def ask(upper, lower, slot, upper_at, lower_at, block, keep, VALUES_TOO: gl.constexpr):
+def ask(upper, lower, slot, upper_at, lower_at, block, keep, OF_VALUES: gl.constexpr):
     """Ask for both planes of a block of keys, or of values."""
-    COPY: gl.constexpr = _VALUE_COPY if VALUES_TOO else _KEY_COPY
-    LINES: gl.constexpr = 64 if VALUES_TOO else 128
+    COPY: gl.constexpr = _VALUE_COPY if OF_VALUES else _KEY_COPY
+    LINES: gl.constexpr = 64 if OF_VALUES else 128
     WIDTH: gl.constexpr = 4096 // LINES
     row, word = gl.arange(0, LINES, gl.SliceLayout(1, COPY)), gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))
     at = block * 4096 + (row[:, None] * WIDTH + word[None, :])
@@ -201,7 +207,7 @@ def by_steps(q, steps):
 @gluon.jit
 def as_table(smem, LINES: gl.constexpr, ROWS: gl.constexpr):
     """Lines of fp32 numbers that are taken one by one, as a table that is stored at once."""
-    if _NAMED:
+    if _PUBLIC:
         return smem.reinterpret(gl.float32, [LINES, ROWS], PLAIN)
     else:
         return smem._reinterpret(gl.float32, [LINES, ROWS], PLAIN)
@@ -210,11 +216,8 @@ def as_table(smem, LINES: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def zeros_of(at, first, last):
     """Zeros (or steps) of the keys of a program's blocks, a line a block."""
-    row, dim = (
-        gl.arange(0, MOST_BLOCKS, gl.SliceLayout(1, ZEROS)),
-        gl.arange(0, 128, gl.SliceLayout(0, ZEROS)),
-    )
-    block = gl.minimum(first + row, last - 1)
+    block = gl.minimum(first + gl.arange(0, MOST_BLOCKS, gl.SliceLayout(1, ZEROS)), last - 1)
+    dim = gl.arange(0, 128, gl.SliceLayout(0, ZEROS))
     return gl.load(at + block.to(gl.int64)[:, None] * 128 + dim[None, :])
 
 
