@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha1
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Binary:
         instructions: machine instructions in order, without operands (`HMMA.16816.F32`).
         operands: of each of them, the result first.
         loops: of each backward branch, its first and last instruction's positions.
+        skips: of each forward branch, its own position and the one that it leads to.
         ttgir: triton's own form of the kernel, with the layout of every tensor.
     """
 
@@ -50,6 +51,7 @@ class Binary:
     instructions: tuple[str, ...]
     operands: tuple[tuple[str, ...], ...]
     loops: tuple[tuple[int, int], ...]
+    skips: tuple[tuple[int, int], ...]
     ttgir: str
 
     def count(self, prefix: str, within: tuple[int, int] | None = None) -> int:
@@ -67,6 +69,28 @@ class Binary:
         if not self.count(prefix, best):
             raise ValueError(f"no loop with {prefix} in {Counter(self.instructions).most_common(5)}")
         return best
+
+
+    def later_rounds(self, prefix: str) -> Binary:
+        """The same without what the loop of `loop_of` skips once the kernel in front has been waited for.
+
+        That is what the narrowest branch around a wait in this loop skips; a loop may have none.
+        """
+        first, last = self.loop_of(prefix)
+        waits = [at for at in range(first, last + 1) if self.instructions[at] == "ACQBULK"]
+        inside = [(at, to) for at, to in self.skips if first <= at and to <= last + 1]
+        skipped: set[int] = set()
+        for wait in waits:
+            skipped.update(min((range(at + 1, to) for at, to in inside if at < wait < to), key=len))
+        kept = [at for at in range(len(self.instructions)) if at not in skipped]
+        place = {at: i for i, at in enumerate(kept)}
+        return replace(
+            self,
+            instructions=tuple(self.instructions[at] for at in kept),
+            operands=tuple(self.operands[at] for at in kept),
+            loops=tuple((place[a], place[b]) for a, b in self.loops if a in place and b in place),
+            skips=(),
+        )
 
 
 def compile_kernel(
@@ -116,9 +140,8 @@ def compile_kernel(
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing of registers: {usage!r}")
-    instructions, operands, loops = _read(text)
     sizes = int(found[1]), int(found[2]), int(built.metadata.shared)
-    return Binary(*sizes, instructions, operands, loops, built.asm["ttgir"])
+    return Binary(*sizes, *_read(text), ttgir=built.asm["ttgir"])
 
 
 def roundings(built: Binary, within: tuple[int, int]) -> Counter[str]:
@@ -187,10 +210,8 @@ def _tool(name: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _read(
-    text: str,
-) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[tuple[int, int], ...]]:
-    """Names and operands of all instructions of a disassembly, and the loops."""
+def _read(text: str) -> tuple[Any, ...]:
+    """Names and operands of all instructions of a disassembly, the loops, and the forward branches."""
     names: list[str] = []
     operands: list[tuple[str, ...]] = []
     labels: dict[str, int] = {}
@@ -204,4 +225,5 @@ def _read(
             names.append(found[1])
             operands.append(tuple(found[2].strip().split(", ")))
     loops = tuple((labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at)
-    return tuple(names), tuple(operands), loops
+    skips = tuple((at, labels[to]) for at, to in branches if labels.get(to, at) > at)
+    return tuple(names), tuple(operands), loops, skips

@@ -37,16 +37,10 @@ from longtrain.kernels.hierarchical.fragments_rows import (
     thread_sum,
     thread_sum_of_products,
 )
-from longtrain.kernels.tree_attention.kernel import _visible
+from longtrain.kernels.tree_attention.kernel import _visible, wait_in_loop
 
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)
-_PREFETCH = tl.constexpr("""{
-    .reg .pred p;
-    setp.ne.s32 p, $2, 0;
-    @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.u32 $0, 0;
-}""")
 
 
 @triton.jit
@@ -102,11 +96,25 @@ def _cut(words, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.constexpr):
-    """A thread's queries as words of two fp16 numbers, and the power of two of their row they are divided by.
+def _queries(
+    q_ptr, q_h, q_t, rows, scale2,
+    TILE: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, BF16: tl.constexpr, PARTS: tl.constexpr,
+    THREADS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A thread's queries as words of two fp16 numbers, and what their row's scores are multiplied by.
 
+    That is `scale2`, and the power of two that a row is divided by.
     Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
+    The kernel in front has made them, so here its end is waited for.
     """
+    if CHAINED:
+        wait_in_loop()
+    e = tl.arange(0, 16 * THREADS)
+    k, c, t = e // (4 * THREADS), e & 3, (e >> 2) & 3
+    m = ((e >> 4) & 7) + 16 * ((e >> 7) & (PARTS - 1)) + 8 * TILE
+    at = 32 * (k >> 1) + 8 * t + 4 * (k & 1) + c
+    at += (m % GROUP).to(tl.int64) * (q_h // 2) + (m // GROUP).to(tl.int64) * (q_t // 2)
+    word = _quads(q_ptr.to(tl.pointer_type(tl.uint32)), at, tl.max_constancy(m < rows, 4))
     if BF16:
         even = (word << 16).to(tl.float32, bitcast=True)
         odd = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -117,7 +125,7 @@ def _queries(word, k, FIRST: tl.constexpr, BF16: tl.constexpr, THREADS: tl.const
     by = tl.where(k < 2, FIRST, 0.0625) / spread(norm, THREADS)
     low = (even * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
     high = (odd * by).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return (low | (high << 16)).to(tl.int32, bitcast=True), norm
+    return (low | (high << 16)).to(tl.int32, bitcast=True), norm * scale2
 
 
 @triton.jit
@@ -225,10 +233,10 @@ def _finish(
     tl.store(at + 512, _added(out_b, HALVES, PARTS), mask=keep)
 
 
-@triton.jit(do_not_specialize=["splits", "T", "N", "ahead"])
+@triton.jit(do_not_specialize=["splits", "T", "N"])
 def attend_kernel(
     q_ptr, k_upper_ptr, k_lower_ptr, v_upper_ptr, v_lower_ptr, k_step_ptr, k_zero_ptr, v_step_ptr, v_zero_ptr,
-    ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N, ahead,
+    ring_k_ptr, ring_v_ptr, len_ptr, blocks_ptr, bits_ptr, out_ptr, lse_ptr, scale2, splits, T, N,
     q_b, q_h, q_t, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
     MASK: tl.constexpr, WORDS: tl.constexpr, RINGS: tl.constexpr, STAGES: tl.constexpr,
@@ -239,9 +247,11 @@ def attend_kernel(
     """Partial out [ROWS, 128], base-2 lse [ROWS] of all packed rows over a split of the ring or the blocks.
 
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks.
-
-    `ahead`: blocks of a program that are brought to the L2 cache before the kernel in front has ended.
+    CHAINED: see `tree_attention.kernel`. Blocks and their number are older than the kernels in front, and a
+    split's first blocks are asked for before this kernel waits for queries.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     D: tl.constexpr = 128
     BLOCK: tl.constexpr = 2048
     ROWS: tl.constexpr = 16 * PARTS
@@ -253,24 +263,7 @@ def attend_kernel(
     b, kv, head = pid // G, pid % G, pid.to(tl.int64)
     row = head * N
     k_words, v_words = k_upper_ptr.to(tl.pointer_type(tl.int32)), v_upper_ptr.to(tl.pointer_type(tl.int32))
-    if CHAINED:
-        if split >= RINGS and ahead > 0:
-            count = tl.load(blocks_ptr + b).to(tl.int32)
-            ours = tl.cdiv(count, splits - RINGS)
-            start = (split - RINGS) * ours
-            size = tl.maximum(tl.minimum(tl.minimum(ours, ahead), count - start), 0) * (4 * BLOCK)
-            into = (row + start).to(tl.int64) * (4 * BLOCK)
-            plane = tl.arange(0, THREADS)
-            at = tl.where(plane == 0, k_upper_ptr.to(tl.int64), v_upper_ptr.to(tl.int64))
-            if BITS == 8:
-                lower = tl.where(plane == 2, k_lower_ptr.to(tl.int64), v_lower_ptr.to(tl.int64))
-                at = tl.where(plane < 2, at, lower)
-            tl.inline_asm_elementwise(
-                _PREFETCH, "=r,l,r", [at + into, tl.where(plane < BITS // 2, size, 0)], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
-        gdc_wait()
-    blocks = tl.load(blocks_ptr + b, cache_modifier=".cg").to(tl.int32)
+    blocks = tl.load(blocks_ptr + b).to(tl.int32)
     share = tl.cdiv(blocks, splits - RINGS)
     first = (split - RINGS) * share
     last = tl.minimum(first + share, blocks)
@@ -278,18 +271,9 @@ def attend_kernel(
     out_ptr += slot * (ROWS * D)
     lse_ptr += slot * ROWS
     q_head = q_ptr + b.to(tl.int64) * q_b + (kv * GROUP).to(tl.int64) * q_h
-    e = tl.arange(0, 16 * THREADS)
-    c, t, g, k = e & 3, (e >> 2) & 3, (e >> 4) & 7, e // (4 * THREADS)
-    g += 16 * ((e >> 7) & (PARTS - 1))
-    q_in = 32 * (k >> 1) + 8 * t + 4 * (k & 1) + c
-    q_words = q_head.to(tl.pointer_type(tl.uint32))
-    q_at = q_in + (g % GROUP).to(tl.int64) * (q_h // 2) + (g // GROUP).to(tl.int64) * (q_t // 2)
-    word = _quads(q_words, q_at, tl.max_constancy(g < T * GROUP, 4))
-    if TILES == 2:
-        g += 8
-        q_at = q_in + (g % GROUP).to(tl.int64) * (q_h // 2) + (g // GROUP).to(tl.int64) * (q_t // 2)
-        word_2 = _quads(q_words, q_at, tl.max_constancy(g < T * GROUP, 4))
     if split < RINGS:
+        if CHAINED:
+            gdc_wait()
         dim = tl.arange(0, D)
         n, begin = tl.load(len_ptr + b).to(tl.int32), blocks * _BLOCK
         end = n + T if MASK else n
@@ -306,22 +290,26 @@ def attend_kernel(
             head * _RING, n, begin, end, split, query, low_bits, high_bits, T, scale2,
             D, ROWS, MASK, WORDS, RECENT, RINGS, STAGES,
         )  # fmt: skip
-        if CHAINED:
-            gdc_launch_dependents()
         out = out / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(lse_ptr + m, top + tl.log2(total), mask=exists)
         tl.store(out_ptr + _place(m[:, None], dim[None, :]), out, mask=exists[:, None])
     elif first < last:
+        LATE: tl.constexpr = PARTS == 1  # two parts have no registers for queries that come late
         FIRST: tl.constexpr = 1.0 if BITS == 4 else 0.0625
         BF16: tl.constexpr = q_ptr.dtype.element_ty == tl.bfloat16
-        q, norm = _queries(word, k, FIRST, BF16, THREADS)
-        norm *= scale2
+        q, norm = tl.zeros((16 * THREADS,), tl.int32), tl.zeros((THREADS // 4, 1), tl.float32)
         top = tl.full((THREADS // 4, 1), float("-inf"), tl.float32)
         total, zeros = tl.zeros((THREADS // 4, 4), tl.float32), tl.zeros((THREADS // 4, 4), tl.float32)
         out_a, out_b = tl.zeros((16 * THREADS,), tl.float32), tl.zeros((16 * THREADS,), tl.float32)
         if TILES == 2:
-            q_2, norm_2 = _queries(word_2, k, FIRST, BF16, THREADS)
-            norm_2 *= scale2
+            q_2, norm_2 = q, norm
+            if not LATE:
+                q, norm = _queries(
+                    q_head, q_h, q_t, T * GROUP, scale2, 0, GROUP, FIRST, BF16, PARTS, THREADS, CHAINED
+                )  # fmt: skip
+                q_2, norm_2 = _queries(
+                    q_head, q_h, q_t, T * GROUP, scale2, 1, GROUP, FIRST, BF16, PARTS, THREADS, False
+                )  # fmt: skip
             top_2, total_2, zeros_2, out_a_2, out_b_2 = top, total, zeros, out_a, out_b
         i = tl.arange(0, 512 * HALVES)
         quad, h, pair = i // (128 * HALVES), (i >> 7) & 1, (i >> 8) & (PAIRS - 1)
@@ -351,6 +339,15 @@ def attend_kernel(
             step = tl.load(k_step_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             zero = tl.load(k_zero_ptr.to(tl.pointer_type(tl.int32)) + at + channel, mask=keep, other=0)
             keys += (_channels(step, PAIRS, PARTS), _channels(zero, PAIRS, PARTS))
+            if LATE:  # noqa: SIM102 (settled when this is compiled)
+                if start == first:
+                    q, norm = _queries(
+                        q_head, q_h, q_t, T * GROUP, scale2, 0, GROUP, FIRST, BF16, PARTS, THREADS, CHAINED
+                    )  # fmt: skip
+                    if TILES == 2:
+                        q_2, norm_2 = _queries(
+                            q_head, q_h, q_t, T * GROUP, scale2, 1, GROUP, FIRST, BF16, PARTS, THREADS, False
+                        )  # fmt: skip
             v_step, v_zero = _cut(v_step_next, THREADS), _cut(v_zero_next, THREADS)
             at += PAIRS * 64
             v_step_next = _tokens(v_step_ptr + at * 2, fours, start + PAIRS + v_pair, last)
@@ -380,8 +377,6 @@ def attend_kernel(
                     values + (weight, fade, weight_2, fade_2, out_a, out_b, out_a_2, out_b_2),
                     dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=16,
                 )  # fmt: skip
-        if CHAINED:
-            gdc_launch_dependents()
         _finish(
             out_ptr, lse_ptr, top, total, zeros, out_a, out_b, T * GROUP, FINISH, FINISH_OF, HALVES, PARTS
         )  # fmt: skip
@@ -391,5 +386,7 @@ def attend_kernel(
                 FINISH, FINISH_OF, HALVES, PARTS,
             )  # fmt: skip
     else:
+        if CHAINED:
+            gdc_wait()
         none = tl.arange(0, ROWS)
         tl.store(lse_ptr + none, tl.full((ROWS,), float("-inf"), tl.float32))

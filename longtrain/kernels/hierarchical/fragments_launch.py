@@ -47,7 +47,6 @@ class FragmentTile:
         stages: stages of the pipeline that brings blocks; fewer where shared memory does not hold them.
         resident: programs that run on one multiprocessor at a time. Registers or shared memory must let no
             more of them in, or some multiprocessors get more than others.
-        ahead: blocks of a program that are asked for before the kernel in front has ended.
         chunk: numbers of a merging program, and as many threads: a power of two from 32 to 1024.
 
     Raises:
@@ -59,7 +58,6 @@ class FragmentTile:
     parts: int = 1
     stages: int = 3
     resident: int = 2
-    ahead: int = 2
     chunk: int = 128
 
     def __post_init__(self) -> None:
@@ -72,6 +70,11 @@ class FragmentTile:
         """Most packed rows."""
         return 8 * self.tiles * self.parts
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of a round."""
+        return self.warps // (2 * self.parts)
+
 
 TILES = {
     4: (FragmentTile(), FragmentTile(tiles=2)),
@@ -81,11 +84,14 @@ TILES = {
 WIDE_TILES = (
     FragmentTile(warps=2, stages=4),
     FragmentTile(tiles=2, warps=2, stages=4),
-    FragmentTile(tiles=2, warps=4, parts=2, ahead=1),
+    FragmentTile(tiles=2, warps=4, parts=2),
 )
 """The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
+FEW_ROUNDS = 5
+"""Most rounds of a split whose pipeline asks for one of them before it reads its queries, which come after all
+that was asked for."""
 NARROW_GROUP, WIDE_GROUP = 2, 4
 """At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`.
 
@@ -144,9 +150,11 @@ def hier_attention(
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    tile = tile or tile_for(T * group, bits, group, B * G)
-    rings = rings_for(N)
-    splits = splits or splits_for(tile.resident, B * G, rings, q_BHTD.device)
+    rings, chained = rings_for(N), chaining(q_BHTD.device)
+    some = tile or tile_for(T * group, bits, group, B * G)
+    splits = splits or splits_for(some.resident, B * G, rings, q_BHTD.device)
+    short = chained["CHAINED"] and -(-N // (splits - rings)) <= FEW_ROUNDS * some.blocks
+    tile = tile or (replace(some, stages=2) if short else some)
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     rows = 16 * tile.parts
@@ -154,14 +162,13 @@ def hier_attention(
     out_BTHD = torch.empty((B, T, H, D), dtype=q_BHTD.dtype, device=q_BHTD.device)
     lse_BHT = torch.empty((B, H, T), dtype=torch.float32, device=q_BHTD.device)
     stages = stages_in(tile, bits, shared_bytes(q_BHTD.device))
-    chained = chaining(q_BHTD.device)
     offset = planes.split.upper_offset if bits == 4 else -planes.split.lower_offset / 16
     with launched_on(q_BHTD):
         built = kernels.attend_kernel[(B * G, splits)](
             q_BHTD, planes.k_upper, planes.k_lower, planes.v_upper, planes.v_lower,
             planes.k_step, planes.k_zero, planes.v_step, planes.v_zero,
             ring.k, ring.v, lens.len_B, lens.blocks_B, own_bits, part_out, part_lse,
-            scale * LOG2E, splits, T, N, tile.ahead, *q_BHTD.stride()[:3],
+            scale * LOG2E, splits, T, N, *q_BHTD.stride()[:3],
             *bits_strides, **of_mask,
             G=G, GROUP=group, BITS=bits, OFFSET=offset,
             RINGS=rings, STAGES=stages, WARPS=tile.warps, TILES=tile.tiles, PARTS=tile.parts,
@@ -182,7 +189,7 @@ def tile_for(rows: int, bits: int, group: int, programs: int) -> FragmentTile:
     """The tile for so many packed rows of `group` query heads, of each of `programs` KV heads."""
     tile = next(tile for tile in _tiles(bits, group) if rows <= tile.rows)
     if programs >= MANY and tile.warps == 4 and tile.parts == 1:
-        return replace(tile, warps=2, stages=4, resident=4)
+        return replace(tile, warps=2, resident=4)
     return tile
 
 
@@ -196,15 +203,13 @@ def candidates(rows: int, bits: int, group: int) -> tuple[FragmentTile, ...]:
     first = tile_for(rows, bits, group, 1)
     found = [replace(first, stages=n) for n in (2, 3, 4, 5)]
     found += [replace(first, warps=2 * first.warps, resident=1), replace(first, chunk=64)]
-    found += [replace(first, ahead=n) for n in (0, 1, 2, 4)]
     return tuple(tile for tile in found if tile != first)
 
 
 def stages_in(tile: FragmentTile, bits: int, limit: int) -> int:
     """The tile's stages, or as many as fit into `limit` bytes: each but one keeps the blocks of a round."""
-    blocks = tile.warps // (2 * tile.parts) * bits * 4096
     others = 3072 * tile.warps
-    return max(1, min(tile.stages, 1 + (limit - others) // blocks))
+    return max(1, min(tile.stages, 1 + (limit - others) // (tile.blocks * bits * 4096)))
 
 
 def rings_for(blocks: int) -> int:

@@ -153,8 +153,9 @@ def attend_kernel(
     )
     pid, split = gl.program_id(0), gl.program_id(1)
     b, kv, head = pid // G, pid % G, pid.to(gl.int64)
-    if CHAINED:
-        gdc_wait()
+    ROOM: gl.constexpr = ROWS == 16
+    if CHAINED and ROOM:
+        gdc_launch_dependents()
     blocks = gl.load(blocks_ptr + b).to(gl.int32)
     share = gl.cdiv(blocks, splits - RINGS)
     first = (split - RINGS) * share
@@ -164,6 +165,8 @@ def attend_kernel(
     none = gl.zeros([128, ROWS], gl.float32, ACC)
     top = gl.full([ROWS], float("-inf"), gl.float32, COLUMN)
     if split < RINGS:
+        if CHAINED:
+            gdc_wait()
         k_smem = gl.allocate_shared_memory(kind, [128, 128], OPERAND)
         v_smem = gl.allocate_shared_memory(kind, [128, 128], OPERAND)
         p_smem = gl.allocate_shared_memory(kind, [ROWS, 128], OPERAND)
@@ -208,7 +211,7 @@ def attend_kernel(
             fence_async_shared()
             out = warpgroup_mma(v_smem.permute((1, 0)), p_smem.permute((1, 0)), out * fade[None, :])
             top = new
-        if CHAINED:
+        if CHAINED and not ROOM:
             gdc_launch_dependents()
         share_of = 1.0 / gl.where(total > 0, total, 1.0)
         out, lse = out * share_of[None, :], top + gl.log2(total)
@@ -235,10 +238,7 @@ def attend_kernel(
         most_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], PLAIN)
         unit_smem = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
         flag_smem = gl.allocate_shared_memory(gl.int32, [4], LINE)
-        # asked for before the blocks: otherwise the first products would wait until all blocks have arrived
-        n, channel = gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), channels()
-        q_at = (n % GROUP).to(gl.int64) * q_h + (n // GROUP).to(gl.int64) * q_t
-        exact = gl.load(q_head + q_at[:, None] + channel[None, :], mask=(n < T * GROUP)[:, None], other=0.0)
+        channel = channels()
         step = gl.load(k_step_at + first * 128 + channel)
         k_zeros = zeros_of(k_zero_at, first, last)
         for early in gl.static_range(SLOTS):
@@ -249,6 +249,13 @@ def attend_kernel(
             ask(k_upper, k_lower, early, k_upper_at, k_lower_at, at, at < last, False)
             if early > 0:
                 ask(v_upper, v_lower, early - 1, v_upper_at, v_lower_at, at - 1, at <= last, True)
+            else:  # queries would wait until all blocks that were asked for before them have arrived
+                if CHAINED:
+                    gdc_wait()
+                n = gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES))
+                q_at = (n % GROUP).to(gl.int64) * q_h + (n // GROUP).to(gl.int64) * q_t
+                there = (n < T * GROUP)[:, None]
+                exact = gl.load(q_head + q_at[:, None] + channel[None, :], mask=there, other=0.0)
             commit_group()
         exact = exact.to(gl.float32)
         power = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(exact), 1), 1e-30)))
@@ -319,7 +326,7 @@ def attend_kernel(
             out = warpgroup_mma(values_of(upper_1, lower_1, ACC), p_1, out, is_async=True)
             out = warpgroup_mma_wait(0, deps=[out])
         wait_group(0)
-        if CHAINED:
+        if CHAINED and not ROOM:
             gdc_launch_dependents()
         total = _column_sum(total, most_smem, ROWS, ACROSS, COLUMN)
         zeros = _column_sum(zeros, most_smem, ROWS, ACROSS, COLUMN)
@@ -327,5 +334,7 @@ def attend_kernel(
         out, lse = out * (1.0 / total)[None, :], top + gl.log2(total)
         _finish(out_ptr, lse_ptr, out, lse, dimensions(ACC), T * GROUP, splits, ROWS, COLUMN)
     else:
+        if CHAINED:
+            gdc_wait()
         empty = lse_ptr + (pid * splits + split).to(gl.int64) * ROWS
         gl.store(empty + gl.arange(0, ROWS, COLUMN), top)
