@@ -70,7 +70,6 @@ class Binary:
             raise ValueError(f"no loop with {prefix} in {Counter(self.instructions).most_common(5)}")
         return best
 
-
     def later_rounds(self, prefix: str) -> Binary:
         """The same without what the loop of `loop_of` skips once the kernel in front has been waited for.
 
