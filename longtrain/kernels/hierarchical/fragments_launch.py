@@ -90,8 +90,8 @@ WIDE_TILES = (
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
 FEW_ROUNDS = 5
-"""Most rounds of a split that asks for one of them before its queries, which arrive after all that was asked for
-before them; with more rounds it asks for two."""
+"""Most rounds of a split that asks for one of them before its queries, which arrive after all that was asked
+for before them; with more rounds it asks for two."""
 NARROW_GROUP, WIDE_GROUP = 2, 4
 """At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`.
 
