@@ -17,6 +17,7 @@ SCALE = 2.0
 
 def in_a_graph(work):
     """What the second replay of a CUDA graph gives; the first one finds other results in its buffers."""
+    torch.cuda.synchronize()  # the buffers are in use until then
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         work()
