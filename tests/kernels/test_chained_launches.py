@@ -47,10 +47,13 @@ def hopper():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [3, 250, 2100, 9000])
+@pytest.mark.parametrize("n", [3, 250, 9000, 30000])
 @pytest.mark.parametrize("T", [1, 4, 7, 16])
 def test_a_step_reads_what_the_one_before_wrote(monkeypatch, hopper, T, n):
-    """Rows of a step are the queries and last keys of the next, at the prefix's end or behind it."""
+    """Rows of a step are the queries and last keys of the next, at the prefix's end or behind it.
+
+    The longest prefix is one whose first tiles are asked for early.
+    """
     q, k, v, len_B = dense_case(
         H=8, G=2, T=T, D=128, S=n + 2 * T, lens=(n,), nodes=2 * T, dtype=torch.bfloat16, device="cuda"
     )
