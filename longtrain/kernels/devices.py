@@ -1,7 +1,12 @@
 """Where Triton kernels run, and what every launch of one needs: one place that asks the device.
 
-On compute capability 9.0 a kernel of a step is launched before the one in front of it ends (programmatic
-dependent launch); `chaining` gives the options of that.
+On compute capability 9.0 a chained kernel starts before the one in front of it ends (programmatic dependent
+launch; `chaining` gives the options), and waits for that end before it reads what a chained kernel may have
+written. A kernel that is not chained starts when all before it are over, and the next one when it is over. So
+what such kernels alone have written is read without waiting: weights, and in attention the lengths, the rows
+before a step's own ones (the prefix) and quantised blocks. Whoever writes those by chained kernels
+(`write_rows`, `move_rows`) runs another operator before the next attention, as caches do when they add to
+their lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ log = get_logger(__name__)
 
 LOG2E = 1.4426950408889634
 CHAINED = True
-"""Kernels start while the one before them ends, where the device can; they wait before they read."""
+"""Kernels start while the one before them ends, where the device can."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _given_up: set[str] = set()
 

@@ -58,13 +58,12 @@ def test_a_step_reads_what_the_one_before_wrote(monkeypatch, hopper, T, n):
         H=8, G=2, T=T, D=128, S=n + 2 * T, lens=(n,), nodes=2 * T, dtype=torch.bfloat16, device="cuda"
     )
     k[:, :, n:], v[:, :, n:] = 1, 1
-    later_B = len_B + T
 
     def work():
         x = q
         for i in range(STEPS):
             write_rows(x[:, 0::4], x[:, 1::4], Slots(k, v, len_B))
-            at_B, mask = (later_B, None) if i % 2 else (len_B, CAUSAL)
+            at_B, mask = (len_B + T, None) if i % 4 == 3 else (len_B, CAUSAL)
             x, _ = tree_attention(x, k, v, at_B, mask, scale=SCALE)
         return x
 

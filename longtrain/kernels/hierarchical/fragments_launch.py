@@ -153,8 +153,9 @@ def hier_attention(
     rings, chained = rings_for(N), chaining(q_BHTD.device)
     some = tile or tile_for(T * group, bits, group, B * G)
     splits = splits or splits_for(some.resident, B * G, rings, q_BHTD.device)
-    short = chained["CHAINED"] and -(-N // (splits - rings)) <= FEW_ROUNDS * some.blocks
-    tile = tile or (replace(some, stages=2) if short else some)
+    short = -(-N // (splits - rings)) <= FEW_ROUNDS * some.blocks
+    early = chained["CHAINED"] and some.tiles == 1
+    tile = tile or (replace(some, stages=2) if short and early else some)
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     rows = 16 * tile.parts

@@ -94,6 +94,8 @@ def tree_attention(
     Raises:
         DataError: shapes, dtypes or a mask that do not fit.
 
+    Note: `kernels.devices` says what may have written the prefix and its length right before.
+
     Source: LongSpec §3.3 (hybrid tree attention), as one split-KV kernel and a merge.
     """
     nodes = q_BHTD.shape[2] if nodes is None else nodes

@@ -21,9 +21,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_FRESH = tl.constexpr(256)
-"""Slots at the end of the prefix that kernels in front, which may still run, can have written."""
-
 
 @triton.jit
 def wait_in_loop():
@@ -126,11 +123,10 @@ def attend_kernel(
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: the GPU may start this kernel while the one before it ends. Lengths, and slots of the prefix but
-        for the last _FRESH, are older than that one and its chained predecessors: so a split's first tiles
-        are asked for before this kernel waits, and queries are read after that. The kernel behind this one
-        may start at once where a multiprocessor has registers for it beside this one's, else when all tiles
-        were seen: it would only delay them.
+    CHAINED: the GPU may start this kernel while the one before it ends. Lengths and the prefix are older than
+        all such kernels in front: a split asks for its first tiles before it waits, and reads queries after
+        that. The kernel behind this one may start at once where a multiprocessor has registers for both, and
+        when all tiles were seen where it has not.
     ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
         weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
@@ -146,7 +142,7 @@ def attend_kernel(
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
     if CHAINED:  # noqa: SIM102 (settled when this is compiled)
-        if (split >= count) | ((STAGES - 1) * splits * KEYS > n - _FRESH):
+        if not LATE or split >= count:
             gdc_wait()
     out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot_ptr = lse_ptr + out_at
@@ -162,7 +158,7 @@ def attend_kernel(
     q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
     q = tl.zeros((ROWS, WIDTH), k_ptr.dtype.element_ty)
     if not LATE:
-        q = _queries(q_ptr, q_at, exists, wide, q, CHAINED)
+        q = _queries(q_ptr, q_at, exists, wide, q, False)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weights = tl.zeros((ROWS, KEYS), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
