@@ -1,12 +1,14 @@
 """Where Triton kernels run, and what every launch of one needs: one place that asks the device.
 
-On compute capability 9.0 a chained kernel starts before the one in front of it ends (programmatic dependent
-launch; `chaining` gives the options), and waits for that end before it reads what a chained kernel may have
-written. A kernel that is not chained starts when all before it are over, and the next one when it is over. So
-what such kernels alone have written is read without waiting: weights, and in attention the lengths, the rows
-before a step's own ones (the prefix) and quantised blocks. Whoever writes those by chained kernels
-(`write_rows`, `move_rows`) runs another operator before the next attention, as caches do when they add to
-their lengths.
+On compute capability 9.0 a chained kernel is launched before the one in front of it ends (programmatic
+dependent launch; `chaining` gives the options). It waits for that end (`gdc_wait`) before it writes, and
+before it reads what the kernels in front may have written. It may read earlier what was written before the
+last kernel that is not chained: that one starts when all before it have ended. (When it has ended itself, its
+own results need not be visible yet to a chained kernel behind it.) Weights are such, and in attention
+lengths, the rows before a step's own ones (the prefix) and quantised blocks. Rows are written by chained
+kernels (`rotate_heads`, `write_rows`, `move_rows`), after which caches add to their lengths by a kernel that
+is not chained. Where a prefix is put together right before it is attended to, attention is asked for with
+`early=False`.
 """
 
 from __future__ import annotations

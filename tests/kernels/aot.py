@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha1
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,6 +27,7 @@ HOPPER = 90
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
+_Places: TypeAlias = tuple[tuple[int, int], ...]
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 
@@ -73,14 +74,20 @@ class Binary:
     def later_rounds(self, prefix: str) -> Binary:
         """The same without what the loop of `loop_of` skips once the kernel in front has been waited for.
 
-        That is what the narrowest branch around a wait in this loop skips; a loop may have none.
+        That is what the narrowest branch around a wait in this loop skips; a loop may have no wait.
+
+        Raises:
+            ValueError: no such loop, or a wait in it that each round comes to.
         """
         first, last = self.loop_of(prefix)
         waits = [at for at in range(first, last + 1) if self.instructions[at] == "ACQBULK"]
         inside = [(at, to) for at, to in self.skips if first <= at and to <= last + 1]
         skipped: set[int] = set()
         for wait in waits:
-            skipped.update(min((range(at + 1, to) for at, to in inside if at < wait < to), key=len))
+            around = [range(at + 1, to) for at, to in inside if at < wait < to]
+            if not around:
+                raise ValueError(f"no branch around the wait at {wait} in the loop {first} to {last}")
+            skipped.update(min(around, key=len))
         kept = [at for at in range(len(self.instructions)) if at not in skipped]
         place = {at: i for i, at in enumerate(kept)}
         return replace(
@@ -209,7 +216,7 @@ def _tool(name: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _read(text: str) -> tuple[Any, ...]:
+def _read(text: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], _Places, _Places]:
     """Names and operands of all instructions of a disassembly, the loops, and the forward branches."""
     names: list[str] = []
     operands: list[tuple[str, ...]] = []

@@ -76,7 +76,10 @@ def test_tree_attention(tile, alone):
     product = "HGMMA" if tile.rows >= 64 else "HMMA"
     built = built.later_rounds("UTMALDG")
     inner = built.loop_of("UTMALDG")
-    assert built.count(product, inner) > 0 and built.count("UTMALDG", inner) == 2
+    assert (
+        built.count(product, inner) == {16: 32, 32: 64}.get(tile.rows, 12)
+        and built.count("UTMALDG", inner) == 2
+    )
     assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG"))
 
 
@@ -146,12 +149,14 @@ WIDE = hier_fragments_launch.WIDE_TILES[2]
     ("bits", "tile", "most"),
     [
         (4, hier_fragments_launch.TILES[4][0], 2.1),
+        (4, replace(hier_fragments_launch.TILES[4][0], stages=2), 2.1),
+        pytest.param(4, hier_fragments_launch.tile_for(4, 4, 4, 16), 2.2, marks=pytest.mark.slow),
         pytest.param(4, hier_fragments_launch.TILES[4][1], 2.3, marks=pytest.mark.slow),
         (8, hier_fragments_launch.TILES[8][0], 2.4),
         (8, hier_fragments_launch.TILES[8][1], 2.8),
         (8, WIDE, 2.8),
     ],
-    ids=["4-1", "4-2", "8-1", "8-2", "8-two parts"],
+    ids=["4-1", "4-1 of two stages", "4-1 of many heads", "4-2", "8-1", "8-2", "8-two parts"],
 )
 def test_hier_attention_of_few_rows(bits, tile, most):
     """Tensors lie as the machine text has it, blocks come in wide words, and nothing goes round by memory.

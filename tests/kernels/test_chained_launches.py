@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from attention_cases import dense_case, hier_case
+from attention_cases import dense_case, forest, hier_case
 
 from longtrain.kernels import devices
 from longtrain.kernels.fused_layer import Slots, write_rows
 from longtrain.kernels.hierarchical.attention import hier_attention
 from longtrain.kernels.hierarchical.layout import RING, Lens, Split
-from longtrain.kernels.tree_attention import CAUSAL, tree_attention
+from longtrain.kernels.tree_attention import CAUSAL, tree_attention, tree_bits
 
 STEPS = 24
-SCALE = 2.0
-"""Large, so that a row's result is far from another's."""
 
 
 def in_a_graph(work):
@@ -31,13 +29,17 @@ def in_a_graph(work):
     return out
 
 
-def alone_and_chained(monkeypatch, work):
-    """Results of kernels that run one after another, and of kernels that start early."""
+def same_early(monkeypatch, work):
+    """Whether kernels that start early give what they give one after another; `work` takes a number of steps.
+
+    A step's result is another than that of the step before, or nobody would see which of them was read.
+    """
     assert devices.CHAINED and devices.chaining(torch.device("cuda"))["CHAINED"], "not on this GPU"
     monkeypatch.setattr(devices, "CHAINED", False)
-    alone = work()
+    before, alone = work(STEPS - 1), work(STEPS)
+    assert alone.isfinite().all() and not torch.equal(before, alone)
     monkeypatch.setattr(devices, "CHAINED", True)
-    return alone, in_a_graph(work)
+    return torch.equal(alone, in_a_graph(lambda: work(STEPS)))
 
 
 @pytest.fixture
@@ -47,28 +49,30 @@ def hopper():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [3, 250, 9000, 30000])
-@pytest.mark.parametrize("T", [1, 4, 7, 16])
-def test_a_step_reads_what_the_one_before_wrote(monkeypatch, hopper, T, n):
-    """Rows of a step are the queries and last keys of the next, at the prefix's end or behind it.
-
-    The longest prefix is one whose first tiles are asked for early.
-    """
+@pytest.mark.parametrize("n", [70, 250, 9000, 30000])
+@pytest.mark.parametrize(
+    ("T", "tree"), [(1, False), (4, False), (4, True), (7, False), (11, True), (16, False)]
+)
+def test_a_step_reads_what_the_one_before_wrote(monkeypatch, hopper, T, tree, n):
+    """Rows of a step are the queries and keys of the next, behind the prefix or, by turns, at its end."""
     q, k, v, len_B = dense_case(
         H=8, G=2, T=T, D=128, S=n + 2 * T, lens=(n,), nodes=2 * T, dtype=torch.bfloat16, device="cuda"
     )
     k[:, :, n:], v[:, :, n:] = 1, 1
+    turns_TT = torch.stack([forest(1, T), forest(1, T)]).cuda()
 
-    def work():
+    def work(steps):
         x = q
-        for i in range(STEPS):
+        for i in range(steps):
             write_rows(x[:, 0::4], x[:, 1::4], Slots(k, v, len_B))
-            at_B, mask = (len_B + T, None) if i % 4 == 3 else (len_B, CAUSAL)
-            x, _ = tree_attention(x, k, v, at_B, mask, scale=SCALE)
+            mask = tree_bits(turns_TT[i % 2]) if tree else CAUSAL
+            if i % 4 == 3:
+                x, _ = tree_attention(x, k, v, len_B + T, None, scale=2.0, early=False)
+            else:
+                x, _ = tree_attention(x, k, v, len_B, mask, scale=2.0)
         return x
 
-    alone, chained = alone_and_chained(monkeypatch, work)
-    assert alone.isfinite().all() and torch.equal(alone, chained)
+    assert same_early(monkeypatch, work)
 
 
 @pytest.mark.gpu
@@ -82,13 +86,12 @@ def test_a_step_over_quantised_blocks_reads_what_the_one_before_wrote(monkeypatc
     q = q[:, :, :T]
     later = Lens(lens.len_B + T, lens.blocks_B)
 
-    def work():
+    def work(steps):
         x = q
-        for i in range(STEPS):
+        for i in range(steps):
             write_rows(x[:, 0::4], x[:, 1::4], Slots(ring.k, ring.v, lens.len_B, wrap=RING))
             at, mask = (later, None) if i % 2 else (lens, CAUSAL)
-            x, _ = hier_attention(x, planes, ring, at, mask, bits=bits, scale=SCALE / 100)
+            x, _ = hier_attention(x, planes, ring, at, mask, bits=bits, scale=0.3)
         return x
 
-    alone, chained = alone_and_chained(monkeypatch, work)
-    assert alone.isfinite().all() and torch.equal(alone, chained)
+    assert same_early(monkeypatch, work)

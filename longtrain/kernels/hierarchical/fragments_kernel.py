@@ -103,7 +103,7 @@ def _queries(
 ):  # fmt: skip
     """A thread's queries as words of two fp16 numbers, and what their row's scores are multiplied by.
 
-    That is `scale2`, and the power of two that a row is divided by.
+    The latter is `scale2` times the power of two that the row is divided by.
     Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
     The kernel in front has made them, so here its end is waited for.
     """
@@ -247,8 +247,8 @@ def attend_kernel(
     """Partial out [ROWS, 128], base-2 lse [ROWS] of all packed rows over a split of the ring or the blocks.
 
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks.
-    CHAINED: see `tree_attention.kernel`. Blocks and their number are older than the kernels in front, and a
-    split's first blocks are asked for before this kernel waits for queries.
+    CHAINED: see `kernels.devices`. The number of blocks is read, and with one part a split's first blocks are
+    asked for, before this kernel waits. The kernel behind it may start at once.
     """
     if CHAINED:
         gdc_launch_dependents()

@@ -89,9 +89,9 @@ WIDE_TILES = (
 """The same at 8 bits where a chain of 8 rows does not fit in 16 packed rows: with the same splits each."""
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
-FEW_ROUNDS = 5
-"""Most rounds of a split that asks for one of them before its queries, which arrive after all that was asked
-for before them; with more rounds it asks for two."""
+FEW_BLOCKS = 10
+"""Most blocks of a split for which the first of `TILES[4]` has two stages on compute capability 9.0: queries
+arrive after the blocks that were asked for before them, which are those of all stages but one."""
 NARROW_GROUP, WIDE_GROUP = 2, 4
 """At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`.
 
@@ -151,11 +151,11 @@ def hier_attention(
     G, N = planes.k_upper.shape[1:3]
     group = H // G
     rings, chained = rings_for(N), chaining(q_BHTD.device)
-    some = tile or tile_for(T * group, bits, group, B * G)
-    splits = splits or splits_for(some.resident, B * G, rings, q_BHTD.device)
-    short = -(-N // (splits - rings)) <= FEW_ROUNDS * some.blocks
-    early = chained["CHAINED"] and some.tiles == 1
-    tile = tile or (replace(some, stages=2) if short and early else some)
+    chosen = tile_for(T * group, bits, group, B * G)
+    splits = splits or splits_for((tile or chosen).resident, B * G, rings, q_BHTD.device)
+    if chained["CHAINED"] and chosen == TILES[4][0] and -(-N // (splits - rings)) <= FEW_BLOCKS:
+        chosen = replace(chosen, stages=2)
+    tile = tile or chosen
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
     own_bits, bits_strides, of_mask = merging.mask_arguments(mask, T, lens.len_B)
     rows = 16 * tile.parts
@@ -190,7 +190,7 @@ def tile_for(rows: int, bits: int, group: int, programs: int) -> FragmentTile:
     """The tile for so many packed rows of `group` query heads, of each of `programs` KV heads."""
     tile = next(tile for tile in _tiles(bits, group) if rows <= tile.rows)
     if programs >= MANY and tile.warps == 4 and tile.parts == 1:
-        return replace(tile, warps=2, resident=4)
+        return replace(tile, warps=2, stages=4, resident=4)
     return tile
 
 

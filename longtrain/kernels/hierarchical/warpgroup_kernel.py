@@ -9,11 +9,12 @@ both are packed rows. A block takes two barriers: one when scores are known, and
 A row's base (`fragments_rows.LIFT`) stays until a weight would leave what fp16 holds. In most blocks warps
 only ask each other whether there is such a weight; a row's maximum is told to all in the few others.
 
-A block is asked for as soon as its slot is free, its values a block later than its keys; queries and what the
-first products need are asked for before, since a load waits behind all that the other programs have asked
-for. Queries times steps are rounded to fp16 (2^-12 of each), as in `attention_kernel`; `fragments_kernel`
-takes most of that error back. Packed rows are numbered as in `tree_attention.kernel`. Nothing of a row's
-result depends on other rows, nor on ROWS, which is 16 or 32.
+A block is asked for as soon as its slot is free, its values a block later than its keys. A load waits behind
+all that the other programs have asked for; so the first block's keys are asked for before the kernel in front
+has ended, queries right after its end, and all other blocks after these. Queries times steps are rounded to
+fp16 (2^-12 of each), as in `attention_kernel`; `fragments_kernel` takes most of that error back. Packed rows
+are numbered as in `tree_attention.kernel`. Nothing of a row's result depends on other rows, nor on ROWS,
+which is 16 or 32.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment"
@@ -139,6 +140,8 @@ def attend_kernel(
 
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks, of which
     none may have more than MOST_BLOCKS.
+    CHAINED: see `kernels.devices`. The number of blocks and the first of them are read before this kernel
+    waits. The kernel behind it may start at once where a multiprocessor has registers for both (ROOM).
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16]

@@ -70,6 +70,7 @@ def tree_attention(
     base: int = 0,
     splits: int | None = None,
     nodes: int | None = None,
+    early: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T rows over slots [0, base + len_B[b]) and the T slots behind them.
 
@@ -85,6 +86,8 @@ def tree_attention(
         base: slots in front that `len_B` does not count (rows that an evicted cache keeps).
         nodes: N, where the rows are some of a tree's nodes and the keys of all N lie behind the prefix;
             None: T.
+        early: whether the kernel may start, and read prefix and lengths, while the one in front ends
+            (`kernels.devices`). False where the operator right before has written them.
         splits: parts that the keys are cut into, each a program; None: what fills the GPU.
 
     Returns:
@@ -93,8 +96,6 @@ def tree_attention(
 
     Raises:
         DataError: shapes, dtypes or a mask that do not fit.
-
-    Note: `kernels.devices` says what may have written the prefix and its length right before.
 
     Source: LongSpec §3.3 (hybrid tree attention), as one split-KV kernel and a merge.
     """
@@ -108,7 +109,9 @@ def tree_attention(
         )
     from longtrain.kernels.tree_attention import launch
 
-    return launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits, nodes=nodes)
+    return launch.tree_attention(
+        q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits, nodes=nodes, early=early
+    )
 
 
 def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_in_loop():
-    """Wait for the kernel in front; Triton does not pipeline a loop that has its own `gdc_wait` (3.9)."""
+    """Wait for the kernel in front. Triton 3.9 does not pipeline a loop that has its `gdc_wait`."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -123,15 +123,14 @@ def attend_kernel(
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: the GPU may start this kernel while the one before it ends. Lengths and the prefix are older than
-        all such kernels in front: a split asks for its first tiles before it waits, and reads queries after
-        that. The kernel behind this one may start at once where a multiprocessor has registers for both, and
-        when all tiles were seen where it has not.
+    CHAINED: see `kernels.devices`. Lengths and the prefix are read before this kernel waits: a split asks for
+        its first tiles, and reads queries after the wait. The kernel behind this one may start at once where
+        a multiprocessor has registers for both, and when all tiles were seen where it has not.
     ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
         weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
     LATE: tl.constexpr = BULK and ROWS <= 32  # a larger tile has no registers for queries that come late
-    ROOM: tl.constexpr = BULK and ROWS == 16
+    ROOM: tl.constexpr = BULK and ROWS == 16 and not ALONE  # `finish_kernel` reads this step's rows early
     if CHAINED and ROOM:
         gdc_launch_dependents()
     tiles = tl.cdiv(T * GROUP, ROWS)
@@ -226,7 +225,7 @@ def finish_kernel(
     """What an ALONE split lacks for one node: its ragged tile.
 
     Two programs for each node of each KV head, one for each tile that may be ragged; OWN rows hold a node's.
-    Queries and keys are older than the kernel before this one.
+    The kernel before this one lets it start after its own wait, so queries, keys and bits are there.
     """
     if CHAINED:
         gdc_launch_dependents()

@@ -88,6 +88,7 @@ def tree_attention(
     tile: TreeTile | None = None,
     *,
     nodes: int | None = None,
+    early: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
     B, H, T, D = q_BHTD.shape
@@ -113,6 +114,7 @@ def tree_attention(
     copies = hopper(q_BHTD.device) or q_BHTD.device.type == "cpu"
     bulk = tile.bulk and width == D and copies and _even(k_BGSD, v_BGSD)
     chained = chaining(q_BHTD.device)
+    late = {**chained, "launch_pdl": False} if chained["CHAINED"] else chained
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
@@ -122,7 +124,7 @@ def tree_attention(
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
             ALONE=alone,
-            num_warps=tile.warps, **register_limit(tile.registers), **chained,
+            num_warps=tile.warps, **register_limit(tile.registers), **(chained if early else late),
         )  # fmt: skip
         if alone:
             kernels.finish_kernel[(B * G * T * 2,)](
