@@ -259,18 +259,14 @@ class ElasticCache(SelectedCache):
             self._wait(layer)
             k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
             near_B, _ = self._new_places(q_BHTD.shape[2])
-            return tree_attention(
-                q_BHTD, k_BGJD, v_BGJD, near_B, self._masks.of(mask), scale=scale, early=False
-            )
+            return tree_attention(q_BHTD, k_BGJD, v_BGJD, near_B, self._masks.of(mask), scale=scale)
         if self._high == 0 and new is not None and isinstance(mask, Causal):
             return scaled_dot_product_attention(
                 q_BHTD, *new, is_causal=True, scale=scale, enable_gqa=True
             ), None
         tail = 0 if isinstance(mask, PrefixOnly) else q_BHTD.shape[2]
         k_BGSD, v_BGSD = self._rows.whole(layer, self.len_B + tail).chunk(2, -1)
-        return tree_attention(
-            q_BHTD, k_BGSD, v_BGSD, self.len_B, self._masks.of(mask), scale=scale, early=False
-        )
+        return tree_attention(q_BHTD, k_BGSD, v_BGSD, self.len_B, self._masks.of(mask), scale=scale)
 
     def chosen(self, layer: int, new_rows: int) -> tuple[Tensor, Tensor]:
         """K and V of the slots, each [B, G, J, D]: rows chosen, those committed since, and the new ones."""

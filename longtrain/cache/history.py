@@ -67,10 +67,7 @@ class DraftHistory:
         q_BHPD = q_BPHD.transpose(1, 2)
         nodes = nodes_BPN.shape[-1]
         if nodes == ahead + 1:  # one node a level so far: each sees all before it
-            before_B = len_B + ahead
-            out, _ = tree_attention(
-                q_BHPD, self.k_BGSD, self.v_BGSD, before_B, CAUSAL, scale=scale, early=False
-            )
+            out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B, CAUSAL, scale=scale, base=ahead)
         else:
             bits = tree_bits(nodes_BPN)
             out, _ = tree_attention(q_BHPD, self.k_BGSD, self.v_BGSD, len_B, bits, scale=scale, nodes=nodes)

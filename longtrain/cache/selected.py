@@ -155,7 +155,7 @@ class SelectedCache(KVCache):
             return self.store.attend(layer, q_BHTD, mask=mask, scale=scale)
         k_BGJD, v_BGJD = self.chosen(layer, q_BHTD.shape[2])
         count_B = self._step_of(q_BHTD.shape[2]).count_B
-        return tree_attention(q_BHTD, k_BGJD, v_BGJD, count_B, self._masks.of(mask), scale=scale, early=False)
+        return tree_attention(q_BHTD, k_BGJD, v_BGJD, count_B, self._masks.of(mask), scale=scale)
 
     @property
     def used(self) -> int:

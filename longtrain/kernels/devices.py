@@ -4,11 +4,10 @@ On compute capability 9.0 a chained kernel is launched before the one in front o
 dependent launch; `chaining` gives the options). It waits for that end (`gdc_wait`) before it writes, and
 before it reads what the kernels in front may have written. It may read earlier what was written before the
 last kernel that is not chained: that one starts when all before it have ended. (When it has ended itself, its
-own results need not be visible yet to a chained kernel behind it.) Weights are such, and in attention
-lengths, the rows before a step's own ones (the prefix) and quantised blocks. Rows are written by chained
-kernels (`rotate_heads`, `write_rows`, `move_rows`), after which caches add to their lengths by a kernel that
-is not chained. Where a prefix is put together right before it is attended to, attention is asked for with
-`early=False`.
+own results need not be visible yet to a chained kernel behind it.) Weights are such, and in attention lengths
+and quantised blocks: caches write them when rows are committed, and other operators follow before the next
+attention. Rows of keys and values are not, since chained kernels write them (`rotate_heads`, `write_rows`,
+`move_rows`): of these a kernel may ask the L2 cache, and no more.
 """
 
 from __future__ import annotations

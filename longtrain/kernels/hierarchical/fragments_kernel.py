@@ -36,8 +36,9 @@ from longtrain.kernels.hierarchical.fragments_rows import (
     thread_max,
     thread_sum,
     thread_sum_of_products,
+    wait_in_loop,
 )
-from longtrain.kernels.tree_attention.kernel import _visible, wait_in_loop
+from longtrain.kernels.tree_attention.kernel import _visible
 
 _BLOCK = tl.constexpr(128)
 _RING = tl.constexpr(384)

@@ -19,6 +19,12 @@ LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
+def wait_in_loop():
+    """Wait for the kernel in front. Triton 3.9 does not pipeline a loop that has its `gdc_wait`."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def spread(x, THREADS: tl.constexpr):
     """One number of each thread, or of each row, in all 16 registers of the threads that it belongs to."""
     wide = tl.broadcast_to(x[None, :, :, None], (4, THREADS // 4, 4, 4))

@@ -141,7 +141,7 @@ def attend_kernel(
     The first RINGS splits take tiles of the ring in turn, the others equal shares of the blocks, of which
     none may have more than MOST_BLOCKS.
     CHAINED: see `kernels.devices`. The number of blocks and the first of them are read before this kernel
-    waits. The kernel behind it may start at once where a multiprocessor has registers for both (ROOM).
+    waits.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, ROWS, 16]
@@ -156,9 +156,6 @@ def attend_kernel(
     )
     pid, split = gl.program_id(0), gl.program_id(1)
     b, kv, head = pid // G, pid % G, pid.to(gl.int64)
-    ROOM: gl.constexpr = ROWS == 16
-    if CHAINED and ROOM:
-        gdc_launch_dependents()
     blocks = gl.load(blocks_ptr + b).to(gl.int32)
     share = gl.cdiv(blocks, splits - RINGS)
     first = (split - RINGS) * share
@@ -214,7 +211,7 @@ def attend_kernel(
             fence_async_shared()
             out = warpgroup_mma(v_smem.permute((1, 0)), p_smem.permute((1, 0)), out * fade[None, :])
             top = new
-        if CHAINED and not ROOM:
+        if CHAINED:
             gdc_launch_dependents()
         share_of = 1.0 / gl.where(total > 0, total, 1.0)
         out, lse = out * share_of[None, :], top + gl.log2(total)
@@ -329,7 +326,7 @@ def attend_kernel(
             out = warpgroup_mma(values_of(upper_1, lower_1, ACC), p_1, out, is_async=True)
             out = warpgroup_mma_wait(0, deps=[out])
         wait_group(0)
-        if CHAINED and not ROOM:
+        if CHAINED:
             gdc_launch_dependents()
         total = _column_sum(total, most_smem, ROWS, ACROSS, COLUMN)
         zeros = _column_sum(zeros, most_smem, ROWS, ACROSS, COLUMN)

@@ -70,7 +70,6 @@ def tree_attention(
     base: int = 0,
     splits: int | None = None,
     nodes: int | None = None,
-    early: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of T rows over slots [0, base + len_B[b]) and the T slots behind them.
 
@@ -79,15 +78,14 @@ def tree_attention(
         k_BGSD: keys, likewise; slots from base + len_B[b] + T on are not read, nor are those from
             base + len_B[b] on without a mask.
         v_BGSD: values, likewise.
-        len_B: int32 or int64 on the keys' device. Nothing checks on a GPU that base + len_B[b] + T <= S.
+        len_B: int32 or int64 on the keys' device, not written by the operator right before
+            (`kernels.devices`). Nothing checks on a GPU that base + len_B[b] + T <= S.
         mask: bits_BTW of `tree_bits`, which of their own keys rows see; `CAUSAL`: row i sees rows 0..i;
             None: rows see the prefix alone.
         scale: softmax scale, above 0.
-        base: slots in front that `len_B` does not count (rows that an evicted cache keeps).
+        base: slots of the prefix that `len_B` does not count (nodes of a chain in front of the rows).
         nodes: N, where the rows are some of a tree's nodes and the keys of all N lie behind the prefix;
             None: T.
-        early: whether the kernel may start, and read prefix and lengths, while the one in front ends
-            (`kernels.devices`). False where the operator right before has written them.
         splits: parts that the keys are cut into, each a program; None: what fills the GPU.
 
     Returns:
@@ -109,9 +107,7 @@ def tree_attention(
         )
     from longtrain.kernels.tree_attention import launch
 
-    return launch.tree_attention(
-        q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits, nodes=nodes, early=early
-    )
+    return launch.tree_attention(q_BHTD, k_BGSD, v_BGSD, len_B, mask, scale, base, splits, nodes=nodes)
 
 
 def kernel_serves(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> bool:

@@ -21,11 +21,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_PREFETCH = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
 
 @triton.jit
-def wait_in_loop():
-    """Wait for the kernel in front. Triton 3.9 does not pipeline a loop that has its `gdc_wait`."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+def _prefetch(at, SIZE: tl.constexpr):
+    """One thread asks the L2 cache for SIZE numbers from an address on."""
+    size = SIZE * at.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -33,15 +43,6 @@ def _rows(tile, T, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Query and group member of each packed row of a tile, and whether it exists."""
     m = tile * ROWS + tl.arange(0, ROWS)
     return m // GROUP, m % GROUP, m < T * GROUP
-
-
-@triton.jit
-def _queries(q_ptr, q_at, exists, wide, like, CHAINED: tl.constexpr):
-    """Queries of a tile of rows, in the keys' type, once the kernel in front is over."""
-    if CHAINED:
-        wait_in_loop()
-    dim = tl.arange(0, wide.shape[1])[None, :]
-    return tl.load(q_ptr + q_at[:, None] + dim, mask=exists[:, None] & wide, other=0.0).to(like.dtype)
 
 
 @triton.jit
@@ -118,21 +119,18 @@ def attend_kernel(
     splits, T, N, base, q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, bits_b, bits_t,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WORDS: tl.constexpr, BULK: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr, ALONE: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr, AHEAD: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Partial out [ROWS, WIDTH] and base-2 lse [ROWS] of a tile of rows over a split of the keys, in fp32.
 
     BULK: whole tiles come through the tensor memory accelerator, by the descriptors `k_tiles`, `v_tiles`.
-    CHAINED: see `kernels.devices`. Lengths and the prefix are read before this kernel waits: a split asks for
-        its first tiles, and reads queries after the wait. The kernel behind this one may start at once where
-        a multiprocessor has registers for both, and when all tiles were seen where it has not.
+    CHAINED: the GPU may start this kernel while the one before it ends, and the next one likewise, but only
+        when all tiles were seen: before that it would take this kernel's place. Lengths and the keys of the
+        prefix are older than the kernel before it, and the first AHEAD tiles of a split are asked for while
+        it still runs.
     ALONE: see above. N is at most KEYS, so there are one or two ragged tiles; their splits leave maximum,
         weights (in `state_ptr`) and weighted values to `finish_kernel`.
     """
-    LATE: tl.constexpr = BULK and ROWS <= 32  # a larger tile has no registers for queries that come late
-    ROOM: tl.constexpr = BULK and ROWS == 16 and not ALONE  # `finish_kernel` reads this step's rows early
-    if CHAINED and ROOM:
-        gdc_launch_dependents()
     tiles = tl.cdiv(T * GROUP, ROWS)
     pid, split = tl.program_id(0), tl.program_id(1)
     kv, b = pid // tiles % G, pid // (tiles * G)
@@ -140,9 +138,16 @@ def attend_kernel(
     end = n + N if MASK else n
     whole, count = n // KEYS, tl.cdiv(end, KEYS)
     query, member, exists = _rows(pid % tiles, T, GROUP, ROWS)
-    if CHAINED:  # noqa: SIM102 (settled when this is compiled)
-        if not LATE or split >= count:
-            gdc_wait()
+    if CHAINED:
+        if AHEAD > 0:  # noqa: SIM102 (one of them is settled when this is compiled)
+            if split + (AHEAD - 1) * splits < whole:
+                k_at = k_ptr + b.to(tl.int64) * k_b + kv.to(tl.int64) * k_g
+                v_at = v_ptr + b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
+                for i in tl.static_range(AHEAD):
+                    slot = ((split + i * splits) * KEYS).to(tl.int64)
+                    _prefetch(k_at + slot * k_s, KEYS * WIDTH)
+                    _prefetch(v_at + slot * v_s, KEYS * WIDTH)
+        gdc_wait()
     out_at = (pid * splits + split).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot_ptr = lse_ptr + out_at
     if split >= count:
@@ -155,9 +160,8 @@ def attend_kernel(
     v_ptr += b.to(tl.int64) * v_b + kv.to(tl.int64) * v_g
     head = kv * GROUP + member
     q_at = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_t
-    q = tl.zeros((ROWS, WIDTH), k_ptr.dtype.element_ty)
-    if not LATE:
-        q = _queries(q_ptr, q_at, exists, wide, q, False)
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=exists[:, None] & wide, other=0.0)
+    q = q.to(k_ptr.dtype.element_ty)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weights = tl.zeros((ROWS, KEYS), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -176,14 +180,8 @@ def attend_kernel(
                 k, v = tl.load(k_at), tl.load(v_at)
             else:
                 k, v = tl.load(k_at, mask=wide, other=0.0), tl.load(v_at, mask=wide, other=0.0)
-        if LATE:  # noqa: SIM102 (settled when this is compiled)
-            if tile == split:
-                q = _queries(q_ptr, q_at, exists, wide, q, CHAINED)
         top, weights, acc = _step(q, k, v, scale2, top, weights, acc, True, False)
 
-    if LATE:  # noqa: SIM102 (settled when this is compiled)
-        if split >= whole:
-            q = _queries(q_ptr, q_at, exists, wide, q, CHAINED)
     late = (split + splits - whole % splits) % splits
     if not ALONE:  # noqa: SIM102 (settled when this is compiled)
         if whole + late < count:
@@ -202,7 +200,7 @@ def attend_kernel(
                 seen = _visible(slot, n, query, low_bits, high_bits, N, MASK, WORDS) & (slot < end)[None, :]
                 top, weights, acc = _step(q, k, v, scale2, top, weights, acc, seen, True)
 
-    if CHAINED and not ROOM:
+    if CHAINED:
         gdc_launch_dependents()
     part_at = out_ptr + out_at[:, None] * WIDTH + dim[None, :]
     if ALONE:  # noqa: SIM102 (settled when this is compiled)
@@ -225,7 +223,7 @@ def finish_kernel(
     """What an ALONE split lacks for one node: its ragged tile.
 
     Two programs for each node of each KV head, one for each tile that may be ragged; OWN rows hold a node's.
-    The kernel before this one lets it start after its own wait, so queries, keys and bits are there.
+    Queries and keys are older than the kernel before this one.
     """
     if CHAINED:
         gdc_launch_dependents()

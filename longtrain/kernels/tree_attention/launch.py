@@ -42,6 +42,7 @@ class TreeTile:
         resident: programs that run on one multiprocessor at a time.
         bulk: tiles come through the tensor memory accelerator (compute capability 9.0 or more).
         registers: most registers of a thread; None: the compiler's choice.
+        ahead: tiles of each split asked for before the kernel in front is over.
     """
 
     rows: int
@@ -51,10 +52,11 @@ class TreeTile:
     resident: int
     bulk: bool = False
     registers: int | None = None
+    ahead: int = 0
 
 
 TILES = (
-    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True),
+    TreeTile(rows=16, keys=64, warps=4, stages=4, resident=2, bulk=True, ahead=1),
     TreeTile(rows=32, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=64, keys=64, warps=4, stages=3, resident=2, bulk=True),
     TreeTile(rows=128, keys=64, warps=8, stages=3, resident=1, bulk=True),
@@ -88,7 +90,6 @@ def tree_attention(
     tile: TreeTile | None = None,
     *,
     nodes: int | None = None,
-    early: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.tree_attention.tree_attention`; `tile` None: what suits the number of rows."""
     B, H, T, D = q_BHTD.shape
@@ -113,8 +114,8 @@ def tree_attention(
     const = {"G": G, "GROUP": group, "D": D, "WIDTH": width, "ROWS": tile.rows}
     copies = hopper(q_BHTD.device) or q_BHTD.device.type == "cpu"
     bulk = tile.bulk and width == D and copies and _even(k_BGSD, v_BGSD)
+    side_by_side = k_BGSD.stride(2) == v_BGSD.stride(2) == width
     chained = chaining(q_BHTD.device)
-    late = {**chained, "launch_pdl": False} if chained["CHAINED"] else chained
     k_tiles, v_tiles = (_descriptor(x, tile) for x in (k_BGSD, v_BGSD)) if bulk else (k_BGSD, v_BGSD)
     with launched_on(q_BHTD):
         kernels.attend_kernel[(programs, splits)](
@@ -123,8 +124,8 @@ def tree_attention(
             *q_BHTD.stride()[:3], *k_BGSD.stride()[:3], *v_BGSD.stride()[:3],
             *bits_strides,
             **const, **of_mask, KEYS=tile.keys, BULK=bulk, STAGES=_stages(tile, width, k_BGSD),
-            ALONE=alone,
-            num_warps=tile.warps, **register_limit(tile.registers), **(chained if early else late),
+            AHEAD=tile.ahead if bulk and side_by_side else 0, ALONE=alone,
+            num_warps=tile.warps, **register_limit(tile.registers), **chained,
         )  # fmt: skip
         if alone:
             kernels.finish_kernel[(B * G * T * 2,)](
@@ -200,6 +201,7 @@ def candidates(rows: int) -> tuple[TreeTile, ...]:
     if first.rows == 16:
         return (
             replace(first, stages=6),
+            replace(first, ahead=0),
             replace(first, keys=128, stages=3),
             replace(first, resident=2, stages=3),
             replace(first, bulk=False, stages=3),

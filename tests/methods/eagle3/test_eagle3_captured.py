@@ -43,9 +43,10 @@ def draft_of(target, config, dtype=torch.float64) -> Eagle3Draft:
     return draft
 
 
-def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale, nodes=None):
+def everywhere(q_BHTD, k_BGSD, v_BGSD, len_B, mask, *, scale, base=0, nodes=None):
     """The twin of tree attention as it runs off a CPU: over all slots, without a look at the lengths."""
-    visible = visible_slots(len_B, mask, rows=q_BHTD.shape[2], slots=k_BGSD.shape[2], base=0, nodes=nodes)
+    rows, slots = q_BHTD.shape[2], k_BGSD.shape[2]
+    visible = visible_slots(len_B, mask, rows=rows, slots=slots, base=base, nodes=nodes)
     return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible, scale=scale)
 
 
