@@ -5,9 +5,9 @@ dependent launch; `chaining` gives the options). It waits for that end (`gdc_wai
 before it reads what the kernels in front may have written. It may read earlier what was written before the
 last kernel that is not chained: that one starts when all before it have ended. (When it has ended itself, its
 own results need not be visible yet to a chained kernel behind it.) Weights are such, and in attention lengths
-and quantised blocks: caches write them when rows are committed, and other operators follow before the next
-attention. Rows of keys and values are not, since chained kernels write them (`rotate_heads`, `write_rows`,
-`move_rows`): of these a kernel may ask the L2 cache, and no more.
+and quantised blocks: caches write them when rows are committed, at the end of a cycle. Rows of keys and
+values are not, since chained kernels write them (`rotate_heads`, `write_rows`, `move_rows`): of these a
+kernel may ask the L2 cache, and no more.
 """
 
 from __future__ import annotations
