@@ -179,11 +179,12 @@ class HierarchicalCache(KVCache):
         if path_BP is not None:
             move_rows(self.ring.k, self.ring.v, self.len_B, path_BP, RING)
         self._high += self._tail if path_BP is None else path_BP.shape[1]
-        self.len_B.add_(n_B)
         self._masks.forget()
-        due_B = self.len_B - self.blocks_B * BLOCK >= 2 * BLOCK
+        after_B = self.len_B + n_B
+        due_B = after_B - self.blocks_B * BLOCK >= 2 * BLOCK
         flush_blocks(self.ring, self.planes, self.blocks_B, due_B)
         self.blocks_B.add_(due_B)
+        self.len_B.copy_(after_B)  # last: attention reads the number of blocks early (`kernels.devices`)
 
     def commit_limit(self) -> Tensor | None:
         """Where `strict`, the rows up to the point at which plain decoding would quantise a block."""
@@ -277,8 +278,8 @@ class HierarchicalCache(KVCache):
                 f"{LARGEST:g} ({len(bad)} of {len(found_L2)} layers do); a hierarchical KV cache takes "
                 "finite numbers; use the plain cache, or look for NaN in the weights"
             )
-        self.len_B.add_(n_B)
         self.blocks_B.copy_(_blocks(n_B))
+        self.len_B.add_(n_B)
         self._high = self._synced_high = self._tail
         self._empty, self._own, self._prompt_B = False, None, None
 

@@ -6,8 +6,8 @@ before it reads what the kernels in front may have written. It may read earlier 
 last kernel that is not chained: that one starts when all before it have ended. (When it has ended itself, its
 own results need not be visible yet to a chained kernel behind it.) Weights are such, and in attention lengths
 and quantised blocks: caches write them when rows are committed, at the end of a cycle. Rows of keys and
-values are not, since chained kernels write them (`rotate_heads`, `write_rows`, `move_rows`): of these a
-kernel may ask the L2 cache, and no more.
+values are not, since chained kernels write them (`rotate_heads`, `write_rows`, `move_rows`): these may be
+brought to the L2 cache early, but not read.
 """
 
 from __future__ import annotations

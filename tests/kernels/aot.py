@@ -27,8 +27,9 @@ HOPPER = 90
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
-_Places: TypeAlias = tuple[tuple[int, int], ...]
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
+
+_Places: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Binary:
     shared_bytes: int
     instructions: tuple[str, ...]
     operands: tuple[tuple[str, ...], ...]
-    loops: tuple[tuple[int, int], ...]
-    skips: tuple[tuple[int, int], ...]
+    loops: _Places
+    skips: _Places
     ttgir: str
 
     def count(self, prefix: str, within: tuple[int, int] | None = None) -> int:

@@ -163,7 +163,9 @@ def test_hier_attention_of_few_rows(bits, tile, most):
     assert lays_out(built.ttgir, tile.warps)
     assert built.stack_bytes <= (96 if bits == 8 and tile.tiles == 2 else 0)
     assert fitting(built, tile.warps) == tile.resident
-    built = built.later_rounds("HMMA")
+    later = built.later_rounds("HMMA")
+    assert (len(later.instructions) < len(built.instructions)) == (tile.parts == 1), "queries come late"
+    built = later
     inner = built.loop_of("HMMA")
     local = built.count("LDL", inner) + built.count("STL", inner)
     assert local <= (30 if bits == 8 and tile.tiles == 2 else 0)

@@ -39,7 +39,7 @@ def hier_attention(
     Args:
         q_BHTD: queries, rotated.
         planes: the planes of one layer. They and `lens.blocks_B` are read before the kernel in front has
-            ended (`kernels.devices`).
+            ended: the operator right before must not write them (`kernels.devices`).
         ring: the ring of one layer; it holds the new rows at positions len_B[b]...
         lens: how far each sequence has come.
         mask: bits_BTW of `tree_attention.tree_bits`; `CAUSAL`: row i sees rows 0..i; None: rows see what lies

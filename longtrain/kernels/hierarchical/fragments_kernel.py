@@ -106,7 +106,7 @@ def _queries(
 
     The latter is `scale2` times the power of two that the row is divided by.
     Queries of 8 or 11 bits stay as they are. Where codes are 16 times too large, queries are divided by 16.
-    The kernel in front has made them, so here its end is waited for.
+    CHAINED: the kernel in front makes them, so its end is waited for; False where it has been.
     """
     if CHAINED:
         wait_in_loop()

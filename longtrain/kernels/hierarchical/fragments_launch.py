@@ -90,8 +90,8 @@ WIDE_TILES = (
 MANY = 16
 """KV heads of a batch from which programs of two warps, twice as many, share the device more evenly."""
 FEW_BLOCKS = 10
-"""Most blocks of a split for which the first of `TILES[4]` has two stages on compute capability 9.0: queries
-arrive after the blocks that were asked for before them, which are those of all stages but one."""
+"""Up to so many blocks of a cache's room a split, chained launches of the first of `TILES[4]` have two stages
+in place of three: queries arrive behind the rounds asked for before them, one fewer than the stages."""
 NARROW_GROUP, WIDE_GROUP = 2, 4
 """At 8 bits, most query heads of a KV head for `TILES` and `WIDE_TILES`.
 
@@ -153,7 +153,7 @@ def hier_attention(
     rings, chained = rings_for(N), chaining(q_BHTD.device)
     chosen = tile_for(T * group, bits, group, B * G)
     splits = splits or splits_for((tile or chosen).resident, B * G, rings, q_BHTD.device)
-    if chained["CHAINED"] and chosen == TILES[4][0] and -(-N // (splits - rings)) <= FEW_BLOCKS:
+    if chained["CHAINED"] and chosen == TILES[4][0] and FEW_BLOCKS * (splits - rings) >= N:
         chosen = replace(chosen, stages=2)
     tile = tile or chosen
     q_BHTD = q_BHTD if _even(q_BHTD) else q_BHTD.contiguous()
