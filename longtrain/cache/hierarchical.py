@@ -180,11 +180,10 @@ class HierarchicalCache(KVCache):
             move_rows(self.ring.k, self.ring.v, self.len_B, path_BP, RING)
         self._high += self._tail if path_BP is None else path_BP.shape[1]
         self._masks.forget()
-        after_B = self.len_B + n_B
-        due_B = after_B - self.blocks_B * BLOCK >= 2 * BLOCK
+        due_B = torch.sub(self.len_B, self.blocks_B, alpha=BLOCK) + n_B >= 2 * BLOCK
         flush_blocks(self.ring, self.planes, self.blocks_B, due_B)
         self.blocks_B.add_(due_B)
-        self.len_B.copy_(after_B)  # last: attention reads the number of blocks early (`kernels.devices`)
+        self.len_B.add_(n_B)  # last: attention reads the number of blocks early (`kernels.devices`)
 
     def commit_limit(self) -> Tensor | None:
         """Where `strict`, the rows up to the point at which plain decoding would quantise a block."""

@@ -234,6 +234,9 @@ def test_hier_attention_of_warp_groups(rows):
     assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG.", "LDS.U8"))
     assert built.count("HGMMA", inner) == 32 and built.count("BAR.SYNC", inner) == 3
     assert built.count("FENCE.VIEW.ASYNC", inner) == 1
+    front = places(built, (0, inner[0]), "ACQBULK")[-1]
+    early = places(built, (front - 120, front), "LDGSTS")
+    assert len(early) == 11, "the first block's keys and numbers are asked for before the wait"
     (wait,) = places(built, inner, "DEPBAR")
     assert built.operands[wait][1] == "0x1", "all copies but the last asked for"
     stores, copies = places(built, inner, "ST"), places(built, inner, "LDGSTS")
