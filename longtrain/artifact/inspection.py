@@ -44,7 +44,7 @@ def inspect(
     """Everything that the files of an artifact, of another tool's folder or of a target say.
 
     Args:
-        where: see `Artifact.load`; or the folder of a target.
+        where: see `Artifact.load`; or the folder or GGUF file of a target.
         home: the folder that holds `checkpoints`.
         trained_by: see `Artifact.load`.
         unverified: see `Artifact.load`.
@@ -58,7 +58,7 @@ def inspect(
             raise ArtifactError(f"{place} {advice}")
         if (place / "config.json").is_file() and not (place / MANIFEST).is_file() and not reader_of(place):
             return _target(place)
-    elif where == "tiny":
+    elif where == "tiny" or (where.lower().endswith(".gguf") and place.is_file()):
         from longtrain.targets.at_hand import folder_of
 
         return _target(folder_of(where))
@@ -124,7 +124,7 @@ def _target(folder: Path) -> Inspection:
     from longtrain.targets.at_hand import folder_at_hand, licence_of
     from longtrain.targets.config_file import read_config
     from longtrain.targets.info import check_supported
-    from longtrain.targets.weights import tensors_of, weight_files
+    from longtrain.targets.stored.checkpoint import Checkpoint
 
     config = read_config(folder)
     check_supported(config, str(folder))
@@ -134,11 +134,10 @@ def _target(folder: Path) -> Inspection:
     facts |= {"files": _sizes(folder), "licence": licence_of(str(folder)) or "not stated"}
     try:
         folder_at_hand(str(folder))
-        for file in weight_files(folder):
-            for name, stored in tensors_of(file, torch.device("cpu")):
-                rows = stored.rows(slice(None))
-                count += rows.numel()
-                refuse_not_finite({name: rows}, str(file))
+        for name, stored in Checkpoint(folder, device=torch.device("cpu"), tied=config.tie_word_embeddings):
+            rows = stored.rows(slice(None))
+            count += rows.numel()
+            refuse_not_finite({name: rows}, str(stored.file))
         facts["verifies"] = (
             f"{count:,} weights, all finite; nothing is recorded that they could be compared with"
         )

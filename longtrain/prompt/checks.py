@@ -86,7 +86,9 @@ def _common(cfg: DictConfig) -> None:
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
         remote = where.count("/") == 1 and where[0] not in "./~"
-        if where != "tiny" and not remote and not Path(where).expanduser().is_dir():
+        gguf = where.lower().endswith(".gguf")
+        place = Path(where).expanduser()
+        if where != "tiny" and (gguf or not remote) and not (place.is_file() if gguf else place.is_dir()):
             from longtrain.targets.at_hand import folder_of
 
             folder_of(where)  # it says what is allowed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
 from longtrain.files import LARGEST, read_bytes, read_json
+from longtrain.targets.at_hand import folder_of, is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,7 @@ def read_tokenizer(
     """The tokenizer of a target, and its context in tokens where its config says one.
 
     Args:
-        where: `tiny`, a target folder, or a Hub id.
+        where: `tiny`, a target folder, a `.gguf` file, or a Hub id.
         chat_template: over the tokenizer's own; see `set_chat_template`.
         max_positions: the context, over the config's.
 
@@ -82,7 +83,8 @@ def read_tokenizer(
     from huggingface_hub import hf_hub_download
     from transformers import AutoTokenizer
 
-    folder = asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
+    known = where == "tiny" or is_gguf(where)
+    folder = folder_of(where) if known else Path(where).expanduser()
     local = folder.is_dir()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if local else where, trust_remote_code=False)
