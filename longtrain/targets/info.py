@@ -162,7 +162,7 @@ def check_supported(config: Any, where: str, *, max_positions: int | None = None
         TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary
             type whose angles change with the length, or a family that is not proven.
     """
-    reason = _reason(config, max_positions or config.max_position_embeddings)
+    reason = _reason(config, max_positions or getattr(config, "max_position_embeddings", 0))
     if reason:
         raise TargetMismatchError(f"target {where} ({config.model_type}) {reason}; {_SUPPORTED}")
 

@@ -102,26 +102,31 @@ class Checkpoint:
             return False
         if method := method_of(name):
             raise not_read(str(self.folder), method)
-        owner = name.removesuffix(".scale")
-        if owner != name and self._tensors.file_of[name].name == INT8_FILE and owner in self._tensors:
+        if name.endswith(".scale") and self._tensors.file_of[name].name == INT8_FILE:
+            self._need_weight(name, name.removesuffix(".scale"))
             return False
         for ends in (*SCALES, ".weight_zero_point"):
             if name.endswith(ends):
-                self._check_scale(name, f"{name.removesuffix(ends)}.weight")
+                self._check_quantised(name, f"{name.removesuffix(ends)}.weight")
                 return False
         return not (self._quantisation.method and name.endswith(ACTIVATIONS))
 
-    def _check_scale(self, name: str, weight: str) -> None:
-        file = self._tensors.file_of[name]
+    def _check_quantised(self, name: str, weight: str) -> None:
+        """Refuse scales that nothing explains, or that belong to no weight."""
         if not self._quantisation.method:
             raise ArtifactError(
-                f"{file} has {name}, and config.json has no quantization_config that says what it is; get the "
-                "folder again"
+                f"{self._tensors.file_of[name]} has {name}, and config.json has no quantization_config that "
+                "says what it is; get the folder again"
             )
-        if weight not in self._tensors:
-            raise ArtifactError(f"{file} has {name} and no {weight}; get the folder again")
+        self._need_weight(name, weight)
         if name.endswith(".weight_zero_point") and self._tensors.read(name).any():
             raise not_read(str(self.folder), f"{self._quantisation.method} with zero points")
+
+    def _need_weight(self, name: str, weight: str) -> None:
+        if weight not in self._tensors:
+            raise ArtifactError(
+                f"{self._tensors.file_of[name]} has {name} and no {weight}; get the folder again"
+            )
 
     def _weight(self, name: str) -> Stored:
         tensors = self._tensors
