@@ -11,6 +11,7 @@ from longtrain import tables
 from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.errors import ConfigError
 from longtrain.provenance import typed_command
+from longtrain.targets.info import source_line
 
 if TYPE_CHECKING:
     from longtrain.artifact.folder import Artifact
@@ -225,10 +226,15 @@ def _about(artifact: Artifact, spec: MethodSpec) -> str:
         f"A module of method `{spec.name}` ({artifact.parameters():,} parameters) for the frozen target "
         f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
-        f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
+        f"{target.head_dim}, vocabulary {target.vocab_size}{_weights(target)}). It works with that target only: loading checks "
         f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {spec.paper}. Trained with longtrain."
         f"\n\n{_licences(artifact.provenance)}"
     )
+
+
+def _weights(target: TargetInfo) -> str:
+    said = source_line(target.source)
+    return f"; weights: {said}" if said else ""
 
 
 def _licences(provenance: Json) -> str:

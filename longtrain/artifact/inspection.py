@@ -18,7 +18,7 @@ from longtrain.artifact.stored import LAWS, read_manifest, refuse_not_finite
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.provenance import commit_of, typed_command
-from longtrain.targets.info import TargetInfo
+from longtrain.targets.info import TargetInfo, source_line
 
 Facts = dict[str, str]
 
@@ -194,7 +194,9 @@ def _target_line(values: Mapping[str, Any]) -> str:
         return "described wrongly"
     shape = f"{info.n_layers} layers, hidden {info.hidden_size}, vocabulary {info.vocab_size}"
     weights = f", weights {info.weights_hash[:12]}" if info.weights_hash else ""
-    return f"{info.name or 'unnamed'} ({info.family or 'family not said'}, {shape}{weights})"
+    said = source_line(info.source)
+    source = f"; {said}" if said else ""
+    return f"{info.name or 'unnamed'} ({info.family or 'family not said'}, {shape}{weights}{source})"
 
 
 def _made(made: Mapping[str, Any], version: str) -> str:

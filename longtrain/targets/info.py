@@ -16,6 +16,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not change with the length."""
 _ROPE_KEYS: dict[str, dict[str, Any]] = {
+    "default": {},
     "linear": {"factor": None},
     "llama3": dict.fromkeys(
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -77,6 +78,11 @@ class TargetInfo:
         data["extra"] = {**data.get("extra", {}), **{k: v for k, v in values.items() if k not in known}}
         return cls(**data)
 
+    @property
+    def source(self) -> dict[str, str]:
+        """Which weights these are, as `targets.at_hand.source_of` found; empty: their files do not say it."""
+        return dict(self.extra.get("source", {}))
+
     def check(self, other: TargetInfo) -> None:
         """Refuse a target that differs from the one a module was trained for.
 
@@ -101,6 +107,13 @@ class TargetInfo:
                     f"{other.name} ({key}={theirs}); pass the target it was trained for, "
                     f"e.g. target.path={self.name}"
                 )
+
+
+def source_line(source: Mapping[str, str]) -> str:
+    """A target's source (`TargetInfo.source`) for people to read; empty: not known."""
+    if "gguf" in source:
+        return f"GGUF {source['gguf']}, {source['quantisation']}, SHA-256 {source['sha256']}"
+    return f"Hub revision {source['hub_revision']}" if "hub_revision" in source else ""
 
 
 @dataclass(frozen=True)

@@ -300,6 +300,7 @@ class Session:
             "weights_hash": target.info.weights_hash,
             "dtype": str(target.dtype).removeprefix("torch."),
             "strict": is_strict(target),
+            **({"source": target.info.source} if target.info.source else {}),
         }
         return assemble(
             self.suite,

@@ -11,6 +11,7 @@ from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
+from longtrain.targets.info import source_line
 
 log = get_logger(__name__)
 
@@ -58,7 +59,7 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
     return Measurement(
         suite=str(results["suite"]),
         title=str(results["title"]),
-        target=str(without_folders(results["target"]["name"])),
+        target=_named(results["target"]),
         dtype=str(results["target"]["dtype"]),
         protocol=str(results["protocol"]["hash"]),
         command=typed_command(argv) if argv else "",
@@ -69,6 +70,12 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
         rows=rows,
         pictures=pictures,
     )
+
+
+def _named(target: dict[str, Any]) -> str:
+    """Name of an evaluation's target, and which weights it had."""
+    said = source_line(target.get("source", {}))
+    return str(without_folders(target["name"])) + (f" ({said})" if said else "")
 
 
 def _curves(metrics: Path) -> dict[str, Curve]:

@@ -168,7 +168,7 @@ def _name(where: str, checkpoints: Path) -> str:
 def _check_names(files: dict[str, bytes], target: Target) -> None:
     """Refuse to upload a folder that names its target by a folder of this machine."""
     here = Path(target.info.name)
-    if not here.is_dir():
+    if not here.exists():
         return
     named = [
         name
