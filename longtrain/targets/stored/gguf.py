@@ -50,11 +50,11 @@ def dequantised(file: Path) -> Path:
         TargetMismatchError: the model is not supported.
         LongtrainError: the folder cannot be written.
     """
-    from huggingface_hub import cached_assets_path
+    from huggingface_hub import cached_assets_path, constants
 
     status = file.stat()
     digest = _sha256(file, status.st_size, status.st_mtime_ns)
-    places = cached_assets_path("longtrain", "gguf", f"v{FORM}")
+    places = cached_assets_path("longtrain", "gguf", f"v{FORM}", assets_dir=constants.HF_ASSETS_CACHE)
     folder = places / digest[:32]
     with lock(places / f"{digest[:32]}.lock", wait=True):
         if not (folder / RECORD).is_file():
