@@ -216,7 +216,8 @@ def _run_hydra() -> None:
     if runs:
         naming.summarise(runs)
     for failure in failures:
-        _complain(explain(failure))
+        for fault in getattr(failure, "faults", (failure,)):
+            _complain(explain(fault))
     if failures:
         sys.exit(1)
 
