@@ -31,6 +31,8 @@ KINDS = {
     stat.S_ISBLK: "a device",
 }
 """Test of a mode -> what it is, where it is no regular file."""
+UTF8 = "utf-8-sig"
+"""How text of the user's is read: UTF-8, without the byte order mark that some editors put before it."""
 TRIES = 100
 """How often a new folder is made anew where another process removes or takes it in the same moment."""
 
@@ -91,6 +93,16 @@ def read_bytes(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, f"it is {kind_of(os.fstat(stream.fileno()))}", str(path))
         return stream.read()
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, with the line ends that it has.
+
+    Raises:
+        OSError: see `read_bytes`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_bytes(path).decode(UTF8)
 
 
 def need_regular(path: Path) -> None:

@@ -271,7 +271,7 @@ def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
 

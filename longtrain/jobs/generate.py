@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import need_regular
+from longtrain.files import UTF8, read_text
 from longtrain.jobs.setup import (
     NO_TARGET,
     artifact_names,
@@ -273,6 +273,8 @@ def check_prompt_file(cfg: DictConfig) -> None:
 def read_prompt(where: str | Path) -> str:
     """The text of a prompt file, or of a pipe: one in the place of a file (`<(command)`), or with `-` stdin.
 
+    Line ends stay as they are; a byte order mark at the beginning is no part of it.
+
     Raises:
         DataError: it cannot be read.
     """
@@ -281,11 +283,10 @@ def read_prompt(where: str | Path) -> str:
         if where == STDIN:
             if sys.stdin.isatty():
                 _wait_said("the prompt that you type; Ctrl-D on a line of its own ends it")
-            return sys.stdin.buffer.read().decode("utf-8")
+            return sys.stdin.buffer.read().decode(UTF8)
         if path.is_fifo():
-            return _piped(path).decode("utf-8")
-        need_regular(path)
-        return path.read_text(encoding="utf-8")
+            return _piped(path).decode(UTF8)
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise DataError(f"prompt_file={where} cannot be read as UTF-8 text: {reason}") from None

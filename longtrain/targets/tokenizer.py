@@ -92,15 +92,12 @@ def read_tokenizer(
     Raises:
         ConfigError: no such folder or Hub id, no tokenizer there, or no such template.
     """
-    from huggingface_hub import hf_hub_download
     from transformers import AutoTokenizer
 
-    folder = asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
-    local = folder.is_dir()
+    folder = _folder(where)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if local else where, trust_remote_code=False)
-        config = folder / "config.json" if local else Path(hf_hub_download(where, "config.json"))
-        context = read_json(config).get("max_position_embeddings")
+        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else where, trust_remote_code=False)
+        context = read_json(_config_file(where)).get("max_position_embeddings")
         if context is not None and (type(context) is not int or not 0 < context < LARGEST):
             raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")
     except BaseException as error:
@@ -112,6 +109,28 @@ def read_tokenizer(
         ) from error
     set_chat_template(tokenizer, chat_template)
     return tokenizer, max_positions or context
+
+
+def embedded_tokens(where: str) -> int | None:
+    """Tokens that a target has embeddings for; a tokenizer with added tokens may know more. None: not said.
+
+    Args:
+        where: as for `read_tokenizer`, which is called first.
+    """
+    size = read_json(_config_file(where)).get("vocab_size")
+    return size if type(size) is int and size > 0 else None
+
+
+def _folder(where: str) -> Path:
+    return asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
+
+
+def _config_file(where: str) -> Path:
+    """The config of a target, fetched where it is on the Hub."""
+    from huggingface_hub import hf_hub_download
+
+    folder = _folder(where)
+    return folder / "config.json" if folder.is_dir() else Path(hf_hub_download(where, "config.json"))
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:

@@ -132,6 +132,8 @@ def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
 def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, name: str) -> str:
     """Check that the labels decode to exactly the assistant's words, each followed by its end marker alone.
 
+    A blank answer has its end marker for a label, or nothing.
+
     Args:
         tokenizer: the tokenizer of the target.
         rendered: the conversation's tokens and mask.
@@ -144,20 +146,8 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
     Raises:
         DataError: a span is missing, cut, or shifted against the assistant's words.
     """
-    wanted = [
-        message["content"]
-        for message in messages
-        if message["role"] == "assistant" and message["content"].strip()
-    ]
-    found = spans(rendered.mask_T)
-    if len(found) != len(wanted):
-        raise DataError(
-            f"conversation {name}: {len(found)} stretches of labels for {len(wanted)} answers; the chat "
-            f"template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
-        )
     marker = ""
-    for (begin, end), content in zip(found, wanted, strict=True):
-        text = tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
+    for text, content in _paired(tokenizer, rendered, messages, name):
         rest = _after(text, content)
         if rest is None or _without_marks(tokenizer, rest):
             raise DataError(
@@ -167,6 +157,41 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
             )
         marker = rest.strip()
     return marker
+
+
+def _paired(
+    tokenizer: Any, rendered: Rendered, messages: Sequence[Message], name: str
+) -> list[tuple[str, str]]:
+    """The text of each stretch of labels with its answer; a blank answer without a stretch is passed over.
+
+    Raises:
+        DataError: there are more or fewer stretches than answers.
+    """
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    texts = [
+        tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
+        for begin, end in spans(rendered.mask_T)
+    ]
+    if len(texts) == len(answers):
+        return list(zip(texts, answers, strict=True))
+    filled = sum(bool(answer.strip()) for answer in answers)
+    pairs: list[tuple[str, str]] = []
+    of_blank = len(texts) - filled
+    for answer in answers:
+        if len(pairs) == len(texts):
+            break
+        text = texts[len(pairs)]
+        if not answer.strip():
+            if of_blank <= 0 or _without_marks(tokenizer, text):
+                continue
+            of_blank -= 1
+        pairs.append((text, answer))
+    if of_blank or len(pairs) != len(texts):
+        raise DataError(
+            f"conversation {name}: {len(texts)} stretches of labels for {filled} answers that are not blank; "
+            "the chat template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
+        )
+    return pairs
 
 
 def check_share(labels: int, tokens: int, documents: int, what: str) -> None:

@@ -36,6 +36,7 @@ def prepare(
     *,
     home: Path,
     context_tokens: int | None = None,
+    vocab_size: int | None = None,
     generate: Generate | None = None,
     author: dict[str, Any] | None = None,
 ) -> Path:
@@ -46,6 +47,7 @@ def prepare(
         tokenizer: a Hugging Face tokenizer, the target's own.
         home: data goes to `home/data/<name>-<first 8 of the tokenizer's hash>`.
         context_tokens: the target's context: the limit for documents where `max_doc_tokens` is not set.
+        vocab_size: tokens that the target has embeddings for; None: as many as the tokenizer has.
         generate: writes answers, for `answers: target`.
         author: what written answers depend on besides the prompt (target, sampling).
 
@@ -69,13 +71,14 @@ def prepare(
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
         fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
-        if old.get("fingerprint") == fingerprint and _is_whole(folder):
+        known_ids = _known_ids(tokenizer, vocab_size)
+        if old.get("fingerprint") == fingerprint and _is_whole(folder, known_ids):
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
-        job = Tokenise(config, tokenizer, limit, generate, answers)
+        job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
         with replaced_folder(folder) as temporary:
-            writer = PreparedWriter(temporary, max(len(tokenizer), 1))
+            writer = PreparedWriter(temporary, known_ids)
             job.write(writer, list(zip(sources, found, strict=True)))
             writer.close(
                 {
@@ -106,6 +109,7 @@ def answer_part(
     generate: Generate,
     author: dict[str, Any],
     context_tokens: int | None = None,
+    vocab_size: int | None = None,
 ) -> int:
     """Write one part of the answers that `prepare` would have the target write; parts may run at once.
 
@@ -117,6 +121,7 @@ def answer_part(
         generate: writes answers.
         author: what written answers depend on besides the prompt.
         context_tokens: the target's context.
+        vocab_size: as for `prepare`.
 
     Returns:
         How many answers of other parts are missing still; `prepare` writes the data when none is.
@@ -129,7 +134,8 @@ def answer_part(
     folder = home / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
     path, settings = _written(folder, config, author)
     answers = Answers(path, settings, part=part)
-    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers)
+    limit, known_ids = _limit(config, context_tokens), _known_ids(tokenizer, vocab_size)
+    job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
     job.answer([(source, inputs(source)) for source in _chosen(config)])
     return len(answers.elsewhere - set(Answers(path, settings).done))
 
@@ -173,13 +179,21 @@ def _known(manifest: dict[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def _is_whole(folder: Path) -> bool:
+def _known_ids(tokenizer: Any, vocab_size: int | None) -> int:
+    """The first id that is no token of both the tokenizer and the target."""
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    return highest + 1 if vocab_size is None else min(highest + 1, vocab_size)
+
+
+def _is_whole(folder: Path, known_ids: int) -> bool:
     """Whether a folder holds what was written into it; a damaged one is told of, and is made again.
 
     One rank of a machine compares all bytes with their hashes.
     """
     try:
-        Prepared.open(folder, verify=first_of_machine())
+        data = Prepared.open(folder, verify=first_of_machine())
+        if first_of_machine():
+            data.refuse_ids_above(known_ids)
     except DataError as error:
         log.warning("%s; it is made again now", str(error).partition("; prepare again")[0])
         return False
