@@ -218,7 +218,8 @@ def _run_hydra(words: list[str]) -> None:
     if runs:
         naming.summarise(runs)
     for failure in failures:
-        _complain(explain(failure, words))
+        for fault in getattr(failure, "faults", (failure,)):
+            _complain(explain(fault, words))
     if failures:
         sys.exit(1)
 

@@ -23,8 +23,8 @@ from longtrain.jobs.setup import (
     plain,
     sampling_from,
 )
-from longtrain.settings import Text, Tokens, Words, convert
-from longtrain.targets.tokenizer import GrowingText
+from longtrain.settings import AUTO, Text, Tokens, Words, convert
+from longtrain.targets.tokenizer import GrowingText, chats
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -56,12 +56,13 @@ def run(cfg: DictConfig) -> None:
     entry = _entry(cfg)
     artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
-    ids = target.encode(prompt, chat=bool(cfg.chat))
+    chat = _chat(cfg, target)
+    ids = target.encode(prompt, chat=chat)
     parts = _parts(cfg, target, entry, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
     writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
     if colour:
-        print(f"{DIM}{prompt}{PLAIN}", end="\n" if cfg.chat else "", flush=True)
+        print(f"{DIM}{prompt}{PLAIN}", end="\n" if chat else "", flush=True)
     generation = Engine(target, parts).generate(
         [ids],
         max_new_tokens=count,
@@ -71,6 +72,8 @@ def run(cfg: DictConfig) -> None:
         stream=writer,
     )
     writer.close(generation.texts[0] if generation.texts else "")
+    if not chat and chats(target.tokenizer) and not "".join(generation.texts).strip():
+        _aside("the target ended the text at once; chat=true asks it in its chat template")
     print(statistics(generation.stats, parts), file=sys.stderr)
 
 
@@ -84,8 +87,32 @@ def check(cfg: DictConfig) -> None:
     _one_prompt(cfg)
     check_prompt_file(cfg)
     _stop(cfg)
+    convert(cfg.chat, Literal["auto", True, False], "chat")
     if not artifact_names(cfg) and not (cfg.target and cfg.target.path):
         raise ConfigError(NO_TARGET)
+
+
+def _chat(cfg: DictConfig, target: Target) -> bool:
+    """Whether the prompt goes through the chat template: `auto` asks a chat model what is typed as `prompt=`.
+
+    A prompt file is continued as it is: it may hold a text, or a conversation that is rendered already.
+
+    Raises:
+        ConfigError: another value than auto, true or false.
+    """
+    asked: Literal["auto", True, False] = convert(cfg.chat, Literal["auto", True, False], "chat")
+    if asked != AUTO:
+        return bool(asked)
+    if cfg.prompt is None or not chats(target.tokenizer):
+        return False
+    _aside("the prompt is a user's message in the target's chat template; chat=false continues it as text")
+    return True
+
+
+def _aside(line: str) -> None:
+    """A line beside the text, dim on a terminal."""
+    before, after = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
+    print(f"{before}longtrain: {line}{after}", file=sys.stderr, flush=True)
 
 
 def statistics(stats: Stats, ran: Parts) -> str:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
-from longtrain.jobs.setup import NO_TARGET, load_artifact, load_tensors, plain, target_key
+from longtrain.jobs.setup import NO_CUDA, NO_TARGET, load_artifact, load_tensors, plain, target_key
 from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -144,10 +144,7 @@ def check(cfg: DictConfig) -> None:
     spec, config, _, loop, _ = _settings(cfg)
     if not cfg.dry_run:
         if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"trainer.accelerator={loop.accelerator}, and torch sees no CUDA device here; with a target "
-                "that is small enough for a CPU pass trainer=cpu"
-            )
+            raise ConfigError(NO_CUDA.format(loop.accelerator))
         return
     if spec.export is None:
         if not (cfg.target and cfg.target.path):

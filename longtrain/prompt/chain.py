@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, Gathered
 from longtrain.jobs import JOBS, KEPT, SHARED
 from longtrain.log import on_first_rank
-from longtrain.prompt import checks, interrupts, naming
+from longtrain.prompt import checks, following, interrupts, memory, naming
 from longtrain.prompt.explain import explain_key, is_group
 
 if TYPE_CHECKING:
@@ -41,25 +41,29 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
 
     hydra = HydraConfig.get()
     choices, words = hydra.runtime.choices, list(hydra.overrides.task)
-    if cfg.name == naming.UNNAMED and not _typed("name", words):  # our recipes have a name
+    if cfg.name == naming.UNNAMED and not following.typed("name", words):  # our recipes have a name
         cfg.name = naming.usual_name(cfg, choices)
         if choices.get("recipe") and cfg.artifact is None and (made := checks.exported(cfg)):
             cfg.artifact = made[0] if len(made) == 1 else made
-    if not _typed("data.name", words) and (data := naming.data_name(cfg)):
+    if not following.typed("data.name", words) and (data := naming.data_name(cfg)):
         cfg.data.name = data
     if hydra.mode == RunMode.MULTIRUN:
         cfg.name = naming.swept_name(str(cfg.name), naming.swept(given, words), hydra.job.num)
     jobs = _asked(cfg, str(hydra.job.config_name), given)
     _refuse_added(words, jobs, given)
-    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
-    checks.check(steps, words)
     first = on_first_rank()
+    fitted, faults = following.follow(cfg, jobs, words)
+    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
+    checks.check(steps, words, faults)
+    fitted += memory.fit_memory(cfg, jobs, words)
+    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
+    if first:
+        sys.stderr.write("".join(f"longtrain: {line}\n" for line in fitted))
     if cfg.dry_run:
         _only_check(steps)
         return
-    for job, step in steps:
-        if first or job in SHARED:
-            _own_check(job, step)  # before hours of another job, and before anything is printed
+    # before hours of another job, and before the configuration is printed
+    _own_checks([(job, step) for job, step in steps if first or job in SHARED])
     interrupts.as_usual()
     done: list[str] = []
     for place, (job, step) in enumerate(steps):
@@ -83,11 +87,6 @@ def run(cfg: DictConfig, given: Sequence[str]) -> None:
                 )
             raise
         done.append(job)
-
-
-def _typed(key: str, words: list[str]) -> bool:
-    """Whether the command line sets a key."""
-    return any(word.lstrip("+").partition("=")[0] == key for word in words)
 
 
 def _asked(cfg: DictConfig, config_name: str, given: Sequence[str]) -> list[str]:
@@ -133,8 +132,7 @@ def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
 
 def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     """What a job checks by itself before it works, for each; then one line, and no job is done."""
-    for job, step in steps:
-        _own_check(job, step)
+    _own_checks(steps)
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "
@@ -142,11 +140,15 @@ def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     )
 
 
-def _own_check(job: str, cfg: DictConfig) -> None:
-    """What a job checks by itself before it works, if it does."""
-    own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
-    if own is not None:
-        own(cfg)
+def _own_checks(steps: list[tuple[str, DictConfig]]) -> None:
+    """What each job checks by itself before it works; all faults are told at once."""
+    gathered = Gathered()
+    for job, step in steps:
+        own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
+        if own is not None:
+            with gathered.one():
+                own(step)
+    gathered.tell()
 
 
 def _show(cfg: DictConfig, job: str) -> None:

@@ -29,6 +29,12 @@ CHAT_TEMPLATE = (
 )
 """A system message is read as a user turn; the generation marks cover the answer and its end token."""
 
+CHAT_BY_DEFAULT = "chat_by_default"
+"""Key of `tokenizer_config.json`: whether a typed prompt is a user's message where nothing else is said.
+
+Models with a chat template are taken to be chat models without it.
+"""
+
 
 class GrowingText:
     """A text that grows token by token, whole characters only.
@@ -53,6 +59,13 @@ class GrowingText:
 
     def _decode(self, start: int, stop: int | None) -> str:
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=False))
+
+
+def chats(tokenizer: Any) -> bool:
+    """Whether a target is a chat model: it has a template, and its files do not say that it continues text."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return False
+    return bool(tokenizer.init_kwargs.get(CHAT_BY_DEFAULT, True))
 
 
 def words_of(pieces: Iterable[str]) -> list[tuple[str, range]]:
@@ -214,6 +227,7 @@ def save_tokenizer(tokenizer_json: str, folder: Path, *, max_positions: int) -> 
         "bos_token": SPECIALS[0],
         "pad_token": SPECIALS[0],
         "eos_token": SPECIALS[3],
+        CHAT_BY_DEFAULT: False,  # it continues text, and has a template for questions
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
     }

@@ -6,7 +6,7 @@ Shapes: T tokens of one conversation.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,10 @@ class Conversations:
     limit: int | None
     counts: Counter[str]
     seen: int = 0
+
+    def __post_init__(self) -> None:
+        if self.config.mask == "auto":
+            self.config = replace(self.config, mask=masks.usual(self.tokenizer))
 
     def labelled(self, document: Document) -> tuple[np.ndarray, np.ndarray] | None:
         """Ids and mask of a whole conversation, every answer a label; None: left out (and counted).

@@ -54,6 +54,12 @@ def check_template(tokenizer: Any, how: str) -> None:
         )
 
 
+def usual(tokenizer: Any) -> str:
+    """How labels are found where nothing is said: by generation marks if the chat template has them."""
+    template = _template(tokenizer)
+    return "prefix" if template and not MARKS.search(template) else "template"
+
+
 def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) -> Rendered:
     """A conversation as token ids and label mask.
 

@@ -286,10 +286,21 @@ def turn_marks(tokenizer: Any) -> ChatIds:
             "the chat template's turn marks cannot be told from the turns; leave out synthetic sources"
         )
     at, to = ids.index(user[0]), ids.index(answer[0])
-    start = 1 if ids[0] == tokenizer.bos_token_id and at > 1 else 0
-    return ChatIds(
-        user=tuple(ids[start:at]),
-        assistant=tuple(ids[at + 1 : to]),
-        end=tuple(ids[to + 1 :]),
-        start=tuple(ids[:start]),
-    )
+    end = ids[to + 1 :]
+    twice = render(tokenizer, [*turns, *turns], how="all", name="turn marks").ids_T.tolist()
+    later = _between(twice, answer[0], user[0])
+    if later is not None and later[: len(end)] == end and len(later) > len(end):
+        opening = later[len(end) :]  # without a system message that the template puts before the first turn
+        if ids[at - len(opening) : at] == opening:
+            start = ids[: at - len(opening)]
+            return ChatIds(tuple(opening), tuple(ids[at + 1 : to]), tuple(end), tuple(start))
+    start = ids[: 1 if ids[0] == tokenizer.bos_token_id and at > 1 else 0]
+    return ChatIds(tuple(ids[len(start) : at]), tuple(ids[at + 1 : to]), tuple(end), tuple(start))
+
+
+def _between(ids: list[int], after: int, before: int) -> list[int] | None:
+    """The ids between the first `after` and the next `before`; None where they do not come so."""
+    if after not in ids or before not in ids[ids.index(after) :]:
+        return None
+    first = ids.index(after)
+    return ids[first + 1 : ids.index(before, first)]

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longtrain.data.chat import mask as masks
 from longtrain.data.chat.prompts import Answers, Generate, Part
 from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
-from longtrain.data.read.sources import Inputs, digest, inputs
+from longtrain.data.read.adapters import WITHOUT_TURNS
+from longtrain.data.read.files import need
+from longtrain.data.read.manifest import Manifest
+from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
 from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock, replaced_folder, settle
@@ -61,6 +66,7 @@ def prepare(
         if not old and folder.exists():
             log.warning("%s has no manifest that this version reads; it is made again now", folder)
         sources = _chosen(config)
+        config = _settled(config, sources, tokenizer)
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
@@ -124,6 +130,7 @@ def answer_part(
         ConfigError: another process writes this part.
         DataError: as for `prepare`.
     """
+    config = _settled(config, _chosen(config), tokenizer)
     folder = home / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
     path, settings = _written(folder, config, author)
     answers = Answers(path, settings, part=part)
@@ -131,6 +138,36 @@ def answer_part(
     job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
     job.answer([(source, inputs(source)) for source in _chosen(config)])
     return len(answers.elsewhere - set(Answers(path, settings).done))
+
+
+def _settled(config: DataConfig, sources: list[SourceConfig], tokenizer: Any) -> DataConfig:
+    """The config with `mask=auto` decided; a chat template that cannot serve is refused before any work.
+
+    Raises:
+        DataError: conversations or questions and no chat template, or no generation marks where they are wanted.
+    """
+    chats = [source for source in sources if _holds_conversations(source)]
+    recorded = any(not config.written_by_target(source) for source in chats)
+    if config.mask == "auto":
+        config = replace(config, mask=masks.usual(tokenizer) if recorded else "template")
+        if config.mask == "prefix":
+            log.info(
+                "data.mask=prefix: the chat template has no generation marks, so answers are found turn by turn"
+            )
+    if recorded:
+        masks.check_template(tokenizer, config.mask)
+    elif chats or any(source.reader == "synthetic" for source in sources):
+        masks.check_template(tokenizer, "prefix")
+    return config
+
+
+def _holds_conversations(source: SourceConfig) -> bool:
+    """Whether a source's rows are conversations, which the chat template renders."""
+    if source.reader == "manifest":
+        named = [part.adapter for part in Manifest.load(need(source.where, "manifest")).parts]
+    else:
+        named = [source.adapter or DEFAULT_ADAPTER.get(source.reader, "text")]
+    return not set(named) <= WITHOUT_TURNS
 
 
 def _known(manifest: dict[str, Any]) -> dict[str, Any]:
