@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
+from longtrain.data.retrieval.wording import KEY, PRETRAIN
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
 from longtrain.files import LARGEST, read_bytes, read_json
 
@@ -195,6 +196,7 @@ def save_tokenizer(tokenizer_json: str, folder: Path, *, max_positions: int) -> 
         "eos_token": SPECIALS[3],
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
+        KEY: PRETRAIN.name,
     }
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
