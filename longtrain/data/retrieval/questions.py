@@ -12,7 +12,7 @@ import numpy as np
 
 from longtrain.data.retrieval.material import DocumentBuilder, Ids, Role
 from longtrain.data.retrieval.phrases import MARGIN, Phrases
-from longtrain.data.retrieval.wording import Words
+from longtrain.data.retrieval.wording import TaskWords
 from longtrain.errors import ConfigError
 
 QUESTION_TASKS = ("needles", "chains", "table", "quote")
@@ -106,7 +106,7 @@ class RetrievalQuestionWriter(Phrases):
             lines.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
         return lines
 
-    def _asked(self, words: Words, **parts: Ids) -> Ids:
+    def _asked(self, words: TaskWords, **parts: Ids) -> Ids:
         """The question, the mark after which the assistant writes, and what its answer begins with."""
         return np.concatenate([self.say(words.ask, **parts), self.assistant, self.say(words.answer, **parts)])
 
@@ -203,7 +203,7 @@ class RetrievalQuestionWriter(Phrases):
             "quote", context_T, question_T, np.concatenate([passage, self.end]), said, (said,)
         )
 
-    def _fixed(self, words: Words, **parts: Ids) -> int:
+    def _fixed(self, words: TaskWords, **parts: Ids) -> int:
         """Tokens of a prompt that are not its text."""
         opening = len(self.start) + len(self.user) + len(self.phrase(words.intro))
         return opening + len(self._asked(words, **parts))
@@ -216,7 +216,7 @@ class RetrievalQuestionWriter(Phrases):
 
     def _prompt(
         self,
-        words: Words,
+        words: TaskWords,
         hidden: list[tuple[Ids, Ids]],
         question_T: Ids,
         n_tokens: int,

@@ -27,7 +27,7 @@ from longtrain.data.retrieval.questions import (
     RetrievalQuestionWriter,
     most_tokens,
 )
-from longtrain.data.retrieval.wording import Words, wording_of
+from longtrain.data.retrieval.wording import TaskWords, wording_of
 from longtrain.errors import ConfigError, DataError
 
 OPTIONS = {"doc_tokens", "tasks"}
@@ -81,7 +81,7 @@ class RetrievalWriter(RetrievalQuestionWriter):
         doc.add(Role.PROMPT, tail)
         return np.concatenate(doc.runs).tolist(), str(numbers[asked])
 
-    def _begin(self, words: Words, **parts: Ids) -> Ids:
+    def _begin(self, words: TaskWords, **parts: Ids) -> Ids:
         """What the assistant's turn begins with; nothing where the wording leaves it to the assistant."""
         return self.say(words.answer if self.wording.always_begun else "", **parts)
 

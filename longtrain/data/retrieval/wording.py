@@ -16,7 +16,7 @@ KEY = "retrieval_wording"
 
 
 @dataclass(frozen=True)
-class Words:
+class TaskWords:
     """How one task is asked.
 
     The places that are filled in are named in braces; keys of needles and cues of quotations begin with
@@ -54,49 +54,49 @@ class Wording:
     """
 
     name: str
-    needle: Words
-    needles: Words
-    chains: Words
-    table: Words
-    quote: Words
+    needle: TaskWords
+    needles: TaskWords
+    chains: TaskWords
+    table: TaskWords
+    quote: TaskWords
     copy: str
     singular: float
     always_begun: bool
     without_template: str
     about: str
 
-    def hidden(self, *, single: bool) -> Words:
+    def hidden(self, *, single: bool) -> TaskWords:
         """The words for needles, one value being asked for or several."""
         return self.needle if single else self.needles
 
 
 RULER = Wording(
     "ruler",
-    needle=Words(
+    needle=TaskWords(
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz "
         "you about the number afterwards.\n",
         "\nWhat is the special magic number for{key} mentioned in the provided text?",
         " The special magic number for{key} mentioned in the provided text is",
     ),
-    needles=Words(
+    needles=TaskWords(
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will "
         "quiz you about the numbers afterwards.\n",
         "\nWhat are all the special magic numbers for{key} mentioned in the provided text?",
         " The special magic numbers for{key} mentioned in the provided text are",
     ),
-    chains=Words(
+    chains=TaskWords(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
         "\nQuestion: Find all variables that are assigned the value {value} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
         "assigned the value {value}, they are:",
     ),
-    table=Words(
+    table=TaskWords(
         "Here is a table of keys and their values. Make sure to memorize it. I will quiz you about the "
         "values afterwards.\n",
         "What is the value of {key} in the table above?",
         " The value of {key} in the table above is",
     ),
-    quote=Words(
+    quote=TaskWords(
         "Memorize the following text. I will ask you to quote from it afterwards.\n",
         "\nQuote the passage of the text above that begins with:{cue}",
         "{cue}",
@@ -117,25 +117,27 @@ Source: Hsieh et al. 2024 and NVIDIA/RULER, scripts/data/synthetic/constants.py.
 
 PRETRAIN = Wording(
     "pretrain",
-    needle=Words(
+    needle=TaskWords(
         "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
         "I will quiz you about them afterwards.\n",
         "\nWhat is the special magic number for{key} mentioned in the provided text?",
         "The special magic number for{key} mentioned in the provided text is",
     ),
-    needles=Words(
+    needles=TaskWords(
         "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
         "I will quiz you about them afterwards.\n",
         "\nWhat are all the special magic numbers for{key} mentioned in the provided text?",
         "The special magic numbers for{key} mentioned in the provided text are",
     ),
-    chains=Words(
+    chains=TaskWords(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n",
         "\nFind all variables that are assigned the value {value} in the text above.",
         "The variables are:",
     ),
-    table=Words("Here is a table.\n", "Look up {key}.", "{key}:"),
-    quote=Words("Read the text, then quote from it.\n", "\nQuote the passage that continues after:{cue}", ""),
+    table=TaskWords("Here is a table.\n", "Look up {key}.", "{key}:"),
+    quote=TaskWords(
+        "Read the text, then quote from it.\n", "\nQuote the passage that continues after:{cue}", ""
+    ),
     copy="Repeat the following text.\n",
     singular=0.3,
     always_begun=False,
