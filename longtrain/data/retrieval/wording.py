@@ -70,6 +70,13 @@ class Wording:
         return self.needle if single else self.needles
 
 
+_CHAIN = "Memorize and track the chain(s) of variable assignment hidden in the following text."
+_FIND = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+_FOUND = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
+    "assigned the value {value}, they are:"
+)
+
 RULER = Wording(
     "ruler",
     needle=TaskWords(
@@ -85,10 +92,11 @@ RULER = Wording(
         " The special magic numbers for{key} mentioned in the provided text are",
     ),
     chains=TaskWords(
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
-        "\nQuestion: Find all variables that are assigned the value {value} in the text above.",
-        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
-        "assigned the value {value}, they are:",
+        f"{_CHAIN}\n\nThe grass is green. VAR JQW = 52701. The sky is blue. The sun is "
+        "yellow. VAR ZKD = VAR JQW. Here we go. VAR PTH = VAR ZKD. There and back again."
+        f"{_FIND.format(value=52701)}{_FOUND.format(count=3, value=52701)} JQW, ZKD, PTH.\n\n{_CHAIN}\n\n",
+        _FIND,
+        _FOUND,
     ),
     table=TaskWords(
         "Here is a table of keys and their values. Make sure to memorize it. I will quiz you about the "
@@ -109,8 +117,9 @@ RULER = Wording(
 )
 """RULER's wording of needles and variable tracking; tables and quotations, which it does not have, alike.
 
-Note: RULER writes a solved example before a chain, and a space after the last colon, which most tokenizers
-would not split off there.
+A chain comes after a solved example, as there; here the example is short and the same in every prompt.
+
+Note: RULER writes a space after a chain's last colon, which most tokenizers would not split off there.
 
 Source: Hsieh et al. 2024 and NVIDIA/RULER, scripts/data/synthetic/constants.py.
 """

@@ -144,7 +144,7 @@ def unsolved(suite: Suite, results: Json) -> list[str]:
     where = f" in {named}" if low else ""
     return [
         f"the full cache scores below half{where} (average {mean:.3g} of {best:.3g}): what other "
-        "systems score there separates nothing; take shorter lengths, other tasks or a target that answers them"
+        "systems score there separates nothing; take shorter lengths, other tasks or another target"
     ]
 
 
