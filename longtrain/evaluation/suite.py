@@ -29,13 +29,11 @@ class Scale:
         name: `score`, `perplexity`.
         maximum: the best that can be; None: there is none.
         higher_is_better: which way is up.
-        wilson: whether each answer is right or wrong, so that a task's interval is Wilson's.
     """
 
     name: str = "score"
     maximum: float | None = 100.0
     higher_is_better: bool = True
-    wilson: bool = False
 
 
 @dataclass(frozen=True)
