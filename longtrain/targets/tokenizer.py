@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
+from longtrain.data.retrieval.wording import KEY, PRETRAIN
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
 from longtrain.files import LARGEST, read_bytes, read_json
 from longtrain.targets.at_hand import folder_of, is_gguf
@@ -230,6 +231,7 @@ def save_tokenizer(tokenizer_json: str, folder: Path, *, max_positions: int) -> 
         CHAT_BY_DEFAULT: False,  # it continues text, and has a template for questions
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
+        KEY: PRETRAIN.name,
     }
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

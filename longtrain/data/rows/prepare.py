@@ -19,6 +19,7 @@ from longtrain.data.read.adapters import WITHOUT_TURNS
 from longtrain.data.read.files import need
 from longtrain.data.read.manifest import Manifest
 from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
+from longtrain.data.retrieval.wording import PRETRAIN, wording_of
 from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
 from longtrain.files import lock, replaced_folder, settle
@@ -70,7 +71,8 @@ def prepare(
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
-        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
+        worded = {} if (wording := wording_of(tokenizer)) is PRETRAIN else {"wording": wording.name}
+        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author, worded)
         known_ids = _known_ids(tokenizer, vocab_size)
         if old.get("fingerprint") == fingerprint and _is_whole(folder, known_ids):
             log.info("data=%s is current, nothing to do", folder)
@@ -270,10 +272,15 @@ def _fingerprint(
     token_hash: str,
     limit: int | None,
     author: dict[str, Any] | None,
+    worded: dict[str, str],
 ) -> str:
-    """A hash of everything the prepared files depend on; where local files are is not part of it."""
+    """A hash of everything the prepared files depend on; where local files are is not part of it.
+
+    `worded` says what synthetic questions are asked in, where it is not what it was before they had a choice.
+    """
     content = {key: value for key, value in config.content().items() if key != "sources"}
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
+    plain = [one | (worded if s.reader == "synthetic" else {}) for one, s in zip(plain, sources, strict=True)]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
     return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()

@@ -123,6 +123,32 @@ def title_and_notes(summaries: Mapping[str, Summary]) -> tuple[str, list[str]]:
     return max(sorted(titles), key=len), notes
 
 
+def unsolved(suite: Suite, results: Json) -> list[str]:
+    """What is to be said where the full cache itself scores below half: such a table separates nothing.
+
+    Args:
+        suite: that ran; one that is not `solvable` is let be.
+        results: of `assemble`, the full cache first.
+
+    Returns: at most one note, which names the kinds of questions, or the tasks, that are below half.
+    """
+    full, best = results["systems"][0], results["scale"]["maximum"]
+    if not suite.solvable or full["kind"] != "full" or best is None:
+        return []
+    kinds = [(str(one["value"]), one["score"]) for one in full["facets"] if one["facet"] == "task"]
+    parts = kinds or [(one["task"], one["score"]) for one in full["tasks"]]
+    low = {name: score["value"] for name, score in parts if (score["value"] or 0.0) < best / 2}
+    mean = full["average"]["value"] or 0.0
+    if not low and mean >= best / 2:
+        return []
+    named = ", ".join(f"{name} {value or 0.0:.3g}" for name, value in low.items())
+    where = f" in {named}" if low else ""
+    return [
+        f"the full cache scores below half{where} (average {mean:.3g} of {best:.3g}): what other "
+        "systems score there separates nothing; take shorter lengths, other tasks or another target"
+    ]
+
+
 class _Figures:
     """Figures of one run. Records of a system come as strata: those of each task, in the suite's order."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation.figures.outcomes import examples
-from longtrain.evaluation.figures.results import assemble
+from longtrain.evaluation.figures.results import assemble, unsolved
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
@@ -164,6 +164,7 @@ class Session:
                     "this part over all systems; what is done is kept, and the same command goes on from here"
                 ) from None
             if group[0] is self.systems[0] and not self.missing(self.systems[:1]):
+                self._warn()
                 self._compare(self._marked_early() if shards == 1 else None)
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
@@ -196,7 +197,11 @@ class Session:
             self._compare(records)
             records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
-        found["notes"] += [*self._lossless.notes(found), *self._memory_notes(records)]
+        found["notes"] += [
+            *unsolved(self.suite, found),
+            *self._lossless.notes(found),
+            *self._memory_notes(records),
+        ]
         if self.record and not recorded.exempt(self.suite):
             found["baseline"] = self._recorded(found)
         return Outcome(found, self._examples(records), self._timings())
@@ -204,6 +209,13 @@ class Session:
     def finishing(self) -> AbstractContextManager[bool]:
         """Whether this process may write the result inside the block; False while another one does."""
         return lock(self.folder / "ledger" / ".finish.lock")
+
+    def _warn(self) -> None:
+        """Say before other systems run that the full cache answers too little for a comparison."""
+        if self.suite.solvable:
+            full = self.systems[:1]
+            for note in unsolved(self.suite, self._assemble(full, self.records(full))):
+                log.warning("%s", note)
 
     def _compare(self, records: Sequence[Record] | None = None) -> None:
         """Set the verdict on the full cache's score."""

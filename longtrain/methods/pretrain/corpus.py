@@ -24,6 +24,7 @@ from longtrain.data.retrieval.material import (
     TextStream,
 )
 from longtrain.data.retrieval.synthetic import RetrievalWriter
+from longtrain.data.retrieval.wording import PRETRAIN
 from longtrain.data.rows.checks import check_files, sha256_file
 from longtrain.data.rows.mixture import Mixture
 from longtrain.errors import DataError
@@ -141,7 +142,11 @@ def load_mixture(
     streams = [TextStream(np.load(folder / f"{kind}.npy", mmap_mode="r"), token_text, kind) for kind in kinds]
     weights = [stream_weights[kind] for kind in kinds]
     writer = RetrievalWriter(
-        encoder(folder / "tokenizer"), ChatIds((1,), (2,), (3,)), streams, stream_weights=weights
+        encoder(folder / "tokenizer"),
+        ChatIds((1,), (2,), (3,)),
+        streams,
+        stream_weights=weights,
+        wording=PRETRAIN,
     )
     with np.load(folder / "chat.npz") as arrays:
         edges = arrays["edges"]
