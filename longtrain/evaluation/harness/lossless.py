@@ -110,7 +110,7 @@ class LosslessCheck:
             read.append(again or Reread(math.inf))
         if partings:
             about = (system.name, task.name, len(partings), len(drafted))
-            log.info("differing texts: system=%s task=%s texts=%d of=%d", *about)
+            log.info("differing texts: system=%s task=%s texts=%d examples=%d", *about)
         noises = [one.noise for one in read if one.noise is not None]
         noise = max(noises, default=0.0)
         known = [one.gap for one in read if one.gap < math.inf]
