@@ -46,9 +46,9 @@ SCHEMA = 2
 SHOWN = 10
 """Texts that differ from plain decoding's of which the places are kept."""
 Judgement = Callable[
-    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[float | None]] | None
+    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[Json]] | None
 ]
-"""(system, task, records that were compared, where they part) -> what that is worth, and the gap of each."""
+"""(system, task, records that were compared, where they part) -> what that is worth, and figures of each."""
 PLAIN_KINDS = ("pooled", "wilson")
 """Kinds of figures whose differences between two systems, or two runs, are reported."""
 
@@ -278,13 +278,20 @@ class _Figures:
         return None if pairs is None else verdict(self.reading.difference(pairs, self.draw))
 
     def _exactness(self, system: System, name: str, some: Sequence[Record]) -> Json | None:
-        """How many answers are not those of the same cache without a draft, and where the first ones part."""
+        """How many texts are not those of the same cache without a draft, and where the first ones part.
+
+        A text is one answer. Those after the first that differs, in later turns, had another prompt and are
+        not compared. None where no text was written: measured tasks have nothing to compare.
+        """
         if system.lossless_of is None or system.lossless_of not in self.found:
             return None
-        pairs = self._pairs(some, system.lossless_of)
-        partings = [found for a, b in pairs if (found := parting(a, b)) is not None]
+        pairs = [pair for pair in self._pairs(some, system.lossless_of) if pair[0].turns]
+        if not pairs:
+            return None
+        found = [(a, parting(a, b)) for a, b in pairs]
+        partings = [one for _, one in found if one is not None]
         known: Json = {
-            "compared": len(pairs),
+            "compared": sum(len(a.turns) if one is None else one.turn for a, one in found),
             "different": len(partings),
             "strict": self.strict,
             "violations": len(partings) if self.strict else None,
@@ -296,8 +303,8 @@ class _Figures:
         judged = self.judge(system, name, [a for a, _ in pairs], partings) if self.judge else None
         if judged is None:
             return known
-        said, gaps = judged
-        first = [{**one, "gap": gap} for one, gap in zip(known["first"], gaps, strict=False)]
+        said, figures = judged
+        first = [{**one, **more} for one, more in zip(known["first"], figures, strict=False)]
         return {**known, **said, "first": first}
 
     def _numbers(self, record: Record) -> Numbers:
