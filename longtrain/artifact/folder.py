@@ -176,10 +176,8 @@ class Artifact:
         info = dataclasses.replace(info, name=local_target(folder) or info.name)
         tensors = read_tensors(folder / MODEL, manifest["files"])
         refuse_not_finite(tensors, str(folder / MODEL))
-        golden, verification = (
-            read_golden(folder, manifest),
-            from_file(Verification, manifest["verification"]),
-        )
+        golden = read_golden(folder, manifest)
+        verification = from_file(Verification, manifest["verification"])
         if golden is None and methods.get(method).attach is not None and not verification.faults:
             verification.faults.append(NO_GOLDEN)
         if verification.faults and not unverified:
@@ -202,6 +200,11 @@ class Artifact:
         refuse_missing_keys(artifact.config, methods.config_class(method), folder)
         compare_names(artifact._empty_module(info), tensors, folder / MODEL)
         return artifact
+
+    @property
+    def verified(self) -> bool:
+        """Whether no comparison has failed, of its export or since."""
+        return not self.verification.faults
 
     def typed_config(self) -> Any:
         """The method's `Config` with this artifact's values.

@@ -50,8 +50,8 @@ HALF = ("float16", "bfloat16")
 """The dtypes whose noise is measured."""
 
 MULTIPLE = 4.0
-"""Times the measured noise that passes: two roundings are sqrt(2) apart, and those of other kernels are larger
-by a factor that depends on how they sum."""
+"""Times the measured noise that passes: two roundings are sqrt(2) apart, and those of other kernels are
+larger by a factor that depends on how they sum."""
 
 OUTPUTS = "outputs"
 """The name of the noise of the outputs; other names are those of inputs."""

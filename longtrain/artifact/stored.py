@@ -68,6 +68,7 @@ class _Noise:
 def sealed(values: Mapping[str, Any]) -> bytes:
     """A JSON file that holds the checksum of its own content."""
     content = json.loads(json.dumps(values, default=str))
+    content.pop(CHECKSUM, None)
     return (json.dumps({**content, CHECKSUM: _checksum(content)}, indent=2) + "\n").encode()
 
 

@@ -32,7 +32,8 @@ class Check:
         return self.error <= self.limit
 
     def __str__(self) -> str:
-        return f"{self.what}: relative error {self.error:.2g}, allowed {self.limit:.2g}"
+        passed = "" if self.passed else " FAILED"
+        return f"{self.what}: relative error {self.error:.2g}, allowed {self.limit:.2g}{passed}"
 
 
 @dataclass(frozen=True)
@@ -71,5 +72,6 @@ def refuse(checks: Sequence[Check]) -> None:
     else:
         meaning = "it does not compute what was exported (position, window, rotary base, weights)"
     raise ArtifactError(
-        f"golden outputs are not reproduced by {failed}; {meaning}; export again, or {ADVICE}"
+        f"golden outputs are not reproduced by {failed.what}: relative error {failed.error:.2g}, allowed "
+        f"{failed.limit:.2g}; {meaning}; export again, or {ADVICE}"
     )
