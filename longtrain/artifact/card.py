@@ -15,6 +15,7 @@ from longtrain.targets.info import source_line
 
 if TYPE_CHECKING:
     from longtrain.artifact.folder import Artifact
+    from longtrain.artifact.verification import Verification
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.info import TargetInfo
 
@@ -110,6 +111,7 @@ def model_card(
     )
     rows = [(f"`{key}`", f"`{_plain(value)}`") for key, value in artifact.config.items()]
     sections = {
+        "Unverified": unverified(artifact.verification),
         "How to load": loading,
         **elsewhere(artifact, spec, where=where, target=shown),
         **of_run(artifact.provenance, known, pictures),
@@ -218,6 +220,22 @@ def is_path(name: str) -> bool:
 
 def _titled(sections: Mapping[str, str]) -> list[str]:
     return [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+
+
+def unverified(found: Verification) -> str:
+    """Why nothing should be expected of the artifact; empty where no comparison failed."""
+    if not found.faults:
+        return ""
+    lines = [
+        "It may not compute what was trained: a comparison failed. It runs with `unverified=true` alone."
+    ]
+    lines += [f"- {tables.escaped(fault)}" for fault in found.faults]
+    rows = [
+        (check.what, f"{check.error:.2g}", f"{check.limit:.2g}", "yes" if check.passed else "NO")
+        for check in found.checks
+    ]
+    shown = tables.markdown(("compared at export", "relative error", "allowed", "passed"), rows)
+    return "\n".join(lines) + (f"\n\n{shown}" if rows else "")
 
 
 def _about(artifact: Artifact, spec: MethodSpec) -> str:

@@ -15,9 +15,11 @@ from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.artifact.folder import READ, Artifact
 from longtrain.artifact.found import HUB, find, imported, reader_of
 from longtrain.artifact.stored import LAWS, read_manifest, refuse_not_finite
+from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.provenance import commit_of, typed_command
+from longtrain.settings import from_file
 from longtrain.targets.info import TargetInfo, source_line
 
 Facts = dict[str, str]
@@ -72,8 +74,9 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
     manifest, fault, found = read_manifest(folder / MANIFEST), "", None
     evidence = Evidence()
     try:
-        found = Artifact.load(folder, unverified=unverified)
+        found = Artifact.load(folder, unverified=True)
         evidence = Evidence.of_folder(folder)
+        fault = "" if unverified else "; ".join(found.verification.faults)
     except ArtifactError as error:
         fault = str(error)
     made, golden = manifest["provenance"], manifest["golden"]
@@ -93,12 +96,26 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
         f"{made.get('target_license') or 'not recorded'}",
         "other tools": ", ".join(sorted({name.partition("/")[0] for name in sums if "/" in name})),
         **{name: _line(curve.values) for name, curve in evidence.curves.items()},
+        **_comparisons(manifest),
         "verifies": fault
         or f"sha256 of {len(sums)} files, names and shapes, finite weights, "
         + (f"golden outputs in {golden['dtype']}" if golden else "no golden outputs")
         + "; whether they are reproduced shows at every load with the target",
     }
     return Inspection({key: text for key, text in facts.items() if text}, evidence.results, fault)
+
+
+def _comparisons(manifest: Mapping[str, Any]) -> Facts:
+    """What its export found with the target, and the largest effects that the target's rounding had there."""
+    found: Verification = from_file(Verification, manifest["verification"])
+    noise = (manifest["golden"] or {}).get("noise") or {}
+    failed = [check for check in found.checks if not check.passed]
+    facts = {"compared": found.summary()}
+    facts |= {f"failed {number}": f"{check}" for number, check in enumerate(failed, 1)}
+    facts |= {f"unverified {number}": fault for number, fault in enumerate(found.faults, 1)}
+    largest = sorted(noise, key=lambda name: -noise[name])[:4]
+    facts["rounding"] = ", ".join(f"{name} {noise[name]:.2g}" for name in largest)
+    return facts
 
 
 def _of_another_tool(folder: Path, trained_by: str | None) -> Inspection:

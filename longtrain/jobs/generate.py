@@ -74,7 +74,9 @@ def run(cfg: DictConfig) -> None:
     writer.close(generation.texts[0] if generation.texts else "")
     if not chat and chats(target.tokenizer) and not "".join(generation.texts).strip():
         _aside("the target ended the text at once; chat=true asks it in its chat template")
-    print(statistics(generation.stats, parts), file=sys.stderr)
+    pairs = zip(entry.artifacts, artifacts, strict=True)
+    unverified = [Path(name).name for name, artifact in pairs if not artifact.verified]
+    print(statistics(generation.stats, parts, unverified=unverified), file=sys.stderr)
 
 
 def check(cfg: DictConfig) -> None:
@@ -115,9 +117,9 @@ def _aside(line: str) -> None:
     print(f"{before}longtrain: {line}{after}", file=sys.stderr, flush=True)
 
 
-def statistics(stats: Stats, ran: Parts) -> str:
-    """One line: tokens, speed, acceptance and memory of what ran."""
-    parts = [
+def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> str:
+    """One line: tokens, speed, acceptance and memory of what ran, and which artifacts did not verify."""
+    parts = [f"UNVERIFIED artifact {name}" for name in unverified] + [
         f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
         f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
     ]

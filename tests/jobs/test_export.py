@@ -10,7 +10,8 @@ from longtrain.artifact import Artifact
 from longtrain.assets import bundled_artifacts
 from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
-from longtrain.jobs import export
+from longtrain.jobs import eval as evaluation
+from longtrain.jobs import export, generate
 from longtrain.targets.loading import load_target
 
 
@@ -189,3 +190,48 @@ def test_a_synthetic_source_names_the_text_it_is_written_into():
     (entry,) = export._entries(item("synthetic", "questions", {"synthetic": "questions"}), texts)
     assert entry["name"] == "synthetic questions, written into bundled:train"
     assert export._entries(items[2], texts)[0]["name"] == "asked"
+
+
+def test_a_comparison_that_fails_costs_nobody_the_training(
+    composed, trained, tmp_path, monkeypatch, text, capsys
+):
+    """The artifact is on disk, marked with the numbers; eval and generate run it if asked to, and say so."""
+    with monkeypatch.context() as patch:
+        patch.setattr("longtrain.artifact.golden.STRICT", -1.0)
+        with pytest.raises(ArtifactError, match=r"is written but not verified: .*0.*longtrain inspect"):
+            export.run(composed("export"))
+    folder = tmp_path / "checkpoints" / "one"
+    manifest = json.loads((folder / "longtrain.json").read_text())
+    assert manifest["verification"]["checks"][0]["limit"] == -1.0
+    assert len(manifest["verification"]["faults"]) == 1
+    assert "## Unverified" in (folder / "README.md").read_text()
+    assert (folder / "training.png").is_file() and (folder / "evidence.json").is_file()
+    asked = ("artifact=one", "decode.max_new_tokens=4")
+    with pytest.raises(ArtifactError, match=r"is not verified: .*unverified=true"):
+        generate.run(composed("generate", *asked, "prompt=a b c"))
+    capsys.readouterr()
+    generate.run(composed("generate", *asked, "prompt=a b c", "unverified=true"))
+    assert capsys.readouterr().err.splitlines()[-1].startswith("[UNVERIFIED artifact one | 4 tokens")
+    small = ("suite=smoke", "lengths=[64]", "suite.prompts=2", "suite.bootstrap=5", "suite.speed_prompts=0")
+    evaluation.run(composed("eval", *small, *asked, f"suite.text={text}", "unverified=true"))
+    results = json.loads((tmp_path / "runs/one/eval/acceptance/results.json").read_text())
+    assert results["notes"][0].startswith("UNVERIFIED: one did not verify")
+    assert results["systems"][1]["facts"]["artifacts"][0]["unverified"] is True
+    assert "note: UNVERIFIED: one did not verify" in capsys.readouterr().out
+    export.run(composed("export"))
+    assert Artifact.load("one", home=tmp_path).verified
+    card = (folder / "README.md").read_text()
+    assert "## Unverified" not in card and "- UNVERIFIED: one did not verify" in card
+
+
+def test_golden_outputs_that_cannot_be_recorded_cost_nobody_the_training(
+    composed, trained, tmp_path, monkeypatch
+):
+    def fails(*_, **__):
+        raise ArtifactError("the draft does not sample its chain")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longtrain.artifact.golden_laws._decode", fails)
+        with pytest.raises(ArtifactError, match=r"is written but not verified: its golden outputs could not"):
+            export.run(composed("export"))
+    assert Artifact.load("one", home=tmp_path, unverified=True).golden is None

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from longtrain import cli, methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.artifact.inspection import inspect
+from longtrain.artifact.stored import sealed
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
@@ -103,7 +104,7 @@ def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):
     path = tmp_path / "checkpoints" / "one" / "longtrain.json"
     manifest = json.loads(path.read_text())
     manifest["config"]["norm_before_residual"] = True
-    path.write_text(json.dumps(manifest | {"golden": None}))
+    path.write_bytes(sealed(manifest | {"golden": None}))
     (tmp_path / "checkpoints" / "one").rename(tmp_path / "two")
     with pytest.raises(ConfigError, match="SGLang begins the residual"):
         export.run(composed("export", f"artifact={tmp_path / 'two'}", "format=flat", "unverified=true"))

@@ -197,6 +197,7 @@ class Session:
             self._compare(records)
             records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
+        found["notes"] = [*self._unverified_notes(), *found["notes"]]
         found["notes"] += [
             *unsolved(self.suite, found),
             *self._lossless.notes(found),
@@ -273,6 +274,16 @@ class Session:
         verdict = recorded.unchecked("recorded", average["value"])
         recorded.tell(self.suite, verdict)
         return verdict
+
+    def _unverified_notes(self) -> list[str]:
+        """What is to be said of artifacts that ran although they did not verify."""
+        used = [one for system in self.systems for one in system.facts.get("artifacts", [])]
+        names = dict.fromkeys(one["artifact"] for one in used if one.get("unverified"))
+        return [
+            f"UNVERIFIED: {name} did not verify and ran with unverified=true, so its figures may not be "
+            f"those of what was trained; longtrain inspect {name} says more"
+            for name in names
+        ]
 
     def _memory_notes(self, records: Sequence[Record]) -> list[str]:
         """What is to be said of systems for which memory ran out."""

@@ -79,7 +79,7 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
         ArtifactError: another folder is in the way, or what was written is not what was meant.
         TargetMismatchError: another target.
     """
-    from longtrain.artifact.card import appended, licensed
+    from longtrain.artifact.card import appended, licensed, unverified
     from longtrain.artifact.evidence import Evidence
 
     if cfg.push:
@@ -101,6 +101,8 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
     pictures = {file.name: file.read_bytes() for file in sorted(made.glob("*.png"))}
     card = licensed(files[CARD].decode(), facts)
     card = appended(card, without_folders(facts), Evidence.of_folder(made), [*pictures])
+    if not artifact.verified:
+        card += f"\n## Unverified\n\n{unverified(artifact.verification)}\n"
     files |= {CARD: card.encode(), **pictures}
     if cfg.push:
         _check_names(files, target)
