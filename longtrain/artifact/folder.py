@@ -38,6 +38,7 @@ from longtrain.artifact.stored import (
     SCHEMA,
     check_copies,
     compare_names,
+    kind_of_folder,
     local_target,
     manifest_file,
     read_golden,
@@ -47,7 +48,8 @@ from longtrain.artifact.stored import (
 )
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.files import as_json, replaced_folder, write_files
+from longtrain.files import as_json, write_files
+from longtrain.folders import replaced_folder
 from longtrain.provenance import without_folders
 from longtrain.settings import read
 from longtrain.targets.info import TargetInfo, TargetSketch
@@ -228,12 +230,9 @@ class Artifact:
             folder: the folder to write; `describe` adds pictures and results to its card.
 
         Raises:
-            ArtifactError: the folder holds something else.
-            LongtrainError: the disk is full or not writable.
+            LongtrainError: the folder holds something else, or the disk is full or not writable.
         """
         folder = Path(folder)
-        if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            raise ArtifactError(f"{folder} exists and is no artifact; choose another name or remove it")
         files = {MODEL: save_tensors(self.tensors, metadata={"format": "pt"})}
         if self.golden is not None:
             files[GOLDEN] = save_tensors(self.golden.tensors())
@@ -255,7 +254,7 @@ class Artifact:
         if is_path(self.target.name):
             where = {"target": str(Path(self.target.name).expanduser().absolute())}
             files[LOCAL] = as_json(where)
-        with replaced_folder(folder) as fresh:
+        with replaced_folder(folder, kind_of_folder(folder, (*FILES, *files))) as fresh:
             write_files(fresh, files)
         return folder
 

@@ -15,13 +15,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from longtrain import files
+from longtrain import files, folders
 from longtrain.data.rows.checks import AGAIN, check_files, check_ids, check_index, sha256_file
 from longtrain.errors import DataError
 
 FORMAT = 1
 HEADER_BYTES = 128
 FILES = ("ids.npy", "mask.npy", "docs.npz", "names.txt")
+PREPARED = folders.FolderKind("prepared data", ("manifest.json", "ids.npy"), (*FILES, "manifest.json"))
 COLUMNS = ("start", "length", "labels", "kind", "source", "val")
 _BLOCK = 2**24
 """Tokens that are counted at once."""
@@ -203,7 +204,7 @@ class Prepared:
         Raises:
             DataError: no manifest, another format, or a damaged file.
         """
-        files.settle(folder)
+        folders.settle(folder)
         manifest = read_manifest(folder)
         if manifest is None:
             raise DataError(f"no prepared data at {folder}; run: longtrain prepare with the same recipe")
