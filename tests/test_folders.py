@@ -157,9 +157,14 @@ def test_only_a_folder_of_the_same_kind_is_replaced(tmp_path):
     folder = tmp_path / "data"
     (folder / "train").mkdir(parents=True)
     (folder / "train" / "x").write_text("hours of work")
-    for name, said in [("train/x", "holds train/x, which is no part of one"), ("b", "has no a or x or c or y or ids.npy")]:
+    for name, said in [
+        ("train/x", "holds train/x, which is no part of one"),
+        ("b", "has no a or x or c or y or ids.npy"),
+    ]:
         (folder / name).write_text("mine")
-        with pytest.raises(LongtrainError, match=f"data exists and is not replaced by a thing, since it {said}"):
+        with pytest.raises(
+            LongtrainError, match=f"data exists and is not replaced by a thing, since it {said}"
+        ):
             with replaced_folder(folder, KIND):
                 pytest.fail("it began")
         assert (folder / name).read_text() == "mine"

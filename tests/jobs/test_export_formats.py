@@ -125,7 +125,7 @@ def test_another_folder_is_not_overwritten(composed, eagle, tmp_path):
     theirs = tmp_path / "checkpoints" / "one-flat"
     theirs.mkdir(parents=True)
     (theirs / "notes.txt").write_text("mine")
-    with pytest.raises(LongtrainError, match="holds notes.txt, which is no part of one; move it"):
+    with pytest.raises(LongtrainError, match=r"holds notes\.txt, which is no part of one; move it"):
         export.run(composed("export", "format=flat"))
     assert (theirs / "notes.txt").read_text() == "mine"
 
