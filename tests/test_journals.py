@@ -52,8 +52,8 @@ def test_no_bit_that_flips_changes_a_value_that_is_read(path):
         except DataError:
             refused += 1
             continue
-        # the end of the last line, which then reads as one that a kill cut short, or the first line's checksum,
-        # which then reads as a key of an earlier longtrain's line
+        # The last line without its end reads as one that a kill cut short, and the first line without its
+        # checksum as one of an earlier longtrain.
         kept = [{key: line[key] for key in own} for own, line in zip(LINES, found, strict=False)]
         assert kept == LINES[: len(found)] and len(found) >= 2
     assert refused > 300
