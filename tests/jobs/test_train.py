@@ -147,7 +147,7 @@ def test_a_second_run_of_one_name_is_refused_while_the_first_goes_on(compose, tm
     with lock(run_dir / ".train.lock") as held:
         assert held
         with pytest.raises(
-            ConfigError, match="name=toy is being trained by another process .*pass name=OTHER"
+            ConfigError, match=r"name=toy is being trained by another process .*pass name=OTHER"
         ):
             train.run(compose())
         assert [path.name for path in run_dir.iterdir()] == [".train.lock"]
