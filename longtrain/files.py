@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -74,6 +75,11 @@ def write_text(path: Path, text: str) -> None:
 def as_json(values: Any) -> bytes:
     """Indented JSON; NaN is refused, so that every reader can parse it."""
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+
+
+def json_sha256(values: Any) -> str:
+    """Hex sha256 of JSON values, whatever the order of their keys and the white space of the file."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def jsonl(values: list[dict[str, Any]]) -> bytes:

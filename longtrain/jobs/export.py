@@ -233,7 +233,7 @@ def _sources(home: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
     """Where the training text is from and under which licences, as its manifest says; none if it is gone."""
     for manifest in map(read_manifest, sorted((home / "data").glob(f"{data.get('name')}-*"))):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
-            items = manifest["sources"]
+            items = manifest.get("sources") or []
             texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]
             return [entry for item in items for entry in _entries(item, texts)]
     return []

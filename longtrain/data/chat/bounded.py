@@ -23,7 +23,7 @@ from typing import Any
 from longtrain.errors import first_line
 
 SECONDS = 30.0
-"""Of a call; a million tokens take a few."""
+"""How long a call may take; one of a million tokens takes a few."""
 MEMORY = 4 * 2**30
 """Bytes that a call may take beyond what this process has."""
 
@@ -95,7 +95,7 @@ class Bounded:
 
 @contextlib.contextmanager
 def _quiet_fork() -> Iterator[None]:
-    """Without the warnings of tokenizers, which is told to use no threads, and of Python, where it has threads."""
+    """Without the warnings of tokenizers, which is told to use no threads, and of Python."""
     name, before = "TOKENIZERS_PARALLELISM", os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ[name] = before or "false"
     try:
