@@ -168,7 +168,9 @@ def limits(provenance: Json, evidence: Evidence, of_role: str) -> str:
     """What an artifact cannot do, or is not known to do."""
     stages = (provenance.get("data") or {}).get("stages") or []
     longest = max((int(stage.get("doc_tokens") or 0) for stage in stages), default=0)
+    unfinished = provenance.get("unfinished")
     lines = [
+        f"Its training was cut short ({unfinished})." if unfinished else "",
         "It works with the target that it was trained for and refuses any other, fine-tuned ones included.",
         of_role,
         f"It was trained on texts of up to {tables.tokens(longest)} tokens; what it does beyond is known as "
@@ -311,6 +313,8 @@ def _picture(file: str) -> str:
 def _training(provenance: Json) -> str:
     """Command, facts, and the data with its licences."""
     lines = []
+    if provenance.get("unfinished"):
+        lines.append(f"**Its training was cut short: this is {provenance['unfinished']}.**")
     if provenance.get("argv"):
         lines.append(f"Command:\n\n```sh\n{typed_command(provenance['argv'])}\n```")
     facts = {key: provenance[key] for key in ("step", "tokens", "git", "versions") if provenance.get(key)}

@@ -32,6 +32,7 @@ from longtrain.artifact.stored import (
     KINDS,
     check_copies,
     compare_names,
+    kind_of_folder,
     local_target,
     read_golden,
     read_manifest,
@@ -44,7 +45,8 @@ from longtrain.artifact.verification import ADVICE, Verification, refuse
 from longtrain.artifact.written import CARD, MODEL, card_of, files_of
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.files import replaced_folder, write_files
+from longtrain.files import write_files
+from longtrain.folders import replaced_folder
 from longtrain.log import get_logger
 from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch
@@ -258,14 +260,11 @@ class Artifact:
             folder: the folder to write; `describe` adds pictures and results to its card.
 
         Raises:
-            ArtifactError: the folder holds something else.
-            LongtrainError: the disk is full or not writable.
+            LongtrainError: the folder holds something else, or the disk is full or not writable.
         """
         folder = Path(folder)
-        if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            raise ArtifactError(f"{folder} exists and is no artifact; choose another name or remove it")
         files = files_of(self, folder.name)
-        with replaced_folder(folder) as fresh:
+        with replaced_folder(folder, kind_of_folder(folder, (*FILES, *files))) as fresh:
             write_files(fresh, files)
         return folder
 

@@ -219,6 +219,7 @@ def _target_line(values: Mapping[str, Any]) -> str:
 def _made(made: Mapping[str, Any], version: str) -> str:
     commit = f"commit {commit_of(made)}" if commit_of(made) else ""
     step = f"step {made['step']}" if made.get("step") else ""
+    step = f"unfinished: {made['unfinished']}" if made.get("unfinished") else step
     return ", ".join(
         part for part in (step, str(made.get("time_utc", "")), f"longtrain {version}", commit) if part
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json
+from longtrain.folders import FolderKind
 from longtrain.settings import from_file
 
 SCHEMA = 2
@@ -123,6 +124,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if absurd := impossible_number(manifest[key], key):
             raise ArtifactError(f"{path} has {absurd}; export it again")
     return manifest
+
+
+def kind_of_folder(folder: Path, names: Iterable[str]) -> FolderKind:
+    """What an artifact's folder is known by; only one that holds nothing else is replaced.
+
+    Args:
+        folder: the older artifact, whose manifest may name more files.
+        names: of files, or patterns of names, that artifacts have.
+    """
+    try:
+        listed = [name for name in read_manifest(folder / MANIFEST)["files"] if not {*"*?["} & {*name}]
+    except ArtifactError:
+        listed = []
+    return FolderKind("an artifact", (MANIFEST,), (*names, *listed, LOCAL))
 
 
 def local_target(folder: Path) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,11 @@ from yaml import YAMLError
 from longtrain import methods, provenance
 from longtrain.data.rows.prepared import read_manifest
 from longtrain.errors import ArtifactError, ConfigError
+from longtrain.files import read_json
 from longtrain.jobs.exporting import formats, push
 from longtrain.jobs.setup import load_target_from, load_tensors, plain
 from longtrain.log import get_logger
+from longtrain.settings import convert, from_file
 from longtrain.targets.at_hand import licence_of
 
 if TYPE_CHECKING:
@@ -63,12 +64,15 @@ def run(cfg: DictConfig) -> None:
     if path is None:
         where = trained / "checkpoints"
         raise ConfigError(f"nothing was trained under name={cfg.name}: no checkpoint in {where}; train first")
+    saved = checkpoint.read(path)
+    unfinished = _unfinished(cfg, saved, trained)
     settings = _settings(trained, cfg)
     spec = methods.get(str(settings["method"]["name"]))
     config = _config(spec, settings["method"])
-    saved = checkpoint.read(path)
     facts = _facts(trained, settings, home=Path(cfg.home), step=saved.step)
     facts["license"] = push.licence(cfg)
+    if unfinished:
+        facts["unfinished"] = unfinished
     tensors = checkpoint.trained_tensors(path)
     folder = Path(cfg.home) / "checkpoints" / str(cfg.name)
     if spec.export is not None:
@@ -146,14 +150,10 @@ def _write(
     evidence, pictures = gather(Path(cfg.run_dir), artifact.checksum())
     artifact.describe(evidence, pictures=pictures)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    log.info(
-        "exported=%s parameters=%d bytes=%d step=%d %s",
-        folder,
-        artifact.parameters(),
-        size,
-        facts["step"],
-        f"verified: {artifact.verification.summary()}" if artifact.verified else "UNVERIFIED",
-    )
+    said = "exported=%s parameters=%d bytes=%d step=%d %s%s"
+    verdict = f"verified: {artifact.verification.summary()}" if artifact.verified else "UNVERIFIED"
+    unfinished = f" unfinished: {facts['unfinished']}" if "unfinished" in facts else ""
+    log.info(said, folder, artifact.parameters(), size, facts["step"], verdict, unfinished)
     return artifact
 
 
@@ -170,6 +170,30 @@ def _refuse_unverified(artifacts: Sequence[Artifact]) -> None:
             f"{where} is written but not verified: {first.verification.faults[0]}; look closer: longtrain "
             f"inspect {first.folder}"
         )
+
+
+def _unfinished(cfg: DictConfig, saved: Saved, trained: Path) -> str:
+    """How far a run came that was cut short, as `step 2 of 6`; empty: it came to its end.
+
+    A run ends at its last step, or earlier where a callback stopped it; it then has a summary of that step.
+
+    Raises:
+        ConfigError: it was cut short, and `unfinished=true` is not passed.
+    """
+    planned = saved.facts.get("trainer.max_steps")
+    if not isinstance(planned, int) or saved.step >= planned:
+        return ""
+    try:
+        if read_json(trained / "summary.json")["steps"] == saved.step:
+            return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no summary is written before the end
+    if not convert(cfg.get("unfinished", False), bool, "unfinished"):
+        raise ConfigError(
+            f"the run {cfg.name} is at step {saved.step} of {planned}: it was cut short; the same longtrain "
+            "train goes on, or pass unfinished=true to export it as it is, which its card then says"
+        )
+    return f"step {saved.step} of {planned}"
 
 
 def _settings(trained: Path, cfg: DictConfig) -> dict[str, Any]:
@@ -224,7 +248,8 @@ def _same_target(saved: Saved, target: Target) -> None:
 def _facts(trained: Path, settings: dict[str, Any], *, home: Path, step: int) -> dict[str, Any]:
     """Provenance of the training run with its data's sources, and of this export."""
     try:
-        facts = json.loads((trained / "provenance.json").read_text(encoding="utf-8"))
+        facts = from_file(dict[str, Any], read_json(trained / "provenance.json"))
+        from_file(dict[str, Any] | None, facts.get("data"))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{trained / 'provenance.json'} cannot be read: {error}; train again") from None
     data = {**(facts.get("data") or {}), "sources": _sources(home, facts.get("data") or {})}
@@ -235,7 +260,7 @@ def _sources(home: Path, data: dict[str, Any]) -> list[dict[str, Any]]:
     """Where the training text is from and under which licences, as its manifest says; none if it is gone."""
     for manifest in map(read_manifest, sorted((home / "data").glob(f"{data.get('name')}-*"))):
         if manifest is not None and manifest["sha256"] == data.get("sha256"):
-            items = manifest["sources"]
+            items = manifest.get("sources") or []
             texts = [str(item["source"]["where"]) for item in items if _is_text(item["source"])]
             return [entry for item in items for entry in _entries(item, texts)]
     return []

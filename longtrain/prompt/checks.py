@@ -24,7 +24,18 @@ from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
 from longtrain.prompt import suite_checks
-from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
+from longtrain.settings import (
+    AUTO,
+    Count,
+    CountOrZero,
+    Name,
+    NotNegative,
+    Text,
+    Tokens,
+    convert,
+    one_of,
+    read,
+)
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
 from longtrain.training.settings import LoopConfig
@@ -105,7 +116,10 @@ def exported(cfg: DictConfig) -> list[str]:
 
 def _common(cfg: DictConfig) -> None:
     convert(cfg.seed, int, "seed")
-    for key in ("name", "home", "run_dir"):
+    convert(cfg.name, Name, "name")
+    if cfg.get("data") and "name" in cfg.data:
+        convert(cfg.data.name, Name, "data.name")
+    for key in ("home", "run_dir"):
         convert(cfg[key], Text, key)
     convert(cfg.quiet, bool, "quiet")
     for key in TARGET_KEYS:

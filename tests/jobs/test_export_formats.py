@@ -11,7 +11,7 @@ from longtrain import cli, methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.artifact.inspection import inspect
 from longtrain.artifact.stored import sealed
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.longspec.config import Config as LongSpecConfig
@@ -126,7 +126,7 @@ def test_another_folder_is_not_overwritten(composed, eagle, tmp_path):
     theirs = tmp_path / "checkpoints" / "one-flat"
     theirs.mkdir(parents=True)
     (theirs / "notes.txt").write_text("mine")
-    with pytest.raises(ArtifactError, match="was not written by longtrain"):
+    with pytest.raises(LongtrainError, match=r"holds notes\.txt, which is no part of one; move it"):
         export.run(composed("export", "format=flat"))
     assert (theirs / "notes.txt").read_text() == "mine"
 

@@ -20,9 +20,10 @@ from longtrain.data.read.files import need
 from longtrain.data.read.manifest import Manifest
 from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
 from longtrain.data.retrieval.wording import PRETRAIN, wording_of
-from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
+from longtrain.data.rows.prepared import FORMAT, PREPARED, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import lock, replaced_folder, settle
+from longtrain.files import lock
+from longtrain.folders import replaced_folder, settle
 from longtrain.log import first_of_machine, get_logger
 
 log = get_logger(__name__)
@@ -61,7 +62,7 @@ def prepare(
     """
     token_hash = tokenizer_hash(tokenizer)
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
-    with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+    with lock(folder.with_name(f".{folder.name}.lock"), wait=True, read_only=True):
         settle(folder)
         old = read_manifest(folder) or {}
         if not old and folder.exists():
@@ -79,7 +80,7 @@ def prepare(
             return folder
         answers = Answers(*_written(folder, config, author))
         job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
-        with replaced_folder(folder) as temporary:
+        with replaced_folder(folder, PREPARED) as temporary:
             writer = PreparedWriter(temporary, known_ids)
             job.write(writer, list(zip(sources, found, strict=True)))
             writer.close(

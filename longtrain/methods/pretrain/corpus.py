@@ -28,13 +28,15 @@ from longtrain.data.retrieval.wording import PRETRAIN
 from longtrain.data.rows.checks import check_files, sha256_file
 from longtrain.data.rows.mixture import Mixture
 from longtrain.errors import DataError
-from longtrain.files import read_json, replaced_folder, settle
+from longtrain.files import read_json
+from longtrain.folders import FolderKind, replaced_folder, settle
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
 from longtrain.targets.tokenizer import train_tokenizer
 
 log = get_logger(__name__)
 
+CORPUS = FolderKind("a corpus", ("corpus.json",), ("corpus.json", "*.npy", "chat.npz", "tokenizer/*"))
 CHUNK_CHARS = 50_000
 LONGEST_FILE_CHARS = 60_000
 _CALCULATION = re.compile(r"<<[^>]*>>")
@@ -90,7 +92,7 @@ def build_corpus(
                 f"held_out names '{name}', which matches no file of the sources; known: "
                 f"{', '.join(sorted(seen)[:6])} ..."
             )
-    with replaced_folder(folder) as new:
+    with replaced_folder(folder, CORPUS) as new:
         train_tokenizer(
             _sample(texts, chats),
             new / "tokenizer",
