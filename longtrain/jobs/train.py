@@ -119,6 +119,8 @@ def run(cfg: DictConfig) -> None:
         kept.close()
     ranks.leave(trainer)
     log.info("trained %s folder=%s", _outcome(summary), folder)
+    if drawn := _drawn(folder):
+        log.info("%s", drawn)
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
@@ -127,6 +129,18 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     said = "".join(f" {key}={value:.4f}" for key, value in losses.items() if value is not None)
     counted = f"steps={summary['steps']} tokens={summary['tokens']}"
     return f"{counted}{said} tokens_per_s={summary['tokens_per_s']:.0f}"
+
+
+def _drawn(folder: Path) -> str:
+    """The curve of the loss in one line of characters, and where its picture is; empty where there are no figures."""
+    from longtrain.jobs.exporting.evidence import curves_of
+    from longtrain.tables import number, sparkline
+
+    if not on_first_rank() or (curve := curves_of(folder / "metrics.csv").get("train/loss")) is None:
+        return ""
+    first, last = number(curve.values[0]), number(curve.values[-1])
+    picture = folder / "curves.png"
+    return f"loss {sparkline(curve.values)} {first} to {last}{f' picture={picture}' if picture.is_file() else ''}"
 
 
 def check(cfg: DictConfig) -> None:
