@@ -139,6 +139,8 @@ def _train(cfg: DictConfig, *, alone: bool) -> None:
     if left is not None:
         raise SystemExit(128 + signal.Signals[left.name])
     log.info("trained %s folder=%s", _outcome(summary), folder)
+    if drawn := _drawn(folder):
+        log.info("%s", drawn)
 
 
 def _refuse_second(cfg: DictConfig, alone: bool) -> None:
@@ -160,6 +162,18 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     said = "".join(f" {key}={value:.4f}" for key, value in losses.items() if value is not None)
     counted = f"steps={summary['steps']} tokens={summary['tokens']}"
     return f"{counted}{said} tokens_per_s={summary['tokens_per_s']:.0f}"
+
+
+def _drawn(folder: Path) -> str:
+    """The curve of the loss in one line of characters, and where its picture is; empty where there are no figures."""
+    from longtrain.jobs.exporting.evidence import curves_of
+    from longtrain.tables import number, sparkline
+
+    if not on_first_rank() or (curve := curves_of(folder / "metrics.csv").get("train/loss")) is None:
+        return ""
+    first, last = number(curve.values[0]), number(curve.values[-1])
+    picture = folder / "curves.png"
+    return f"loss {sparkline(curve.values)} {first} to {last}{f' picture={picture}' if picture.is_file() else ''}"
 
 
 def check(cfg: DictConfig) -> None:

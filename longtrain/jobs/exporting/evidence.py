@@ -36,7 +36,7 @@ def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
         drawn = {f"{folder.name}-{file.name}": file.read_bytes() for file in sorted(folder.glob("*.png"))}
         pictures |= drawn
         results.append(_measured(folder, found, [*drawn]))
-    return Evidence(_curves(run_dir / "train" / "metrics.csv"), results), pictures
+    return Evidence(curves_of(run_dir / "train" / "metrics.csv"), results), pictures
 
 
 def _used(results: dict[str, Any], weights: str) -> bool:
@@ -78,7 +78,8 @@ def _named(target: dict[str, Any]) -> str:
     return str(without_folders(target["name"])) + (f" ({said})" if said else "")
 
 
-def _curves(metrics: Path) -> dict[str, Curve]:
+def curves_of(metrics: Path) -> dict[str, Curve]:
+    """The curves of a training run that are shown, by name, from its `metrics.csv`."""
     from longtrain.training import table
 
     points: dict[str, list[tuple[int, float]]] = {}
