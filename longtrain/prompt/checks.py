@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-WRITES_NOTHING = ("inspect", "generate", "demo", "plan")
+WRITES_NOTHING = ("inspect", "generate", "serve", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
 """Groups and keys of a command that training under the same name needs too."""
@@ -58,7 +58,7 @@ def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) ->
             part(cfg)
         if job == "export" and "train" not in before:
             _exportable(cfg)
-        if job in ("generate", "demo") or (job == "eval" and cfg.compare is None):
+        if job in ("generate", "serve", "demo") or (job == "eval" and cfg.compare is None):
             made = {"export"} <= set(before) and _own(cfg)
             for name in artifact_names(cfg):
                 if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
@@ -237,6 +237,7 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "export": (_method,),
     "eval": (suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
+    "serve": (_method, _decode),
     "demo": (_shown, _decode),
     "bench": (suite_checks.common_keys, _method, _decode),
     "plan": (_method, _plan),
