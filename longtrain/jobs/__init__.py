@@ -24,8 +24,8 @@ JOBS: dict[str, tuple[str, str]] = {
     "leaderboard": ("longtrain.jobs.finished.leaderboard", "make one page of finished evaluations"),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
     "serve": (
-        "longtrain.jobs.serve",
-        "answer the OpenAI API with a target and what drafts, evicts or selects",
+        "longtrain.jobs.serving.serve",
+        "answer the OpenAI API with a target, alone or with artifacts",
     ),
     "demo": (
         "longtrain.jobs.demo",

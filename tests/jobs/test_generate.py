@@ -276,7 +276,7 @@ def test_nothing_from_a_stop_string_on_is_printed(capsys, stop, printed):
     whole = generate.TextWriter(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
     whole(0, [1, 2, 3, 1, 2], [False] * 5)
     whole.close(printed)
-    assert capsys.readouterr().out == f"{printed}\n"
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("stop", ["foo", "[foo]"])

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ConfigError
-from longtrain.jobs import serve
-from longtrain.jobs.serving.worker import Full, Gone, Queue
+from longtrain.jobs.serving import serve
+from longtrain.jobs.serving.worker import FullError, GoneError, Queue
 from longtrain.targets.loading import load_target
 
 uvicorn = pytest.importorskip("uvicorn")
@@ -257,7 +257,7 @@ def test_the_queue_is_one_at_a_time_in_order_and_has_an_end():
 
         waiting = [asyncio.ensure_future(queue.run(work(n), here)) for n in range(3)]
         await asyncio.sleep(0.05)
-        with pytest.raises(Full):
+        with pytest.raises(FullError):
             await queue.run(work(9), here)
         release.set()
         assert await asyncio.gather(*waiting) == [0, 1, 2]
@@ -268,10 +268,10 @@ def test_the_queue_is_one_at_a_time_in_order_and_has_an_end():
 
         def until_left(left):
             if left.wait(10):
-                raise Gone
+                raise GoneError
             return "never"
 
-        with pytest.raises(Gone):
+        with pytest.raises(GoneError):
             await queue.run(until_left, away)
         assert await queue.run(work(4), here) == 4 and queue.here == 0
 

@@ -23,8 +23,8 @@ from longtrain.data.chat.mask import apply_template
 from longtrain.decoding.engine import Generation
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, LongtrainError
-from longtrain.jobs.serving.requests import Asked, Chat, Completion, parse
-from longtrain.jobs.serving.worker import Full, Gone, Queue, Scored, Worker
+from longtrain.jobs.serving.requests import Chat, CommonFields, Completion, parse
+from longtrain.jobs.serving.worker import FullError, GoneError, Queue, Scored, Worker
 
 Json = dict[str, Any]
 FINISH = {"stop_id": "stop", "stop_string": "stop", "length": "length"}
@@ -53,8 +53,8 @@ class Service:
         errors: Any = {
             HTTPException: lambda _, error: _error(error.status_code, error.detail),
             LongtrainError: lambda _, error: _error(400, str(error)),
-            Full: lambda _, error: _error(503, f"{self.queue.most} requests wait already; try again later"),
-            Gone: lambda _, error: Response(status_code=499),
+            FullError: lambda _, error: _error(503, f"{self.queue.most} requests wait; try again later"),
+            GoneError: lambda _, error: Response(status_code=499),
             Exception: lambda _, error: _error(500, f"the engine failed: {type(error).__name__}"),
         }
         return Starlette(routes=[Route("/v1/models", self.models), *routes], exception_handlers=errors)
@@ -132,19 +132,17 @@ class Service:
         try:
             value = json.loads(bytes(body))
         except (ValueError, RecursionError) as error:
-            raise HTTPException(
-                400, f"the body is no JSON that can be read ({type(error).__name__})"
-            ) from None
+            raise HTTPException(400, f"the body is no JSON to read ({type(error).__name__})") from None
         asked = parse(kind, value)
         if asked.model != self.name:
             raise HTTPException(404, f"model={asked.model} is not served; served: {self.name}")
         return asked
 
-    def _head(self, kind: str, asked: Asked) -> Json:
+    def _head(self, kind: str, asked: CommonFields) -> Json:
         return {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": asked.model}
 
     def _generate(
-        self, asked: Asked, prompts: Sequence[Sequence[int]], most: int, left: Event, send: Any = None
+        self, asked: CommonFields, prompts: Sequence[Sequence[int]], most: int, left: Event, send: Any = None
     ) -> Generation:
         usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0}
         typed = {key: getattr(asked, key) for key in usual if getattr(asked, key) is not None}
@@ -153,11 +151,13 @@ class Service:
         return self.worker.complete(prompts, left, send, max_new_tokens=most, **how)
 
     async def _streamed(
-        self, request: Request, asked: Asked, prompt: list[int], most: int, head: Json, piece_of: Any
+        self, request: Request, asked: CommonFields, prompt: list[int], most: int, head: Json, piece_of: Any
     ) -> Response:
         """Server-sent events: pieces of the text, why it ended, and the usage where that was asked for."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[str | None]()
-        send = partial(loop.call_soon_threadsafe, pieces.put_nowait)
+
+        def send(text: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, text)
 
         def work(left: Event) -> Generation:
             return self._generate(asked, [prompt], most, left, send)
@@ -180,14 +180,14 @@ class Service:
                 yield "data: [DONE]\n\n"
             finally:
                 running.cancel()
-                with suppress(asyncio.CancelledError, Gone):
+                with suppress(asyncio.CancelledError, GoneError):
                     await running
 
         return StreamingResponse(events(text), media_type="text/event-stream")
 
     def _choice(self, asked: Completion, n: int, prompt: list[int], made: Generation | None) -> Json:
         """The answer to one prompt; None was generated where it is only scored."""
-        new, text = (made.tokens[n], (made.texts or {})[n]) if made else ([], "")
+        new, text = (made.tokens[n], (made.texts or [""])[n]) if made else ([], "")
         head = str(self.tokenizer.decode(prompt)) if asked.echo else ""
         choice: Json = {"index": n, "text": head + text, "logprobs": None}
         choice["finish_reason"] = FINISH[made.finish[n]] if made else "length"

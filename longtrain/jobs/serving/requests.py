@@ -13,22 +13,14 @@ from typing import Annotated, Any
 from longtrain.errors import ConfigError
 from longtrain.settings import Count, CountOrZero, NotNegative, OneOf, between, check, read
 
-LABELS = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "parallel_tool_calls",
-    "best_of",
-    "skip_special_tokens",
-)
+LABELS = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "best_of")
 Listed = between(0, 20, int)
 """How many of the likeliest tokens are listed at each place."""
 Zero = Annotated[float | None, OneOf(None, 0.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CommonFields:
     """The fields that both kinds of request share; `top_k` and `ignore_eos` are extensions vLLM has, too."""
 
     model: str
@@ -50,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion(Asked):
+class Completion(CommonFields):
     """The body of `POST /v1/completions`."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -67,7 +59,7 @@ class Completion(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Asked):
+class Chat(CommonFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]

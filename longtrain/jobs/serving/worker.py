@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Full(Exception):
+class FullError(Exception):
     """As many requests wait as may."""
 
 
-class Gone(Exception):
+class GoneError(Exception):
     """The client closed its connection, so nobody reads the answer."""
 
 
 class Scored(NamedTuple):
-    """A token, the natural log of its probability at temperature 1 (None: it opens the text), likelier ones."""
+    """A token, the log of its probability at temperature 1 (None: it opens the text), the likeliest."""
 
     token: int
     logprob: float | None
@@ -59,15 +59,15 @@ class Queue:
 
         Args:
             work: is called in the engine's thread with an event that is set once the client has gone, and
-                raises `Gone` when it sees that.
+                raises `GoneError` when it sees that.
             gone: says whether the client has closed its connection.
 
         Raises:
-            Full: too many requests wait.
-            Gone: the client went away first.
+            FullError: too many requests wait.
+            GoneError: the client went away first.
         """
         if self.here >= self.most:
-            raise Full
+            raise FullError
         self.here += 1
         left = Event()
         task = asyncio.wrap_future(self._thread.submit(_unless, left, work))
@@ -83,7 +83,7 @@ class Queue:
 
 def _unless(left: Event, work: Callable[[Event], Result]) -> Result:
     if left.is_set():
-        raise Gone
+        raise GoneError
     return work(left)
 
 
@@ -118,7 +118,7 @@ class Worker:
             asked: of `Engine.generate`.
 
         Raises:
-            Gone: nobody waits any more.
+            GoneError: nobody waits any more.
             ConfigError, DataError: as `Engine.generate` says.
         """
         ends = () if asked["ignore_eos"] else self.target.info.eos_ids
@@ -127,7 +127,7 @@ class Worker:
 
         def grown(sequence: int, tokens: list[int], drafted: list[bool]) -> None:
             if left.is_set():
-                raise Gone
+                raise GoneError
             if send is not None and sequence == 0:
                 writer(sequence, tokens, drafted)
 
