@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-WRITES_NOTHING = ("inspect", "generate", "demo", "plan")
+WRITES_NOTHING = ("inspect", "generate", "serve", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
 """Groups and keys of a command that training under the same name needs too."""
@@ -92,7 +92,7 @@ def _parts(
         yield partial(part, cfg)
     if job == "export" and "train" not in before:
         yield partial(_exportable, cfg)
-    if job in ("generate", "demo") or (job == "eval" and cfg.compare is None):
+    if job in ("generate", "serve", "demo") or (job == "eval" and cfg.compare is None):
         yield partial(_brought, cfg, words, exported="export" in before)
 
 
@@ -299,6 +299,7 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "export": (_method,),
     "eval": (suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
+    "serve": (_method, _decode),
     "demo": (_shown, _decode),
     "bench": (suite_checks.common_keys, _method, _decode),
     "plan": (_method, _plan),
