@@ -137,7 +137,11 @@ def _rows(cfg: DictConfig) -> list[PackedRow]:
 
 def _smaller(cfg: DictConfig, words: Sequence[str]) -> Iterator[Callable[[], None]]:
     """Changes to make one after the other until the rows fit; the last does nothing."""
-    if _chunk(cfg) is not None and not 0 < int(_chunk(cfg) or 0) <= CHUNK and not typed("method.chunk_tokens", words):
+    if (
+        _chunk(cfg) is not None
+        and not 0 < int(_chunk(cfg) or 0) <= CHUNK
+        and not typed("method.chunk_tokens", words)
+    ):
 
         def chunked() -> None:
             cfg.method.chunk_tokens = CHUNK
@@ -151,7 +155,9 @@ def _smaller(cfg: DictConfig, words: Sequence[str]) -> Iterator[Callable[[], Non
                 stage.row_tokens //= 2
             cfg.trainer[ROWS] *= 2
 
-        while all(one.row_tokens % 2 == 0 and one.row_tokens // 2 >= one.doc_tokens for one in cfg.data.stages):
+        while all(
+            one.row_tokens % 2 == 0 and one.row_tokens // 2 >= one.doc_tokens for one in cfg.data.stages
+        ):
             yield halved
     yield lambda: None
 

@@ -54,7 +54,9 @@ def _check_heads(values: dict[str, Any], file: Path) -> None:
             f"{file} has hidden_size={hidden} and no head_dim; allowed: a multiple of num_attention_heads={heads}"
         )
     if head_dim and head_dim % 2:
-        raise ArtifactError(f"{file} has head_dim={head_dim}; allowed: an even number, since RoPE turns pairs")
+        raise ArtifactError(
+            f"{file} has head_dim={head_dim}; allowed: an even number, since RoPE turns pairs"
+        )
 
 
 def read_object(file: Path, advice: str = "get the folder again") -> dict[str, Any]:

@@ -187,9 +187,7 @@ class LosslessCheck:
         """
         tokenizer, info = self.target.require_tokenizer(), self.target.info
         before = parting.second.texts[: parting.turn - 1]
-        prompt = task.encode(
-            example, tokenizer, max_tokens=prompt_room(task, self.target), answers=before
-        )
+        prompt = task.encode(example, tokenizer, max_tokens=prompt_room(task, self.target), answers=before)
         evictor = system.parts.evictor
         if isinstance(evictor, Told):
             evictor.tell([prompt.after], [task.answer_ids(example, tokenizer)])

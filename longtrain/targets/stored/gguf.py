@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure
-from longtrain.files import as_json, lock, read_json, replaced_folder, write_files
+from longtrain.files import as_json, lock, read_json, write_files
+from longtrain.folders import FolderKind, replaced_folder
 from longtrain.log import get_logger
 from longtrain.targets.info import check_supported
 
@@ -34,6 +35,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_FACTORS = (8.0, 32.0)
 """Those of the Llama 3.1 to 3.3 models; the file does not name them."""
 SHARD_BYTES = 1 << 30
+DEQUANTISED = FolderKind(
+    "a dequantised GGUF file",
+    (RECORD, "config.json"),
+    ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"),
+)
 
 
 def dequantised(file: Path) -> Path:
@@ -64,7 +70,7 @@ def dequantised(file: Path) -> Path:
                     "pip install 'longtrain[gguf]'"
                 )
             log.info("dequantising=%s folder=%s", file, folder)
-            with replaced_folder(folder) as fresh:
+            with replaced_folder(folder, DEQUANTISED) as fresh:
                 _write(file, digest, fresh)
     _tell(str(file), str(folder))
     return folder
@@ -187,14 +193,18 @@ def _mend_rope(config: Any, reader: GGUFReader, arch: str, file: Path) -> None:
     kind = _value(reader, f"{scaling}.type") or "none"
     factors = next((tensor for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
     if factors is not None:
-        config.rope_parameters = _llama3(rope, config.head_dim, np.array(factors.data, dtype=np.float32), file)
+        config.rope_parameters = _llama3(
+            rope, config.head_dim, np.array(factors.data, dtype=np.float32), file
+        )
     elif kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": float(_value(reader, f"{scaling}.factor"))}
         if kind == "yarn":
             before = _value(reader, f"{scaling}.original_context_length") or config.max_position_embeddings
             rope["original_max_position_embeddings"] = int(before)
     elif kind != "none":
-        raise ArtifactError(f"{file} has rotary scaling of type '{kind}'; allowed: none, linear, yarn, llama3")
+        raise ArtifactError(
+            f"{file} has rotary scaling of type '{kind}'; allowed: none, linear, yarn, llama3"
+        )
 
 
 def _llama3(rope: dict[str, Any], head_dim: int, stored: np.ndarray, file: Path) -> dict[str, Any]:
@@ -254,7 +264,11 @@ def _ends(reader: GGUFReader, tokenizer: Any) -> dict[str, Any]:
     """The generation config: all tokens that end a text, as the file names them."""
     found = [_value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ends = sorted({int(one) for one in (tokenizer.eos_token_id, *found) if one is not None})
-    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": ends}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": ends,
+    }
     return {key: value for key, value in ids.items() if value not in (None, [])}
 
 

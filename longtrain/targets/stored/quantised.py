@@ -67,7 +67,9 @@ class Quantisation:
         if not values:
             return cls()
         if not isinstance(values, Mapping):
-            raise ArtifactError(f"target {where}: config.json has quantization_config={values!r}; get it again")
+            raise ArtifactError(
+                f"target {where}: config.json has quantization_config={values!r}; get it again"
+            )
         method, refused = str(values.get("quant_method") or ""), ""
         if method == "fp8":
             return cls(method, _pairs([values.get("weight_block_size")]))
@@ -81,7 +83,9 @@ class Quantisation:
             refused = f"bitsandbytes {kind}"
         else:
             bits = f" ({values['bits']} bits)" if values.get("bits") else ""
-            refused = f"{_NAMES.get(method, method) or 'a method that quantization_config does not name'}{bits}"
+            refused = (
+                f"{_NAMES.get(method, method) or 'a method that quantization_config does not name'}{bits}"
+            )
         raise not_read(where, refused)
 
 

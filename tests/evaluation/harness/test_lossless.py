@@ -116,9 +116,7 @@ def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
 def test_in_single_precision_on_a_cpu_every_difference_is_wrong(session, target):
     _, found, exact = outcome(session, target, exchange(2, 9))
     assert (exact["different"], exact["violations"], exact["wrong"], exact["strict"]) == (1, 1, 1, True)
-    with pytest.raises(
-        LongtrainError, match=r"differs from decoding without the draft: 1 of 3 texts, 1 of"
-    ):
+    with pytest.raises(LongtrainError, match=r"differs from decoding without the draft: 1 of 3 texts, 1 of"):
         enforce(found)
 
 
