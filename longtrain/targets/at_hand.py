@@ -100,8 +100,8 @@ def source_of(where: str | Path, weights: str = "stored") -> dict[str, str]:
         where: `tiny`, a folder, a `.gguf` file or a Hub id.
         weights: `stored`; random ones come from nowhere.
 
-    Returns: `gguf`, `sha256` and `quantisation` of a GGUF file, or `hub_revision` of a folder from the Hub; or
-        nothing.
+    Returns: `gguf`, `sha256` and `quantisation` of a GGUF file, or `hub_revision` of a folder from the Hub;
+        or nothing.
     """
     if weights != "stored" or str(where) == "tiny":
         return {}

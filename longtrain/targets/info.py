@@ -175,7 +175,8 @@ def check_supported(config: Any, where: str, *, max_positions: int | None = None
         TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary
             type whose angles change with the length, or a family that is not proven.
     """
-    reason = _reason(config, max_positions or getattr(config, "max_position_embeddings", 0))
+    context: int = max_positions or getattr(config, "max_position_embeddings", None) or 0
+    reason = _reason(config, context)
     if reason:
         raise TargetMismatchError(f"target {where} ({config.model_type}) {reason}; {_SUPPORTED}")
 

@@ -108,7 +108,10 @@ def test_it_is_what_transformers_reads(cache, tmp_path, head, caplog):
     ):
         assert torch.equal(mine, theirs), name
     ids = target.encode("the quick brown fox")
-    assert ids == AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=file.name)("the quick brown fox").input_ids
+    assert (
+        ids
+        == AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=file.name)("the quick brown fox").input_ids
+    )
     info = target.info
     assert (info.rms_norm_eps, info.eos_ids, info.max_positions, info.head_dim) == (1e-6, (2, 3), 256, D)
     assert (target.head_weight is target.embed_weight) is not head
@@ -146,7 +149,9 @@ def test_two_at_once_make_one_folder(cache, tmp_path, monkeypatch):
 
 def test_what_fails_leaves_no_folder(cache, tmp_path):
     file = write(tmp_path / "small.gguf", drop=("blk.1.ffn_up.weight",))
-    with pytest.raises(ArtifactError, match=r"small\.gguf lacks 1 tensors, the first is model.layers.1.mlp.up_proj"):
+    with pytest.raises(
+        ArtifactError, match=r"small\.gguf lacks 1 tensors, the first is model.layers.1.mlp.up_proj"
+    ):
         folder_of(file)
     assert [path.suffix for path in (cache / "longtrain" / "gguf" / "v1").iterdir()] == [".lock"]
 
@@ -184,7 +189,9 @@ def test_files_that_are_no_gguf(cache, tmp_path, content):
     with pytest.raises(ArtifactError, match=r"small\.gguf cannot be read as a target") as caught:
         folder_of(file)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"absent\.gguf is not a folder; allowed: a target folder, a \.gguf file"):
+    with pytest.raises(
+        ConfigError, match=r"absent\.gguf is not a folder; allowed: a target folder, a \.gguf file"
+    ):
         folder_of("models/absent.gguf")
 
 
