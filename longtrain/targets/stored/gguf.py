@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -135,7 +136,10 @@ def _write(file: Path, digest: str, folder: Path) -> None:
         "generation_config.json": _ends(reader, tokenizer),
         RECORD: record,
     }
-    write_files(folder, {name: as_json(content) for name, content in written.items()})
+    files = {name: as_json(content) for name, content in written.items()}
+    if licence := _value(reader, "general.license"):
+        files["README.md"] = f"---\nlicense: {json.dumps(licence)}\n---\n\nMade of {file.name}.\n".encode()
+    write_files(folder, files)
 
 
 def _load(file: Path, config: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
