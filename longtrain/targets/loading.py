@@ -124,7 +124,7 @@ def load_target(
     eos_ids = eos_ids_of(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
     info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards, samples=samples)
-    source_said = source_of(where, weights)
+    source_said = source_of(folder) if weights == "stored" else {}
     extra = {"source": source_said} if source_said else {}
     info = replace(info, max_positions=max_positions or info.max_positions, extra=extra)
     if not layers:

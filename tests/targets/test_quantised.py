@@ -18,6 +18,7 @@ from longtrain.errors import ArtifactError, TargetMismatchError
 from longtrain.targets.at_hand import folder_at_hand
 from longtrain.targets.loading import load_target
 from longtrain.targets.shapes import SHAPES
+from longtrain.targets.stored.checkpoint import StoredWeights
 
 SHAPE = {**SHAPES["llama_micro"], "hidden_size": 64, "intermediate_size": 128}
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -156,7 +157,11 @@ def test_the_last_block_of_a_row_and_column_may_be_smaller(write):
     target = load_target(folder, dtype="float32")
     name = "model.layers.1.mlp.up_proj.weight"  # 128 x 64: a grid of 3 x 2
     scale = tensors[name + "_scale_inv"].repeat_interleave(48, 0).repeat_interleave(48, 1)[:128, :64]
-    assert torch.equal(target.model.get_parameter(name), tensors[name].float() * scale)
+    whole = target.model.get_parameter(name)
+    assert torch.equal(whole, tensors[name].float() * scale)
+    stored = dict(StoredWeights(folder, device=torch.device("cpu"), tied=False))[name]
+    for rows in (slice(0, 50), slice(40, 100), slice(97, 128)):  # what a rank holds of it
+        assert torch.equal(stored.rows(rows), whole[rows])
 
 
 def test_scales_of_powers_of_two_and_of_activations(write):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, LongtrainError, first_line, is_failure, refusal
-from longtrain.files import as_json, lock, read_json, replaced_folder, write_files
+from longtrain.files import as_json, lock, replaced_folder, write_files
 from longtrain.log import get_logger
+from longtrain.targets.config_file import read_object
 from longtrain.targets.info import check_supported
 
 if TYPE_CHECKING:
@@ -72,9 +73,13 @@ def dequantised(file: Path) -> Path:
 
 
 def record_of(folder: Path) -> dict[str, str]:
-    """Name, SHA-256 and quantisation of the GGUF file that a folder was made of."""
-    values = read_json(folder / RECORD)
-    return {key: str(values[key]) for key in ("gguf", "sha256", "quantisation")}
+    """Name, SHA-256 and quantisation of the GGUF file that a folder was made of.
+
+    Raises:
+        ArtifactError: the record is damaged.
+    """
+    values = read_object(folder / RECORD)
+    return {key: str(values.get(key)) for key in ("gguf", "sha256", "quantisation")}
 
 
 @lru_cache
