@@ -93,22 +93,15 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
     return folder
 
 
-def source_of(where: str | Path, weights: str = "stored") -> dict[str, str]:
-    """Which weights a target on this machine has, as far as its files say it; results are kept with it.
+def source_of(folder: Path) -> dict[str, str]:
+    """Which weights a target's folder has, as far as its files say it; artifacts and results keep it.
 
-    Args:
-        where: `tiny`, a folder, a `.gguf` file or a Hub id.
-        weights: `stored`; random ones come from nowhere.
-
-    Returns: `gguf`, `sha256` and `quantisation` of a GGUF file, or `hub_revision` of a folder from the Hub; or
-        nothing.
+    Returns: `gguf`, `sha256` and `quantisation` of the GGUF file that it was made of, or `hub_revision` of a
+        folder from the Hub; or nothing.
     """
-    if weights != "stored" or str(where) == "tiny":
-        return {}
-    folder = folder_of(where, fetch=False)
-    if is_gguf(where):
-        from longtrain.targets.stored.gguf import record_of
+    from longtrain.targets.stored.gguf import RECORD, record_of
 
+    if (folder / RECORD).is_file():
         return record_of(folder)
     return {"hub_revision": revision} if (revision := _revision(folder)) else {}
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
-from longtrain.targets.at_hand import folder_at_hand, folder_of
+from longtrain.targets.at_hand import folder_at_hand, folder_of, licence_of
 from longtrain.targets.loading import load_target
 from longtrain.targets.stored import gguf as reader
 from longtrain.targets.tokenizer import read_tokenizer
@@ -29,6 +29,7 @@ def write(file, *, arch="llama", head=False, drop=(), more=None, **metadata):
     """A GGUF file of a small model, in Q8_0 and fp32, with a byte-level BPE."""
     writer, coins = gguf.GGUFWriter(file, arch), np.random.default_rng(0)
     writer.add_name("small")
+    writer.add_license("apache-2.0")
     writer.add_context_length(256)
     writer.add_block_count(L)
     writer.add_embedding_length(E)
@@ -118,6 +119,7 @@ def test_it_is_what_transformers_reads(cache, tmp_path, head, caplog):
     assert target.tokenizer.chat_template == TEMPLATE and target.tokenizer.eos_token_id == 3
     digest = reader._sha256(file, file.stat().st_size, file.stat().st_mtime_ns)
     assert info.source == {"gguf": "small.gguf", "sha256": digest, "quantisation": "Q8_0"}
+    assert licence_of(str(file)) == "apache-2.0"
     tokenizer, context = read_tokenizer(str(file))
     assert context == 256 and tokenizer("the quick").input_ids == target.encode("the quick")
 

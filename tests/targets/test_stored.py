@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longtrain.errors import ArtifactError, TargetMismatchError
@@ -151,9 +151,9 @@ def test_what_a_config_asks_of_outputs_changes_nothing(write, key):
     [
         (
             {"num_key_value_heads": 3},
-            "num_key_value_heads=3; allowed: a number that divides num_attention_heads=4",
+            "num_key_value_heads=3; allowed: a divisor of num_attention_heads=4",
         ),
-        ({"head_dim": 15}, "head_dim=15; allowed: an even number"),
+        ({"head_dim": 15}, "head_dim=15; allowed: even numbers"),
     ],
 )
 def test_heads_that_no_attention_can_be_made_of(write, values, message):

@@ -1,4 +1,4 @@
-"""Random small checkpoints of every family: logits are transformers' own, or one line names what is in the way."""
+"""Random small checkpoints of every family: logits are transformers' own, or one line names the cause."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def assemble(
         systems: that ran, the full cache first.
         records: of all systems, in any order.
         protocol: hash and settings.
-        target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing; `source`
-            (`TargetInfo.source`) where it is known.
+        target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing;
+            `source` (`TargetInfo.source`) where it is known.
         draw: how the bootstrap draws.
         baseline: how the full cache's score compares with the recorded one.
         judge: says what differences of drafted texts are worth (`harness.lossless`).
