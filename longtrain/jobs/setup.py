@@ -246,6 +246,8 @@ def _choose(values: list[Any], chosen: dict[str, Any], cfg: DictConfig) -> None:
 def load_artifact(name: str, cfg: DictConfig) -> Artifact:
     """An artifact, or another tool's folder in its place, as `home`, `trained_by` and `unverified` say.
 
+    With `unverified` a comparison that fails is noted (`Artifact.verified`), then and when it is attached.
+
     Raises:
         ArtifactError: there is none, or it is damaged.
     """
