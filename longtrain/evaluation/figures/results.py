@@ -45,9 +45,7 @@ Json = dict[str, Any]
 SCHEMA = 2
 SHOWN = 10
 """Texts that differ from plain decoding's of which the places are kept."""
-Judgement = Callable[
-    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[Json]] | None
-]
+Judgement = Callable[[System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[Json]] | None]
 """(system, task, records that were compared, where they part) -> what that is worth, and figures of each."""
 PLAIN_KINDS = ("pooled", "wilson")
 """Kinds of figures whose differences between two systems, or two runs, are reported."""

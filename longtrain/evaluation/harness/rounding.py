@@ -103,7 +103,9 @@ def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int
     found, done = [read.step.logits_BTV[0, -1:]] if passage.first == 0 else [], 0
     while done < len(tokens) - 1:
         before = passage.first - 1 - done
-        (count,) = rows_of_next_step(read.cache, [before if before > 0 else min(rows, len(tokens) - 1 - done)])
+        (count,) = rows_of_next_step(
+            read.cache, [before if before > 0 else min(rows, len(tokens) - 1 - done)]
+        )
         ids_BT = torch.tensor([list(tokens[done : done + count])], device=target.device)
         pos_BT = read.cache.len_B[:, None] + torch.arange(count, device=target.device)
         want = Want(logits="none" if before > 0 else "all")
