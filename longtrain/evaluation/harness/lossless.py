@@ -37,7 +37,7 @@ Json = dict[str, Any]
 ROUNDING = 2.0
 """Multiple of the noise up to which a token's distance from the best logit is rounding.
 
-The token was chosen because noise exceeded that distance, and the largest of some hundred changes was measured.
+The token was chosen because noise exceeded that distance, and the largest of some hundred was measured.
 """
 WRONG = 4.0
 """Multiple of the noise from which on a difference is an error, not a warning."""

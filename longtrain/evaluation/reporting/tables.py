@@ -326,7 +326,7 @@ def _exact_when(results: Json) -> str:
         return ""
     if target.get("strict"):
         return (
-            f"Drafted texts must be plain decoding's token for token: {target['dtype']} on a CPU, where every "
+            f"Drafted texts must be plain decoding's token for token: in {target['dtype']} on a CPU every "
             "difference is a fault."
         )
     return (
