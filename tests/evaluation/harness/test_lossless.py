@@ -18,6 +18,7 @@ from longtrain.errors import LongtrainError
 from longtrain.evaluation.harness.lossless import WINDOW, enforce, gap_of
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
 from longtrain.methods import policies
+from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
 from longtrain.systems.system import ARTIFACT, COMBINED
@@ -195,7 +196,7 @@ def test_a_draft_without_anything_to_compare_with_is_noted(session, target):
     assert note.endswith("draft: its drafts are sampled, so that equal texts are not to be expected")
 
 
-@pytest.mark.parametrize("kind", ["plain", "snapkv", "quantspec"])
+@pytest.mark.parametrize("kind", ["plain", "snapkv", "kvzap", "quantspec"])
 def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
     """The engine's choice never has a gap, with whatever evictor and cache; without these some has."""
     shape = {**SHAPES["llama_micro"], "hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
@@ -208,6 +209,11 @@ def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
         spec = methods.get("quantspec")
         config = spec.config(draft=False)
         parts = spec.attach(spec.build(config, target.info), target, config, {})
+    if kind == "kvzap":  # goes on evicting while the answer grows
+        spec = methods.get("kvzap")
+        module = spec.build(spec.config(), target.info)
+        options = {"decoding": True, "stride": 4, "window": 3}
+        parts = Parts(evictor=KVzapEvictor(module, spec.config(), Budget(40), **options))
     (tokens,) = Engine(target, parts).generate([prompt], max_new_tokens=24, ignore_eos=True).tokens
     passage = Passage(prompt, tokens, max_new_tokens=24)
     readings = [logits_at_once(target, parts, passage)]
@@ -217,7 +223,7 @@ def test_the_logits_of_a_gap_are_those_that_were_decoded_from(kind):
     torch.testing.assert_close(late, readings[0][7:])
     other = next(token for token in range(97) if token not in tokens)
     assert all(gap_of(logits_V[None], [other]) > 0 for logits_V in readings[0])
-    if kind == "snapkv":
+    if kind in ("snapkv", "kvzap"):
         assert gap_of(logits_at_once(target, Parts(), passage), tokens) > 0
 
 
