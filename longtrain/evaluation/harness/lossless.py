@@ -118,8 +118,8 @@ class LosslessCheck:
         noise = max(noises, default=0.0)
         known = [one.gap for one in read if one.gap < math.inf]
         said = {
-            "violations": judged * sum(strict or one.gap > ROUNDING * noise for one in read),
-            "wrong": judged * sum(strict or one.gap > WRONG * noise for one in read),
+            "violations": judged * sum(strict or not one.gap <= ROUNDING * noise for one in read),
+            "wrong": judged * sum(strict or not one.gap <= WRONG * noise for one in read),
             "judged": judged,
             "largest_gap": max(known, default=None),
             "noise": {
