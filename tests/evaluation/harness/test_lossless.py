@@ -15,6 +15,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
+from longtrain.evaluation.harness import lossless
 from longtrain.evaluation.harness.lossless import WINDOW, enforce, gap_of
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
 from longtrain.methods import policies
@@ -105,6 +106,19 @@ def test_a_gap_is_that_of_the_logits_where_texts_part(session, half):
     assert any(note.startswith("drafted texts of draft in task copy differ") for note in found["notes"])
 
 
+def test_the_noise_is_measured_where_texts_differ_and_on_so_many_of_them(session, half, monkeypatch):
+    reads = []
+    real = lossless.noise_of
+    monkeypatch.setattr(lossless, "noise_of", lambda *a, **k: reads.append(k["rows"]) or real(*a, **k))
+    monkeypatch.setattr(lossless, "MEASURED", 1)
+    made, _, exact = outcome(session, half, exchange(3, 9))
+    reads.clear()
+    change(made, "draft", exchange(2, 9), "copy-2")
+    exact = replace(made).finish().results["systems"][1]["tasks"][0]["exactness"]
+    assert exact["different"] >= 2 and all(one["gap"] is not None for one in exact["first"])
+    assert reads == [CHAIN.n_nodes] and exact["noise"]["texts"] == 1
+
+
 def test_texts_that_stop_elsewhere_are_wrong_in_any_precision(session, half):
     _, found, exact = outcome(session, half, shorten)
     assert exact["wrong"] == 1 and exact["first"][-1]["gap"] is None
@@ -124,6 +138,7 @@ def test_in_single_precision_on_a_cpu_every_difference_is_wrong(session, target)
 def test_equal_texts_pass_without_a_note(session, target):
     _, found, exact = outcome(session, target)
     assert (exact["compared"], exact["different"], exact["violations"], exact["first"]) == (3, 0, 0, [])
+    assert exact["noise"] is None
     assert not [note for note in found["notes"] if "draft" in note]
     enforce(found)
 
