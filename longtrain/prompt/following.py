@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.data.read.files import BUNDLED
 from longtrain.errors import ConfigError, LongtrainError
@@ -21,6 +20,7 @@ from longtrain.jobs import outline
 from longtrain.jobs.setup import artifact_names, plain
 from longtrain.prompt.explain import is_group
 from longtrain.settings import parse_tokens
+from longtrain.targets.at_hand import fetch_config, is_hub_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -115,10 +115,12 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
 
 def window_of(cfg: DictConfig) -> int | None:
     """The target's window in tokens; None where it is not known before the target is fetched or loaded."""
-    if cfg.method is not None and methods.get(str(cfg.method.name)).export is not None:
-        return None  # it trains a target
     try:
         if cfg.target and (cfg.target.path or cfg.target.shape):
+            where = str(cfg.target.path or "")
+            unknown = where and cfg.target.shape is None and outline.config_file(where) is None
+            if unknown and not cfg.dry_run and is_hub_id(where):
+                fetch_config(where)
             return outline.target_shape(cfg)[0].max_positions
         for name in artifact_names(cfg):
             place = Path(cfg.home) / "checkpoints" / name
@@ -166,7 +168,7 @@ def _lengths(cfg: DictConfig, jobs: Sequence[str], window: int) -> Iterator[Leng
     """Every length that the window bounds."""
     if not set(jobs).isdisjoint((*READ_DATA, "export")) or cfg.method is not None:
         yield from _of_method(cfg.method, "method", window)
-    if cfg.get("data"):
+    if cfg.get("data") and "sources" in cfg.data:  # else it is what a target is trained on
         yield from _of_data(cfg.data, window)
     if "eval" in jobs and cfg.get("compare") is None:
         yield from _of_suite(cfg, window)
