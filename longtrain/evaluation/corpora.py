@@ -32,6 +32,7 @@ from longtrain.data.read.files import (
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
+from longtrain.files import UTF8
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:

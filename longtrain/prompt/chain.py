@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,14 @@ FIXED = ("target", "decode", "select")
 """Groups whose keys are read one by one, and are all in their files."""
 
 
-def run(cfg: DictConfig) -> None:
+def run(cfg: DictConfig, given: Sequence[str]) -> None:
     """Do the job that the command's word names, else the one or more that `job` lists, in this process.
 
     With `dry_run=true` everything is checked and nothing is done.
+
+    Args:
+        cfg: the composed configuration.
+        given: the words of the command line as Hydra reads them.
 
     Raises:
         ConfigError: `job` names something that is not a job, or a value is not allowed.
@@ -43,9 +48,9 @@ def run(cfg: DictConfig) -> None:
     if not following.typed("data.name", words) and (data := naming.data_name(cfg)):
         cfg.data.name = data
     if hydra.mode == RunMode.MULTIRUN:
-        cfg.name = naming.swept_name(str(cfg.name), naming.swept(sys.argv[1:], words), hydra.job.num)
-    jobs = _asked(cfg, str(hydra.job.config_name))
-    _refuse_added(words, jobs)
+        cfg.name = naming.swept_name(str(cfg.name), naming.swept(given, words), hydra.job.num)
+    jobs = _asked(cfg, str(hydra.job.config_name), given)
+    _refuse_added(words, jobs, given)
     first = on_first_rank()
     fitted, faults = following.follow(cfg, jobs, words)
     steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
@@ -84,8 +89,8 @@ def run(cfg: DictConfig) -> None:
         done.append(job)
 
 
-def _asked(cfg: DictConfig, config_name: str) -> list[str]:
-    worded = any(arg.startswith("--config-name=") for arg in sys.argv[1:])
+def _asked(cfg: DictConfig, config_name: str, given: Sequence[str]) -> list[str]:
+    worded = any(word.startswith("--config-name=") for word in given)
     asked = config_name if worded else cfg.job
     jobs = [asked] if isinstance(asked, str) else [str(job) for job in asked or ()]
     if wrong := [job for job in jobs if job not in JOBS]:
@@ -93,7 +98,7 @@ def _asked(cfg: DictConfig, config_name: str) -> list[str]:
     return jobs
 
 
-def _refuse_added(words: list[str], jobs: list[str]) -> None:
+def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> None:
     """Refuse a key that `+` adds and nobody reads: Hydra adds whatever it is told to.
 
     Groups that are read as typed settings refuse it by themselves.
@@ -108,7 +113,7 @@ def _refuse_added(words: list[str], jobs: list[str]) -> None:
         if is_group(key) or (rest and first not in FIXED):
             continue
         if rest or not any(first in OmegaConf.load(asset_dir("conf") / f"{job}.yaml") for job in jobs):
-            raise ConfigError(explain_key(key))
+            raise ConfigError(explain_key(key, given))
 
 
 def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:

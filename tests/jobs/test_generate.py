@@ -165,6 +165,19 @@ def test_prompt_file_and_chat_template(composed, tmp_path, plain_text, capsys):
     assert capsys.readouterr().out.startswith(plain_text("<user>hé<bot>"))
 
 
+@pytest.mark.parametrize("how", ["file", "pipe", "stdin"])
+def test_a_prompt_keeps_its_line_ends_and_has_no_byte_order_mark(tmp_path, monkeypatch, how):
+    content = b"\xef\xbb\xbfone\r\ntwo\rthree\n"
+    (tmp_path / "p.txt").write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    out, into = os.pipe()
+    os.write(into, content)
+    os.close(into)
+    where = {"file": tmp_path / "p.txt", "pipe": f"/dev/fd/{out}", "stdin": "-"}[how]
+    assert generate.read_prompt(where) == "one\r\ntwo\rthree\n"
+    os.close(out)
+
+
 def test_the_prompt_may_be_piped_in(composed, plain_text, capsys, monkeypatch):
     piped = io.TextIOWrapper(io.BytesIO(b"hello there"), encoding="ascii")
     monkeypatch.setattr("sys.stdin", piped)
