@@ -31,8 +31,7 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
-Without a job word the recipe's own jobs run (train, unless it says otherwise).
-  longtrain +recipe=quickstart
+Without a job word the recipe's own jobs run (train, unless it says otherwise): longtrain +recipe=quickstart
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.

@@ -1,4 +1,7 @@
-"""Shared by all tests: no network, one thread, no writing outside a test's own folder."""
+"""Shared by all tests: no network, one thread a process, no writing outside a test's own folder.
+
+Whole runs are spread over the cores, one worker each; a folder, a file or tests of a GPU are run in one process.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,33 @@ gc.set_threshold(10_000, 20, 50)  # each full round walks all imported libraries
 
 import pytest  # noqa: E402 (the environment comes first)
 import torch  # noqa: E402
+
+DEFAULT_MARKS = "not slow and not gpu"
+"""The tests that pyproject.toml chooses where the command line has no `-m`."""
+MOST_WORKERS = 8
+"""Each worker imports torch and transformers anew, and holds 1 to 2 GB."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many workers `-n auto` means, which pyproject.toml says; `-n NUMBER` of the command line wins.
+
+    One worker a core for all tests; none for chosen ones, since each would begin with imports of some seconds, nor for
+    tests that are marked (`-m gpu`, `-m slow`), which want a GPU or all cores for themselves.
+    """
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    marked = config.option.markexpr != DEFAULT_MARKS
+    if chosen or marked or config.option.collectonly:
+        return 0
+    workers = int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or min(cores(), MOST_WORKERS))
+    return workers if workers > 1 else 0
+
+
+def cores() -> int:
+    """Cores that this process may use: as many as it is bound to, and a container's limit where there is one."""
+    from longtrain.cli import granted_cores
+
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(bound, granted_cores(Path("/sys/fs/cgroup/cpu.max")) or bound)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from longtrain.errors import ConfigError
 from longtrain.settings import (
     Count,
     CountOrZero,
+    Name,
     OneOf,
     Positive,
     Words,
@@ -165,7 +166,7 @@ class DataConfig:
         workers: loading processes; a row is cut from a memory map in about a millisecond, so 0 is fine.
     """
 
-    name: str
+    name: Name
     sources: tuple[SourceConfig, ...]
     stages: tuple[PackingStage, ...] = ()
     max_doc_tokens: Count | None = None

@@ -278,7 +278,8 @@ def finish(cfg: DictConfig, session: Session) -> None:
     }
     files_.write_files(session.folder, files)
     provenance.write(session.folder, plain(cfg), protocol=session.protocol.hash)
-    show(outcome, session.folder, [name for name in files if name in ("table.md", "speed.md", "report.html")])
+    shown = ("table.md", "speed.md", "acceptance.png", "report.html")
+    show(outcome, timings, session.folder, [name for name in files if name in shown])
     enforce(outcome.results)
     check_judged(outcome.results)
 
@@ -318,11 +319,15 @@ def reports(cfg: DictConfig, outcome: Outcome, timings: dict[str, Any]) -> dict[
     return files
 
 
-def show(outcome: Outcome, folder: Path, names: Sequence[str]) -> None:
-    """The main figures on the terminal; the files have the rest."""
+def show(outcome: Outcome, timings: dict[str, Any], folder: Path, names: Sequence[str]) -> None:
+    """The main figures and speeds on the terminal; the files have the rest."""
+    from longtrain.evaluation.reporting.comparisons import speed_summary
     from longtrain.evaluation.reporting.tables import summary
 
     header, rows = summary(outcome.results)
     tables.show(header, rows, title=outcome.results["title"])
+    header, rows = speed_summary(timings)
+    if rows:
+        tables.show(header, rows, title=f"Speed on {timings['device']}, prefill left out")
     tables.say(*(f"note: {note}" for note in outcome.results["notes"]))
     tables.say(*(f"{name}: {folder / name}" for name in names))

@@ -53,14 +53,14 @@ def run(cfg: DictConfig) -> None:
 
     prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
     count = convert(cfg.decode.max_new_tokens, Tokens, "decode.max_new_tokens")
-    entry = _entry(cfg)
+    entry = entry_of(cfg)
     artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
     chat = _chat(cfg, target)
     ids = target.encode(prompt, chat=chat)
-    parts = _parts(cfg, target, entry, artifacts)
+    parts = parts_of(cfg, target, entry, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
-    writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
+    writer = TextWriter(target, colour=colour, stop=stop, ends=target.info.eos_ids)
     if colour:
         print(f"{DIM}{prompt}{PLAIN}", end="\n" if chat else "", flush=True)
     generation = Engine(target, parts).generate(
@@ -72,9 +72,12 @@ def run(cfg: DictConfig) -> None:
         stream=writer,
     )
     writer.close(generation.texts[0] if generation.texts else "")
+    print()
     if not chat and chats(target.tokenizer) and not "".join(generation.texts).strip():
         _aside("the target ended the text at once; chat=true asks it in its chat template")
-    print(statistics(generation.stats, parts), file=sys.stderr)
+    pairs = zip(entry.artifacts, artifacts, strict=True)
+    unverified = [Path(name).name for name, artifact in pairs if not artifact.verified]
+    print(statistics(generation.stats, parts, unverified=unverified), file=sys.stderr)
 
 
 def check(cfg: DictConfig) -> None:
@@ -115,9 +118,9 @@ def _aside(line: str) -> None:
     print(f"{before}longtrain: {line}{after}", file=sys.stderr, flush=True)
 
 
-def statistics(stats: Stats, ran: Parts) -> str:
-    """One line: tokens, speed, acceptance and memory of what ran."""
-    parts = [
+def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> str:
+    """One line: tokens, speed, acceptance and memory of what ran, and which artifacts did not verify."""
+    parts = [f"UNVERIFIED artifact {name}" for name in unverified] + [
         f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
         f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
     ]
@@ -154,7 +157,7 @@ def _named(widths: Sequence[int]) -> str:
     return "-".join(map(str, widths)) or "plain"
 
 
-def _entry(cfg: DictConfig) -> Entry:
+def entry_of(cfg: DictConfig) -> Entry:
     """What `artifact`, a method without training, `cache` and `evict` name, as one entry of `suite.systems`.
 
     Raises:
@@ -206,7 +209,7 @@ def _stop(cfg: DictConfig) -> list[str]:
     return convert(listed, texts, "stop")
 
 
-def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
+def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
     """What the entry brings to an engine; a budget that nothing evicts to is refused."""
     from longtrain import methods
     from longtrain.artifact import Artifact
@@ -313,7 +316,7 @@ def _wait_said(for_what: str) -> None:
     sys.stderr.flush()
 
 
-class _Writer:
+class TextWriter:
     """Prints tokens as they come: whole characters only, accepted draft tokens in green.
 
     As many characters as the longest of `stop` has wait: they may turn out to begin a stop string. What one
@@ -340,17 +343,20 @@ class _Writer:
         self._print(min([len(self.waiting) - self.hold, *found]))
 
     def close(self, text: str) -> None:
-        """Print what is left of the whole text, and end the line."""
+        """Print what is left of the whole text."""
         rest = text[self.length :]
         colours = [from_draft for _, from_draft in self.waiting]
         colours += [False] * (len(rest) - len(colours))
         self.waiting = list(zip(rest, colours, strict=False))
         self._print(len(self.waiting))
-        print()
+
+    def show(self, shown: Sequence[tuple[str, bool]]) -> None:
+        """Print characters that are certain, with whether each came from the draft."""
+        for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
+            text = "".join(char for char, _ in run_of)
+            print(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text, end="", flush=True)
 
     def _print(self, count: int) -> None:
         shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]
         self.length += len(shown)
-        for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
-            text = "".join(char for char, _ in run_of)
-            print(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text, end="", flush=True)
+        self.show(shown)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +40,23 @@ def run(cfg: DictConfig) -> None:
         ConfigError: a setting is wrong, or differs from those of the run to resume.
         ArtifactError: a checkpoint or the artifact of `init` is damaged.
         TrainingError: the loss is not finite, or the disk is full.
-        SystemExit: when a signal asked the run to leave and it was saved; 130 after Ctrl-C, so that nothing
-            goes on as if it were trained, else 0.
+        SystemExit: when a signal asked the run to leave and it was saved: with 128 and the signal's number
+            (143 after SIGTERM, 130 after Ctrl-C), so that nothing goes on as if it were trained.
         KeyboardInterrupt: after a second Ctrl-C, with nothing saved since the last checkpoint.
+    """
+    with ExitStack() as held:
+        alone = True
+        if on_first_rank():
+            alone = held.enter_context(files.lock(Path(cfg.run_dir) / ".train.lock"))
+        _train(cfg, alone=alone)
+
+
+def _train(cfg: DictConfig, *, alone: bool) -> None:
+    """Train, while no other process trains this run.
+
+    Args:
+        cfg: the resolved configuration.
+        alone: whether this is so; False on the first rank ends all of them before anything is loaded.
     """
     from longtrain.data.rows.module import DataModule
     from longtrain.training import checkpoint, ranks
@@ -51,7 +67,7 @@ def run(cfg: DictConfig) -> None:
     assert spec.objective is not None  # refused there
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
-    _settle_wandb_id(cfg, folder, anew=resume == "never")
+    _settle_wandb_id(cfg, folder, anew=resume == "never" and alone)
     trainer = training.build_trainer(
         settings,
         folder,
@@ -61,6 +77,7 @@ def run(cfg: DictConfig) -> None:
     )
     settings = settings.spread(trainer.world_size)
     training.connect(trainer)
+    ranks.share(trainer, lambda: _refuse_second(cfg, alone))
     device = str(trainer.strategy.root_device)
     outline.check_room(
         cfg, device=trainer.strategy.root_device, devices=trainer.num_devices, nodes=trainer.num_nodes
@@ -93,6 +110,7 @@ def run(cfg: DictConfig) -> None:
         provenance.write(folder, plain(cfg), data=facts["data"], target=facts["target"], init=facts["init"])
         _tell_loggers(trainer, plain(cfg))
 
+    left: Stopped | None = None
     try:
         summary = training.fit(
             objective,
@@ -110,15 +128,32 @@ def run(cfg: DictConfig) -> None:
         )
     except Stopped as stopped:
         log.info("%s", stopped)
-        raise SystemExit(130 if stopped.name == "SIGINT" else 0) from None
-    except SystemExit as left:
-        if isinstance(left.__context__, KeyboardInterrupt):  # Lightning's own way to end at Ctrl-C
+        left = stopped
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning's own way to end at Ctrl-C
             raise KeyboardInterrupt from None
         raise
     finally:
         kept.close()
-    ranks.leave(trainer)
+    ranks.leave(trainer)  # none ends, with an error or without, while another one still writes
+    if left is not None:
+        raise SystemExit(128 + signal.Signals[left.name])
     log.info("trained %s folder=%s", _outcome(summary), folder)
+    if drawn := _drawn(folder):
+        log.info("%s", drawn)
+
+
+def _refuse_second(cfg: DictConfig, alone: bool) -> None:
+    """Refuse to train what another process trains.
+
+    Raises:
+        ConfigError: one does.
+    """
+    if not alone:
+        raise ConfigError(
+            f"name={cfg.name} is being trained by another process ({cfg.run_dir}); wait for it, or pass "
+            "name=OTHER"
+        )
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
@@ -127,6 +162,18 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     said = "".join(f" {key}={value:.4f}" for key, value in losses.items() if value is not None)
     counted = f"steps={summary['steps']} tokens={summary['tokens']}"
     return f"{counted}{said} tokens_per_s={summary['tokens_per_s']:.0f}"
+
+
+def _drawn(folder: Path) -> str:
+    """The curve of the loss in one line of characters, and where its picture is; empty where there are no figures."""
+    from longtrain.jobs.exporting.evidence import curves_of
+    from longtrain.tables import number, sparkline
+
+    if not on_first_rank() or (curve := curves_of(folder / "metrics.csv").get("train/loss")) is None:
+        return ""
+    first, last = number(curve.values[0]), number(curve.values[-1])
+    picture = folder / "curves.png"
+    return f"loss {sparkline(curve.values)} {first} to {last}{f' picture={picture}' if picture.is_file() else ''}"
 
 
 def check(cfg: DictConfig) -> None:

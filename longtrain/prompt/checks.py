@@ -24,7 +24,18 @@ from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
 from longtrain.prompt import suite_checks
-from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
+from longtrain.settings import (
+    AUTO,
+    Count,
+    CountOrZero,
+    Name,
+    NotNegative,
+    Text,
+    Tokens,
+    convert,
+    one_of,
+    read,
+)
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
 from longtrain.training.settings import LoopConfig
@@ -34,7 +45,7 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-WRITES_NOTHING = ("inspect", "generate", "demo", "plan")
+WRITES_NOTHING = ("inspect", "generate", "serve", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
 """Groups and keys of a command that training under the same name needs too."""
@@ -81,7 +92,7 @@ def _parts(
         yield partial(part, cfg)
     if job == "export" and "train" not in before:
         yield partial(_exportable, cfg)
-    if job in ("generate", "demo") or (job == "eval" and cfg.compare is None):
+    if job in ("generate", "serve", "demo") or (job == "eval" and cfg.compare is None):
         yield partial(_brought, cfg, words, exported="export" in before)
 
 
@@ -105,7 +116,10 @@ def exported(cfg: DictConfig) -> list[str]:
 
 def _common(cfg: DictConfig) -> None:
     convert(cfg.seed, int, "seed")
-    for key in ("name", "home", "run_dir"):
+    convert(cfg.name, Name, "name")
+    if cfg.get("data") and "name" in cfg.data:
+        convert(cfg.data.name, Name, "data.name")
+    for key in ("home", "run_dir"):
         convert(cfg[key], Text, key)
     convert(cfg.quiet, bool, "quiet")
     for key in TARGET_KEYS:
@@ -116,7 +130,9 @@ def _target_there(cfg: DictConfig) -> None:
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
         remote = where.count("/") == 1 and where[0] not in "./~"
-        if where != "tiny" and not remote and not Path(where).expanduser().is_dir():
+        gguf = where.lower().endswith(".gguf")
+        place = Path(where).expanduser()
+        if where != "tiny" and (gguf or not remote) and not (place.is_file() if gguf else place.is_dir()):
             from longtrain.targets.at_hand import folder_of
 
             folder_of(where)  # it says what is allowed
@@ -283,6 +299,7 @@ PARTS: dict[str, tuple[Check, ...]] = {
     "export": (_method,),
     "eval": (suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
+    "serve": (_method, _decode),
     "demo": (_shown, _decode),
     "bench": (suite_checks.common_keys, _method, _decode),
     "plan": (_method, _plan),

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
+from longtrain.data.retrieval.wording import KEY, PRETRAIN
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
 from longtrain.files import LARGEST, read_bytes, read_json
+from longtrain.targets.at_hand import folder_of, is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +87,7 @@ def read_tokenizer(
     """The tokenizer of a target, and its context in tokens where its config says one.
 
     Args:
-        where: `tiny`, a target folder, or a Hub id.
+        where: `tiny`, a target folder, a `.gguf` file, or a Hub id.
         chat_template: over the tokenizer's own; see `set_chat_template`.
         max_positions: the context, over the config's.
 
@@ -134,7 +136,8 @@ def embedded_tokens(where: str) -> int | None:
 
 
 def _folder(where: str) -> Path:
-    return asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
+    known = where == "tiny" or is_gguf(where)
+    return folder_of(where) if known else Path(where).expanduser()
 
 
 def _config_file(where: str) -> Path:
@@ -240,6 +243,7 @@ def save_tokenizer(tokenizer_json: str, folder: Path, *, max_positions: int) -> 
         CHAT_BY_DEFAULT: False,  # it continues text, and has a template for questions
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
+        KEY: PRETRAIN.name,
     }
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

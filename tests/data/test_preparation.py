@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -118,6 +119,28 @@ def test_damaged_data_is_told_of_and_written_anew(tokenizer, texts, tmp_path, ca
     (data.folder / "manifest.json").write_text("{")
     run(made, tokenizer, tmp_path)
     assert "has no manifest that this version reads" in caplog.text
+
+
+def test_current_data_in_a_place_that_may_only_be_read_is_taken(tokenizer, texts, tmp_path, monkeypatch):
+    made = config({"text": str(texts)})
+    folder = run(made, tokenizer, tmp_path).folder
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    (folder.parent / f".{folder.name}.lock").unlink()
+    real = os.open
+
+    def read_only(path, flags, *rest, **more):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(
+        Path, "mkdir", lambda path, **_: read_only(path, os.O_WRONLY) if not path.is_dir() else None
+    )
+    assert run(made, tokenizer, tmp_path).folder == folder
+    with pytest.raises(LongtrainError, match=r"cannot write .*: Read-only file system"):
+        run(config({"text": str(texts)}, append_eos=True), tokenizer, tmp_path)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_one_rank_of_a_machine_hashes_the_data(tokenizer, texts, tmp_path, caplog, monkeypatch):

@@ -12,14 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from longtrain.data.chat.bounded import Bounded, Failed
 from longtrain.data.read.adapters import Message
-from longtrain.errors import DataError, first_line, is_failure
+from longtrain.errors import DataError
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+
+_renderer: tuple[Any, Bounded] | None = None
+"""The tokenizer that was asked last, and the process that renders with it."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ def apply_template(
 ) -> Any:
     """What a tokenizer's chat template makes of a conversation.
 
-    A template is a program in a sandbox: a wrong, hostile or looping one can fail in any way there is.
+    A template is a program in a sandbox: a wrong, hostile or looping one can fail in any way there is, so it
+    runs in a process of its own, with a limit of time and memory.
 
     Args:
         tokenizer: the tokenizer of the target.
@@ -110,17 +116,29 @@ def apply_template(
         options: of the tokenizer's `apply_chat_template`.
 
     Raises:
-        DataError: the template fails.
+        DataError: the template fails, or takes too long.
     """
+    global _renderer
+    if _renderer is None or _renderer[0] is not tokenizer:
+        if _renderer is not None:
+            _renderer[1].close()
+        _renderer = tokenizer, Bounded(partial(_rendered, tokenizer))
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):  # the process may have begun with another one
+        options = {"chat_template": template, **options}
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except BaseException as error:
-        if not is_failure(error):
-            raise
+        return _renderer[1](list(messages), **options)
+    except Failed as error:
         raise DataError(
-            f"conversation {name}: the chat template refuses it ({first_line(error)}); "
+            f"conversation {name}: the chat template refuses it ({error}); "
             f"roles are {', '.join(str(message['role']) for message in messages)}"
-        ) from error
+        ) from None
+
+
+def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
+    """What `apply_chat_template` gives, as plain values."""
+    found = tokenizer.apply_chat_template(messages, **options)
+    return dict(found) if isinstance(found, Mapping) else found
 
 
 def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:

@@ -19,9 +19,11 @@ from longtrain.data.read.adapters import WITHOUT_TURNS
 from longtrain.data.read.files import need
 from longtrain.data.read.manifest import Manifest
 from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
-from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
+from longtrain.data.retrieval.wording import PRETRAIN, wording_of
+from longtrain.data.rows.prepared import FORMAT, PREPARED, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import lock, replaced_folder, settle
+from longtrain.files import lock
+from longtrain.folders import replaced_folder, settle
 from longtrain.log import first_of_machine, get_logger
 
 log = get_logger(__name__)
@@ -60,7 +62,7 @@ def prepare(
     """
     token_hash = tokenizer_hash(tokenizer)
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
-    with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+    with lock(folder.with_name(f".{folder.name}.lock"), wait=True, read_only=True):
         settle(folder)
         old = read_manifest(folder) or {}
         if not old and folder.exists():
@@ -70,14 +72,15 @@ def prepare(
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
-        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
+        worded = {} if (wording := wording_of(tokenizer)) is PRETRAIN else {"wording": wording.name}
+        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author, worded)
         known_ids = _known_ids(tokenizer, vocab_size)
         if old.get("fingerprint") == fingerprint and _is_whole(folder, known_ids):
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
         job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
-        with replaced_folder(folder) as temporary:
+        with replaced_folder(folder, PREPARED) as temporary:
             writer = PreparedWriter(temporary, known_ids)
             job.write(writer, list(zip(sources, found, strict=True)))
             writer.close(
@@ -270,10 +273,15 @@ def _fingerprint(
     token_hash: str,
     limit: int | None,
     author: dict[str, Any] | None,
+    worded: dict[str, str],
 ) -> str:
-    """A hash of everything the prepared files depend on; where local files are is not part of it."""
+    """A hash of everything the prepared files depend on; where local files are is not part of it.
+
+    `worded` says what synthetic questions are asked in, where it is not what it was before they had a choice.
+    """
     content = {key: value for key, value in config.content().items() if key != "sources"}
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
+    plain = [one | (worded if s.reader == "synthetic" else {}) for one, s in zip(plain, sources, strict=True)]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
     return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()

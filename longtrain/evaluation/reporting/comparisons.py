@@ -92,6 +92,21 @@ def speed_table(results: Json, timings: Json) -> str:
     )
 
 
+def speed_summary(timings: Json) -> Sheet:
+    """Head and a line for each system that was timed, for the terminal; no lines where nothing was timed."""
+    rows = timings.get("speed", [])
+    several = len(rows) > 1
+    things = [{**row, "system": name, **one} for row in rows for name, one in row["figures"].items()]
+    first = next(iter(rows[0]["figures"])) if rows else ""
+    columns: list[Column] = [
+        ("system", lambda one: f"{one['system']}, {_place(one)}" if several else str(one["system"])),
+        ("tokens/s", lambda one: fixed(one["tokens_per_s"], 1)),
+        (f"speed over {first}", lambda one: _times(one["ratio"], one.get("ratio_range"))),
+        ("ms a cycle", lambda one: fixed(one["ms_per_cycle"], 1)),
+    ]
+    return sheet(columns, things)
+
+
 def _tau_at(results: Json, row: Json) -> float | None:
     """Acceptance length of a system in a task, or at one of its prompt lengths."""
     if row["length"] is not None:

@@ -11,6 +11,7 @@ from longtrain.artifact.card import TRAINING
 from longtrain.artifact.evidence import Curve, Evidence, Measurement
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
+from longtrain.targets.info import source_line
 
 log = get_logger(__name__)
 
@@ -35,7 +36,7 @@ def gather(run_dir: Path, weights: str) -> tuple[Evidence, dict[str, bytes]]:
         drawn = {f"{folder.name}-{file.name}": file.read_bytes() for file in sorted(folder.glob("*.png"))}
         pictures |= drawn
         results.append(_measured(folder, found, [*drawn]))
-    return Evidence(_curves(run_dir / "train" / "metrics.csv"), results), pictures
+    return Evidence(curves_of(run_dir / "train" / "metrics.csv"), results), pictures
 
 
 def _used(results: dict[str, Any], weights: str) -> bool:
@@ -58,7 +59,7 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
     return Measurement(
         suite=str(results["suite"]),
         title=str(results["title"]),
-        target=str(without_folders(results["target"]["name"])),
+        target=_named(results["target"]),
         dtype=str(results["target"]["dtype"]),
         protocol=str(results["protocol"]["hash"]),
         command=typed_command(argv) if argv else "",
@@ -71,7 +72,14 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
     )
 
 
-def _curves(metrics: Path) -> dict[str, Curve]:
+def _named(target: dict[str, Any]) -> str:
+    """Name of an evaluation's target, and which weights it had."""
+    said = source_line(target.get("source", {}))
+    return str(without_folders(target["name"])) + (f" ({said})" if said else "")
+
+
+def curves_of(metrics: Path) -> dict[str, Curve]:
+    """The curves of a training run that are shown, by name, from its `metrics.csv`."""
     from longtrain.training import table
 
     points: dict[str, list[tuple[int, float]]] = {}
