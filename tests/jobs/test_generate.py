@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 from byte_tokens import said
@@ -14,7 +16,9 @@ from longtrain.jobs import generate, train
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.lookaheadkv import config as lookaheadkv
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
+from longtrain.decoding.stats import Stats
 from longtrain.targets.loading import load_target
+from longtrain.targets.tokenizer import CHAT_BY_DEFAULT
 
 NEW = ("decode.max_new_tokens=20",)
 
@@ -176,6 +180,37 @@ def test_a_prompt_keeps_its_line_ends_and_has_no_byte_order_mark(tmp_path, monke
     where = {"file": tmp_path / "p.txt", "pipe": f"/dev/fd/{out}", "stdin": "-"}[how]
     assert generate.read_prompt(where) == "one\r\ntwo\rthree\n"
     os.close(out)
+
+
+def test_a_chat_model_is_asked_what_is_typed(composed, target_folder, tmp_path, plain_text, capsys):
+    """Without its template such a model ends the text at once; a file's text is continued as it is."""
+    settings = target_folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), CHAT_BY_DEFAULT: True}))
+    (tmp_path / "p.txt").write_text("hello")
+    asked, raw = plain_text("<user>hello<bot>"), plain_text("hello")
+    assert asked != raw
+    for words, text, aside in (
+        (["prompt=hello"], asked, True),
+        (["prompt=hello", "chat=false"], raw, False),
+        ([f"prompt_file={tmp_path / 'p.txt'}"], raw, False),
+    ):
+        generate.run(composed("generate", *NEW, *words))
+        out, err = capsys.readouterr()
+        assert out == text + "\n" and err.count("chat=false continues it as text") == aside
+    with pytest.raises(ConfigError, match="chat=maybe; allowed: auto, true, false"):
+        generate.check(composed("generate", "prompt=hello", "chat=maybe"))
+
+
+def test_a_text_that_ends_at_once_is_told_of(composed, target_folder, capsys, monkeypatch):
+    settings = target_folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), CHAT_BY_DEFAULT: True}))
+    monkeypatch.setattr(Engine, "generate", _nothing)
+    generate.run(composed("generate", *NEW, "prompt=hello", "chat=false"))
+    assert "ended the text at once; chat=true" in capsys.readouterr().err
+
+
+def _nothing(self, prompts, **_):
+    return SimpleNamespace(texts=[""], stats=Stats(prompt_tokens=[5], output_tokens=[1]))
 
 
 def test_the_prompt_may_be_piped_in(composed, plain_text, capsys, monkeypatch):
