@@ -97,7 +97,7 @@ def shipped_text(cfg: DictConfig, jobs: Sequence[str], words: Sequence[str]) -> 
     files = [one for one in sources or () if isinstance(one, Mapping) and "synthetic" not in one]
     if not files or not all(one.get("optional") and not _where(one) for one in files):
         return None
-    made = any((Path(cfg.home) / "data").glob(f"{data.name}-*/manifest.json"))
+    made = any((Path(str(cfg.home)) / "data").glob(f"{data.name}-*/manifest.json"))
     if set(jobs).isdisjoint(READ_DATA) and made:
         return None
     data.books = SHIPPED
