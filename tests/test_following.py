@@ -68,7 +68,9 @@ def test_a_length_that_fits_stays(window_1k: Path) -> None:
 def test_a_typed_length_beyond_the_window_is_refused(
     words: list[str], says: list[str], window_1k: Path, tmp_path: Path, run: Run
 ) -> None:
-    done = run("+recipe=longspec_small", f"target.path={window_1k}", "trainer=cpu", f"home={tmp_path}", *words)
+    done = run(
+        "+recipe=longspec_small", f"target.path={window_1k}", "trainer=cpu", f"home={tmp_path}", *words
+    )
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) == len([word for word in says if "is beyond" in word])
     assert all(word in done.stderr for word in says)
@@ -80,7 +82,13 @@ def test_all_faults_are_told_at_once(window_1k: Path, monkeypatch: pytest.Monkey
     words = ["lengths=[2k]", "method.offset_max_tokens=4096", "optim.lr=-1", "data.books=/no/such/folder"]
     lines = run("+recipe=longspec_small", f"target.path={window_1k}", *words).stderr.splitlines()
     assert all(line.startswith("longtrain: error: ") for line in lines)
-    wanted = ["lengths=2048", "method.offset_max_tokens=4096", "optim.lr=-1", NO_CUDA.format("cuda"), "/no/such"]
+    wanted = [
+        "lengths=2048",
+        "method.offset_max_tokens=4096",
+        "optim.lr=-1",
+        NO_CUDA.format("cuda"),
+        "/no/such",
+    ]
     assert len(lines) == len(wanted) and all(any(word in line for line in lines) for word in wanted)
 
 
@@ -138,7 +146,7 @@ class TestMemory:
         cfg.suite = {"name": "acceptance", "lengths": [8192], "max_new_tokens": 128, "batch": 50}
         monkeypatch.setattr(memory, "_free", lambda device, cfg: 2 * GIB)
         (line,) = memory.fit_memory(cfg, ["eval"], [])
-        # a token's keys and values in fp32: 2 x 6 layers x 2 heads x 64 numbers x 4 bytes = 6144; in two caches
+        # keys and values of a token, fp32: 2 x 6 layers x 2 heads x 64 numbers x 4 bytes = 6144; in two caches
         weights = 4 * (4096 * 384 + 6 * (384 * 64 * (8 + 2 + 2 + 8) + 3 * 384 * 704))
         assert cfg.suite.batch == int((2 * GIB / 1.05 - weights) / (2 * 6144)) // 8320
         assert line.endswith(f"suite.batch {cfg.suite.batch} (was 50)")
@@ -195,7 +203,8 @@ def _trained(monkeypatch: pytest.MonkeyPatch, *, free: float) -> DictConfig:
             "method": {"name": "eagle3", "draft_vocab_size": 0, "depths": 5, "chunk_tokens": 2048},
             "data": {"stages": [{"fraction": 1.0, "row_tokens": 32768, "doc_tokens": 2048}]},
             "trainer": {
-                "accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": "32-true", "strategy": "auto",
+                "accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": "32-true",
+                "strategy": "auto",
                 "accumulate_grad_batches": 1, "rows_per_step": None, "gradient_clip_val": 1.0,
             },
             "features": {"mode": "online"},

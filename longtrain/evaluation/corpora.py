@@ -32,7 +32,6 @@ from longtrain.data.read.files import (
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import UTF8
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def texts(where: str, *, like: str | None = None, limit: int | None = None) -> I
     """Named texts, in a fixed order.
 
     Args:
-        where: a file or folder of text or JSON lines (plain, .xz, .gz or .zst), `bundled:FOLDER`, or a corpus of
+        where: a file or folder of text or JSON lines (plain or packed), `bundled:FOLDER`, or a corpus of
             `data_prep` by its name. What exists on disk goes first.
         like: the corpus whose adapter and columns read JSON lines; None: rows with a field `text`.
         limit: most texts.

@@ -1,4 +1,4 @@
-"""What a recipe or a default says is fitted to the target, its window of positions and the text that is there.
+"""Fits what a recipe or a default says to the target, to its window of positions and to the text at hand.
 
 A recipe is written for no target in particular. Its lengths are lowered to the target's window, and one line
 says which; a length that is typed on the command line stays as it is and is refused beyond the window. What
@@ -206,7 +206,9 @@ def _of_data(data: DictConfig, window: int) -> Iterator[Length]:
         options = source.get("options") if isinstance(source, Mapping) else None
         if options and options.get("doc_tokens"):
             where = "data.sources.options.doc_tokens"
-            yield from _pair(options, "doc_tokens", where, over=("data.sources",), most=window, why="a document")
+            yield from _pair(
+                options, "doc_tokens", where, over=("data.sources",), most=window, why="a document"
+            )
 
 
 def _of_suite(cfg: DictConfig, window: int) -> Iterator[Length]:
@@ -229,9 +231,7 @@ def _of_suite(cfg: DictConfig, window: int) -> Iterator[Length]:
         yield _single(suite, "window", "suite.window", most=window, why="a context and the tokens scored")
 
 
-def _single(
-    node: Any, name: str, key: str, *, over: tuple[str, ...] = (), most: int, why: str
-) -> Length:
+def _single(node: Any, name: str, key: str, *, over: tuple[str, ...] = (), most: int, why: str) -> Length:
     def put(found: tuple[int, ...]) -> None:
         node[name] = found[0]
 
@@ -260,7 +260,9 @@ def _beyond(length: Length, window: int) -> ConfigError:
 
 def _where(source: Mapping[str, Any]) -> Any:
     """The path of a source of files."""
-    return next((source[key] for key in ("text", "jsonl", "conversations", "tokenised") if key in source), "?")
+    return next(
+        (source[key] for key in ("text", "jsonl", "conversations", "tokenised") if key in source), "?"
+    )
 
 
 def count(value: Any) -> int:

@@ -75,7 +75,7 @@ def is_hub_id(where: str) -> bool:
 
 
 def fetch_config(where: str) -> None:
-    """Fetch the config.json of a target on the Hub, so that its shape is known before its weights are fetched.
+    """Fetch the config.json of a target on the Hub, so that its shape is known before its weights are there.
 
     Nothing is said where the Hub does not give it: whoever loads the target does.
 

@@ -98,7 +98,9 @@ def read_tokenizer(
 
     folder = _folder(where)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else where, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder if folder.is_dir() else where, trust_remote_code=False
+        )
         context = read_json(_config_file(where)).get("max_position_embeddings")
         if context is not None and (type(context) is not int or not 0 < context < LARGEST):
             raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import threading
 from types import SimpleNamespace
@@ -11,14 +10,13 @@ from byte_tokens import said
 
 from longtrain.artifact import Artifact
 from longtrain.decoding.engine import Engine
+from longtrain.decoding.stats import Stats
 from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.jobs import generate, train
 from longtrain.methods.longspec.config import Config
 from longtrain.methods.lookaheadkv import config as lookaheadkv
 from longtrain.methods.lookaheadkv.modules import LookaheadKV
-from longtrain.decoding.stats import Stats
 from longtrain.targets.loading import load_target
-from longtrain.targets.tokenizer import CHAT_BY_DEFAULT
 
 NEW = ("decode.max_new_tokens=20",)
 
@@ -182,10 +180,9 @@ def test_a_prompt_keeps_its_line_ends_and_has_no_byte_order_mark(tmp_path, monke
     os.close(out)
 
 
-def test_a_chat_model_is_asked_what_is_typed(composed, target_folder, tmp_path, plain_text, capsys):
+def test_a_chat_model_is_asked_what_is_typed(composed, tmp_path, plain_text, capsys, monkeypatch):
     """Without its template such a model ends the text at once; a file's text is continued as it is."""
-    settings = target_folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), CHAT_BY_DEFAULT: True}))
+    monkeypatch.setattr(generate, "chats", lambda tokenizer: True)
     (tmp_path / "p.txt").write_text("hello")
     asked, raw = plain_text("<user>hello<bot>"), plain_text("hello")
     assert asked != raw
@@ -201,9 +198,8 @@ def test_a_chat_model_is_asked_what_is_typed(composed, target_folder, tmp_path, 
         generate.check(composed("generate", "prompt=hello", "chat=maybe"))
 
 
-def test_a_text_that_ends_at_once_is_told_of(composed, target_folder, capsys, monkeypatch):
-    settings = target_folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), CHAT_BY_DEFAULT: True}))
+def test_a_text_that_ends_at_once_is_told_of(composed, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "chats", lambda tokenizer: True)
     monkeypatch.setattr(Engine, "generate", _nothing)
     generate.run(composed("generate", *NEW, "prompt=hello", "chat=false"))
     assert "ended the text at once; chat=true" in capsys.readouterr().err

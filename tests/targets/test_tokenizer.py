@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.targets.tokenizer import SPECIALS, read_tokenizer, train_tokenizer
+from longtrain.targets.tokenizer import CHAT_BY_DEFAULT, SPECIALS, chats, read_tokenizer, train_tokenizer
 
 TEXTS = ["the old man and the sea and the boat, 1234567 times over; the theory of it\n"] * 3
 
@@ -65,3 +65,11 @@ def test_byte_pairs_keep_their_spaces_and_nothing_warns_of_it(tmp_path: Path, to
     assert not found.clean_up_tokenization_spaces  # the warning comes where it is set
     text = "Hi , there ."
     assert found.decode(found(text, add_special_tokens=False).input_ids) == text
+
+
+def test_a_template_makes_a_chat_model_unless_the_files_say_otherwise(tokenizer) -> None:
+    assert not chats(tokenizer)  # trained from scratch: it continues text
+    tokenizer.init_kwargs.pop(CHAT_BY_DEFAULT)
+    assert chats(tokenizer)
+    tokenizer.init_kwargs[CHAT_BY_DEFAULT] = False
+    assert not chats(None)

@@ -1,4 +1,4 @@
-"""Reads text and JSONL files, plain or compressed (.xz, .gz, .zst), one file or a folder of them, and MDS shards.
+"""Reads text and JSONL files, plain or compressed (.xz, .gz, .zst), one or a folder of them, and MDS shards.
 
 MDS is the format of MosaicML's streaming library (version 2). It is read by hand because that library wants
 whole data sets with an index, and a cloud client for each store. A shard is: uint32 count n, uint32 offsets
@@ -128,8 +128,8 @@ def _packed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
 
 def _nothing(folder: Path, suffixes: tuple[str, ...]) -> DataError:
     return DataError(
-        f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz, .gz or .zst; hidden files do "
-        "not count)"
+        f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz, .gz or .zst; hidden "
+        "files do not count)"
     )
 
 
