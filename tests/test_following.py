@@ -146,7 +146,7 @@ class TestMemory:
         cfg.suite = {"name": "acceptance", "lengths": [8192], "max_new_tokens": 128, "batch": 50}
         monkeypatch.setattr(memory, "_free", lambda device, cfg: 2 * GIB)
         (line,) = memory.fit_memory(cfg, ["eval"], [])
-        # keys and values of a token, fp32: 2 x 6 layers x 2 heads x 64 numbers x 4 bytes = 6144; in two caches
+        # keys and values of a token, fp32: 2 x 6 layers x 2 heads x 64 numbers x 4 bytes = 6144; two caches
         weights = 4 * (4096 * 384 + 6 * (384 * 64 * (8 + 2 + 2 + 8) + 3 * 384 * 704))
         assert cfg.suite.batch == int((2 * GIB / 1.05 - weights) / (2 * 6144)) // 8320
         assert line.endswith(f"suite.batch {cfg.suite.batch} (was 50)")

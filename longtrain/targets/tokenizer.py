@@ -63,7 +63,7 @@ class GrowingText:
 
 
 def chats(tokenizer: Any) -> bool:
-    """Whether a target is a chat model: it has a template, and its files do not say that it continues text."""
+    """Whether a target is a chat model: it has a template, and its files do not say it continues text."""
     if tokenizer is None or not tokenizer.chat_template:
         return False
     return bool(tokenizer.init_kwargs.get(CHAT_BY_DEFAULT, True))

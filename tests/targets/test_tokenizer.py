@@ -54,7 +54,7 @@ def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
 
 
 def test_byte_pairs_keep_their_spaces_and_nothing_warns_of_it(tmp_path: Path, tokenizer) -> None:
-    """Published folders ask for BERT's clean-up, which transformers leaves out with a warning in every job."""
+    """Published folders ask for BERT's clean-up, which transformers leaves out with a warning each time."""
     tokenizer.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings["clean_up_tokenization_spaces"] = True
