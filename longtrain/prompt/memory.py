@@ -1,8 +1,8 @@
 """What a recipe or a default takes of memory is fitted to what is free: packed rows, chunks and batches.
 
-A recipe's rows were chosen for the GPU it was measured on. Where they do not fit the device at hand, rows become
-shorter and a step takes more of them, so that it has as many tokens as before; batches of prompts become smaller,
-which changes no text. What is typed on the command line stays as it is.
+A recipe's rows were chosen for the GPU it was measured on. Where they do not fit the device at hand, rows
+become shorter and a step takes more of them, so that it has as many tokens as before; fewer prompts
+are decoded together. What is typed on the command line stays as it is.
 """
 
 from __future__ import annotations

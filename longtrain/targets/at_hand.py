@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from longtrain.assets import asset_dir
@@ -66,6 +67,25 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
             f"model ({reason}); pass target.path=FOLDER (its config.json, safetensors and tokenizer) or "
             f"target.path=FILE.gguf, or fetch it where there is a network: hf download {text}"
         ) from error
+
+
+def is_hub_id(where: str) -> bool:
+    """Whether a target that is no folder may be one of the Hub: ORG/NAME."""
+    return where.count("/") == 1 and where[0] not in "./~" and not Path(where).expanduser().exists()
+
+
+def fetch_config(where: str) -> None:
+    """Fetch the config.json of a target on the Hub, so that its shape is known before its weights are there.
+
+    Nothing is said where the Hub does not give it: whoever loads the target does.
+
+    Args:
+        where: a Hub id.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with suppress(Exception):
+        hf_hub_download(where, "config.json")
 
 
 def folder_at_hand(where: str, *, weights: bool = True) -> Path:

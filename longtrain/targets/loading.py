@@ -33,7 +33,7 @@ from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import Node, Shards
 from longtrain.targets.stored.checkpoint import StoredWeights
-from longtrain.targets.tokenizer import legacy_hint, set_chat_template
+from longtrain.targets.tokenizer import keep_spaces, legacy_hint, set_chat_template
 from longtrain.targets.weights import assign_weights, draw, fingerprint, identity, random_weights
 
 log = get_logger(__name__)
@@ -295,7 +295,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return keep_spaces(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
     except BaseException as error:
         if not is_failure(error):
             raise

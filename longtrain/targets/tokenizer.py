@@ -63,7 +63,7 @@ class GrowingText:
 
 
 def chats(tokenizer: Any) -> bool:
-    """Whether a target is a chat model: it has a template, and its files do not say that it continues text."""
+    """Whether a target is a chat model: it has a template, and its files do not say it continues text."""
     if tokenizer is None or not tokenizer.chat_template:
         return False
     return bool(tokenizer.init_kwargs.get(CHAT_BY_DEFAULT, True))
@@ -111,8 +111,20 @@ def read_tokenizer(
             f"target.path={where}: no tokenizer and config.json could be read ({first_line(error)}); "
             f"{legacy_hint(error) or 'pass a target folder, or a Hub id while online'}"
         ) from error
-    set_chat_template(tokenizer, chat_template)
+    set_chat_template(keep_spaces(tokenizer), chat_template)
     return tokenizer, max_positions or context
+
+
+def keep_spaces(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Have a byte-pair tokenizer decode to the text that was encoded, spaces before punctuation and all.
+
+    Many published folders ask for the clean-up that was made for BERT's pieces. For byte pairs transformers
+    leaves it out and warns once for each load; here it is said not to be wanted.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if type(getattr(backend, "model", None)).__name__ == "BPE":
+        tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def embedded_tokens(where: str) -> int | None:
