@@ -32,7 +32,7 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
-Without a job word the recipe's own jobs run (train, unless it says otherwise).
+Without a job word the recipe's own jobs run; several: longtrain train,export,eval +recipe=NAME
   longtrain +recipe=quickstart
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 
