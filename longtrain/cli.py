@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
+from longtrain.files import UTF8
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.grammar import in_grammar, in_list
@@ -31,7 +32,7 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
-Without a job word the recipe's own jobs run (train, unless it says otherwise): longtrain +recipe=quickstart
+Without a job word the recipe's own jobs run; several: longtrain train,export,eval +recipe=NAME
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
@@ -153,7 +154,7 @@ def recipes(own: Path | None = None) -> dict[str, str]:
     """
     files = sorted(asset_dir("recipes").glob("*.yaml"))
     files += sorted((own / "recipe").glob("*.yaml")) if own else []
-    return {file.stem: _about(file.read_text(encoding="utf-8")) for file in files}
+    return {file.stem: _about(file.read_text(encoding=UTF8)) for file in files}
 
 
 def _about(text: str) -> str:
@@ -194,7 +195,7 @@ def _run_hydra(words: list[str]) -> None:
             _set_full_error("1")
             hydra_config = HydraConfig.get()
             if hydra_config.mode == RunMode.MULTIRUN:
-                values = naming.swept(words, hydra_config.overrides.task)
+                values = naming.swept(words, chain.plain_words(hydra_config.overrides.task))
                 failed = len(failures) > before
                 runs.append(naming.SweptRun(str(cfg.name), values, Path(cfg.run_dir), failed))
 

@@ -255,6 +255,13 @@ def _one_prompt(cfg: DictConfig) -> None:
             "generate needs one prompt; pass either prompt=TEXT or prompt_file=FILE after its word: "
             "longtrain generate ... prompt=TEXT (prompt_file=- reads what is piped in)"
         )
+    try:
+        str(cfg.prompt).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "prompt= holds bytes that are not UTF-8; type it in a terminal that is set to UTF-8, or pass "
+            "prompt_file=FILE"
+        ) from None
 
 
 def _prompt(cfg: DictConfig) -> str:

@@ -95,6 +95,9 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     Args:
         key: that is not there.
         args: the words of the command line, as Hydra reads them.
+
+    Returns:
+        The message; empty where the groups that are chosen do not compose.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -106,8 +109,11 @@ def explain_key(key: str, args: Sequence[str]) -> str:
     folder = own_folder(args)
     places = [f"hydra.searchpath={in_list([f'file://{folder.absolute()}'])}"] if folder else []
     GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
-        node: Any = hydra.compose(job, overrides=[*groups, *places])
+    try:
+        with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
+            node: Any = hydra.compose(job, overrides=[*groups, *places])
+    except Exception:  # what is wrong is in a file, not in the words
+        return ""
     worded = any(arg.startswith("--config-name=") for arg in args)
     if not worded and isinstance(node.job, str) and _is_own_key(key, node.job):
         words = " ".join([node.job, *(group for group in groups if "recipe=" in group)])

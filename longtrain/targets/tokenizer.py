@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.assets import asset_dir
 from longtrain.data.retrieval.wording import KEY, PRETRAIN
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
-from longtrain.files import LARGEST, read_bytes, read_json
+from longtrain.files import LARGEST, read_json, read_text
 from longtrain.targets.at_hand import folder_of, is_gguf
 
 if TYPE_CHECKING:
@@ -97,10 +97,9 @@ def read_tokenizer(
     from transformers import AutoTokenizer
 
     folder = _folder(where)
+    place = folder if folder.is_dir() else where
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else where, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         context = read_json(_config_file(where)).get("max_position_embeddings")
         if context is not None and (type(context) is not int or not 0 < context < LARGEST):
             raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")
@@ -166,7 +165,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     bundled = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
     file = bundled.get(chat_template) or Path(chat_template).expanduser()
     try:
-        tokenizer.chat_template = read_bytes(file).decode()
+        tokenizer.chat_template = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise refusal(
             ConfigError,

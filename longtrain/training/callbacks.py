@@ -270,7 +270,7 @@ def short(figures: dict[str, float], *, equals: str = " ") -> str:
     families: dict[str, list[str]] = {}
     for name, value in figures.items():
         if name.startswith("train/") and name not in ("train/lr", "train/grad_norm"):
-            stem = re.sub(r"[_/@.-]?(depth|d)?[_/]?\d+$", "", name.removeprefix("train/"))
+            stem = re.sub(r"(?:[_/@.-](?:depth|d))?[_/@.-]?\d+$", "", name.removeprefix("train/"))
             families.setdefault(stem, []).append(f"{value:.3f}")
     if "val/loss" in figures:
         families["val"] = [f"{figures['val/loss']:.3f}"]

@@ -114,7 +114,7 @@ def test_hidden_files_are_no_text(tmp_path):
     deep = tmp_path / "of.mine" / "deep" / ".git"
     assert find(str(deep), TEXT_SUFFIXES) == [deep / "c.txt"], "a folder that is named is read"
     (tmp_path / "of.mine" / "e" / ".f").mkdir(parents=True)
-    with pytest.raises(DataError, match="e holds no file ending in .*hidden files do not count"):
+    with pytest.raises(DataError, match=r"e holds no file ending in .*hidden files do not count"):
         find(str(tmp_path / "of.mine" / "e"), TEXT_SUFFIXES)
 
 

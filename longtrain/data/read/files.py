@@ -42,7 +42,7 @@ PACKED_SUFFIXES = ("", ".xz", ".gz", ".zst")
 UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)
 """Errors of a file that is no UTF-8 text, of a damaged archive, and of a file that may not be read."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The escape of a surrogate in JSON: a character when two stand together, and no text where one stands alone."""
+"""The escape of a surrogate in JSON: two together are a character, and one that stands alone is no text."""
 BUNDLED = "bundled:"
 HUB = "hub:"
 MDS_SCALARS = {"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -187,7 +187,7 @@ def open_bytes(path: Path) -> IO[bytes]:
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".gz":
-        return gzip.open(path)
+        return BufferedReader(gzip.open(path))
     if path.suffix == ".zst":
         import pyarrow
 
@@ -261,8 +261,8 @@ def _refuse_half_characters(row: dict[str, Any], path: Path, number: int) -> Non
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.start + 1].encode("unicode_escape").decode()
         raise DataError(
-            f"{path}:{number} holds {half}, half of a character (a lone surrogate), which is no text; mend or "
-            "drop the row"
+            f"{path}:{number} holds {half}, half of a character (a lone surrogate), which is no text; mend "
+            "or drop the row"
         ) from None
 
 
