@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longtrain import files
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import adapt
 from longtrain.data.read.files import (
@@ -271,7 +272,7 @@ def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return files.read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
 
