@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
+from longtrain.files import FULL
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.store import composed_once, mount
@@ -92,7 +93,7 @@ def main() -> None:
         _end_output()
         sys.exit(141)
     except OSError as error:  # `longtrain ... > FILE` on a disk that is full
-        if error.filename is not None:
+        if error.errno not in FULL or error.filename is not None:
             raise
         _end_output()
         _complain(f"the output cannot be written: {error.strerror or error}")
@@ -229,8 +230,8 @@ def _run_hydra() -> None:
     if runs:
         naming.summarise(runs)
     for failure in failures:
-        if isinstance(failure, OSError) and failure.filename is None:
-            _end_output()  # on a disk that is full, perhaps
+        if isinstance(failure, OSError) and failure.errno in FULL and failure.filename is None:
+            _end_output()
         _complain(explain(failure))
     if failures:
         sys.exit(1)

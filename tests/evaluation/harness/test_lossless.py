@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.harness.lossless import ALLOWED_GAP, WRONG_GAP, enforce, gap_of
+from longtrain.journals import read_journal, with_checksum
 from longtrain.methods import policies
 from longtrain.methods.longspec.config import Config
 from longtrain.systems import FULL_CACHE, System
@@ -46,12 +46,12 @@ def ledger_of(made, name):
 def change(made, name, edit, example="copy-1"):
     """`edit(turn)` in the record of an example, as if the system had given it."""
     path = ledger_of(made, name)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [values for _, values in read_journal(path, advice="")]
     for line in lines[1:]:
         for record in line["payload"]["records"]:
             if record["example"] == example:
                 edit(record["turns"][-1])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(with_checksum, lines)))
 
 
 def exchange(at, token):
