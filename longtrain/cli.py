@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from longtrain import __version__
 from longtrain.assets import asset_dir
-from longtrain.files import UTF8
+from longtrain.files import FULL, UTF8
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
 from longtrain.prompt.grammar import in_grammar, in_list
@@ -64,15 +64,28 @@ def main() -> None:
     It exits with 0, 1 (the job failed), 2 (no such words), 130 (Ctrl-C) or 141 (nobody reads the output).
     """
     try:
-        with interrupts.at_once():
-            _begin()
-        sys.stdout.flush()
+        try:
+            with interrupts.at_once():
+                _begin()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(interrupts.NOTHING_DONE)
         sys.exit(130)
     except BrokenPipeError:  # `longtrain ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
+        _end_output()
         sys.exit(141)
+    except OSError as error:  # `longtrain ... > FILE` on a disk that is full
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _end_output()
+        _complain(f"the output cannot be written: {error.strerror or error}")
+        sys.exit(1)
+
+
+def _end_output() -> None:
+    """Let what is left of the output go nowhere: Python flushes once more at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _begin() -> None:
@@ -218,6 +231,8 @@ def _run_hydra(words: list[str]) -> None:
     if runs:
         naming.summarise(runs)
     for failure in failures:
+        if isinstance(failure, OSError) and failure.errno in FULL and failure.filename is None:
+            _end_output()
         for fault in getattr(failure, "faults", (failure,)):
             _complain(explain(fault, words))
     if failures:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from longtrain.errors import LongtrainError
 from longtrain.evaluation.harness import lossless
 from longtrain.evaluation.harness.lossless import WINDOW, enforce, gap_of
 from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
+from longtrain.journals import read_journal, with_checksum
 from longtrain.methods import policies
 from longtrain.methods.kvzap.runtime import KVzapEvictor
 from longtrain.methods.longspec.config import Config
@@ -49,12 +49,12 @@ def ledger_of(made, name):
 def change(made, name, edit, example="copy-1"):
     """`edit(turn)` in the record of an example, as if the system had given it."""
     path = ledger_of(made, name)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [values for _, values in read_journal(path, advice="")]
     for line in lines[1:]:
         for record in line["payload"]["records"]:
             if record["example"] == example:
                 edit(record["turns"][-1])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(with_checksum, lines)))
 
 
 def exchange(at, token):
