@@ -17,6 +17,10 @@ JOBS: dict[str, tuple[str, str]] = {
         "longtrain.jobs.eval",
         "run a suite with a target, policies and artifacts: JSON, tables, plots",
     ),
+    "list": (
+        "longtrain.jobs.finished.listing",
+        "list artifacts, training runs and evaluations, a line each",
+    ),
     "inspect": (
         "longtrain.jobs.finished.inspect",
         "say what an artifact is and whether it verifies, without its target",
@@ -47,6 +51,7 @@ KEPT = {
     "export": "artifacts in {home}/checkpoints are as they were; run the same command again",
     "eval": "finished examples are kept in {run_dir}/eval/{suite}/ledger; the same command goes on with the "
     "others",
+    "list": "nothing was written",
     "inspect": "nothing was written",
     "leaderboard": "nothing was written; run the same command again",
     "generate": "nothing was written to disk",
