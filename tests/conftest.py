@@ -39,8 +39,8 @@ MOST_WORKERS = 8
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many workers `-n auto` means, which pyproject.toml says; `-n NUMBER` of the command line wins.
 
-    One worker a core for all tests. None for chosen ones, since each would begin with imports of some seconds;
-    none for marked ones (`-m gpu`, `-m slow`), which want a GPU or all cores for themselves.
+    One worker a core for all tests. None for chosen ones, since each would begin with seconds of imports;
+    none for marked ones (`-m gpu`, `-m slow`), which want a GPU, or all cores, for themselves.
     """
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
     marked = config.option.markexpr != DEFAULT_MARKS
