@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
+import select
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,6 +14,7 @@ from longtrain import __version__
 from longtrain.assets import asset_dir
 from longtrain.jobs import JOBS, NAMED
 from longtrain.prompt import interrupts
+from longtrain.prompt.grammar import in_grammar, in_list
 from longtrain.prompt.store import composed_once, mount
 from longtrain.tables import printable
 
@@ -29,30 +31,11 @@ Usage: longtrain [JOB] [+recipe=NAME] [GROUP=OPTION ...] [KEY=VALUE ...]     (or
   config     print a recipe's configuration, resolved: longtrain config [JOB] +recipe=NAME
   completion print what bash or zsh evaluates for Tab: eval "$(longtrain completion bash)"
 
-Without a job word the recipe's own jobs run (train, unless it says otherwise).
-  longtrain +recipe=quickstart
+Without a job word the recipe's own jobs run (train, unless it says otherwise): longtrain +recipe=quickstart
   longtrain generate +recipe=quickstart prompt="Once upon a time"
 
 longtrain JOB --help lists groups, options, suites and keys; HYDRA_FULL_ERROR=1 shows where an error arose.
 """
-
-FREE_TEXT = ("prompt",)
-"""Keys whose value is taken as it is typed: it need not follow Hydra's grammar."""
-
-NAMES = (
-    "name", "recipe", "artifact", "init", "home", "run_dir", "resume", "prompt_file", "runs", "compare",
-    "push", "verify", "trained_by", "target.path", "features.folder", "suite.data", "suite.text",
-    "data.name", "data.text", "data.jsonl", "data.conversations", "data.code", "data.books",
-)  # fmt: skip
-"""Keys whose values are names: `nan`, `1e3` and `007` are text there."""
-
-NUMBERS = re.compile(
-    r"(?<=[=,\[])(\s*)"
-    r"([+-]?(?:inf|nan|(?=\.?\d)[\d_]*\.?[\d_]*(?:e[+-]?\d[\d_]*)?)|true|false)"
-    r"(?=\s*(?:$|[,\]]))",
-    re.IGNORECASE,
-)
-"""Words that Hydra takes for numbers or flags, alone or in a list."""
 
 VALUE_FLAGS: tuple[str, ...] = (
     "--cfg",
@@ -110,16 +93,23 @@ def _begin() -> None:
 
         _say(job_help(word, rest))
     else:
-        shown = word == "config"
-        if shown:
-            sys.argv[1:] = rest if rest and rest[0] in JOBS else ["train", *rest]
-        bare = NAMED.get(sys.argv[1], ("", ""))[0] if len(sys.argv) > 1 else ""
-        if len(sys.argv) > 1 and sys.argv[1] in JOBS:
-            # it stays so when Lightning starts the other ranks with our argv
-            sys.argv[1] = f"--config-name={sys.argv[1]}"
-        sys.argv[1:] = _ordered([*sys.argv[1:], *(["--cfg", "job", "--resolve"] if shown else [])], bare)
         quiet_threads()
-        _run_hydra()
+        _run_hydra(_words(sys.argv[1:]))
+
+
+def _words(typed: Sequence[str]) -> list[str]:
+    """The words of a command as Hydra reads them; exit 2 at one that is no job, flag or override."""
+    first, rest = typed[0], [*typed[1:]]
+    ending = []
+    if first == "config":
+        ending = ["--cfg", "job", "--resolve"]
+        first, rest = (rest[0], rest[1:]) if rest and rest[0] in JOBS else ("train", rest)
+    bare = NAMED.get(first, ("", ""))[0]
+    if first in JOBS:
+        first = f"--config-name={first}"
+    elif set(first.split(",")) <= set(JOBS):
+        first = f"job={first}"
+    return _ordered([first, *rest, *ending], bare)
 
 
 def quiet_threads() -> None:
@@ -172,8 +162,13 @@ def _about(text: str) -> str:
     return lines[0].lstrip("# ") if lines[0].startswith("#") else ""
 
 
-def _run_hydra() -> None:
-    """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set."""
+def _run_hydra(words: list[str]) -> None:
+    """Compose and run; every failure becomes one line unless HYDRA_FULL_ERROR is set.
+
+    Args:
+        words: as Hydra reads them. `sys.argv` stays as it is typed while jobs run: records show it, and
+            processes that are started as copies of this one get it.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -181,53 +176,60 @@ def _run_hydra() -> None:
     from longtrain.prompt import chain, naming
     from longtrain.prompt.explain import explain
 
-    full = os.environ.get("HYDRA_FULL_ERROR")
+    full, typed = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
     failures: list[BaseException] = []
     runs: list[naming.SweptRun] = []
 
     def task(cfg: DictConfig) -> None:
         _set_full_error(full)
+        sys.argv = typed
         before = len(failures)
         try:
-            chain.run(cfg)
+            chain.run(cfg, words)
         except Exception as error:
-            if full or (isinstance(error, BrokenPipeError) and _unread()):
+            if full:
                 raise
             failures.append(error)
         finally:
             _set_full_error("1")
             hydra_config = HydraConfig.get()
             if hydra_config.mode == RunMode.MULTIRUN:
-                values = naming.swept(sys.argv[1:], hydra_config.overrides.task)
+                values = naming.swept(words, hydra_config.overrides.task)
                 failed = len(failures) > before
                 runs.append(naming.SweptRun(str(cfg.name), values, Path(cfg.run_dir), failed))
 
     _set_full_error("1")  # Hydra then hands errors on instead of printing them its own way
     try:
-        mount(sys.argv[1:])
-        with composed_once(sys.argv[1:]):
+        mount(words)
+        sys.argv = [typed[0], *words]
+        with composed_once(words):
             hydra.main(version_base="1.3", config_path=str(asset_dir("conf")), config_name="train")(task)()
     except Exception as error:
-        if full or (isinstance(error, BrokenPipeError) and _unread()):
+        if full:
             raise
         failures.append(error)
     finally:
+        sys.argv = typed
         _set_full_error(full)
+    for failure in failures:
+        if isinstance(failure, BrokenPipeError) and _unread():
+            raise failure
     if runs:
         naming.summarise(runs)
     for failure in failures:
-        _complain(explain(failure))
+        for fault in getattr(failure, "faults", (failure,)):
+            _complain(explain(fault, words))
     if failures:
         sys.exit(1)
 
 
 def _unread() -> bool:
-    """Whether whoever read our output is gone."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+    """Whether whoever read our output is gone, which the pipe knows; to write again tells nothing."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a stream without a file
+            poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _ordered(words: list[str], bare: str = "") -> list[str]:
@@ -238,9 +240,10 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
         bare: the key whose list other words are; empty: none are taken.
     """
     flags, overrides, named = [], [], []
+    sweeps = not {"-m", "--multirun"}.isdisjoint(words)
     for before, word in zip(["", *words], words, strict=False):
         if before in KEY_FLAGS:
-            overrides.append(_quoted(f"{before.lstrip('-')}={word}"))
+            overrides.append(in_grammar(f"{before.lstrip('-')}={word}"))
         elif word in KEY_FLAGS:
             if word == words[-1]:
                 _unknown_word(word)
@@ -249,12 +252,12 @@ def _ordered(words: list[str], bare: str = "") -> list[str]:
                 _unknown_flag(word)
             flags.append(word)
         elif word[:1] in ("+", "~") or "=" in word:
-            overrides.append(_quoted(word))
+            overrides.append(in_grammar(word, sweeps=sweeps))
         elif bare:
-            named.append(_in_quotes(word))
+            named.append(word)
         else:
             _unknown_word(word)
-    return [*flags, *overrides, *([f"{bare}=[{','.join(named)}]"] if named else [])]
+    return [*flags, *overrides, *([f"{bare}={in_list(named)}"] if named else [])]
 
 
 def _unknown_flag(word: str) -> NoReturn:
@@ -278,30 +281,6 @@ def _unknown_word(word: str) -> NoReturn:
         jobs = ", ".join(known)
         _complain(f"unknown word '{word}'{near(word, known)}; jobs: {jobs}; everything else is KEY=VALUE")
     sys.exit(2)
-
-
-def _quoted(arg: str) -> str:
-    """A free-text value in Hydra's quotes, so that commas, apostrophes and brackets may simply be typed.
-
-    In names only what Hydra would take for a number is put in quotes; jobs with commas are a list.
-    """
-    key, _, value = arg.partition("=")
-    if key == "job" and "," in value and value[0] != "[":
-        return f"job=[{value}]"
-    if key.lstrip("+") in NAMES and not {"'", '"'} & {*value}:
-        return key + NUMBERS.sub(r"\1'\2'", f"={value}")
-    if key.lstrip("+") not in FREE_TEXT or value == "null":
-        return arg
-    if len(value) > 1 and value[0] in "'\"" and value[-1] == value[0]:
-        return arg
-    return f"{key}={_in_quotes(value)}"
-
-
-def _in_quotes(value: str) -> str:
-    """A value that Hydra takes as it is."""
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped).replace("${", "\\${")
-    return f"'{escaped}'"
 
 
 def _set_full_error(value: str | None) -> None:

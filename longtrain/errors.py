@@ -1,5 +1,10 @@
 """The errors a user can meet. Each message says what is wrong, the value, what is allowed and what to run."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
 
 class LongtrainError(Exception):
     """Base of every error that longtrain raises on purpose; the command line prints it as one line."""
@@ -27,6 +32,47 @@ class ConflictError(LongtrainError):
 
 class TrainingError(LongtrainError):
     """Training cannot go on: a loss that is not finite, say."""
+
+
+class Faults(LongtrainError):
+    """Several faults that were found at once; the command line prints each on a line of its own.
+
+    Args:
+        faults: the errors, at least two.
+    """
+
+    def __init__(self, faults: Sequence[LongtrainError]) -> None:
+        super().__init__("; ".join(map(str, faults)))
+        self.faults = tuple(faults)
+
+
+class Gathered:
+    """Collects errors of checks, so that a user is told all of them at once."""
+
+    def __init__(self, faults: Iterable[LongtrainError] = ()) -> None:
+        self.faults = list(faults)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Within, an error that longtrain raises on purpose is kept and goes no further."""
+        try:
+            yield
+        except Faults as several:
+            self.faults += several.faults
+        except LongtrainError as error:
+            self.faults.append(error)
+
+    def tell(self) -> None:
+        """Raise what was found: one error as it is, several as `Faults`; the same words are told once.
+
+        Raises:
+            LongtrainError: there was a fault.
+        """
+        found = list({str(error): error for error in self.faults}.values())
+        if len(found) == 1:
+            raise found[0]
+        if found:
+            raise Faults(found)
 
 
 def refusal(kind: type[LongtrainError], what: str, allowed: str) -> LongtrainError:

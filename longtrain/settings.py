@@ -12,6 +12,7 @@ import enum
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -20,6 +21,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 from longtrain.errors import ConfigError
 
 T = TypeVar("T")
+LONGEST_NAME = 200
+"""Bytes of a folder's name: file systems take 255, and `.NAME.lock` and `NAME-FORMAT` are longer."""
 AUTO = "auto"
 """A setting that is found out rather than typed."""
 
@@ -85,6 +88,13 @@ def _different(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
+def _name(value: str) -> str:
+    for part in value.split("/"):
+        if not part or part[0] == "." or len(part.encode()) > LONGEST_NAME or not part.isprintable():
+            raise ValueError("no name of a folder below another")
+    return value
+
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -92,7 +102,18 @@ Seconds = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[
+    str,
+    AfterValidator(_name),
+    Words(
+        "a name, or names with / between them, none of which is empty, begins with a dot or has more than "
+        f"{LONGEST_NAME} bytes"
+    ),
+]
+"""The name of a folder below another; it leads nowhere else."""
 Tokens = Annotated[int, BeforeValidator(_token_count), Words("a token count such as 512, 4k (4096) or 1.5k")]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+"""A token of a file: a whole number, and not a number or a flag that could be rounded to one."""
 Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd), Words("1 (off), 3, 5, 7, ...")]
 """The width of a max-pool, which is odd."""
 Lengths = Annotated[
@@ -255,10 +276,15 @@ def from_file(kind: Any, values: Any) -> Any:
         ValueError: something else is there; it says where the first such value is.
     """
     try:
-        return TypeAdapter(kind).validate_python(values)
+        return _file_adapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+@lru_cache(maxsize=256)
+def _file_adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def wrong(key: str, value: Any, allowed: str) -> ConfigError:

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "longtrain"
 TIERS = [
     {"errors", "log"},
     {"settings", "files", "tables", "progress"},
+    {"folders", "journals"},
     {"plots", "assets", "provenance"},
     {"costs"},
     {"kernels", "layers", "losses", "chunked", "data"},
@@ -58,6 +59,8 @@ FENCES = {
     ),
     "openai": ("evaluation/judge/client.py",),
     "lm_eval": ("evaluation/lm_harness.py",),
+    "starlette": ("jobs/serving/api.py", "jobs/serving/serve.py"),
+    "uvicorn": ("jobs/serving/serve.py",),
     "kvpress": ("methods/lookaheadkv/press.py",),
 }
 """Third-party package -> the parts of longtrain that may import it."""

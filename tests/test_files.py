@@ -1,150 +1,79 @@
-"""A folder that is replaced is there whole, old or new, whenever the process is killed."""
+"""Files are written whole, and nothing that stands in a file's place hangs whoever reads or locks it."""
 
-import errno
-import fcntl
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import os
 
-import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import PreparedWriter
 from longtrain.errors import LongtrainError
-from longtrain.files import replaced_folder, settle
+from longtrain.files import LARGEST_TEXT, lock, read_bytes, read_json, read_text, write_text
+
+NOT_FILES = ["a pipe", "a folder", "a device"]
 
 
-def inside(folder):
-    return [path.name for path in folder.iterdir()]
-
-
-REPLACE = """
-import os, shutil, signal, sys
-from pathlib import Path
-from longtrain.files import replaced_folder
-
-folder, last = Path(sys.argv[1]), int(sys.argv[2])
-calls = 0
-
-def counted(real):
-    def call(*args, **options):
-        global calls
-        if calls == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls += 1
-        return real(*args, **options)
-    return call
-
-for name in ("mkdir", "rename", "replace", "unlink", "rmdir"):
-    setattr(os, name, counted(getattr(os, name)))
-with replaced_folder(folder) as fresh:
-    for name in ("a", "b"):
-        counted((fresh / name).write_text)("new")
-"""
-
-
-@pytest.mark.parametrize("before", ["absent", "old"])
-def test_the_next_run_finishes_or_undoes_what_a_kill_left_at_any_step(tmp_path, before):
-    seen = set()
-    for last in range(30):
-        folder = tmp_path / str(last) / "data"
-        folder.parent.mkdir()
-        if before == "old":
-            with replaced_folder(folder) as fresh:
-                (fresh / "c").write_text("old")
-        done = subprocess.run([sys.executable, "-c", REPLACE, str(folder), str(last)], check=False)
-        left = tuple(sorted(inside(folder.parent)))
-        seen.add(left)
-        settle(folder)
-        found = {path.name: path.read_text() for path in folder.iterdir()} if folder.exists() else None
-        assert found in ({"a": "new", "b": "new"}, {"c": "old"} if before == "old" else None), left
-        settle(folder, wait=True)
-        assert inside(folder.parent) == ([] if found is None else ["data"])
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL
+def put(path, what):
+    if what == "a pipe":
+        os.mkfifo(path)
+    elif what == "a folder":
+        path.mkdir()
     else:
-        pytest.fail("it never came to its end")
-    if before == "old":
-        assert {(".data.new", ".data.old"), (".data.new", "data"), (".data.old", "data"), ("data",)} <= seen
-    else:
-        assert seen == {(), (".data.new",), ("data",)}
+        path.symlink_to("/dev/zero")
 
 
-def test_a_replacement_that_another_process_is_at_is_left_alone(tmp_path):
-    folder = tmp_path / "data"
-    with replaced_folder(folder) as fresh:
-        (fresh / "a").write_text("old")
-    with replaced_folder(folder) as fresh:
-        (fresh / "a").write_text("new")
-        settle(folder)
-        assert inside(fresh) == ["a"] and (folder / "a").read_text() == "old"
-    assert (folder / "a").read_text() == "new" and inside(tmp_path) == ["data"]
+@pytest.mark.parametrize("what", NOT_FILES)
+@pytest.mark.parametrize("read", [read_bytes, read_json, read_text])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, what, read):
+    put(tmp_path / "x", what)
+    with pytest.raises(OSError, match=f"it is {what}, not a regular file"):
+        read(tmp_path / "x")
 
 
-def test_without_locks_only_a_folder_that_is_missing_is_put_in_its_place(tmp_path, monkeypatch):
-    def none(*args):
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    folder, fresh, old = (tmp_path / name for name in ("data", ".data.new", ".data.old"))
-    folder.mkdir()
-    fresh.mkdir()
-    settle(folder)
-    assert fresh.exists()
-    folder.replace(old)
-    settle(folder)
-    assert inside(tmp_path) == ["data"]
-    with replaced_folder(folder) as fresh:
-        (fresh / "a").write_text("new")
-    assert inside(folder) == ["a"]
+def test_a_text_beyond_all_that_is_ours_is_not_read(tmp_path):
+    with (tmp_path / "x").open("wb") as stream:
+        stream.truncate(LARGEST_TEXT + 1)  # takes no room on the disk
+    for read in (read_json, read_text):
+        with pytest.raises(OSError, match=f"it has {LARGEST_TEXT + 1} bytes"):
+            read(tmp_path / "x")
 
 
-def test_a_block_that_fails_leaves_what_was_there(tmp_path):
-    folder = tmp_path / "data"
-    with replaced_folder(folder) as temporary:
-        (temporary / "x").write_text("old")
-    with pytest.raises(ZeroDivisionError), replaced_folder(folder) as temporary:
-        (temporary / "x").write_text("new")
-        raise ZeroDivisionError
-    assert (folder / "x").read_text() == "old" and inside(tmp_path) == ["data"]
-    with replaced_folder(folder) as temporary:
-        (temporary / "y").write_text("new")
-    assert inside(folder) == ["y"] and inside(tmp_path) == ["data"]
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000])
+def test_deep_json_is_a_value_error(tmp_path, text):
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_json(tmp_path / "x")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
-    folder = tmp_path / "data"
-    with pytest.raises(LongtrainError, match=r"cannot write .*data.*No space left.*MB free.*home=FOLDER"):
-        with replaced_folder(folder) as temporary:
-            (temporary / "mask.npy").symlink_to("/dev/full")
-            writer = PreparedWriter(temporary, 100)
-            writer.add(np.zeros(10**6, np.int64), np.ones(10**6, np.uint8), name="d", kind="x")
-            writer.close({})
-    assert inside(tmp_path) == []
+@pytest.mark.parametrize("what", NOT_FILES)
+def test_a_lock_that_is_no_file_is_one_clear_error(tmp_path, what):
+    put(tmp_path / "x.lock", what)
+    with pytest.raises(LongtrainError, match=r"cannot write .*x\.lock"), lock(tmp_path / "x.lock"):
+        pytest.fail("it began")
 
 
-def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
-    with pytest.raises(PermissionError), replaced_folder(tmp_path / "data"):
-        raise PermissionError(errno.EACCES, "no")
+def test_only_one_holds_a_lock(tmp_path):
+    with lock(tmp_path / "x") as first, lock(tmp_path / "x") as second:
+        assert (first, second) == (True, False)
+    with lock(tmp_path / "x") as third:
+        assert third
 
 
-def test_a_folder_under_a_file_is_one_clear_error(tmp_path):
-    (tmp_path / "home").write_text("")
-    with pytest.raises(LongtrainError, match=r"cannot write .*home.*home=FOLDER") as error:
-        with replaced_folder(tmp_path / "home" / "data"):
-            pass
-    assert "\n" not in str(error.value)
+def test_a_place_that_may_only_be_read_needs_no_lock(tmp_path, monkeypatch):
+    def refused(path, flags, *rest, **more):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return real(path, flags, *rest, **more)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", refused)
+    with lock(tmp_path / "x", read_only=True) as held:
+        assert held
+    with pytest.raises(LongtrainError, match="Read-only file system"), lock(tmp_path / "x"):
+        pytest.fail("it began")
 
 
-def test_what_a_killed_run_left_is_cleared(tmp_path):
-    folder = tmp_path / "data"
-    for left in (".data.new", ".data.old"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "ids.npy").write_text("half" if left.endswith("new") else "old")
-    with replaced_folder(folder) as temporary:
-        assert inside(temporary) == []
-        (temporary / "x").write_text("whole")
-    assert inside(tmp_path) == ["data"] and inside(folder) == ["x"]
+def test_writing_through_a_link_keeps_the_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "x").symlink_to(tmp_path / "elsewhere" / "y")
+    for text in ("one", "two"):
+        write_text(tmp_path / "x", text)
+        assert (tmp_path / "x").is_symlink() and (tmp_path / "elsewhere" / "y").read_text() == text
+    assert len(list(tmp_path.rglob("*"))) == 3

@@ -12,6 +12,7 @@ from longtrain.settings import (
     Count,
     Counts,
     Lengths,
+    Name,
     Share,
     Text,
     convert,
@@ -28,6 +29,20 @@ class Probe:
     share: Share = 0.5
     mode: Literal["fast", "exact"] = "exact"
     count: Count | None = None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../x", "a/../b", "a/./b", "/abs/x", "a//b", "a/", ".hidden", "a/.b", "a\nb", "x" * 201],
+)
+def test_names_that_lead_elsewhere_or_are_no_folders_are_refused(name):
+    with pytest.raises(ConfigError, match="allowed: a name, or names with / between them"):
+        convert(name, Name, "name")
+
+
+@pytest.mark.parametrize("name", ["x", "sweep/lr-1e-3", "longspec_llama8b.v2", "日本", "a..b", "x" * 200, 7])
+def test_names_of_folders_below_another_are_taken(name):
+    assert convert(name, Name, "name") == str(name)
 
 
 def test_values_become_what_their_annotation_says() -> None:

@@ -11,9 +11,11 @@ from longtrain import tables
 from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.errors import ConfigError
 from longtrain.provenance import typed_command
+from longtrain.targets.info import source_line
 
 if TYPE_CHECKING:
     from longtrain.artifact.folder import Artifact
+    from longtrain.artifact.verification import Verification
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.info import TargetInfo
 
@@ -109,6 +111,7 @@ def model_card(
     )
     rows = [(f"`{key}`", f"`{_plain(value)}`") for key, value in artifact.config.items()]
     sections = {
+        "Unverified": unverified(artifact.verification),
         "How to load": loading,
         **elsewhere(artifact, spec, where=where, target=shown),
         **of_run(artifact.provenance, known, pictures),
@@ -165,7 +168,9 @@ def limits(provenance: Json, evidence: Evidence, of_role: str) -> str:
     """What an artifact cannot do, or is not known to do."""
     stages = (provenance.get("data") or {}).get("stages") or []
     longest = max((int(stage.get("doc_tokens") or 0) for stage in stages), default=0)
+    unfinished = provenance.get("unfinished")
     lines = [
+        f"Its training was cut short ({unfinished})." if unfinished else "",
         "It works with the target that it was trained for and refuses any other, fine-tuned ones included.",
         of_role,
         f"It was trained on texts of up to {tables.tokens(longest)} tokens; what it does beyond is known as "
@@ -219,16 +224,37 @@ def _titled(sections: Mapping[str, str]) -> list[str]:
     return [f"## {title}\n\n{text}" for title, text in sections.items() if text]
 
 
+def unverified(found: Verification) -> str:
+    """Why nothing should be expected of the artifact; empty where no comparison failed."""
+    if not found.faults:
+        return ""
+    lines = [
+        "It may not compute what was trained: a comparison failed. It runs with `unverified=true` alone."
+    ]
+    lines += [f"- {tables.escaped(fault)}" for fault in found.faults]
+    rows = [
+        (check.what, f"{check.error:.2g}", f"{check.limit:.2g}", "yes" if check.passed else "NO")
+        for check in found.checks
+    ]
+    shown = tables.markdown(("compared at export", "relative error", "allowed", "passed"), rows)
+    return "\n".join(lines) + (f"\n\n{shown}" if rows else "")
+
+
 def _about(artifact: Artifact, spec: MethodSpec) -> str:
     target = artifact.target
     return (
         f"A module of method `{spec.name}` ({artifact.parameters():,} parameters) for the frozen target "
         f"**{target.name or 'unnamed'}** ({target.family}, {target.n_layers} layers, "
         f"hidden {target.hidden_size}, {target.n_heads} query and {target.n_kv_heads} KV heads of "
-        f"{target.head_dim}, vocabulary {target.vocab_size}). It works with that target only: loading checks "
+        f"{target.head_dim}, vocabulary {target.vocab_size}{_weights(target)}). It works with that target only: loading checks "
         f"shapes, rotary settings, tokenizer and weights.\n\nMethod: {spec.paper}. Trained with longtrain."
         f"\n\n{_licences(artifact.provenance)}"
     )
+
+
+def _weights(target: TargetInfo) -> str:
+    said = source_line(target.source)
+    return f"; weights: {said}" if said else ""
 
 
 def _licences(provenance: Json) -> str:
@@ -287,6 +313,8 @@ def _picture(file: str) -> str:
 def _training(provenance: Json) -> str:
     """Command, facts, and the data with its licences."""
     lines = []
+    if provenance.get("unfinished"):
+        lines.append(f"**Its training was cut short: this is {provenance['unfinished']}.**")
     if provenance.get("argv"):
         lines.append(f"Command:\n\n```sh\n{typed_command(provenance['argv'])}\n```")
     facts = {key: provenance[key] for key in ("step", "tokens", "git", "versions") if provenance.get(key)}

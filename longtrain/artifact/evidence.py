@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from longtrain.artifact.stored import read_sealed, sealed
 from longtrain.errors import ArtifactError
-from longtrain.files import as_json, read_json
 from longtrain.settings import from_file
 
 EVIDENCE = "evidence.json"
@@ -90,7 +90,7 @@ class Evidence:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return as_json(asdict(self))
+        return sealed(asdict(self))
 
     @classmethod
     def of_folder(cls, folder: Path) -> Evidence:
@@ -103,7 +103,7 @@ class Evidence:
         if not path.is_file():
             return cls()
         try:
-            found: Evidence = from_file(cls, read_json(path))
+            found: Evidence = from_file(cls, read_sealed(path))
             return found
         except (OSError, ValueError) as error:
             raise ArtifactError(f"{path} cannot be read: {error}; export again, or remove it") from None

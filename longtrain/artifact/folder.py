@@ -14,18 +14,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-import longtrain
 from longtrain import methods
-from longtrain.artifact.card import is_path, model_card
 from longtrain.artifact.evidence import EVIDENCE, Evidence
 from longtrain.artifact.found import HUB, find, imported
 from longtrain.artifact.golden import Golden
@@ -33,23 +30,25 @@ from longtrain.artifact.hub import check_push, upload
 from longtrain.artifact.stored import (
     GOLDEN,
     KINDS,
-    LAWS,
-    LOCAL,
-    SCHEMA,
     check_copies,
     compare_names,
+    kind_of_folder,
     local_target,
-    manifest_file,
     read_golden,
     read_manifest,
     read_tensors,
+    refuse_missing_keys,
     refuse_not_finite,
+    sealed,
 )
+from longtrain.artifact.verification import ADVICE, Verification, refuse
+from longtrain.artifact.written import CARD, MODEL, card_of, files_of
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.files import as_json, replaced_folder, write_files
-from longtrain.provenance import without_folders
-from longtrain.settings import read
+from longtrain.files import write_files
+from longtrain.folders import replaced_folder
+from longtrain.log import get_logger
+from longtrain.settings import from_file, read
 from longtrain.targets.info import TargetInfo, TargetSketch
 
 if TYPE_CHECKING:
@@ -57,7 +56,9 @@ if TYPE_CHECKING:
     from longtrain.methods.spec import MethodSpec
     from longtrain.targets.model import Target
 
-MODEL, CARD = "model.safetensors", "README.md"
+log = get_logger(__name__)
+
+NO_GOLDEN = "it has no golden outputs, so nothing shows that it computes what was exported"
 READ = (MANIFEST, MODEL, GOLDEN, EVIDENCE)
 """What is fetched of an artifact on the Hub."""
 FILES = (*READ, CARD, "*.png")
@@ -76,6 +77,8 @@ class Artifact:
         golden: recorded outputs; None only for methods that bring nothing to an engine.
         provenance: the command, versions and data that made it.
         folder: the folder that it was read from.
+        verification: what its export found, and what comparisons found since it was loaded.
+        lenient: whether a comparison that fails is noted there and not raised.
     """
 
     method: str
@@ -85,6 +88,8 @@ class Artifact:
     golden: Golden | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+    verification: Verification = field(default_factory=Verification, compare=False)
+    lenient: bool = field(default=False, compare=False)
 
     @classmethod
     def from_module(
@@ -97,6 +102,8 @@ class Artifact:
         provenance: dict[str, Any] | None = None,
     ) -> Artifact:
         """Wrap a trained module and record its golden outputs on the target.
+
+        What keeps them from being recorded is noted in `verification`: the module can be saved all the same.
 
         Args:
             method: the method's name.
@@ -118,7 +125,13 @@ class Artifact:
         kinds = [kind for role, kind in zip(roles, KINDS.values(), strict=False) if role is not None]
         if not kinds:
             return made
-        golden = kinds[0].record(made._parts, target, tokens=spec.golden_tokens(config))
+        others = [partial(made._parts, **keys) for keys in spec.golden_others(config, target.info)]
+        tokens = spec.golden_tokens(config)
+        try:
+            golden = kinds[0].record(made._parts, target, tokens=tokens, others=others)
+        except ArtifactError as error:
+            made.verification.faults.append(f"its golden outputs could not be recorded: {error}")
+            return made
         return dataclasses.replace(made, golden=golden)
 
     @classmethod
@@ -166,15 +179,34 @@ class Artifact:
         tensors = read_tensors(folder / MODEL, manifest["files"])
         refuse_not_finite(tensors, str(folder / MODEL))
         golden = read_golden(folder, manifest)
-        if golden is None and methods.get(method).attach is not None and not unverified:
+        verification = from_file(Verification, manifest["verification"])
+        if golden is None and methods.get(method).attach is not None and not verification.faults:
+            verification.faults.append(NO_GOLDEN)
+        if verification.faults and not unverified:
             raise ArtifactError(
-                f"{folder} has no golden outputs, so nothing shows that it computes what was exported; "
-                "export it again, or take it as it is: unverified=true"
+                f"{folder} is not verified: {verification.faults[0]}; look closer: longtrain inspect "
+                f"{folder}; {ADVICE}"
             )
         check_copies(folder, manifest["files"])
-        artifact = cls(method, manifest["config"], info, tensors, golden, manifest["provenance"], folder)
+        artifact = cls(
+            method,
+            manifest["config"],
+            info,
+            tensors,
+            golden,
+            manifest["provenance"],
+            folder,
+            verification,
+            unverified,
+        )
+        refuse_missing_keys(artifact.config, methods.config_class(method), folder)
         compare_names(artifact._empty_module(info), tensors, folder / MODEL)
         return artifact
+
+    @property
+    def verified(self) -> bool:
+        """Whether no comparison has failed, of its export or since."""
+        return not self.verification.faults
 
     def typed_config(self) -> Any:
         """The method's `Config` with this artifact's values.
@@ -199,11 +231,11 @@ class Artifact:
 
         Raises:
             TargetMismatchError: another target.
-            ArtifactError: the golden outputs are not reproduced.
+            ArtifactError: the golden outputs are not reproduced, and the artifact is not `lenient`.
         """
         self.target.check(target.info)
         if verify and self.golden is not None:
-            self.golden.verify(self._parts, target)
+            self._verify(self.golden, target)
         return self._module(target)
 
     def attach(self, target: Target, *, verify: bool = True, **keys: Any) -> Parts:
@@ -228,34 +260,11 @@ class Artifact:
             folder: the folder to write; `describe` adds pictures and results to its card.
 
         Raises:
-            ArtifactError: the folder holds something else.
-            LongtrainError: the disk is full or not writable.
+            LongtrainError: the folder holds something else, or the disk is full or not writable.
         """
         folder = Path(folder)
-        if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            raise ArtifactError(f"{folder} exists and is no artifact; choose another name or remove it")
-        files = {MODEL: save_tensors(self.tensors, metadata={"format": "pt"})}
-        if self.golden is not None:
-            files[GOLDEN] = save_tensors(self.golden.tensors())
-        shown, spec = self._without_folders(), methods.get(self.method)
-        if spec.files is not None:
-            files |= spec.files(self.tensors, self.typed_config(), shown.target)
-        manifest = {
-            "schema": SCHEMA,
-            "longtrain": longtrain.__version__,
-            "method": self.method,
-            "config": self.config,
-            "target": shown.target.to_json(),
-            "golden": self._golden_facts(),
-            "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-            "provenance": shown.provenance,
-        }
-        files[MANIFEST] = manifest_file(manifest)
-        files[CARD] = self._card(folder.name, files, (), Evidence())
-        if is_path(self.target.name):
-            where = {"target": str(Path(self.target.name).expanduser().absolute())}
-            files[LOCAL] = as_json(where)
-        with replaced_folder(folder) as fresh:
+        files = files_of(self, folder.name)
+        with replaced_folder(folder, kind_of_folder(folder, (*FILES, *files))) as fresh:
             write_files(fresh, files)
         return folder
 
@@ -287,11 +296,11 @@ class Artifact:
             self.provenance["license"] = licence
             manifest = read_manifest(folder / MANIFEST)
             manifest["provenance"]["license"] = licence
-            files[MANIFEST] = manifest_file(manifest)
+            files[MANIFEST] = sealed(manifest)
         name = address.rpartition("/")[2] if address else folder.name
         shown = {*(file.name for file in folder.glob("*.png")), *(pictures or {})}
         known = evidence or Evidence.of_folder(folder)
-        files[CARD] = self._card(name, self._copies(), shown, known, address=address)
+        files[CARD] = card_of(self, name, self._copies(), shown, known, address=address)
         write_files(folder, files)
 
     def push(self, repo: str, *, private: bool = True, collection: str | None = None) -> str:
@@ -327,45 +336,23 @@ class Artifact:
         with first.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    def _golden_facts(self) -> dict[str, str] | None:
-        if self.golden is None:
-            return None
-        name = next(name for name, kind in KINDS.items() if isinstance(self.golden, kind))
-        return {"dtype": self.golden.dtype, **({} if name == LAWS else {"kind": name})}
+    def _verify(self, golden: Golden, target: Target) -> None:
+        """Compare with the golden outputs; what fails is raised, or noted where the artifact is lenient."""
+        checks, faults = self.verification.checks, self.verification.faults
+        try:
+            checks[:] = golden.measure(self._parts, target)
+            refuse(checks)
+        except ArtifactError as error:
+            if not self.lenient:
+                raise
+            if str(error) not in faults:
+                faults.append(str(error))
+                log.warning("unverified=%s reason=%s", self.folder or self.method, error)
 
     def _copies(self) -> list[str]:
         """Files of the folder in formats of other tools."""
         assert self.folder is not None
         return [name for name in read_manifest(self.folder / MANIFEST)["files"] if "/" in name]
-
-    def _card(
-        self,
-        name: str,
-        files: Iterable[str],
-        pictures: Iterable[str],
-        evidence: Evidence,
-        *,
-        address: str | None = None,
-    ) -> bytes:
-        """The model card; see `model_card`."""
-        card = model_card(
-            self._without_folders(),
-            methods.get(self.method),
-            name=name,
-            role=next((role for role, kind in KINDS.items() if isinstance(self.golden, kind)), LAWS),
-            address=address,
-            pictures=sorted(pictures),
-            evidence=evidence,
-            copies={path.partition("/")[0] for path in files if "/" in path},
-        )
-        return card.encode()
-
-    def _without_folders(self) -> Artifact:
-        """The artifact as others may read it: of folders and paths only the last part is left."""
-        name = self.target.name
-        name = Path(name).expanduser().absolute().name if is_path(name) else name
-        target = dataclasses.replace(self.target, name=name)
-        return dataclasses.replace(self, target=target, provenance=without_folders(self.provenance))
 
     def _module(self, view: Any) -> nn.Module:
         """The module in the dtype and on the device of a target or a view of one."""
@@ -374,9 +361,9 @@ class Artifact:
         module.load_state_dict(self.tensors)
         return module.to(dtype=view.dtype).eval().requires_grad_(False)
 
-    def _parts(self, view: Any) -> Parts:
+    def _parts(self, view: Any, **keys: Any) -> Parts:
         spec = methods.get(self.method)
-        return _attach(spec, self._module(view), view, self.typed_config(), dict(spec.golden_keys))
+        return _attach(spec, self._module(view), view, self.typed_config(), {**spec.golden_keys, **keys})
 
     def _empty_module(self, info: TargetInfo) -> nn.Module:
         config = self.typed_config()

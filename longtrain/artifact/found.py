@@ -9,7 +9,7 @@ from longtrain import methods
 from longtrain.artifact.hub import download, endpoint
 from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.errors import ArtifactError
-from longtrain.files import settle
+from longtrain.folders import settle
 from longtrain.methods.spec import Imported, MethodSpec
 
 HUB = "hub:"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from longtrain.artifact.golden import PERIOD, Attach, Golden, WideTarget, dtype_name, fixed_prompt
+from longtrain.artifact.golden import PERIOD, Attach, Golden, dtype_name, fixed_prompt
+from longtrain.artifact.wide import WideTarget
 from longtrain.cache.base import Causal, KVCache, Mask, PrefixOnly
 from longtrain.decoding.roles import Draft, Law, TokenTree, TreeShape, Verdict
 from longtrain.decoding.sampling import Sampling
@@ -78,8 +79,7 @@ class DraftGolden(Golden):
     pattern: ClassVar[str] = r"(k|v|hidden)_-?\d+"
 
     @classmethod
-    def record(cls, attach: Attach, target: Target, *, tokens: int) -> Self:
-        """See `Golden`."""
+    def _prompt(cls, target: Target, tokens: int) -> Self:
         gen = torch.Generator().manual_seed(0)
         vocab = target.info.vocab_size
         room = target.info.max_positions - CYCLES * (ACCEPTED + 1) - DEPTH
@@ -88,12 +88,15 @@ class DraftGolden(Golden):
             torch.randint(vocab, (CYCLES,), generator=gen),
             torch.randint(vocab, (CYCLES, DEPTH), generator=gen),
         )
-        _, inputs = _decode(_draft(attach, target), target, script)
-        logq_CDV = _replay(_draft(attach, WideTarget(target)), target, script, inputs)
-        return cls(inputs, dtype_name(target.dtype), script, logq_CDV.float())
+        return cls({}, dtype_name(target.dtype), {}, script, torch.zeros(0))
+
+    def _filled(self, on_stored: Tensor, on_target: Tensor) -> Self:
+        return replace(self, logq_CDV=on_stored.float())
 
     @classmethod
-    def _made_of(cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str) -> Self:
+    def _made_of(
+        cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str, noise: dict[str, float]
+    ) -> Self:
         *tokens, logq_CDV = own.values()
         script = Script(*tokens)
         shape = script.drafts_CD.shape
@@ -102,7 +105,7 @@ class DraftGolden(Golden):
         good = good and len(shape) == 2 and shape[1] >= ACCEPTED
         if not good or not lengths <= {len(script.committed())}:
             raise cls._unfitting(drafts=tuple(shape), laws=tuple(logq_CDV.shape), inputs=sorted(lengths))
-        return cls(inputs, dtype, script, logq_CDV)
+        return cls(inputs, dtype, noise, script, logq_CDV)
 
     def _own(self) -> dict[str, Tensor]:
         return {**vars(self.script), "logq_CDV": self.logq_CDV}

@@ -5,13 +5,14 @@ Shapes: T prompt tokens and a root, S = T - 1 rows, X sets, E hidden dim, B batc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from longtrain.artifact.golden import PERIOD, Attach, Golden, WideTarget, dtype_name, fixed_prompt
+from longtrain.artifact.golden import PERIOD, Attach, Golden, dtype_name, fixed_prompt
+from longtrain.artifact.wide import WideTarget
 from longtrain.cache.selected import SelectedCache
 from longtrain.decoding.retrieval.selector import Selector
 from longtrain.errors import ArtifactError
@@ -44,23 +45,25 @@ class RowGolden(Golden):
     pattern: ClassVar[str] = r"hidden_-?\d+|[kq]_\d+"
 
     @classmethod
-    def record(cls, attach: Attach, target: Target, *, tokens: int) -> Self:
-        """See `Golden`."""
+    def _prompt(cls, target: Target, tokens: int) -> Self:
         gen = torch.Generator().manual_seed(0)
         tokens = min(max(PERIOD, tokens), target.info.max_positions // 2)
         ids_T = fixed_prompt(target.info.vocab_size, tokens + 1, gen)
-        _, inputs = _native(_selector(attach, target), target, ids_T)
-        scores_XS = _scores(_selector(attach, WideTarget(target)), target, ids_T, inputs)
-        return cls(inputs, dtype_name(target.dtype), ids_T, scores_XS)
+        return cls({}, dtype_name(target.dtype), {}, ids_T, torch.zeros(0))
+
+    def _filled(self, on_stored: Tensor, on_target: Tensor) -> Self:
+        return replace(self, scores_XS=on_stored)
 
     @classmethod
-    def _made_of(cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str) -> Self:
+    def _made_of(
+        cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str, noise: dict[str, float]
+    ) -> Self:
         ids_T, scores_XS = own.values()
         rows = {len(tensor) for name, tensor in inputs.items() if name[0] != "q"}
         lengths = rows | {scores_XS.shape[-1]}
         if ids_T.dim() != 1 or lengths != {len(ids_T) - 1} or scores_XS.dim() != 2:
             raise cls._unfitting(prompt=tuple(ids_T.shape), scores=tuple(scores_XS.shape))
-        return cls(inputs, dtype, ids_T, scores_XS)
+        return cls(inputs, dtype, noise, ids_T, scores_XS)
 
     def _own(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.own}

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from longtrain.artifact.golden import PERIOD, Attach, Golden, WideTarget, dtype_name, fixed_prompt
+from longtrain.artifact.golden import (
+    HALF,
+    PERIOD,
+    STRICT,
+    Attach,
+    Golden,
+    as_number,
+    dtype_name,
+    fixed_prompt,
+)
+from longtrain.artifact.verification import Check
+from longtrain.artifact.wide import WideTarget
 from longtrain.cache.dense import DenseCache
 from longtrain.decoding.evict import PromptRun
 from longtrain.errors import ArtifactError
@@ -39,7 +50,7 @@ class ScoreGolden(Golden):
     Args:
         ids_T: the prompt, int64.
         near_FGT: scores from the evictor in fp32 on the inputs, had the target no more layers.
-        scores_LGT: scores with the target as it is, fp32.
+        scores_LGT: scores with the whole target, all in fp32.
     """
 
     ids_T: Tensor
@@ -51,24 +62,33 @@ class ScoreGolden(Golden):
     pattern: ClassVar[str] = r"(q|k|v|input)_\d+"
 
     @classmethod
-    def record(cls, attach: Attach, target: Target, *, tokens: int) -> Self:
-        """See `Golden`."""
+    def _prompt(cls, target: Target, tokens: int) -> Self:
         gen = torch.Generator().manual_seed(0)
         tokens = min(max(PERIOD, tokens), target.info.max_positions // 2)
         ids_T = fixed_prompt(target.info.vocab_size, tokens, gen)
-        scores_LGT, inputs = _native(_scorer(attach, target), target, ids_T)
-        view = _NearTarget(target)
-        near_FGT = _near(_scorer(attach, view), view, ids_T, inputs)
-        return cls(inputs, dtype_name(target.dtype), ids_T, near_FGT, scores_LGT)
+        return cls({}, dtype_name(target.dtype), {}, ids_T, torch.zeros(0), torch.zeros(0))
+
+    def _filled(self, on_stored: Tensor, on_target: Tensor) -> Self:
+        return dataclasses.replace(self, near_FGT=on_stored, scores_LGT=on_target)
+
+    def _in_fp32(self, attach: Attach, target: Target) -> list[Check]:
+        """All layers with a target of the same weights, since stored inputs are those of the first ones."""
+        if dtype_name(target.dtype) not in HALF or dtype_name(target.dtype) != self.dtype:
+            return []
+        what = f"the {self.who} and the target in fp32"
+        distances = self._distances(what, self._on_target(attach, WideTarget(target))[0], self.scores_LGT)
+        return [Check(what, as_number(distances.max()), STRICT)]
 
     @classmethod
-    def _made_of(cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str) -> Self:
+    def _made_of(
+        cls, own: dict[str, Tensor], inputs: dict[str, Tensor], dtype: str, noise: dict[str, float]
+    ) -> Self:
         ids_T, near_FGT, scores_LGT = own.values()
         lengths = {len(tensor) for tensor in inputs.values()} | {near_FGT.shape[-1], scores_LGT.shape[-1]}
         if ids_T.dim() != 1 or lengths != {len(ids_T)} or near_FGT.dim() != 3 or scores_LGT.dim() != 3:
             shapes = (tuple(near_FGT.shape), tuple(scores_LGT.shape))
             raise cls._unfitting(prompt=tuple(ids_T.shape), scores=shapes)
-        return cls(inputs, dtype, ids_T, near_FGT, scores_LGT)
+        return cls(inputs, dtype, noise, ids_T, near_FGT, scores_LGT)
 
     def _own(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.own}

@@ -15,10 +15,12 @@ from longtrain.artifact.evidence import Evidence, Measurement
 from longtrain.artifact.folder import READ, Artifact
 from longtrain.artifact.found import HUB, find, imported, reader_of
 from longtrain.artifact.stored import LAWS, read_manifest, refuse_not_finite
+from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.provenance import commit_of, typed_command
-from longtrain.targets.info import TargetInfo
+from longtrain.settings import from_file
+from longtrain.targets.info import TargetInfo, source_line
 
 Facts = dict[str, str]
 
@@ -44,7 +46,7 @@ def inspect(
     """Everything that the files of an artifact, of another tool's folder or of a target say.
 
     Args:
-        where: see `Artifact.load`; or the folder of a target.
+        where: see `Artifact.load`; or the folder or GGUF file of a target.
         home: the folder that holds `checkpoints`.
         trained_by: see `Artifact.load`.
         unverified: see `Artifact.load`.
@@ -58,7 +60,7 @@ def inspect(
             raise ArtifactError(f"{place} {advice}")
         if (place / "config.json").is_file() and not (place / MANIFEST).is_file() and not reader_of(place):
             return _target(place)
-    elif where == "tiny":
+    elif where == "tiny" or (where.lower().endswith(".gguf") and place.is_file()):
         from longtrain.targets.at_hand import folder_of
 
         return _target(folder_of(where))
@@ -72,8 +74,9 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
     manifest, fault, found = read_manifest(folder / MANIFEST), "", None
     evidence = Evidence()
     try:
-        found = Artifact.load(folder, unverified=unverified)
+        found = Artifact.load(folder, unverified=True)
         evidence = Evidence.of_folder(folder)
+        fault = "" if unverified else "; ".join(found.verification.faults)
     except ArtifactError as error:
         fault = str(error)
     made, golden = manifest["provenance"], manifest["golden"]
@@ -93,12 +96,26 @@ def _artifact(where: str, folder: Path, *, unverified: bool) -> Inspection:
         f"{made.get('target_license') or 'not recorded'}",
         "other tools": ", ".join(sorted({name.partition("/")[0] for name in sums if "/" in name})),
         **{name: _line(curve.values) for name, curve in evidence.curves.items()},
+        **_comparisons(manifest),
         "verifies": fault
         or f"sha256 of {len(sums)} files, names and shapes, finite weights, "
         + (f"golden outputs in {golden['dtype']}" if golden else "no golden outputs")
         + "; whether they are reproduced shows at every load with the target",
     }
     return Inspection({key: text for key, text in facts.items() if text}, evidence.results, fault)
+
+
+def _comparisons(manifest: Mapping[str, Any]) -> Facts:
+    """What its export found with the target, and the largest effects that the target's rounding had there."""
+    found: Verification = from_file(Verification, manifest["verification"])
+    noise = (manifest["golden"] or {}).get("noise") or {}
+    failed = [check for check in found.checks if not check.passed]
+    facts = {"compared": found.summary()}
+    facts |= {f"failed {number}": f"{check}" for number, check in enumerate(failed, 1)}
+    facts |= {f"unverified {number}": fault for number, fault in enumerate(found.faults, 1)}
+    largest = sorted(noise, key=lambda name: -noise[name])[:4]
+    facts["rounding"] = ", ".join(f"{name} {noise[name]:.2g}" for name in largest)
+    return facts
 
 
 def _of_another_tool(folder: Path, trained_by: str | None) -> Inspection:
@@ -124,7 +141,7 @@ def _target(folder: Path) -> Inspection:
     from longtrain.targets.at_hand import folder_at_hand, licence_of
     from longtrain.targets.config_file import read_config
     from longtrain.targets.info import check_supported
-    from longtrain.targets.weights import tensors_of, weight_files
+    from longtrain.targets.stored.checkpoint import Checkpoint
 
     config = read_config(folder)
     check_supported(config, str(folder))
@@ -134,11 +151,10 @@ def _target(folder: Path) -> Inspection:
     facts |= {"files": _sizes(folder), "licence": licence_of(str(folder)) or "not stated"}
     try:
         folder_at_hand(str(folder))
-        for file in weight_files(folder):
-            for name, stored in tensors_of(file, torch.device("cpu")):
-                rows = stored.rows(slice(None))
-                count += rows.numel()
-                refuse_not_finite({name: rows}, str(file))
+        for name, stored in Checkpoint(folder, device=torch.device("cpu"), tied=config.tie_word_embeddings):
+            rows = stored.rows(slice(None))
+            count += rows.numel()
+            refuse_not_finite({name: rows}, str(stored.file))
         facts["verifies"] = (
             f"{count:,} weights, all finite; nothing is recorded that they could be compared with"
         )
@@ -195,12 +211,15 @@ def _target_line(values: Mapping[str, Any]) -> str:
         return "described wrongly"
     shape = f"{info.n_layers} layers, hidden {info.hidden_size}, vocabulary {info.vocab_size}"
     weights = f", weights {info.weights_hash[:12]}" if info.weights_hash else ""
-    return f"{info.name or 'unnamed'} ({info.family or 'family not said'}, {shape}{weights})"
+    said = source_line(info.source)
+    source = f"; {said}" if said else ""
+    return f"{info.name or 'unnamed'} ({info.family or 'family not said'}, {shape}{weights}{source})"
 
 
 def _made(made: Mapping[str, Any], version: str) -> str:
     commit = f"commit {commit_of(made)}" if commit_of(made) else ""
     step = f"step {made['step']}" if made.get("step") else ""
+    step = f"unfinished: {made['unfinished']}" if made.get("unfinished") else step
     return ", ".join(
         part for part in (step, str(made.get("time_utc", "")), f"longtrain {version}", commit) if part
     )

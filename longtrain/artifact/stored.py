@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-from longtrain.artifact.golden import LOOSE, Golden
+from longtrain.artifact.golden import FLOOR, Golden
 from longtrain.artifact.golden_laws import DraftGolden
 from longtrain.artifact.golden_rows import RowGolden
 from longtrain.artifact.golden_scores import ScoreGolden
+from longtrain.artifact.verification import Verification
 from longtrain.assets import MANIFEST
 from longtrain.errors import ArtifactError
 from longtrain.files import impossible_number, read_bytes, read_json
+from longtrain.folders import FolderKind
 from longtrain.settings import from_file
 
-SCHEMA = 1
+SCHEMA = 2
+CHECKSUM = "sha256"
+"""The key of a JSON file that holds the checksum of all its others."""
 LOCAL = "local.json"
 GOLDEN = "golden.safetensors"
 LAWS = "laws"
@@ -55,45 +59,91 @@ class _Provenance:
     data: _Data | None = None
 
 
+@dataclass(frozen=True)
+class _Noise:
+    """What is read of golden outputs beside their tensors."""
+
+    noise: dict[str, float]
+
+
+def sealed(values: Mapping[str, Any]) -> bytes:
+    """A JSON file that holds the checksum of its own content."""
+    content = json.loads(json.dumps(values, default=str))
+    content.pop(CHECKSUM, None)
+    return (json.dumps({**content, CHECKSUM: _checksum(content)}, indent=2) + "\n").encode()
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The content of a file that `sealed` made.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file, or was changed since.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or CHECKSUM not in content:
+        raise ValueError("it has no checksum of its own content")
+    if content.pop(CHECKSUM) != _checksum(content):
+        raise ValueError("it was changed since it was written (the checksum of its content differs)")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """An artifact's manifest, its parts of the right types.
 
     Raises:
-        ArtifactError: it cannot be read, is of another schema, or lacks something.
+        ArtifactError: it cannot be read, was changed, is of another schema, or lacks something.
     """
     try:
-        manifest = read_json(path)
+        found = read_json(path)
+        if isinstance(found, dict) and found.get("schema") != SCHEMA:
+            raise ArtifactError(
+                f"{path} has schema {found.get('schema')!r}; this longtrain reads {SCHEMA}; export it again"
+            )
+        manifest = read_sealed(path)
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; export it again") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
-        raise ArtifactError(f"{path} has schema {found!r}; this longtrain reads {SCHEMA}; export it again")
+        raise ArtifactError(f"{path} cannot be read: {error}; copy or export it again") from None
     kinds = {"method": str, "config": dict, "target": dict, "files": dict, "provenance": dict}
     wrong = [key for key, kind in kinds.items() if not isinstance(manifest.get(key), kind)]
-    golden = manifest.setdefault("golden", None)
+    wrong += [key for key in ("golden", "verification") if key not in manifest]
+    golden = manifest.get("golden")
     if golden is not None and not (isinstance(golden, dict) and isinstance(golden.get("dtype"), str)):
         wrong.append("golden")
     if wrong:
         raise ArtifactError(f"{path} lacks or misspells {', '.join(wrong)}; export it again")
-    try:
-        from_file(_Provenance, manifest["provenance"])
-    except ValueError as error:
-        raise ArtifactError(f"{path} has a wrong provenance.{error}; export it again") from None
+    for key, kind in (("provenance", _Provenance), ("verification", Verification)):
+        try:
+            from_file(kind, manifest[key])
+        except ValueError as error:
+            raise ArtifactError(f"{path} has a wrong {key}.{error}; export it again") from None
     for key in ("config", "target"):
         if absurd := impossible_number(manifest[key], key):
             raise ArtifactError(f"{path} has {absurd}; export it again")
     return manifest
 
 
-def manifest_file(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as its file."""
-    return (json.dumps(manifest, indent=2, default=str) + "\n").encode()
+def kind_of_folder(folder: Path, names: Iterable[str]) -> FolderKind:
+    """What an artifact's folder is known by; only one that holds nothing else is replaced.
+
+    Args:
+        folder: the older artifact, whose manifest may name more files.
+        names: of files, or patterns of names, that artifacts have.
+    """
+    try:
+        listed = [name for name in read_manifest(folder / MANIFEST)["files"] if not {*"*?["} & {*name}]
+    except ArtifactError:
+        listed = []
+    return FolderKind("an artifact", (MANIFEST,), (*names, *listed, LOCAL))
 
 
 def local_target(folder: Path) -> str | None:
     """The folder that the target was loaded from, if it is still there."""
     try:
-        where = read_json(folder / LOCAL)["target"]
+        where = read_sealed(folder / LOCAL)["target"]
         return where if Path(where).is_dir() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -129,12 +179,26 @@ def read_golden(folder: Path, manifest: dict[str, Any]) -> Golden | None:
     if about is None:
         return None
     kind = KINDS.get(about.get("kind", LAWS)) if isinstance(about.get("kind", LAWS), str) else None
-    if kind is None or about["dtype"] not in LOOSE:
+    if kind is None or about["dtype"] not in FLOOR:
         raise ArtifactError(
             f"{folder / MANIFEST} names golden outputs of kind {about.get('kind', LAWS)!r} and dtype "
-            f"{about['dtype']!r}; known: {', '.join(KINDS)}, in {', '.join(LOOSE)}; export it again"
+            f"{about['dtype']!r}; known: {', '.join(KINDS)}, in {', '.join(FLOOR)}; export it again"
         )
-    return kind.from_tensors(read_tensors(folder / GOLDEN, manifest["files"]), about["dtype"])
+    try:
+        noise = from_file(_Noise, {"noise": about.get("noise")}).noise
+    except ValueError as error:
+        raise ArtifactError(f"{folder / MANIFEST} has a wrong golden.{error}; export it again") from None
+    return kind.from_tensors(read_tensors(folder / GOLDEN, manifest["files"]), about["dtype"], noise)
+
+
+def refuse_missing_keys(config: Mapping[str, Any], known: type, folder: Path) -> None:
+    """Refuse a configuration that lacks a key: it would take today's default, whatever was trained with.
+
+    Raises:
+        ArtifactError: which key.
+    """
+    if missing := [one.name for one in fields(known) if one.name not in config]:
+        raise ArtifactError(f"{folder / MANIFEST} lacks config.{missing[0]}; export it again")
 
 
 def check_copies(folder: Path, checksums: dict[str, str]) -> None:

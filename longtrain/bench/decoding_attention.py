@@ -234,9 +234,7 @@ def _tiles(call: AttentionCall, inputs: RandomInputs) -> tuple[Any, Sequence[Any
         return partial(launch.tree_attention, base=0, splits=None), launch.candidates(call.rows * group)
     from longtrain.kernels.hierarchical import attention_launch
 
-    tiles = attention_launch.candidates(
-        call.rows * group, bits, group, call.head_dim, inputs.dtype, inputs.device
-    )
+    tiles = attention_launch.candidates(call.rows * group, bits, group, call.head_dim, inputs.dtype)
     return attention_launch.hier_attention, tiles
 
 

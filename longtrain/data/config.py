@@ -10,6 +10,7 @@ from longtrain.errors import ConfigError
 from longtrain.settings import (
     Count,
     CountOrZero,
+    Name,
     OneOf,
     Positive,
     Words,
@@ -157,14 +158,15 @@ class DataConfig:
             its answer, where it can be told from the context, so that the prompt is the context alone.
         prompt_tokens: shortest and longest prompt that running text is cut into; None: all of it is labels.
         mask: how labels of conversations are found: `template` reads the chat template's generation marks,
-            `prefix` renders the turns one by one, `all` makes every token a label.
+            `prefix` renders the turns one by one, `all` makes every token a label; `auto` is `template` where
+            the template has marks, else `prefix`.
         append_eos: end raw text with the end-of-sequence token.
         stages: how rows are packed over the run.
         val_rows: most packed rows of validation data.
         workers: loading processes; a row is cut from a memory map in about a millisecond, so 0 is fine.
     """
 
-    name: str
+    name: Name
     sources: tuple[SourceConfig, ...]
     stages: tuple[PackingStage, ...] = ()
     max_doc_tokens: Count | None = None
@@ -180,7 +182,7 @@ class DataConfig:
     labels: Annotated[str, OneOf("answers", "last_answer")] = "answers"
     question: Annotated[str, OneOf("prompt", "response")] = "prompt"
     prompt_tokens: Annotated[tuple[Count, Count], Words("[SHORTEST, LONGEST] in tokens")] | None = None
-    mask: Annotated[str, OneOf("template", "prefix", "all")] = "template"
+    mask: Annotated[str, OneOf("auto", "template", "prefix", "all")] = "auto"
     append_eos: bool = False
     val_rows: CountOrZero = 64
     workers: CountOrZero = 0

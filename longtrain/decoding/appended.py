@@ -59,7 +59,7 @@ def read_after(
     seen = WatchBuffer(watch, B, T) if watch else None
     while read != list(lengths):
         left = [min(n - done, most or n) for n, done in zip(lengths, read, strict=True)]
-        counts = _next(cache, left)
+        counts = rows_of_next_step(cache, left)
         first_B, n_B = torch.tensor([read, counts], device=device)
         at_BC = first_B[:, None] + torch.arange(max(counts), device=device)
         pos_BC = cache.len_B[:, None] + torch.arange(max(counts), device=device)
@@ -149,7 +149,7 @@ class WatchBuffer:
             self._watch(layer, q, k, v)
 
 
-def _next(cache: KVCache, left: Sequence[int]) -> list[int]:
+def rows_of_next_step(cache: KVCache, left: Sequence[int]) -> list[int]:
     """Rows of each sequence that the next step takes; waits for the device where the cache has a say."""
     most, limit_B = cache.step_limit(), cache.commit_limit()
     limits = [most or n for n in left] if limit_B is None else [min(most or n, n) for n in limit_B.tolist()]

@@ -34,7 +34,7 @@ from longtrain.decoding.retrieval.selector import new_selected_cache
 from longtrain.decoding.roles import Draft, Parts, TreeShape, onlooker
 from longtrain.decoding.sampling import Coins, HashCoins, MinNewTokens, Sampling, probs
 from longtrain.decoding.stats import Stats
-from longtrain.errors import ConfigError, ConflictError
+from longtrain.errors import ArtifactError, ConfigError, ConflictError
 from longtrain.kernels.tree_attention import MAX_NODES, kernel_serves
 from longtrain.targets.step import TargetStep
 
@@ -156,6 +156,7 @@ class Engine:
         Raises:
             ConfigError: a setting is wrong, or more is asked for than the limits or the target allow.
             DataError: a prompt is empty or holds an id outside the vocabulary.
+            ArtifactError: the target's logits are not numbers.
         """
         target = self.target
         shapes = self._shapes(shape, sampling)
@@ -198,7 +199,9 @@ class Engine:
             selector.start(read.tokens_BS, read.n_B, read.step, cache)
         first_BV = min_new.at_first(_logits(read.step)[:, -1])
         root_B = _choose(first_BV, sampling, coins, cache.len_B)
-        over = out.begin(root_B.tolist())
+        roots = root_B.tolist()
+        _refuse_nan(first_BV, target)
+        over = out.begin(roots)
         prefilled_s = time.perf_counter()
 
         texts = stage.texts(cache.len_B) if stage else CycleState(cache.len_B)
@@ -338,6 +341,19 @@ def _logits(step: TargetStep) -> Tensor:
     """Logits that were asked for."""
     assert step.logits_BTV is not None
     return step.logits_BTV
+
+
+def _refuse_nan(logits_BV: Tensor, target: Target) -> None:
+    """Refuse to go on from logits of which one is NaN: what comes out would be no text of any model.
+
+    Raises:
+        ArtifactError: the target's weights are damaged, or its dtype too narrow for them.
+    """
+    if bool(logits_BV.isnan().any()):
+        raise ArtifactError(
+            f"target {target.info.name} gives logits that are NaN after the prompt; its weights are damaged "
+            "(fetch or convert them again), or too large for its type (pass target.dtype=float32)"
+        )
 
 
 def _gains(target: Target) -> bool:

@@ -26,10 +26,12 @@ from longtrain.data.read.files import (
     read_jsonl,
     read_text,
     stem,
+    visible,
 )
 from longtrain.data.read.manifest import Manifest, resolve, rows
 from longtrain.data.rows.prepared import Prepared, read_manifest
 from longtrain.errors import ConfigError, DataError
+from longtrain.files import UTF8
 from longtrain.log import get_logger
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ def text_files(root: Path) -> list[Path]:
     Raises:
         DataError: nothing is there.
     """
-    files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES) if root.is_dir() else [root]
+    files = [p for p in visible(root) if p.suffix in SUFFIXES] if root.is_dir() else [root]
     if not files or not files[0].is_file():
         raise DataError(
             f"no held-out text at {root}; allowed: a text file, or a folder of {', '.join(SUFFIXES)} files"
@@ -271,7 +273,7 @@ def _decoded_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> np
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as UTF-8 text: {error}") from None
 

@@ -24,6 +24,7 @@ from longtrain.decoding.ranking import RECALLS, kendall_tau, recall_at
 from longtrain.decoding.roles import Parts
 from longtrain.errors import DataError
 from longtrain.evaluation.corpora import HeldOutText, plain_ids, prefix_of
+from longtrain.evaluation.metrics.ruler import clean, match_all
 from longtrain.evaluation.prompts import Encoded
 from longtrain.evaluation.records import ids_sha256
 from longtrain.evaluation.suites.continuation import Point, choose_points
@@ -72,7 +73,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Judged:
-    """An answer's marks: `exact` right or wrong, `share` of what was asked for that is there, 0 to 1."""
+    """An answer's marks.
+
+    Args:
+        exact: whether it is what was asked for and nothing else.
+        share: how much of what was asked for it holds, 0 to 1; of a question this is RULER's score.
+    """
 
     exact: bool
     share: float
@@ -87,6 +93,7 @@ def make_prompts(
     count: int,
     margin: int,
     seed: int,
+    chat: bool | None = None,
 ) -> dict[int, list[Prompt]]:
     """Prompts by length, `count` of each length, the tasks in turn; one never depends on how many there are.
 
@@ -98,13 +105,15 @@ def make_prompts(
         count: prompts of each length.
         margin: tokens of text that `continue` leaves after its prompt.
         seed: of everything random.
+        chat: whether questions are put into the chat template; None: if the tokenizer has one.
 
     Raises:
-        ConfigError: a length too short for its task, or a target without a tokenizer.
+        ConfigError: a length too short for its task, a target without a tokenizer, or no chat template where
+            one is asked for.
         DataError: no text, or too little for `continue`.
     """
     tokenizer = target.require_tokenizer()
-    writer = prompt_writer(target, texts) if set(tasks) != {CONTINUE} else None
+    writer = prompt_writer(target, texts, chat=chat) if set(tasks) != {CONTINUE} else None
     prefix, points = prefix_of(tokenizer), []
     if CONTINUE in tasks:
         each = -(-count // len(tasks))
@@ -126,20 +135,28 @@ def make_prompts(
 def judge(prompt: Prompt, text: str) -> Judged:
     """Marks of an answer to a question.
 
-    Right are exactly the values asked for, in any order, and no other number or name. A quotation is right
-    if it begins with the passage's first `QUOTED` words: its question does not say how long it goes on.
+    The share is RULER's string match: of the values asked for, those that stand in the answer, case ignored;
+    of a quotation its first `QUOTED` words in a row, since its question does not say how long it goes on.
+    Exact are the values asked for, in any order, and no other number or name, and a quotation that begins
+    with those words.
 
     Args:
         prompt: what was asked; not of the task `continue`.
         text: the answer, its end mark taken off.
     """
+    found = match_all(_spaced(clean(text)), wanted(prompt))
     if prompt.task == "quote":
-        words, said = prompt.answer.split()[:QUOTED], text.split()
-        return Judged(said[: len(words)] == words, _leading(words, said) / max(1, len(words)))
+        words = prompt.answer.split()[:QUOTED]
+        return Judged(text.split()[: len(words)] == words, found)
     kind = NAME if prompt.task == "chains" else NUMBER
-    got, gold = Counter(kind.findall(text)), Counter(prompt.values)
-    there = sum((got & gold).values())
-    return Judged(got == gold, there / max(1, len(prompt.values)))
+    return Judged(Counter(kind.findall(text)) == Counter(prompt.values), found)
+
+
+def wanted(prompt: Prompt) -> list[str]:
+    """What must stand in a right answer, each run of white space being one space."""
+    if prompt.task == "quote":
+        return [" ".join(prompt.answer.split()[:QUOTED])]
+    return list(prompt.values)
 
 
 def agreement(tokens: Sequence[int], gold: Sequence[int]) -> Judged:
@@ -149,11 +166,9 @@ def agreement(tokens: Sequence[int], gold: Sequence[int]) -> Judged:
     return Judged(list(tokens) == list(gold), same / longest)
 
 
-def _leading(words: Sequence[str], said: Sequence[str]) -> int:
-    """Words that are the same before the first that is not."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(words, said, strict=False)) if a != b), min(len(words), len(said))
-    )
+def _spaced(text: str) -> str:
+    """A text whose runs of white space are one space each: passages keep the line breaks of their text."""
+    return " ".join(text.split())
 
 
 def _points(

@@ -165,10 +165,47 @@ def around_message(tokenizer: PreTrainedTokenizerBase, **options: Any) -> tuple[
     return before, after
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase) -> ChatIds:
-    """The tokens around a user's turn, read off the chat template; plain text where there is none."""
-    if not tokenizer.chat_template:
-        before, after = tokenizer.bos_token or "", "\nAnswer:"
+def uses_chat(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> bool:
+    """Whether a suite's prompts are put into the chat template.
+
+    Args:
+        tokenizer: the target's.
+        chat: `suite.chat`; None: if there is a template.
+
+    Raises:
+        ConfigError: a template was asked for and there is none.
+    """
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(
+            "suite.chat=true and the tokenizer has no chat template; set target.chat_template, or pass "
+            "suite.chat=false"
+        )
+    return bool(tokenizer.chat_template) if chat is None else chat
+
+
+def chat_note(tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> str:
+    """What a result says of the chat template; arguments and errors: `uses_chat`."""
+    if uses_chat(tokenizer, chat):
+        return "prompts in the target's chat template"
+    return f"without chat template: {'suite.chat=false' if chat is False else 'the tokenizer has none'}"
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, *, chat: bool | None = None, without: str = "\nAnswer:"
+) -> ChatIds:
+    """The tokens around a user's turn, read off the chat template; plain text without one.
+
+    Args:
+        tokenizer: the target's.
+        chat: see `uses_chat`.
+        without: what stands after the user's text where there is no template.
+
+    Raises:
+        ConfigError: see `uses_chat`.
+        DataError: see `around_message`.
+    """
+    if not uses_chat(tokenizer, chat):
+        before, after = tokenizer.bos_token or "", without
     else:
         before, after = around_message(tokenizer, enable_thinking=False)
     user, assistant = (tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after))

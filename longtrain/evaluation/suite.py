@@ -29,13 +29,11 @@ class Scale:
         name: `score`, `perplexity`.
         maximum: the best that can be; None: there is none.
         higher_is_better: which way is up.
-        wilson: whether each answer is right or wrong, so that a task's interval is Wilson's.
     """
 
     name: str = "score"
     maximum: float | None = 100.0
     higher_is_better: bool = True
-    wilson: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +136,8 @@ class Suite:
         needs: roles that a system may bring: an evictor, a draft, a selector, or some of them.
         settings: further JSON values of the suite to be hashed.
         figures: what is reported beside the score.
+        solvable: whether every prompt has an answer that a good target gives, so that a full cache below half
+            the scale says that the table separates nothing.
         full_cache: whether the target is run with its full cache and without a draft too.
         rivals: systems that ran -> pairs of names; their differences over the same examples are reported.
         own_systems: makes systems that the suite itself brings, such as an upper bound.
@@ -157,6 +157,7 @@ class Suite:
     needs: frozenset[str] = frozenset({EVICTOR, DRAFT, SELECTOR})
     settings: Json = field(default_factory=dict)
     figures: tuple[Figure, ...] = ()
+    solvable: bool = False
     full_cache: bool = True
     rivals: Callable[[Sequence[System]], Sequence[tuple[str, str]]] = lambda systems: ()
     own_systems: Callable[[Builder], Sequence[System]] | None = None

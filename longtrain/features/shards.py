@@ -10,7 +10,6 @@ A shard appears whole or not at all, and its line after it. Every rank writes sh
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +21,16 @@ from safetensors.torch import save
 from torch import Tensor
 
 from longtrain import files
-from longtrain.errors import DataError
+from longtrain.errors import DataError, first_line
 from longtrain.features.forms import Stored
+from longtrain.journals import Journal, read_journal
 from longtrain.log import get_logger
+from longtrain.settings import from_file
 
 log = get_logger(__name__)
 
 MIB = 2**20
+ADVICE = "delete the folder, and fill it again with features=fill"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class FeatureFiles:
         self._lines: dict[Path, int] = {}
         self._waiting: dict[str, tuple[Stored, StoredDocument]] = {}
         self._bytes = 0
-        self._journal: files.Journal | None = None
+        self._journal: Journal | None = None
         self._open: dict[str, Any] = {}
         self._sound: set[str] = set()
         """Documents whose checksum was compared: once a run, since later epochs wait for it."""
@@ -106,10 +108,9 @@ class FeatureFiles:
         """Read what other processes have written since the last time."""
         for index in sorted(self.folder.glob("rank*.jsonl")):
             seen = self._lines.get(index, 0)
-            for number, line in enumerate(files.whole_lines(index)):
-                if number >= seen:
-                    self._take(index, number, line)
-                    self._lines[index] = number + 1
+            for number, values in read_journal(index, advice=ADVICE, start=seen):
+                self._take(index, number, values)
+                self._lines[index] = number
 
     def read(self, key: str, name: str) -> Stored:
         """A document's features, on the host.
@@ -150,7 +151,7 @@ class FeatureFiles:
         if self._bytes >= self.shard_bytes:
             self.flush()
 
-    def claim(self) -> files.Journal:
+    def claim(self) -> Journal:
         """This rank's index, kept from other processes from now on.
 
         Raises:
@@ -158,7 +159,7 @@ class FeatureFiles:
             LongtrainError: the folder cannot be written.
         """
         if self._journal is None:
-            self._journal = files.Journal(self._index)
+            self._journal = Journal(self._index)
         return self._journal
 
     def flush(self) -> None:
@@ -180,7 +181,7 @@ class FeatureFiles:
             key: {about: value for about, value in asdict(one).items() if about != "shard"}
             for key, (_, one) in self._waiting.items()
         }
-        journal.append(json.dumps({"shard": name, "documents": documents}).encode())
+        journal.append({"shard": name, "documents": documents})
         log.info("features shard=%s documents=%d mib=%.1f", name, len(documents), self._bytes / MIB)
         self._found |= {key: one for key, (_, one) in self._waiting.items()}
         self._lines[self._index] = self._lines.get(self._index, 0) + 1
@@ -206,16 +207,15 @@ class FeatureFiles:
         yield from self._found.values()
         yield from (place for _, place in self._waiting.values())
 
-    def _take(self, index: Path, number: int, line: bytes) -> None:
+    def _take(self, index: Path, number: int, values: dict[str, Any]) -> None:
         """The documents of one line; those of a shard that was deleted are not there."""
         try:
-            values = json.loads(line)
-            found = {key: StoredDocument(values["shard"], **one) for key, one in values["documents"].items()}
+            given = {key: {"shard": values["shard"], **one} for key, one in values["documents"].items()}
+            found = from_file(dict[str, StoredDocument], given)
+            if Path(values["shard"]).name != values["shard"]:
+                raise ValueError(f"shard {values['shard']!r} is no name of a file")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"line {number + 1} of {index} is damaged ({type(error).__name__}: {error}); delete the "
-                "folder, and fill it again with features=fill"
-            ) from None
+            raise DataError(f"{index} line {number} is damaged ({first_line(error)}); {ADVICE}") from None
         if (self.folder / values["shard"]).is_file():
             self._found |= found
         else:

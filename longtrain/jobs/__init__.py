@@ -27,6 +27,10 @@ JOBS: dict[str, tuple[str, str]] = {
     ),
     "leaderboard": ("longtrain.jobs.finished.leaderboard", "make one page of finished evaluations"),
     "generate": ("longtrain.jobs.generate", "stream text from a target, with or without an artifact"),
+    "serve": (
+        "longtrain.jobs.serving.serve",
+        "answer the OpenAI API with a target, alone or with artifacts",
+    ),
     "demo": (
         "longtrain.jobs.demo",
         "show drafting and eviction on the bundled target, in seconds; nothing is trained",
@@ -55,6 +59,7 @@ KEPT = {
     "inspect": "nothing was written",
     "leaderboard": "nothing was written; run the same command again",
     "generate": "nothing was written to disk",
+    "serve": "nothing was written to disk",
     "demo": "nothing was written to disk",
     "bench": "what was measured so far is in {run_dir}/bench; the same command measures anew",
     "plan": "nothing was written; run the same command again",

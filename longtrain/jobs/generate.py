@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omegaconf import DictConfig
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import need_regular
+from longtrain.files import UTF8, read_text
 from longtrain.jobs.setup import (
     NO_TARGET,
     artifact_names,
@@ -23,8 +23,8 @@ from longtrain.jobs.setup import (
     plain,
     sampling_from,
 )
-from longtrain.settings import Text, Tokens, Words, convert
-from longtrain.targets.tokenizer import GrowingText
+from longtrain.settings import AUTO, Text, Tokens, Words, convert
+from longtrain.targets.tokenizer import GrowingText, chats
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -53,15 +53,16 @@ def run(cfg: DictConfig) -> None:
 
     prompt, sampling, stop = _prompt(cfg), sampling_from(cfg), _stop(cfg)
     count = convert(cfg.decode.max_new_tokens, Tokens, "decode.max_new_tokens")
-    entry = _entry(cfg)
+    entry = entry_of(cfg)
     artifacts = [load_artifact(name, cfg) for name in entry.artifacts]
     target = load_target_from(cfg, path=artifacts[0].target.name if artifacts else None)
-    ids = target.encode(prompt, chat=bool(cfg.chat))
-    parts = _parts(cfg, target, entry, artifacts)
+    chat = _chat(cfg, target)
+    ids = target.encode(prompt, chat=chat)
+    parts = parts_of(cfg, target, entry, artifacts)
     colour = bool(cfg.color) and sys.stdout.isatty()
-    writer = _Writer(target, colour=colour, stop=stop, ends=target.info.eos_ids)
+    writer = TextWriter(target, colour=colour, stop=stop, ends=target.info.eos_ids)
     if colour:
-        print(f"{DIM}{prompt}{PLAIN}", end="\n" if cfg.chat else "", flush=True)
+        print(f"{DIM}{prompt}{PLAIN}", end="\n" if chat else "", flush=True)
     generation = Engine(target, parts).generate(
         [ids],
         max_new_tokens=count,
@@ -71,7 +72,12 @@ def run(cfg: DictConfig) -> None:
         stream=writer,
     )
     writer.close(generation.texts[0] if generation.texts else "")
-    print(statistics(generation.stats, parts), file=sys.stderr)
+    print()
+    if not chat and chats(target.tokenizer) and not "".join(generation.texts).strip():
+        _aside("the target ended the text at once; chat=true asks it in its chat template")
+    pairs = zip(entry.artifacts, artifacts, strict=True)
+    unverified = [Path(name).name for name, artifact in pairs if not artifact.verified]
+    print(statistics(generation.stats, parts, unverified=unverified), file=sys.stderr)
 
 
 def check(cfg: DictConfig) -> None:
@@ -84,13 +90,37 @@ def check(cfg: DictConfig) -> None:
     _one_prompt(cfg)
     check_prompt_file(cfg)
     _stop(cfg)
+    convert(cfg.chat, Literal["auto", True, False], "chat")
     if not artifact_names(cfg) and not (cfg.target and cfg.target.path):
         raise ConfigError(NO_TARGET)
 
 
-def statistics(stats: Stats, ran: Parts) -> str:
-    """One line: tokens, speed, acceptance and memory of what ran."""
-    parts = [
+def _chat(cfg: DictConfig, target: Target) -> bool:
+    """Whether the prompt goes through the chat template: `auto` asks a chat model what is typed as `prompt=`.
+
+    A prompt file is continued as it is: it may hold a text, or a conversation that is rendered already.
+
+    Raises:
+        ConfigError: another value than auto, true or false.
+    """
+    asked: Literal["auto", True, False] = convert(cfg.chat, Literal["auto", True, False], "chat")
+    if asked != AUTO:
+        return bool(asked)
+    if cfg.prompt is None or not chats(target.tokenizer):
+        return False
+    _aside("the prompt is a user's message in the target's chat template; chat=false continues it as text")
+    return True
+
+
+def _aside(line: str) -> None:
+    """A line beside the text, dim on a terminal."""
+    before, after = (DIM, PLAIN) if sys.stderr.isatty() else ("", "")
+    print(f"{before}longtrain: {line}{after}", file=sys.stderr, flush=True)
+
+
+def statistics(stats: Stats, ran: Parts, *, unverified: Sequence[str] = ()) -> str:
+    """One line: tokens, speed, acceptance and memory of what ran, and which artifacts did not verify."""
+    parts = [f"UNVERIFIED artifact {name}" for name in unverified] + [
         f"{sum(stats.output_tokens)} tokens after {sum(stats.prompt_tokens)}",
         f"{stats.tokens_per_s:.1f} tokens/s (prefill {stats.prefill_s:.2f} s)",
     ]
@@ -127,7 +157,7 @@ def _named(widths: Sequence[int]) -> str:
     return "-".join(map(str, widths)) or "plain"
 
 
-def _entry(cfg: DictConfig) -> Entry:
+def entry_of(cfg: DictConfig) -> Entry:
     """What `artifact`, a method without training, `cache` and `evict` name, as one entry of `suite.systems`.
 
     Raises:
@@ -179,7 +209,7 @@ def _stop(cfg: DictConfig) -> list[str]:
     return convert(listed, texts, "stop")
 
 
-def _parts(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
+def parts_of(cfg: DictConfig, target: Target, entry: Entry, artifacts: Sequence[Artifact]) -> Parts:
     """What the entry brings to an engine; a budget that nothing evicts to is refused."""
     from longtrain import methods
     from longtrain.artifact import Artifact
@@ -246,6 +276,8 @@ def check_prompt_file(cfg: DictConfig) -> None:
 def read_prompt(where: str | Path) -> str:
     """The text of a prompt file, or of a pipe: one in the place of a file (`<(command)`), or with `-` stdin.
 
+    Line ends stay as they are; a byte order mark at the beginning is no part of it.
+
     Raises:
         DataError: it cannot be read.
     """
@@ -254,11 +286,10 @@ def read_prompt(where: str | Path) -> str:
         if where == STDIN:
             if sys.stdin.isatty():
                 _wait_said("the prompt that you type; Ctrl-D on a line of its own ends it")
-            return sys.stdin.buffer.read().decode("utf-8")
+            return sys.stdin.buffer.read().decode(UTF8)
         if path.is_fifo():
-            return _piped(path).decode("utf-8")
-        need_regular(path)
-        return path.read_text(encoding="utf-8")
+            return _piped(path).decode(UTF8)
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise DataError(f"prompt_file={where} cannot be read as UTF-8 text: {reason}") from None
@@ -285,7 +316,7 @@ def _wait_said(for_what: str) -> None:
     sys.stderr.flush()
 
 
-class _Writer:
+class TextWriter:
     """Prints tokens as they come: whole characters only, accepted draft tokens in green.
 
     As many characters as the longest of `stop` has wait: they may turn out to begin a stop string. What one
@@ -312,17 +343,20 @@ class _Writer:
         self._print(min([len(self.waiting) - self.hold, *found]))
 
     def close(self, text: str) -> None:
-        """Print what is left of the whole text, and end the line."""
+        """Print what is left of the whole text."""
         rest = text[self.length :]
         colours = [from_draft for _, from_draft in self.waiting]
         colours += [False] * (len(rest) - len(colours))
         self.waiting = list(zip(rest, colours, strict=False))
         self._print(len(self.waiting))
-        print()
+
+    def show(self, shown: Sequence[tuple[str, bool]]) -> None:
+        """Print characters that are certain, with whether each came from the draft."""
+        for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
+            text = "".join(char for char, _ in run_of)
+            print(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text, end="", flush=True)
 
     def _print(self, count: int) -> None:
         shown, self.waiting = self.waiting[: max(0, count)], self.waiting[max(0, count) :]
         self.length += len(shown)
-        for from_draft, run_of in groupby(shown, key=lambda pair: pair[1]):
-            text = "".join(char for char, _ in run_of)
-            print(f"{GREEN}{text}{PLAIN}" if from_draft and self.colour else text, end="", flush=True)
+        self.show(shown)

@@ -129,10 +129,10 @@ def room_here(cfg: DictConfig, device: Any, *, first: bool) -> Room:
         return Room(gpu)
     run_dir = Path(cfg.run_dir)
     there = sum(file.stat().st_size for file in run_dir.glob("train/checkpoints/*.ckpt/*"))
-    return Room(gpu, host=_host_bytes(), disk=files.free_bytes(run_dir) + there)
+    return Room(gpu, host=host_bytes(), disk=files.free_bytes(run_dir) + there)
 
 
-def _host_bytes() -> int | None:
+def host_bytes() -> int | None:
     """Memory that a process may take: what the machine has free, within the limits of its job and cgroup."""
     import torch
 

@@ -17,7 +17,7 @@ from longtrain.errors import ConfigError
 from longtrain.jobs.setup import load_target_from, plain, target_overrides
 from longtrain.log import get_logger
 from longtrain.settings import Count, convert, wrong
-from longtrain.targets.tokenizer import read_tokenizer
+from longtrain.targets.tokenizer import embedded_tokens, read_tokenizer
 
 if TYPE_CHECKING:
     from longtrain.data.chat.prompts import Generate, Part
@@ -52,7 +52,9 @@ def run(cfg: DictConfig) -> None:
         folder = ensure_prepared(cfg, tokenizer, context_tokens=target.info.max_positions, target=target)
     else:
         tokenizer, context_tokens = read_tokenizer(_target_path(cfg), **target_overrides(cfg))
-        folder = ensure_prepared(cfg, tokenizer, context_tokens=context_tokens)
+        folder = ensure_prepared(
+            cfg, tokenizer, context_tokens=context_tokens, vocab_size=embedded_tokens(_target_path(cfg))
+        )
     facts = {"folder": str(folder), "sha256": Prepared.open(folder).manifest["sha256"]}
     provenance.write(Path(cfg.run_dir) / "prepare", plain(cfg), data=facts)
     show(folder, tokenizer, count=int(cfg.get("show") or 0), seed=int(cfg.seed))
@@ -69,7 +71,12 @@ def check(cfg: DictConfig) -> None:
 
 
 def ensure_prepared(
-    cfg: DictConfig, tokenizer: Any, *, context_tokens: int | None = None, target: Target | None = None
+    cfg: DictConfig,
+    tokenizer: Any,
+    *,
+    context_tokens: int | None = None,
+    vocab_size: int | None = None,
+    target: Target | None = None,
 ) -> Path:
     """The prepared folder of `cfg.data`, made now if it is missing or out of date.
 
@@ -77,6 +84,7 @@ def ensure_prepared(
         cfg: the resolved configuration.
         tokenizer: the target's.
         context_tokens: the target's context; documents beyond it are treated as `data.long_documents` says.
+        vocab_size: tokens that the target has embeddings for; None: those of `target`, or of the tokenizer.
         target: writes the answers where `data.answers=target`.
 
     Raises:
@@ -96,6 +104,7 @@ def ensure_prepared(
         tokenizer,
         home=Path(cfg.home),
         context_tokens=context_tokens,
+        vocab_size=vocab_size if target is None else target.info.vocab_size,
         generate=generate,
         author=author,
     )
@@ -152,6 +161,7 @@ def _write_part(cfg: DictConfig, config: DataConfig, target: Target, part: Part)
         generate=_writer(config, target),
         author=_author(target),
         context_tokens=target.info.max_positions,
+        vocab_size=target.info.vocab_size,
     )
 
 

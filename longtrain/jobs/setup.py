@@ -26,6 +26,11 @@ NO_TARGET = (
     "longtrain train --help lists the names"
 )
 
+NO_CUDA = (
+    "trainer.accelerator={}, and torch sees no CUDA device here; with a target that is small enough for a CPU "
+    "pass trainer=cpu"
+)
+
 Device = Annotated[
     str, fulfils(re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch), Words("auto, cpu, cuda, cuda:0, ...")
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from omegaconf import DictConfig
 from longtrain import files, methods, provenance
 from longtrain.errors import ConfigError
 from longtrain.jobs import features, outline
-from longtrain.jobs.setup import NO_TARGET, load_artifact, load_tensors, plain, target_key
+from longtrain.jobs.setup import NO_CUDA, NO_TARGET, load_artifact, load_tensors, plain, target_key
 from longtrain.log import get_logger, on_first_rank
 from longtrain.settings import convert
 from longtrain.settings import read as typed
@@ -38,9 +40,23 @@ def run(cfg: DictConfig) -> None:
         ConfigError: a setting is wrong, or differs from those of the run to resume.
         ArtifactError: a checkpoint or the artifact of `init` is damaged.
         TrainingError: the loss is not finite, or the disk is full.
-        SystemExit: when a signal asked the run to leave and it was saved; 130 after Ctrl-C, so that nothing
-            goes on as if it were trained, else 0.
+        SystemExit: when a signal asked the run to leave and it was saved: with 128 and the signal's number
+            (143 after SIGTERM, 130 after Ctrl-C), so that nothing goes on as if it were trained.
         KeyboardInterrupt: after a second Ctrl-C, with nothing saved since the last checkpoint.
+    """
+    with ExitStack() as held:
+        alone = True
+        if on_first_rank():
+            alone = held.enter_context(files.lock(Path(cfg.run_dir) / ".train.lock"))
+        _train(cfg, alone=alone)
+
+
+def _train(cfg: DictConfig, *, alone: bool) -> None:
+    """Train, while no other process trains this run.
+
+    Args:
+        cfg: the resolved configuration.
+        alone: whether this is so; False on the first rank ends all of them before anything is loaded.
     """
     from longtrain.data.rows.module import DataModule
     from longtrain.training import checkpoint, ranks
@@ -51,7 +67,7 @@ def run(cfg: DictConfig) -> None:
     assert spec.objective is not None  # refused there
     folder = Path(cfg.run_dir) / "train"
     resume = str(cfg.get("resume", "auto"))
-    _settle_wandb_id(cfg, folder, anew=resume == "never")
+    _settle_wandb_id(cfg, folder, anew=resume == "never" and alone)
     trainer = training.build_trainer(
         settings,
         folder,
@@ -61,6 +77,7 @@ def run(cfg: DictConfig) -> None:
     )
     settings = settings.spread(trainer.world_size)
     training.connect(trainer)
+    ranks.share(trainer, lambda: _refuse_second(cfg, alone))
     device = str(trainer.strategy.root_device)
     outline.check_room(
         cfg, device=trainer.strategy.root_device, devices=trainer.num_devices, nodes=trainer.num_nodes
@@ -93,6 +110,7 @@ def run(cfg: DictConfig) -> None:
         provenance.write(folder, plain(cfg), data=facts["data"], target=facts["target"], init=facts["init"])
         _tell_loggers(trainer, plain(cfg))
 
+    left: Stopped | None = None
     try:
         summary = training.fit(
             objective,
@@ -110,17 +128,32 @@ def run(cfg: DictConfig) -> None:
         )
     except Stopped as stopped:
         log.info("%s", stopped)
-        raise SystemExit(130 if stopped.name == "SIGINT" else 0) from None
-    except SystemExit as left:
-        if isinstance(left.__context__, KeyboardInterrupt):  # Lightning's own way to end at Ctrl-C
+        left = stopped
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning's own way to end at Ctrl-C
             raise KeyboardInterrupt from None
         raise
     finally:
         kept.close()
-    ranks.leave(trainer)
+    ranks.leave(trainer)  # none ends, with an error or without, while another one still writes
+    if left is not None:
+        raise SystemExit(128 + signal.Signals[left.name])
     log.info("trained %s folder=%s", _outcome(summary), folder)
     if drawn := _drawn(folder):
         log.info("%s", drawn)
+
+
+def _refuse_second(cfg: DictConfig, alone: bool) -> None:
+    """Refuse to train what another process trains.
+
+    Raises:
+        ConfigError: one does.
+    """
+    if not alone:
+        raise ConfigError(
+            f"name={cfg.name} is being trained by another process ({cfg.run_dir}); wait for it, or pass "
+            "name=OTHER"
+        )
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
@@ -158,10 +191,7 @@ def check(cfg: DictConfig) -> None:
     spec, config, _, loop, _ = _settings(cfg)
     if not cfg.dry_run:
         if loop.accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"trainer.accelerator={loop.accelerator}, and torch sees no CUDA device here; with a target "
-                "that is small enough for a CPU pass trainer=cpu"
-            )
+            raise ConfigError(NO_CUDA.format(loop.accelerator))
         return
     if spec.export is None:
         if not (cfg.target and cfg.target.path):

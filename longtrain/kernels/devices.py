@@ -101,16 +101,6 @@ def hopper(device: torch.device) -> bool:
     return compiles_for(device, (9, 0))
 
 
-@lru_cache(maxsize=32)
-def hopper_alone(device: torch.device) -> bool:
-    """NVIDIA's compute capability 9.0: products of warp groups, which later GPUs no longer have."""
-    return (
-        hopper(device)
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
-
-
 def cores(device: torch.device, *, otherwise: int) -> int:
     """Multiprocessors of a GPU; `otherwise` of another device, whose kernels are interpreted."""
     if device.type != "cuda":

@@ -6,7 +6,7 @@ Shapes: T tokens of one packed row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -193,6 +193,8 @@ class MethodSpec:
         cache_law: config -> settings that texts on the cache it brings follow from, with a draft and without;
             None where they depend on the draft too. None: it brings no cache.
         golden_keys: inference keys of the parts that golden outputs are asked of, where `attach` needs some.
+        golden_others: (config, the target's facts) -> inference keys of parts that other machines run in
+            place of the golden ones, and whose outputs differ by rounding alone: golden outputs allow for it.
         check_data: (config, the data's config) -> None; raises ConfigError where the two do not go together.
         has_views: config -> whether the target reads documents on other caches than the full one, of which
             stored features know nothing; None: it never does.
@@ -222,6 +224,7 @@ class MethodSpec:
     inference_keys: tuple[str, ...] = ()
     cache_law: Callable[[Any], dict[str, Any] | None] | None = None
     golden_keys: Mapping[str, Any] = field(default_factory=dict)
+    golden_others: Callable[[Any, TargetInfo], Sequence[Mapping[str, Any]]] = lambda config, info: ()
     check_data: Callable[[Any, DataConfig], None] | None = None
     has_views: Callable[[Any], bool] | None = None
     files: Callable[[Mapping[str, Tensor], Any, TargetInfo], dict[str, bytes]] | None = None

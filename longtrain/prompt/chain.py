@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longtrain.assets import asset_dir
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, Gathered
 from longtrain.jobs import JOBS, KEPT, SHARED
 from longtrain.log import on_first_rank
-from longtrain.prompt import checks, interrupts, naming
+from longtrain.prompt import checks, following, interrupts, memory, naming
 from longtrain.prompt.explain import explain_key, is_group
 
 if TYPE_CHECKING:
@@ -21,10 +22,14 @@ FIXED = ("target", "decode", "select")
 """Groups whose keys are read one by one, and are all in their files."""
 
 
-def run(cfg: DictConfig) -> None:
+def run(cfg: DictConfig, given: Sequence[str]) -> None:
     """Do the job that the command's word names, else the one or more that `job` lists, in this process.
 
     With `dry_run=true` everything is checked and nothing is done.
+
+    Args:
+        cfg: the composed configuration.
+        given: the words of the command line as Hydra reads them.
 
     Raises:
         ConfigError: `job` names something that is not a job, or a value is not allowed.
@@ -36,25 +41,29 @@ def run(cfg: DictConfig) -> None:
 
     hydra = HydraConfig.get()
     choices, words = hydra.runtime.choices, list(hydra.overrides.task)
-    if cfg.name == naming.UNNAMED and not _typed("name", words):  # our recipes have a name
+    if cfg.name == naming.UNNAMED and not following.typed("name", words):  # our recipes have a name
         cfg.name = naming.usual_name(cfg, choices)
         if choices.get("recipe") and cfg.artifact is None and (made := checks.exported(cfg)):
             cfg.artifact = made[0] if len(made) == 1 else made
-    if not _typed("data.name", words) and (data := naming.data_name(cfg)):
+    if not following.typed("data.name", words) and (data := naming.data_name(cfg)):
         cfg.data.name = data
     if hydra.mode == RunMode.MULTIRUN:
-        cfg.name = naming.swept_name(str(cfg.name), naming.swept(sys.argv[1:], words), hydra.job.num)
-    jobs = _asked(cfg, str(hydra.job.config_name))
-    _refuse_added(words, jobs)
-    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
-    checks.check(steps, words)
+        cfg.name = naming.swept_name(str(cfg.name), naming.swept(given, words), hydra.job.num)
+    jobs = _asked(cfg, str(hydra.job.config_name), given)
+    _refuse_added(words, jobs, given)
     first = on_first_rank()
+    fitted, faults = following.follow(cfg, jobs, words)
+    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
+    checks.check(steps, words, faults)
+    fitted += memory.fit_memory(cfg, jobs, words)
+    steps = [(job, _with_own_keys(cfg, job)) for job in jobs]
+    if first:
+        sys.stderr.write("".join(f"longtrain: {line}\n" for line in fitted))
     if cfg.dry_run:
         _only_check(steps)
         return
-    for job, step in steps:
-        if first or job in SHARED:
-            _own_check(job, step)  # before hours of another job, and before anything is printed
+    # before hours of another job, and before the configuration is printed
+    _own_checks([(job, step) for job, step in steps if first or job in SHARED])
     interrupts.as_usual()
     done: list[str] = []
     for place, (job, step) in enumerate(steps):
@@ -80,13 +89,8 @@ def run(cfg: DictConfig) -> None:
         done.append(job)
 
 
-def _typed(key: str, words: list[str]) -> bool:
-    """Whether the command line sets a key."""
-    return any(word.lstrip("+").partition("=")[0] == key for word in words)
-
-
-def _asked(cfg: DictConfig, config_name: str) -> list[str]:
-    worded = any(arg.startswith("--config-name=") for arg in sys.argv[1:])
+def _asked(cfg: DictConfig, config_name: str, given: Sequence[str]) -> list[str]:
+    worded = any(word.startswith("--config-name=") for word in given)
     asked = config_name if worded else cfg.job
     jobs = [asked] if isinstance(asked, str) else [str(job) for job in asked or ()]
     if wrong := [job for job in jobs if job not in JOBS]:
@@ -94,7 +98,7 @@ def _asked(cfg: DictConfig, config_name: str) -> list[str]:
     return jobs
 
 
-def _refuse_added(words: list[str], jobs: list[str]) -> None:
+def _refuse_added(words: list[str], jobs: list[str], given: Sequence[str]) -> None:
     """Refuse a key that `+` adds and nobody reads: Hydra adds whatever it is told to.
 
     Groups that are read as typed settings refuse it by themselves.
@@ -109,7 +113,7 @@ def _refuse_added(words: list[str], jobs: list[str]) -> None:
         if is_group(key) or (rest and first not in FIXED):
             continue
         if rest or not any(first in OmegaConf.load(asset_dir("conf") / f"{job}.yaml") for job in jobs):
-            raise ConfigError(explain_key(key))
+            raise ConfigError(explain_key(key, given))
 
 
 def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
@@ -128,8 +132,7 @@ def _with_own_keys(cfg: DictConfig, job: str) -> DictConfig:
 
 def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     """What a job checks by itself before it works, for each; then one line, and no job is done."""
-    for job, step in steps:
-        _own_check(job, step)
+    _own_checks(steps)
     names = ", ".join(job for job, _ in steps)
     sys.stderr.write(
         f"dry run of {names}: no fault in what is checked before work begins; "
@@ -137,11 +140,15 @@ def _only_check(steps: list[tuple[str, DictConfig]]) -> None:
     )
 
 
-def _own_check(job: str, cfg: DictConfig) -> None:
-    """What a job checks by itself before it works, if it does."""
-    own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
-    if own is not None:
-        own(cfg)
+def _own_checks(steps: list[tuple[str, DictConfig]]) -> None:
+    """What each job checks by itself before it works; all faults are told at once."""
+    gathered = Gathered()
+    for job, step in steps:
+        own = getattr(importlib.import_module(JOBS[job][0]), "check", None)
+        if own is not None:
+            with gathered.one():
+                own(step)
+    gathered.tell()
 
 
 def _show(cfg: DictConfig, job: str) -> None:

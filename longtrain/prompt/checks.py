@@ -5,22 +5,37 @@ Nothing that is right loads torch here, so that a mistake is told within a secon
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain import methods
 from longtrain.assets import MANIFEST, bundled_artifacts
 from longtrain.data.config import DataConfig
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.errors import ArtifactError, ConfigError, Gathered, LongtrainError
 from longtrain.files import read_json
 from longtrain.jobs.features import settings_of as features_of
-from longtrain.jobs.setup import NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
+from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
 from longtrain.prompt import suite_checks
-from longtrain.settings import AUTO, Count, CountOrZero, NotNegative, Text, Tokens, convert, one_of, read
+from longtrain.settings import (
+    AUTO,
+    Count,
+    CountOrZero,
+    Name,
+    NotNegative,
+    Text,
+    Tokens,
+    convert,
+    one_of,
+    read,
+)
 from longtrain.training import strategy
 from longtrain.training.optim import Optim
 from longtrain.training.settings import LoopConfig
@@ -30,41 +45,64 @@ if TYPE_CHECKING:
 
 Check = Callable[["DictConfig"], None]
 
-WRITES_NOTHING = ("list", "inspect", "generate", "demo", "plan")
+WRITES_NOTHING = ("list", "inspect", "generate", "serve", "demo", "plan")
 """Jobs that need no folder for outputs."""
 REPEATED = ("recipe", "name", "home", "target", "method", "data", "optim", "trainer", "features", "seed")
 """Groups and keys of a command that training under the same name needs too."""
 
 
-def check(steps: Sequence[tuple[str, DictConfig]], words: Sequence[str] = ()) -> None:
-    """Refuse jobs that cannot end well, before the first of them begins.
+def check(
+    steps: Sequence[tuple[str, DictConfig]],
+    words: Sequence[str] = (),
+    faults: Sequence[LongtrainError] = (),
+) -> None:
+    """Refuse jobs that cannot end well, before the first of them begins; all faults are told at once.
 
     Args:
         steps: job and its resolved configuration, in the order in which they are done.
         words: the overrides of the command line, for the advice.
+        faults: what was found before, told together with these.
 
     Raises:
         ConfigError: a value that is not allowed, or a job that nothing was made for.
         ArtifactError: an artifact that is not there, and that no job before makes.
+        Faults: several of these.
     """
     before: list[str] = []
+    gathered = Gathered(faults)
     for job, cfg in steps:
-        _common(cfg)
-        if job not in WRITES_NOTHING:
-            _writable(cfg)
-        if job == "bench":
-            suite_checks.read_by_bench(cfg, words)
-        for part in PARTS.get(job, ()):
-            part(cfg)
-        if job == "export" and "train" not in before:
-            _exportable(cfg)
-        if job in ("generate", "demo") or (job == "eval" and cfg.compare is None):
-            made = {"export"} <= set(before) and _own(cfg)
-            for name in artifact_names(cfg):
-                if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
-                    _there(cfg, name, words)
-                    _as_exported(cfg, name, words)
+        for part in _parts(job, cfg, words, before):
+            with gathered.one():
+                part()
         before.append(job)
+    gathered.tell()
+
+
+def _parts(
+    job: str, cfg: DictConfig, words: Sequence[str], before: Sequence[str]
+) -> Iterator[Callable[[], None]]:
+    """The checks of a job that comes after others."""
+    yield partial(_common, cfg)
+    yield partial(_target_there, cfg)
+    if job not in WRITES_NOTHING:
+        yield partial(_writable, cfg)
+    if job == "bench":
+        yield partial(suite_checks.read_by_bench, cfg, words)
+    for part in PARTS.get(job, ()):
+        yield partial(part, cfg)
+    if job == "export" and "train" not in before:
+        yield partial(_exportable, cfg)
+    if job in ("generate", "serve", "demo") or (job == "eval" and cfg.compare is None):
+        yield partial(_brought, cfg, words, exported="export" in before)
+
+
+def _brought(cfg: DictConfig, words: Sequence[str], *, exported: bool) -> None:
+    """The artifacts that are named are there, or an export before makes them."""
+    made = exported and _own(cfg)
+    for name in artifact_names(cfg):
+        if not (made and made in (_place(cfg, name), *_place(cfg, name).parents)):
+            _there(cfg, name, words)
+            _as_exported(cfg, name, words)
 
 
 def exported(cfg: DictConfig) -> list[str]:
@@ -78,15 +116,23 @@ def exported(cfg: DictConfig) -> list[str]:
 
 def _common(cfg: DictConfig) -> None:
     convert(cfg.seed, int, "seed")
-    for key in ("name", "home", "run_dir"):
+    convert(cfg.name, Name, "name")
+    if cfg.get("data") and "name" in cfg.data:
+        convert(cfg.data.name, Name, "data.name")
+    for key in ("home", "run_dir"):
         convert(cfg[key], Text, key)
     convert(cfg.quiet, bool, "quiet")
     for key in TARGET_KEYS:
         target_key(cfg, key)
+
+
+def _target_there(cfg: DictConfig) -> None:
     if cfg.target and cfg.target.path:
         where = str(cfg.target.path)
         remote = where.count("/") == 1 and where[0] not in "./~"
-        if where != "tiny" and not remote and not Path(where).expanduser().is_dir():
+        gguf = where.lower().endswith(".gguf")
+        place = Path(where).expanduser()
+        if where != "tiny" and (gguf or not remote) and not (place.is_file() if gguf else place.is_dir()):
             from longtrain.targets.at_hand import folder_of
 
             folder_of(where)  # it says what is allowed
@@ -133,6 +179,22 @@ def _training(cfg: DictConfig) -> None:
     features_of(cfg)
     if cfg.init:
         _there(cfg, str(cfg.init))
+
+
+def _cuda(cfg: DictConfig) -> None:
+    """Refuse training on a GPU where no CUDA driver is; torch, which knows it all, is asked later.
+
+    A dry run, which may be done where a job is sent from, is not asked.
+    """
+    accelerator = str(cfg.trainer.get("accelerator"))
+    if accelerator not in ("cuda", "gpu") or cfg.dry_run or sys.platform != "linux":
+        return
+    if "rocm" in version("torch"):
+        return
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise ConfigError(NO_CUDA.format(accelerator)) from None
 
 
 def _resume(cfg: DictConfig) -> None:
@@ -230,10 +292,11 @@ def _listed(cfg: DictConfig) -> None:
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
     "preflight": (_training, _data),
-    "train": (_training, _resume, _data),
+    "train": (_training, _cuda, _resume, _data),
     "export": (_method,),
     "eval": (suite_checks.evaluated, _method, _decode),
     "generate": (_prompt, _method, _decode),
+    "serve": (_method, _decode),
     "demo": (_shown, _decode),
     "bench": (suite_checks.common_keys, _method, _decode),
     "plan": (_method, _plan),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import re
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longtrain.assets import asset_dir
 from longtrain.errors import LongtrainError
+from longtrain.prompt.grammar import in_list
 from longtrain.prompt.store import own_folder
 from longtrain.prompt.suite_help import JOBS as SUITE_JOBS
 
@@ -31,15 +31,20 @@ PLACES = {
 """Errors of a place that cannot be written to or read."""
 
 
-def explain(error: BaseException) -> str:
-    """What to print: our own errors as they are, Hydra's with what exists, others with their type."""
+def explain(error: BaseException, words: Sequence[str] = ()) -> str:
+    """What to print: our own errors as they are, Hydra's with what exists, others with their type.
+
+    Args:
+        error: what ended the command.
+        words: of the command line, as Hydra reads them.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     text = str(error)
     if isinstance(error, LongtrainError):
         return text
-    if isinstance(error, HydraException) and (line := _explain_override(text)):
+    if isinstance(error, HydraException) and (line := _explain_override(text, words)):
         return line
     if isinstance(error.__cause__, OmegaConfBaseException):
         text = f"{text}: {error.__cause__}"
@@ -63,7 +68,7 @@ def near(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _explain_override(text: str) -> str:
+def _explain_override(text: str, words: Sequence[str]) -> str:
     """A message for the overrides people mistype; empty for any other error of Hydra's."""
     if found := re.search(r"Could not find '(?:([^']*)/)?([^'/]+)'", text):
         group, option = found.groups()
@@ -76,26 +81,30 @@ def _explain_override(text: str) -> str:
         key = found[1]
         if is_group(key):
             return f"'{key}=' chooses nothing in this job; write +{key}=NAME"
-        return explain_key(key)
+        return explain_key(key, words)
     if found := re.search(r"(?:Could not override|Key) '([^']+)'", text):
-        return explain_key(found[1])
+        return explain_key(found[1], words)
     if found := re.search(r"Could not append to config\. An item is already at '([^']+)'", text):
         return f"key '{found[1]}' exists already; write {found[1]}=VALUE without the +"
     return ""
 
 
-def explain_key(key: str) -> str:
-    """Which keys there are at the place of an unknown one; composes again with the group choices alone."""
+def explain_key(key: str, args: Sequence[str]) -> str:
+    """Which keys there are at the place of an unknown one; composes again with the group choices alone.
+
+    Args:
+        key: that is not there.
+        args: the words of the command line, as Hydra reads them.
+    """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import DictConfig
 
-    args = sys.argv[1:]
     groups = [arg for arg in args if is_group(arg.split("=")[0].lstrip("+")) and "=" in arg]
     groups += [arg for arg in args if arg.startswith("job=")]
     job = next((arg.split("=")[1] for arg in args if arg.startswith("--config-name=")), "train")
     folder = own_folder(args)
-    places = [f"hydra.searchpath=['file://{folder.absolute()}']"] if folder else []
+    places = [f"hydra.searchpath={in_list([f'file://{folder.absolute()}'])}"] if folder else []
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(asset_dir("conf")), version_base="1.3"):
         node: Any = hydra.compose(job, overrides=[*groups, *places])

@@ -84,10 +84,20 @@ def swept(words: Sequence[str], given: Sequence[str]) -> dict[str, str]:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    typed = OverridesParser.create().parse_overrides([word for word in words if word[:1] != "-"])
+    typed = OverridesParser.create().parse_overrides(
+        [word for word in words if word[:1] != "-" and "=" in word]
+    )
     keys = [one.key_or_group for one in typed if one.is_sweep_override()]
     values = dict(word.lstrip("+").split("=", 1) for word in given if "=" in word)
-    return {key: values[key] for key in keys if key in values}
+    plain = {key: values[key] for key in keys if key in values}
+    return {key: _unquoted(value) if value[:1] in ("'", '"') else value for key, value in plain.items()}
+
+
+def _unquoted(value: str) -> str:
+    """A text that is in Hydra's quotes."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return str(OverridesParser.create().parse_override(f"x={value}").value())
 
 
 def swept_name(name: str, values: Mapping[str, str], number_: int) -> str:

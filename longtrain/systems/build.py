@@ -327,6 +327,7 @@ def artifact_facts(where: str, artifact: Artifact) -> Json:
         "method": artifact.method,
         "config": dict(artifact.config),
         "weights": artifact.checksum(),
+        **({} if artifact.verified else {"unverified": True}),
     }
 
 

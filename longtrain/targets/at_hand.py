@@ -1,4 +1,4 @@
-"""Where a target's files are: bundled, in a folder, or on the Hub."""
+"""Where a target's files are: bundled, in a folder, in a GGUF file, or on the Hub."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "pytorch_m
 """What is fetched of a target on the Hub."""
 
 
+def is_gguf(where: str | Path) -> bool:
+    """Whether a target is named by a GGUF file."""
+    return str(where).lower().endswith(".gguf") and not Path(where).expanduser().is_dir()
+
+
 def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
-    """The local folder of a target.
+    """The local folder of a target; that of a GGUF file is made the first time (`targets.stored.gguf`).
 
     Args:
-        where: `tiny`, a folder or a Hub id.
+        where: `tiny`, a folder, a `.gguf` file or a Hub id.
         fetch: whether a Hub id may be fetched; False: it must have been fetched before.
 
     Raises:
-        ConfigError: there is no such folder or Hub id.
+        ConfigError: there is no such folder, file or Hub id.
+        ArtifactError: a GGUF file cannot be read.
+        TargetMismatchError: a GGUF file holds a model that is not supported.
     """
     if str(where) == "tiny":
         folder = asset_dir("bundled") / "tiny"
@@ -33,11 +40,15 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
     if folder.is_dir():
         return folder
     text = str(where)
-    if folder.exists() or text.count("/") != 1 or text[0] in "./~":
+    if is_gguf(where) and folder.is_file():
+        from longtrain.targets.stored.gguf import dequantised
+
+        return dequantised(folder)
+    if folder.exists() or text.count("/") != 1 or text[0] in "./~" or is_gguf(where):
         raise refusal(
             ConfigError,
             f"target.path={text} is not a folder",
-            "a target folder, a Hub id (org/name), or tiny",
+            "a target folder, a .gguf file, a Hub id (org/name), or tiny",
         )
     from huggingface_hub import snapshot_download
 
@@ -52,7 +63,8 @@ def folder_of(where: str | Path, *, fetch: bool = True) -> Path:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"target.path={text}: no such folder here ({folder.absolute()}), and the model hub gave no such "
-            f"model ({reason}); pass a local folder, or fetch it first with: hf download {text}"
+            f"model ({reason}); pass target.path=FOLDER (its config.json, safetensors and tokenizer) or "
+            f"target.path=FILE.gguf, or fetch it where there is a network: hf download {text}"
         ) from error
 
 
@@ -60,21 +72,56 @@ def folder_at_hand(where: str, *, weights: bool = True) -> Path:
     """The folder of a target that is on this machine, its files checked without loading or fetching anything.
 
     Args:
-        where: `tiny`, a folder or a Hub id.
+        where: `tiny`, a folder, a `.gguf` file or a Hub id.
         weights: whether the weights must be there too.
 
     Raises:
         ConfigError: nothing of that name is on this machine.
         ArtifactError: a file of the folder is missing.
+        TargetMismatchError: the weights are quantised by a method that is not read.
     """
     folder = folder_of(where, fetch=False)
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{folder} has no config.json; get the folder again")
     if weights:
-        from longtrain.targets.weights import weight_files
+        from longtrain.targets.config_file import read_object
+        from longtrain.targets.stored.files import weight_files
+        from longtrain.targets.stored.quantised import Quantisation
 
         weight_files(folder)
+        Quantisation.of(read_object(folder / "config.json"), where)
     return folder
+
+
+def source_of(where: str | Path, weights: str = "stored") -> dict[str, str]:
+    """Which weights a target on this machine has, as far as its files say it; results are kept with it.
+
+    Args:
+        where: `tiny`, a folder, a `.gguf` file or a Hub id.
+        weights: `stored`; random ones come from nowhere.
+
+    Returns: `gguf`, `sha256` and `quantisation` of a GGUF file, or `hub_revision` of a folder from the Hub; or
+        nothing.
+    """
+    if weights != "stored" or str(where) == "tiny":
+        return {}
+    folder = folder_of(where, fetch=False)
+    if is_gguf(where):
+        from longtrain.targets.stored.gguf import record_of
+
+        return record_of(folder)
+    return {"hub_revision": revision} if (revision := _revision(folder)) else {}
+
+
+def _revision(folder: Path) -> str:
+    """The commit that a folder of the Hub's cache, or one that `hf download` made, was fetched at."""
+    if folder.parent.name == "snapshots":
+        return folder.name
+    try:
+        stamp = folder / ".cache" / "huggingface" / "download" / "config.json.metadata"
+        return stamp.read_text(encoding="utf-8").split()[0]
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
 def licence_of(where: str) -> str | None:

@@ -18,7 +18,7 @@ from longtrain.cache.base import Causal, Mask
 from longtrain.cache.packed import PackedCapture
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.targets.attention import NAME, Pass
-from longtrain.targets.weights import INT8_FILE
+from longtrain.targets.stored.files import INT8_FILE
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

@@ -30,11 +30,31 @@ def read_config(folder: Path) -> Any:
         size, most = values.get(key), MOST.get(key, 2**31)
         if size is not None and (type(size) is not int or not 0 < size <= most):
             raise ArtifactError(f"{file} has {key}={size!r}; allowed: a whole number from 1 to {most}")
+    _check_heads(values, file)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ArtifactError(f"{file} is not a config that transformers can read ({reason})") from error
+
+
+def _check_heads(values: dict[str, Any], file: Path) -> None:
+    """Refuse heads that no attention can be made of; transformers says so at the first forward, or in riddles."""
+    hidden, heads, kv_heads = (
+        values.get(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if heads and kv_heads and heads % kv_heads:
+        raise ArtifactError(
+            f"{file} has num_key_value_heads={kv_heads}; allowed: a number that divides num_attention_heads="
+            f"{heads}"
+        )
+    head_dim = values.get("head_dim")
+    if heads and hidden and not head_dim and hidden % heads:
+        raise ArtifactError(
+            f"{file} has hidden_size={hidden} and no head_dim; allowed: a multiple of num_attention_heads={heads}"
+        )
+    if head_dim and head_dim % 2:
+        raise ArtifactError(f"{file} has head_dim={head_dim}; allowed: an even number, since RoPE turns pairs")
 
 
 def read_object(file: Path, advice: str = "get the folder again") -> dict[str, Any]:

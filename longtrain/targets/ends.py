@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
+from longtrain.errors import ConfigError
 from longtrain.targets.model import Target
-from longtrain.targets.weights import random_tensor, sample, tensors_of, weight_files
+from longtrain.targets.stored.checkpoint import Stored
+from longtrain.targets.weights import check_shape, random_tensor, refuse_missing, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from longtrain.targets.info import TargetInfo
     from longtrain.targets.step import PackedStep
 
-Weights = Callable[[], Iterator[tuple[str, Callable[[], Tensor]]]]
+Weights = Callable[[], Iterator[tuple[str, Stored]]]
 """Goes through all weights: the name of each, and what gives its values."""
 
 LAYERS = "model.layers."
@@ -55,8 +56,8 @@ class TargetEnds(Target):
         """Weights of a decoder layer, read or drawn now."""
         prefix = f"{LAYERS}{layer}."
         return {
-            name.removeprefix(prefix): read().to(self.device, self.dtype)
-            for name, read in self._weights()
+            name.removeprefix(prefix): stored.rows(slice(None)).to(self.device, self.dtype)
+            for name, stored in self._weights()
             if name.startswith(prefix)
         }
 
@@ -83,51 +84,36 @@ class TargetEnds(Target):
         )
 
 
-def stored_weights(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Name of each weight of a folder, and what reads it.
-
-    Raises:
-        ArtifactError: a file is missing, truncated or unreadable.
-    """
-    for file in weight_files(folder):
-        for name, stored in tensors_of(file, torch.device("cpu")):
-            yield name, partial(stored.rows, slice(None))
-
-
 def drawn_weights(
     shapes: Mapping[str, torch.Size], seed: int, *, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The same of random weights (`weights.random_weights`)."""
+) -> Iterator[tuple[str, Stored]]:
+    """Name of each random weight (`weights.random_weights`), and what draws it."""
+
+    def draw(name: str, rows: slice) -> Tensor:
+        return random_tensor(name, shapes[name], seed=seed, dtype=dtype, device=device)[rows]
+
     for name, shape in shapes.items():
-        yield name, partial(random_tensor, name, shape, seed=seed, dtype=dtype, device=device)
+        yield name, Stored(Path("random weights"), tuple(shape), partial(draw, name))
 
 
 def assign_ends(
-    model: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device
+    model: nn.Module, weights: Weights, folder: Path, *, dtype: torch.dtype, device: torch.device
 ) -> dict[str, tuple[torch.Size, bytes]]:
     """Fill all of a model on the meta device but its layers; every tensor's shape and sample come back.
 
     Raises:
-        ArtifactError: a file is missing, truncated or unreadable, or a tensor is missing.
+        ArtifactError: a file is damaged, a tensor is missing, or the model has none of its name.
         TargetMismatchError: a tensor's shape is not the config's.
     """
     shapes = {name: param.shape for name, param in model.named_parameters()}
     samples: dict[str, tuple[torch.Size, bytes]] = {}
-    for name, read in weights():
-        if name not in shapes:
-            continue  # rotary buffers of old checkpoints, a tied head
-        tensor = read()
-        if tensor.shape != shapes[name]:
-            raise TargetMismatchError(
-                f"{name} has shape {tuple(tensor.shape)}, config.json says {tuple(shapes[name])}"
-            )
-        samples[name] = tensor.shape, sample(tensor, dtype)
+    for name, stored in weights():
+        check_shape(name, stored, shapes)
+        tensor = stored.rows(slice(None))
+        samples[name] = shapes[name], sample(tensor, dtype)
         if not name.startswith(LAYERS):
             owner, _, leaf = name.rpartition(".")
             value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
             setattr(model.get_submodule(owner), leaf, value)
-    if missing := sorted(set(shapes) - set(samples)):
-        raise ArtifactError(
-            f"the target lacks {len(missing)} tensors, the first is {missing[0]}; get its folder again"
-        )
+    refuse_missing(set(shapes) - set(samples), folder)
     return samples

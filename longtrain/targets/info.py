@@ -5,6 +5,7 @@ Shapes: L layers, H query heads, G KV heads, D head dim, E hidden dim, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -14,6 +15,24 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 """`model_type`s whose attention is full, causal and routed through transformers' attention interface."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not change with the length."""
+_ROPE_KEYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": None},
+    "llama3": dict.fromkeys(
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ),
+    "yarn": {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "attention_factor": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "truncate": True,
+    },
+}
+"""Keys that each rotary type reads besides `rope_theta`, with what it takes where a key is left out."""
 _SUPPORTED = f"supported: {', '.join(FAMILIES)} without sliding window"
 
 
@@ -59,6 +78,11 @@ class TargetInfo:
         data["extra"] = {**data.get("extra", {}), **{k: v for k, v in values.items() if k not in known}}
         return cls(**data)
 
+    @property
+    def source(self) -> dict[str, str]:
+        """Which weights these are, as `targets.at_hand.source_of` found; empty: their files do not say it."""
+        return dict(self.extra.get("source", {}))
+
     def check(self, other: TargetInfo) -> None:
         """Refuse a target that differs from the one a module was trained for.
 
@@ -75,12 +99,21 @@ class TargetInfo:
             mine, theirs = getattr(self, key), getattr(other, key)
             if key in {"tokenizer_hash", "weights_hash"} and not (mine and theirs):
                 continue
+            if key == "rope":
+                mine, theirs = rope_values(mine), rope_values(theirs)
             if mine != theirs:
                 raise TargetMismatchError(
                     f"artifact was trained for {self.name} ({key}={mine}), the target at hand is "
                     f"{other.name} ({key}={theirs}); pass the target it was trained for, "
                     f"e.g. target.path={self.name}"
                 )
+
+
+def source_line(source: Mapping[str, str]) -> str:
+    """A target's source (`TargetInfo.source`) for people to read; empty: not known."""
+    if "gguf" in source:
+        return f"GGUF {source['gguf']}, {source['quantisation']}, SHA-256 {source['sha256']}"
+    return f"Hub revision {source['hub_revision']}" if "hub_revision" in source else ""
 
 
 @dataclass(frozen=True)
@@ -110,23 +143,44 @@ class TargetSketch(TargetInfo):
             )
 
 
-def check_supported(config: Any, where: str) -> None:
+def rope_values(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters by what they mean: whatever they are spelt like, equal angles give equal values.
+
+    Args:
+        rope: `rope_parameters` of transformers, or as another tool or version spells them.
+
+    Returns: `rope_type` and its numbers, sorted by name, without those that say what is meant anyway.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    usual = {"rope_theta": None, "partial_rotary_factor": 1, **_ROPE_KEYS.get(kind, dict.fromkeys(rope))}
+    found: dict[str, Any] = {"rope_type": kind}
+    for key, value in rope.items():
+        if key in ("rope_type", "type") or key not in usual or value is None or value == usual[key]:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = key == "original_max_position_embeddings"
+        found[key] = (int(value) if whole else float(value)) if number else value
+    return dict(sorted(found.items()))
+
+
+def check_supported(config: Any, where: str, *, max_positions: int | None = None) -> None:
     """Refuse a target whose attention the hook would get wrong.
 
     Args:
         config: a transformers config.
         where: the target's name, for the message.
+        max_positions: the context, tokens, where it is to be another than the config's.
 
     Raises:
         TargetMismatchError: sliding windows, latent attention (MLA), sinks, softcapping, an encoder, a rotary
             type whose angles change with the length, or a family that is not proven.
     """
-    reason = _reason(config)
+    reason = _reason(config, max_positions or getattr(config, "max_position_embeddings", 0))
     if reason:
         raise TargetMismatchError(f"target {where} ({config.model_type}) {reason}; {_SUPPORTED}")
 
 
-def _reason(config: Any) -> str:
+def _reason(config: Any, context: int) -> str:
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model, not a decoder"
     if getattr(config, "kv_lora_rank", None):
@@ -136,18 +190,20 @@ def _reason(config: Any) -> str:
             return f"softcaps its logits ({key}={getattr(config, key)})"
     if config.model_type.startswith("gpt_oss"):
         return "has attention sinks"
-    if window := _window(config):
-        return f"has sliding-window attention (window {window})"
+    if window := _window(config, context):
+        return f"has sliding-window attention (window {window}, context {context})"
     if config.model_type not in FAMILIES:
         return "is of a family that is not supported"
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         return f"has rotary embeddings of type '{kind}' (allowed: {', '.join(ROPE_TYPES)})"
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        return f"rotates a part of each head (partial_rotary_factor={rope['partial_rotary_factor']})"
     return ""
 
 
-def _window(config: Any) -> int:
+def _window(config: Any, context: int) -> int:
     """Size of the sliding window in use, 0 if none is (one that spans the whole context is none)."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -155,4 +211,4 @@ def _window(config: Any) -> int:
         return 0
     if kinds is not None and not window:
         return 1
-    return window if window and window < config.max_position_embeddings else 0
+    return window if window and window < context else 0

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -23,23 +24,17 @@ from longtrain.costs.held import Spread, held, refuse_lack
 from longtrain.costs.model import Sizes
 from longtrain.errors import ArtifactError, ConfigError, first_line, is_failure, refusal
 from longtrain.log import get_logger
-from longtrain.targets.at_hand import folder_of
+from longtrain.targets.at_hand import folder_of, source_of
 from longtrain.targets.attention import NAME
 from longtrain.targets.config_file import eos_ids_of, read_config
-from longtrain.targets.ends import TargetEnds, Weights, assign_ends, drawn_weights, stored_weights
-from longtrain.targets.info import TargetInfo, check_supported
+from longtrain.targets.ends import TargetEnds, Weights, assign_ends, drawn_weights
+from longtrain.targets.info import TargetInfo, check_supported, rope_values
 from longtrain.targets.model import Target, rebuild_rotary
 from longtrain.targets.shapes import shape_config
 from longtrain.targets.sharded import Node, Shards
 from longtrain.targets.tokenizer import legacy_hint, set_chat_template
-from longtrain.targets.weights import (
-    assign_weights,
-    draw,
-    fingerprint,
-    identity,
-    random_weights,
-    weight_files,
-)
+from longtrain.targets.stored.checkpoint import Checkpoint
+from longtrain.targets.weights import assign_weights, draw, fingerprint, identity, random_weights
 
 log = get_logger(__name__)
 
@@ -75,7 +70,8 @@ def load_target(
         shutil.copy(asset_dir("bundled") / "tiny" / "chat_template.jinja", folder)
 
     Args:
-        where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, or a Hub id.
+        where: "tiny" (the bundled one), a folder with `config.json`, weights and tokenizer, a `.gguf` file, or
+            a Hub id.
         dtype: dtype of weights and activations; "auto" is bf16 on a GPU and fp32 elsewhere.
         device: the device to put it on.
         max_positions: its context, tokens, where the config has another (those before linear RoPE scaling).
@@ -96,9 +92,12 @@ def load_target(
     dtype = _dtype(dtype, device)
     folder = folder_of(where)
     config = read_config(folder)
-    check_supported(config, str(where))
-    if weights == "stored":
-        weight_files(folder)  # missing weights are told before anything is built
+    check_supported(config, str(where), max_positions=max_positions)
+    checkpoint = None
+    if weights == "stored":  # missing weights are told before anything is built
+        read_to = device if layers else torch.device("cpu")
+        checkpoint = Checkpoint(folder, device=read_to, tied=config.tie_word_embeddings)
+        config.tie_word_embeddings = checkpoint.tied
     tokenizer = _tokenizer(folder)
     set_chat_template(tokenizer, chat_template)
     model = _without_weights(config, dtype, str(where))
@@ -109,14 +108,14 @@ def load_target(
         ranks = None if node is None else node.size
         check_room(config, str(where), device, itemsize=dtype.itemsize, ranks=ranks)
     shards = None if node is None else Shards(model.model.layers, node, device)
-    samples, source = None, cast(Weights, partial(stored_weights, folder))
+    samples, source = None, cast(Weights, checkpoint and checkpoint.__iter__)
     if not layers:
-        if weights == "random":
+        if checkpoint is None:
             shapes = {name: param.shape for name, param in model.named_parameters()}
             source = partial(drawn_weights, shapes, seed, dtype=dtype, device=device)
-        samples = assign_ends(model, source, dtype=dtype, device=device)
-    elif weights == "stored":
-        assign_weights(model, folder, dtype=dtype, device=device)
+        samples = assign_ends(model, source, folder, dtype=dtype, device=device)
+    elif checkpoint is not None:
+        assign_weights(model, checkpoint, dtype=dtype, device=device)
     else:
         random_weights(model, seed, dtype=dtype, device=device)
     if config.tie_word_embeddings:
@@ -125,8 +124,9 @@ def load_target(
     eos_ids = eos_ids_of(config, folder)
     name = str(where) if weights == "stored" else f"{where} (random weights)"
     info = describe(model, tokenizer=tokenizer, name=name, eos_ids=eos_ids, shards=shards, samples=samples)
-    if max_positions is not None:
-        info = replace(info, max_positions=max_positions)
+    source_said = source_of(where, weights)
+    extra = {"source": source_said} if source_said else {}
+    info = replace(info, max_positions=max_positions or info.max_positions, extra=extra)
     if not layers:
         return TargetEnds(model, info, tokenizer, weights=source)
     if shards is not None:
@@ -241,7 +241,6 @@ def describe(
     """The facts of a model: shapes from its config, the rest from modules, weights or samples."""
     config = model.config
     attention = model.model.layers[0].self_attn
-    rope = {key: value for key, value in sorted((config.rope_parameters or {}).items()) if value is not None}
     facts = {
         "family": config.model_type,
         "n_layers": config.num_hidden_layers,
@@ -251,11 +250,11 @@ def describe(
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope": rope,
+        "rms_norm_eps": float(str(np.float32(config.rms_norm_eps))),  # norms add it in fp32
+        "rope": rope_values(config.rope_parameters or {}),
         "qk_norm": hasattr(attention, "q_norm"),
         "attention_bias": attention.q_proj.bias is not None,
-        "hidden_act": config.hidden_act,
+        "hidden_act": "silu" if config.hidden_act == "swish" else config.hidden_act,  # two names of one
     }
     return TargetInfo(
         name=name,

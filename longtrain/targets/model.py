@@ -55,6 +55,8 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.model: Any = model.requires_grad_(False)
+        # what a config.json may ask for, and nobody here reads
+        model.config.update({"return_dict": True, "output_attentions": False, "output_hidden_states": False})
         self.info = info
         self.tokenizer = tokenizer
         self.shards = shards

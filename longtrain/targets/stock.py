@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from longtrain.errors import ConfigError, refusal
 from longtrain.targets.attention import NAME
@@ -34,6 +36,14 @@ class Stock:
     decode_s: float
 
 
+def cache_keyword(model: nn.Module) -> str:
+    """What this version of transformers calls a cache, in a forward's arguments and in what comes back.
+
+    Older versions say `past_key_values`, newer ones `cache`, and warn of the older name.
+    """
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
 @torch.no_grad()
 def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> Stock:
     """Decode greedily with the model's own forward, SDPA attention and growing cache, as `generate` does.
@@ -51,6 +61,7 @@ def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
     if len(set(map(len, prompts))) != 1:
         raise refusal(ConfigError, f"prompts of {sorted(set(map(len, prompts)))} tokens", "one length")
     model = target.model
+    key = cache_keyword(model)
     model.set_attn_implementation("sdpa")
     try:
         started_s = time.perf_counter()
@@ -60,7 +71,7 @@ def decode_stock(target: Target, prompts: Sequence[Sequence[int]], *, max_new_to
         texts = [columns[-1].tolist()]
         prefilled_s = time.perf_counter()
         for _ in range(max_new_tokens - 1):
-            out = model(columns[-1][:, None], past_key_values=out.past_key_values, use_cache=True)
+            out = model(columns[-1][:, None], **{key: getattr(out, key)}, use_cache=True)
             columns.append(out.logits[:, -1].argmax(-1))
             texts.append(columns[-1].tolist())
         done_s = time.perf_counter()

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.assets import asset_dir
+from longtrain.data.retrieval.wording import KEY, PRETRAIN
 from longtrain.errors import ConfigError, DataError, first_line, is_failure, refusal
 from longtrain.files import LARGEST, read_bytes, read_json
+from longtrain.targets.at_hand import folder_of, is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +29,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """A system message is read as a user turn; the generation marks cover the answer and its end token."""
+
+CHAT_BY_DEFAULT = "chat_by_default"
+"""Key of `tokenizer_config.json`: whether a typed prompt is a user's message where nothing else is said.
+
+Models with a chat template are taken to be chat models without it.
+"""
 
 
 class GrowingText:
@@ -54,6 +62,13 @@ class GrowingText:
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=False))
 
 
+def chats(tokenizer: Any) -> bool:
+    """Whether a target is a chat model: it has a template, and its files do not say that it continues text."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return False
+    return bool(tokenizer.init_kwargs.get(CHAT_BY_DEFAULT, True))
+
+
 def words_of(pieces: Iterable[str]) -> list[tuple[str, range]]:
     """The words that pieces of a text make, with the places of each word's pieces."""
     found: list[tuple[str, range]] = []
@@ -72,22 +87,19 @@ def read_tokenizer(
     """The tokenizer of a target, and its context in tokens where its config says one.
 
     Args:
-        where: `tiny`, a target folder, or a Hub id.
+        where: `tiny`, a target folder, a `.gguf` file, or a Hub id.
         chat_template: over the tokenizer's own; see `set_chat_template`.
         max_positions: the context, over the config's.
 
     Raises:
         ConfigError: no such folder or Hub id, no tokenizer there, or no such template.
     """
-    from huggingface_hub import hf_hub_download
     from transformers import AutoTokenizer
 
-    folder = asset_dir("bundled") / "tiny" if where == "tiny" else Path(where).expanduser()
-    local = folder.is_dir()
+    folder = _folder(where)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if local else where, trust_remote_code=False)
-        config = folder / "config.json" if local else Path(hf_hub_download(where, "config.json"))
-        context = read_json(config).get("max_position_embeddings")
+        tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else where, trust_remote_code=False)
+        context = read_json(_config_file(where)).get("max_position_embeddings")
         if context is not None and (type(context) is not int or not 0 < context < LARGEST):
             raise ValueError(f"config.json has max_position_embeddings={context!r}, which is no length")
     except BaseException as error:
@@ -99,6 +111,29 @@ def read_tokenizer(
         ) from error
     set_chat_template(tokenizer, chat_template)
     return tokenizer, max_positions or context
+
+
+def embedded_tokens(where: str) -> int | None:
+    """Tokens that a target has embeddings for; a tokenizer with added tokens may know more. None: not said.
+
+    Args:
+        where: as for `read_tokenizer`, which is called first.
+    """
+    size = read_json(_config_file(where)).get("vocab_size")
+    return size if type(size) is int and size > 0 else None
+
+
+def _folder(where: str) -> Path:
+    known = where == "tiny" or is_gguf(where)
+    return folder_of(where) if known else Path(where).expanduser()
+
+
+def _config_file(where: str) -> Path:
+    """The config of a target, fetched where it is on the Hub."""
+    from huggingface_hub import hf_hub_download
+
+    folder = _folder(where)
+    return folder / "config.json" if folder.is_dir() else Path(hf_hub_download(where, "config.json"))
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
@@ -193,8 +228,10 @@ def save_tokenizer(tokenizer_json: str, folder: Path, *, max_positions: int) -> 
         "bos_token": SPECIALS[0],
         "pad_token": SPECIALS[0],
         "eos_token": SPECIALS[3],
+        CHAT_BY_DEFAULT: False,  # it continues text, and has a template for questions
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
+        KEY: PRETRAIN.name,
     }
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,6 @@ strategy and on another number of ranks. `state.py` gathers and restores what st
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from longtrain.errors import ArtifactError, ConfigError, TrainingError
-from longtrain.files import free_bytes
+from longtrain.files import free_bytes, json_sha256, read_json
 from longtrain.log import get_logger
 from longtrain.training import tensor_file
 from longtrain.training.tensor_file import Piece, Tensors
@@ -234,8 +233,8 @@ def describe(folder: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, file or folder, if it is there."""
-    if path.is_dir():
+    """Delete a checkpoint, file or folder, if it is there; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -267,7 +266,7 @@ def _rotate(folder: Path) -> None:
 def _write_about(folder: Path, about: Mapping[str, Any]) -> None:
     values = json.loads(json.dumps(about, default=str))
     with (folder / ABOUT).open("w", encoding="utf-8") as file:
-        json.dump({**values, _CHECKSUM: _checksum(values)}, file, indent=1)
+        json.dump({**values, _CHECKSUM: json_sha256(values)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -281,20 +280,16 @@ def _read_about(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        about = json.loads((path / ABOUT).read_bytes())
+        about = read_json(path / ABOUT)
     except ValueError as error:
         raise ValueError(f"{ABOUT} is no JSON: {error}") from None
     if not isinstance(about, dict) or _CHECKSUM not in about:
         raise ValueError(f"{ABOUT} has no checksum")
-    if about.pop(_CHECKSUM) != _checksum(about):
+    if about.pop(_CHECKSUM) != json_sha256(about):
         raise ValueError(f"{ABOUT} does not match its checksum")
     if about.get("form") != FORM:
         raise ValueError(f"its form is {about.get('form')}, and this longtrain reads {FORM}")
     return about
-
-
-def _checksum(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _damage(path: Path) -> str | None:

@@ -16,6 +16,7 @@ from longtrain import methods, plots
 from longtrain.artifact import Artifact
 from longtrain.artifact.evidence import EVIDENCE, MOST_POINTS, Curve, Evidence, Measurement
 from longtrain.artifact.inspection import inspect
+from longtrain.artifact.stored import sealed
 from longtrain.errors import ArtifactError
 from longtrain.targets.loading import random_target
 
@@ -142,7 +143,7 @@ def test_job_prints_it_and_fails_where_it_does_not_verify(
 def test_without_golden_outputs_it_does_not_verify(exported: dict[str, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(exported["longspec"], tmp_path / "one")
     manifest = json.loads((folder / "longtrain.json").read_text())
-    (folder / "longtrain.json").write_text(json.dumps({**manifest, "golden": None}))
+    (folder / "longtrain.json").write_bytes(sealed({**manifest, "golden": None}))
     assert "has no golden outputs" in inspect(str(folder)).fault
     assert not inspect(str(folder), unverified=True).fault
 
@@ -162,7 +163,7 @@ def test_evidence_that_is_none_is_one_short_line(
     exported: dict[str, Path], tmp_path: Path, content: str
 ) -> None:
     folder = shutil.copytree(exported["longspec"], tmp_path / "one")
-    (folder / EVIDENCE).write_text(content)
+    (folder / EVIDENCE).write_bytes(sealed(json.loads(content)))
     fault = inspect(str(folder)).fault
     assert "evidence.json cannot be read" in fault and len(fault) < len(str(folder)) + 200
 
@@ -171,9 +172,9 @@ def test_what_a_terminal_would_obey_is_escaped(exported: dict[str, Path], tmp_pa
     folder = shutil.copytree(exported["longspec"], tmp_path / "one")
     manifest = json.loads((folder / "longtrain.json").read_text())
     manifest["provenance"]["license"] = "\x1b[2Jmit\nverifies  yes: all of it"
-    (folder / "longtrain.json").write_text(json.dumps(manifest))
+    (folder / "longtrain.json").write_bytes(sealed(manifest))
     result = {**asdict(RESULT), "title": "\x1b[31mred", "rows": [["\x1b]0;x\x07"] * len(RESULT.header)]}
-    (folder / EVIDENCE).write_text(json.dumps({"results": [result]}))
+    (folder / EVIDENCE).write_bytes(sealed({"results": [result]}))
     said = run("inspect", str(folder)).stdout
     assert "\x1b" not in said and "\x07" not in said and said.count("\nverifies") == 1
     assert "\\x1b[2Jmit\\nverifies" in said and "\\x1b[31mred" in said

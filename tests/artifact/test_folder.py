@@ -14,15 +14,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longtrain.artifact import Artifact, DraftGolden
+from longtrain.artifact.evidence import Curve, Evidence
+from longtrain.artifact.inspection import inspect
+from longtrain.artifact.stored import sealed
+from longtrain.artifact.verification import Check, Verification
 from longtrain.decoding.engine import Engine
 from longtrain.errors import ArtifactError, LongtrainError, TargetMismatchError
+from longtrain.methods.longspec.config import Config
+from longtrain.systems.build import artifact_facts
 from longtrain.targets.loading import random_target
+
+WHOLE = dataclasses.asdict(Config(window=16))
 
 
 def edit(folder, **changes):
     path = folder / "longtrain.json"
-    manifest = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(manifest))
+    path.write_bytes(sealed(json.loads(path.read_text()) | changes))
 
 
 def reseal(folder, name="model.safetensors"):
@@ -126,11 +133,13 @@ def test_changed_byte_is_caught(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema": 99}, "has schema 99; this longtrain reads 1"),
+        ({"schema": 99}, "has schema 99; this longtrain reads 2"),
         ({"method": "os.system"}, r"names the method 'os.system'; known: .*longspec"),
-        ({"config": {"window": 16, "run": "rm"}}, "unknown key 'method.run'"),
-        ({"config": {"window": -1}}, r"window=-1; allowed"),
+        ({"config": {**WHOLE, "run": "rm"}}, "unknown key 'method.run'"),
+        ({"config": {**WHOLE, "window": -1}}, r"window=-1; allowed"),
         ({"config": None}, "lacks or misspells config"),
+        ({"config": {"window": 16}}, "lacks config.cross_attention"),
+        ({"verification": {"checks": [{"what": "x"}], "faults": []}}, "has a wrong verification.checks.0"),
         ({"golden": {"dtype": 3}}, "lacks or misspells golden"),
         ({"provenance": {"argv": 3}}, "has a wrong provenance.argv: "),
         (
@@ -143,11 +152,15 @@ def test_changed_byte_is_caught(folder):
         ),
         ({"golden": {"dtype": "float32", "kind": "x"}}, "kind 'x'"),
         ({"golden": {"dtype": "float32", "kind": []}}, r"kind \[\]"),
-        ({"golden": {"dtype": "float32", "kind": "scores"}}, r"golden.safetensors lacks near_FGT"),
+        ({"golden": {"dtype": "float32"}}, r"has a wrong golden.noise"),
+        (
+            {"golden": {"dtype": "float32", "kind": "scores", "noise": {}}},
+            r"golden.safetensors lacks near_FGT",
+        ),
         ({"golden": None}, r"no golden outputs, so nothing shows .* unverified=true"),
         ({"config": {"window": math.nan}}, r"config.window=nan; allowed: numbers below"),
         ({"config": {"window": 10**30}}, r"config.window=an integer of 100 bits"),
-        ({"config": {"window": True}}, r"window=true; allowed"),
+        ({"config": {**WHOLE, "window": True}}, r"window=true; allowed"),
         ({"target": {"rope": {"theta": [math.inf]}}}, r"target.rope.theta.0=inf; allowed"),
         ({"target": {"name": "x"}}, "describes its target wrongly"),
         ({"target": {**random_target("llama_micro").info.to_json(), "head_dim": "x"}}, "no longspec module"),
@@ -172,6 +185,63 @@ def test_a_pipe_in_place_of_a_file_is_refused(folder, name):
     os.mkfifo(folder / name)
     with pytest.raises(ArtifactError, match="cannot be read: it is a pipe, not a regular file"):
         Artifact.load(folder)
+
+
+@pytest.mark.parametrize("name", ["longtrain.json", "evidence.json"])
+def test_any_value_of_a_json_file_that_is_changed_or_left_out_is_refused(folder, name):
+    """Settings steer what a module does, and golden outputs need not show it: `pool_kernel`, say."""
+    Artifact.load(folder).describe(Evidence({"train/loss": Curve([1, 2], [2.0, 1.0])}))
+    content = json.loads((folder / name).read_text())
+
+    def read():
+        Artifact.load(folder)
+        Evidence.of_folder(folder)
+
+    def edited(values):
+        """Each key changed, and each left out, at any depth."""
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from ({**values, key: changed} for changed in edited(value))
+            else:
+                yield {**values, key: "another" if isinstance(value, str) else [value]}
+            yield {other: kept for other, kept in values.items() if other != key}
+
+    read()
+    for changed in edited(content):
+        (folder / name).write_text(json.dumps(changed))
+        with pytest.raises(ArtifactError, match=r"cannot be read: it (was changed|has no ch)|has schema"):
+            read()
+
+
+def test_what_its_export_could_not_verify_loads_only_when_asked_for(made, target, tmp_path):
+    fault = "golden outputs are not reproduced by X: relative error 0.2, allowed 0.1"
+    checks = [Check("X", 0.2, 0.1)]
+    folder = dataclasses.replace(made, verification=Verification(checks, [fault])).save(tmp_path / "d")
+    with pytest.raises(
+        ArtifactError, match=r"is not verified: golden .* 0\.2.*longtrain inspect .*unverified"
+    ):
+        Artifact.load(folder)
+    artifact = Artifact.load(folder, unverified=True)
+    assert not artifact.verified and artifact.attach(target) is not None
+    assert "unverified" in artifact_facts("d", artifact) and made.verified
+    assert "unverified" not in artifact_facts("d", Artifact.load(made.save(tmp_path / "e")))
+    card = (folder / "README.md").read_text()
+    assert "## Unverified\n\nIt may not compute what was trained" in card and "| X | 0.2 | 0.1 | NO |" in card
+    assert "## Unverified" not in (tmp_path / "e" / "README.md").read_text()
+    found = inspect(str(folder))
+    assert found.fault == fault and found.facts["failed 1"] == "X: relative error 0.2, allowed 0.1 FAILED"
+    assert not inspect(str(folder), unverified=True).fault
+
+
+def test_a_load_that_does_not_verify_is_noted_when_asked_for(folder, target):
+    change_tensors(folder, lambda tensors: tensors["cross_attn.q_proj.weight"][:8].mul_(1.1))
+    with pytest.raises(ArtifactError, match=r"not reproduced .*; unverified=true|or unverified=true"):
+        Artifact.load(folder).attach(target)
+    artifact = Artifact.load(folder, unverified=True)
+    assert artifact.verified
+    parts = [artifact.attach(target) for _ in range(2)]
+    assert parts[0].draft is not None and len(artifact.verification.faults) == 1
+    assert "not reproduced by the draft in fp32" in artifact.verification.faults[0]
 
 
 def test_without_golden_outputs_an_artifact_loads_only_when_asked_for(folder, target):

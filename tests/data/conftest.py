@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from longtrain.data.rows.prepared import Prepared, PreparedWriter
-from longtrain.files import replaced_folder
+from longtrain.data.rows.prepared import PREPARED, Prepared, PreparedWriter
+from longtrain.folders import replaced_folder
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
@@ -52,7 +52,7 @@ def make_prepared(tmp_path):
 
     def make(lengths, *, masks=None, sources=None, val=(), weights=None, name="made", kinds=None):
         folder = tmp_path / name
-        with replaced_folder(folder) as temporary:
+        with replaced_folder(folder, PREPARED) as temporary:
             writer = PreparedWriter(temporary, 1 << 20)
             at = 0
             for i, length in enumerate(lengths):

@@ -2,10 +2,19 @@ import gzip
 import json
 import lzma
 import os
+import zlib
 
 import pytest
 
-from longtrain.data.read.files import JSONL_SUFFIXES, TEXT_SUFFIXES, find, read_jsonl, read_text, stem
+from longtrain.data.read.files import (
+    JSONL_SUFFIXES,
+    TEXT_SUFFIXES,
+    find,
+    find_code,
+    read_jsonl,
+    read_text,
+    stem,
+)
 from longtrain.errors import ConfigError, DataError
 
 
@@ -76,3 +85,110 @@ def test_paths_may_name_the_home_folder(tmp_path, monkeypatch):
     assert find("~/a.txt", TEXT_SUFFIXES) == find("$CORPUS/a.txt", TEXT_SUFFIXES) == [tmp_path / "a.txt"]
     with pytest.raises((DataError, ConfigError)):
         find("bundled:no-such-text", TEXT_SUFFIXES)
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, pack):
+    ending = {bytes: "", gzip.compress: ".gz", lzma.compress: ".xz"}[pack]
+    text, rows = tmp_path / f"a.txt{ending}", tmp_path / f"b.jsonl{ending}"
+    listed, glued = tmp_path / f"c.json{ending}", tmp_path / f"d.jsonl{ending}"
+    text.write_bytes(pack(BOM + "Größe".encode()))
+    rows.write_bytes(pack(BOM + b'{"text": "one"}\n{"text": "two"}\n'))
+    listed.write_bytes(pack(BOM + b'[{"text": "one"}, {"text": "two"}]'))
+    glued.write_bytes(pack((BOM + b'{"text": "one"}\n') * 2))  # cat a.jsonl b.jsonl
+    assert read_text(text) == "Größe"
+    for path in (rows, listed):
+        assert [row["text"] for _, row in read_jsonl(path)] == ["one", "two"]
+    assert [row["text"] for _, row in read_jsonl(glued)] == ["one", "one"]
+
+
+def test_hidden_files_are_no_text(tmp_path):
+    for name in ("a.txt", "._a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "deep/.git/c.txt", "deep/d.txt"):
+        (tmp_path / "of.mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "of.mine" / name).write_bytes(b"\x00\x05\x16\x07")
+    found = find(str(tmp_path / "of.mine"), TEXT_SUFFIXES)
+    assert [path.relative_to(tmp_path / "of.mine").as_posix() for path in found] == ["a.txt", "deep/d.txt"]
+    deep = tmp_path / "of.mine" / "deep" / ".git"
+    assert find(str(deep), TEXT_SUFFIXES) == [deep / "c.txt"], "a folder that is named is read"
+    (tmp_path / "of.mine" / "e" / ".f").mkdir(parents=True)
+    with pytest.raises(DataError, match="e holds no file ending in .*hidden files do not count"):
+        find(str(tmp_path / "of.mine" / "e"), TEXT_SUFFIXES)
+
+
+def test_what_a_folder_of_code_is_is_decided_without_what_is_not_source(tmp_path, caplog):
+    names = ["a.py", "lib/b.c", ".vscode/x.jsonl", ".vscode/y.jsonl", "node_modules/p/z.jsonl"]
+    names += ["node_modules/p/q.js", "node_modules/r.jsonl"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+
+    def found():
+        return [path.relative_to(tmp_path).as_posix() for path in find_code(str(tmp_path))]
+
+    assert found() == ["a.py", "lib/b.c"] and not caplog.text
+    (tmp_path / "lib" / "fixture.jsonl").write_text("{}")
+    assert found() == ["a.py", "lib/b.c"]
+    assert "is read as a source tree of 2 files; its 1 files of JSON lines (lib/fixture.jsonl" in caplog.text
+    for name in ("lib/b.c", "package.json", "rows.jsonl.xz"):
+        (tmp_path / name).unlink(missing_ok=True) if name == "lib/b.c" else (tmp_path / name).write_text("{}")
+    assert found() == ["lib/fixture.jsonl", "package.json", "rows.jsonl.xz"]
+    assert "its 1 source files (a.py, ...) are not read" in caplog.text
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "a\\ud83d\\ud83db"])
+def test_half_a_character_is_told_of_by_its_row(tmp_path, half):
+    rows = ['{"text": "\\ud83d\\ude00 \\u00fc"}', f'{{"text": "{half}"}}', '{"text": "last"}']
+    lines, listed = tmp_path / "a.jsonl", tmp_path / "b.json"
+    lines.write_text("\n".join(rows))
+    listed.write_text(f"[{','.join(rows)}]")
+    for path in (lines, listed):
+        with pytest.raises(DataError, match=rf"{path.name}:2 holds \\ud.*half of a character"):
+            list(read_jsonl(path))
+        told = []
+        assert [row["text"] for _, row in read_jsonl(path, told.append)] == ["😀 ü", "last"]
+        assert len(told) == 1
+
+
+def damaged_deflate(content):
+    """A .gz file whose data go on with a block of a kind that there is not."""
+    begun = zlib.compressobj(wbits=31)
+    return begun.compress(content) + begun.flush(zlib.Z_FULL_FLUSH) + b"\xff" * 8
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"),
+    [
+        (".gz", damaged_deflate),
+        (".gz", lambda content: gzip.compress(content)[:-9]),
+        (".xz", lambda content: lzma.compress(content)[:-20]),
+    ],
+)
+def test_a_damaged_archive_is_named_and_what_comes_before_is_read(tmp_path, ending, pack):
+    content = "".join(f'{{"text": "{number * 7919 % 100003}"}}\n' for number in range(40_000)).encode()
+    path = tmp_path / f"rows.jsonl{ending}"
+    path.write_bytes(pack(content))
+    with pytest.raises(DataError, match=rf"cannot read .*rows\.jsonl\{ending}: .*leave out the file"):
+        list(read_jsonl(path))
+    told = []
+    rows = [row for _, row in read_jsonl(path, told.append)]
+    assert 0 < len(rows) <= 40_000 and rows[0] == {"text": "0"} and len(told) == 1
+    with pytest.raises(DataError, match=rf"cannot read .*rows\.jsonl\{ending} as UTF-8 text"):
+        read_text(path)
+
+
+def test_a_line_in_another_encoding_costs_that_line_alone(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": "gr\xf6\xdfe"}\n' + b'{"text": "three"}\n' * 1000)
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON \(.*utf-8"):
+        list(read_jsonl(path))
+    told = []
+    assert len(list(read_jsonl(path, told.append))) == 1001 and len(told) == 1
+
+
+def test_a_file_name_that_is_not_utf8_is_shown_with_marks(tmp_path):
+    path = tmp_path / os.fsdecode(b"gr\xf6sse.txt")
+    path.write_text("x")
+    assert stem(path) == "gr\ufffdsse"

@@ -41,6 +41,32 @@ def test_labels_are_the_assistants_words_and_end_marker(tokenizer, how):
     assert not rendered.mask_T[0]
 
 
+@pytest.mark.parametrize("blank", ["", " \n"])
+@pytest.mark.parametrize("how", ["template", "prefix"])
+@pytest.mark.parametrize("place", [2, 4])
+def test_a_blank_answer_has_its_end_marker_for_a_label(tokenizer, how, blank, place):
+    chat = [{**turn, "content": blank} if at == place else turn for at, turn in enumerate(CHAT)]
+    rendered = render(tokenizer, chat, how=how, name="x")
+    said = [f"{blank if place == at else CHAT[at]['content']}<|end|>" for at in (2, 4)]
+    assert words(tokenizer, rendered) == said
+    assert audit(tokenizer, rendered, chat, name="x") == "<|end|>"
+    with pytest.raises(DataError, match="line up"):
+        audit(tokenizer, Rendered(rendered.ids_T, shifted(rendered.mask_T, 2)), chat, name="x")
+
+
+def test_a_blank_answer_without_any_label_is_passed_over(tokenizer):
+    tokenizer.chat_template = TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    chat = [{**turn, "content": ""} if at == 2 else turn for at, turn in enumerate(CHAT)]
+    rendered = render(tokenizer, chat, how="template", name="x")
+    assert words(tokenizer, rendered) == [CHAT[4]["content"]]
+    assert audit(tokenizer, rendered, chat, name="x") == ""
+    none_T = np.zeros_like(rendered.mask_T)
+    with pytest.raises(DataError, match="0 stretches of labels for 1 answers that are not blank"):
+        audit(tokenizer, Rendered(rendered.ids_T, none_T), chat, name="x")
+    with pytest.raises(DataError, match="1 stretches of labels for 2 answers"):
+        audit(tokenizer, rendered, CHAT, name="x")
+
+
 def test_an_end_marker_outside_the_marks_is_seen(tokenizer):
     tokenizer.chat_template = TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
     assert audit(tokenizer, render(tokenizer, CHAT, how="template", name="x"), CHAT, name="x") == ""

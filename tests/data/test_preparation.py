@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -120,6 +121,28 @@ def test_damaged_data_is_told_of_and_written_anew(tokenizer, texts, tmp_path, ca
     assert "has no manifest that this version reads" in caplog.text
 
 
+def test_current_data_in_a_place_that_may_only_be_read_is_taken(tokenizer, texts, tmp_path, monkeypatch):
+    made = config({"text": str(texts)})
+    folder = run(made, tokenizer, tmp_path).folder
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    (folder.parent / f".{folder.name}.lock").unlink()
+    real = os.open
+
+    def read_only(path, flags, *rest, **more):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(
+        Path, "mkdir", lambda path, **_: read_only(path, os.O_WRONLY) if not path.is_dir() else None
+    )
+    assert run(made, tokenizer, tmp_path).folder == folder
+    with pytest.raises(LongtrainError, match=r"cannot write .*: Read-only file system"):
+        run(config({"text": str(texts)}, append_eos=True), tokenizer, tmp_path)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_one_rank_of_a_machine_hashes_the_data(tokenizer, texts, tmp_path, caplog, monkeypatch):
     made = config({"text": str(texts)})
     mask = run(made, tokenizer, tmp_path).folder / "mask.npy"
@@ -220,6 +243,49 @@ def test_conversations_without_a_last_answer_are_counted(tokenizer, tmp_path):
         file.write(json.dumps({"messages": [{"role": "user", "content": "left open"}]}) + "\n")
     data = run(config({"conversations": path}), tokenizer, tmp_path)
     assert len(data.names) == 6 and data.manifest["read"]["unanswered"] == 1
+
+
+@pytest.mark.parametrize("labels", ["answers", "last_answer"])
+def test_conversations_with_blank_answers(tokenizer, tmp_path, labels):
+    """One whose answers are all blank is left out; a blank one among others does not end the preparation."""
+    path = tmp_path / "chats.jsonl"
+    said = [["yes"], [""], ["", "late"], ["early", " \n"]]
+    turns = [
+        [turn for answer in answers for turn in (("user", "ask"), ("assistant", answer))] for answers in said
+    ]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in turns]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = run(
+        config({"conversations": str(path)}, labels=labels, long_documents="truncate"), tokenizer, tmp_path
+    )
+    kept = [int(name.partition(":")[2]) for name in data.names]
+    assert kept == ([1, 3, 4] if labels == "answers" else [1, 3])
+    assert data.manifest["read"]["empty"] == (1 if labels == "answers" else 2)
+    found = [
+        tokenizer.decode(ids[mask].tolist())
+        for ids, mask in (
+            (
+                data.ids[start : start + length],
+                np.asarray(data.mask[start : start + length], bool),
+            )
+            for start, length in zip(data.start, data.length, strict=True)
+        )
+    ]
+    both = ["yes<|end|>", "<|end|>late<|end|>", "early<|end|> \n<|end|>"]
+    assert found == (both if labels == "answers" else ["yes<|end|>", "late<|end|>"])
+
+
+def test_half_characters_and_damaged_files_are_skipped_where_that_is_asked(tokenizer, texts, tmp_path):
+    rows = tmp_path / "r.jsonl"
+    rows.write_text('{"text": "whole"}\n{"text": "half \\ud83d"}\n')
+    (texts / "t0.txt").write_bytes(b"\xff\xff")
+    (texts / "t1.txt.gz").write_bytes(b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 40)
+    sources = {"jsonl": str(rows)}, {"text": str(texts)}
+    with pytest.raises(DataError, match=r"r\.jsonl:2 holds \\ud83d"):
+        run(config(*sources), tokenizer, tmp_path)
+    data = run(config(*sources, on_error="skip"), tokenizer, tmp_path)
+    assert data.names == ["r.jsonl:1", *(f"t{i}" for i in range(1, 10))]
+    assert data.manifest["read"]["bad"] == 3
 
 
 def test_pre_tokenised_rows_keep_ids_and_mask(tokenizer, tmp_path):
@@ -459,4 +525,5 @@ def test_a_source_tree_is_code(tokenizer, tmp_path):
     assert list(data.names) == ["src/deep/main.rs", "src/main.c"]
     (root / "rows.jsonl").write_text('{"text": "a row of code"}\n')
     (root / "p.json").unlink()
+    (root / "src" / "main.c").unlink()  # then as many files of rows as of source
     assert list(run(config(source), tokenizer, tmp_path).names) == ["rows.jsonl:1"]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from longtrain.data.rows.checks import sha256_file
-from longtrain.data.rows.prepared import FILES, Prepared, PreparedWriter
+from longtrain.data.rows.prepared import CHECKSUM, FILES, Prepared, PreparedWriter
 from longtrain.errors import DataError
+from longtrain.files import json_sha256
 
 
 def inside(folder):
@@ -70,7 +71,8 @@ def reseal(folder, **arrays):
     with np.load(folder / "docs.npz") as columns:
         np.savez(folder / "docs.npz", **{**columns, **arrays})
     manifest["sha256"] = {name: sha256_file(folder / name) for name in FILES}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    del manifest[CHECKSUM]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, CHECKSUM: json_sha256(manifest)}))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +103,54 @@ def test_data_without_checksums_is_prepared_again_and_a_target_refuses_a_larger_
     with pytest.raises(DataError, match="token id 39, outside the vocabulary of 39"):
         data.refuse_ids_above(39)
     manifest = data.folder / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "sha256": {}}))
+    values = {key: value for key, value in json.loads(manifest.read_text()).items() if key != CHECKSUM}
+    manifest.write_text(json.dumps({**values, "sha256": {}}))
     with pytest.raises(DataError, match=r"without checksums.*longtrain prepare"):
         Prepared.open(data.folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"weights": [\n  1.0', '"weights": [\n  2.0'), ('"pad_id": 3', '"pad_id": 4'), ("doc_kind", "x")],
+)
+def test_an_edited_manifest_is_refused(tmp_path, old, new):
+    writer = PreparedWriter(tmp_path, 100)
+    writer.add(np.arange(9), np.ones(9), name="d", kind="doc_kind")
+    writer.close({"weights": [1.0], "pad_id": 3})
+    Prepared.open(tmp_path)
+    file = tmp_path / "manifest.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged, or of another format; prepare again"):
+        Prepared.open(tmp_path)
+
+
+def test_a_manifest_of_before_checksums_is_taken_with_a_warning(make_prepared, caplog):
+    folder = make_prepared([10]).folder
+    file = folder / "manifest.json"
+    values = json.loads(file.read_text())
+    del values[CHECKSUM]
+    file.write_text(json.dumps(values))
+    assert Prepared.open(folder).manifest == values and "its manifest has no checksum" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weights", ["x"]),
+        ("counts", {"documents": 1}),
+        ("kinds", [1]),
+        ("vocab_size", "many"),
+        ("sources", [7]),
+    ],
+)
+def test_a_manifest_of_wrong_types_is_refused_in_a_sentence(make_prepared, key, value):
+    folder = make_prepared([10]).folder
+    values = {**json.loads((folder / "manifest.json").read_text()), key: value}
+    del values[CHECKSUM]
+    (folder / "manifest.json").write_text(json.dumps({**values, CHECKSUM: json_sha256(values)}))
+    with pytest.raises(DataError, match="is damaged, or of another format; prepare again"):
+        Prepared.open(folder)
 
 
 @pytest.mark.parametrize("manifest", ["", "{", "[]", '{"format": 0}', '{"format": 1}', "[" * 10**5])

@@ -7,7 +7,10 @@ import pytest
 
 from longtrain.data.retrieval.material import ChatIds, TextStream
 from longtrain.data.retrieval.synthetic import QUESTION_TASKS, RetrievalWriter
+from longtrain.data.retrieval.wording import KEY, PRETRAIN, RULER, wording_of
 from longtrain.errors import ConfigError
+from longtrain.evaluation.ruler.tasks import TASKS
+from longtrain.evaluation.ruler.writers import SINGULAR
 
 MARKS = {256: "<user>", 257: "<assistant>", 258: "<end>"}
 VOCABULARY = [chr(i) for i in range(256)] + list(MARKS.values())
@@ -27,30 +30,91 @@ def decode(ids: np.ndarray) -> str:
     return "".join(VOCABULARY[i] for i in ids.tolist())
 
 
-@pytest.fixture(scope="module")
-def writer() -> RetrievalWriter:
+@pytest.fixture(scope="module", params=[RULER, PRETRAIN], ids=["ruler", "pretrain"])
+def writer(request) -> RetrievalWriter:
     stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
-    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
+    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream], wording=request.param)
 
 
 PREFIXES = {
-    "needles": r"The special magic number(s|) for (\S+) mentioned in the provided text (are|is)",
-    "chains": r"The variables are:",
-    "table": r"(\d{7}):",
-    "quote": r"",
+    "ruler": {
+        "needles": r" The special magic number(s|) for (\S+) mentioned in the provided text (are|is)",
+        "chains": r" Answer: According to the chain\(s\) of variable assignment in the text above, (\d) "
+        r"variables are assigned the value (\d{5}), they are:",
+        "table": r" The value of (\d{7}) in the table above is",
+        "quote": r"(.{12})",
+    },
+    "pretrain": {
+        "needles": r"The special magic number(s|) for (\S+) mentioned in the provided text (are|is)",
+        "chains": r"The variables are:",
+        "table": r"(\d{7}):",
+        "quote": r"",
+    },
 }
-"""What the assistant's turn begins with, by task: the same words whoever answers."""
+"""What the assistant's turn begins with, by wording and task: the same words whoever answers."""
+NEEDLES = r"\nWhat (are all|is) the special magic number(s|) for (\S+) mentioned in the provided text\?"
 ASKED = {
-    "needles": r"\nWhat (are all|is) the special magic number(s|) for (\S+) mentioned in the provided text\?",
-    "chains": r"\nFind all variables that are assigned the value (\d{5}) in the text above\.",
-    "table": r"Look up (\d{7})\.",
-    "quote": r"\nQuote the passage that continues after:.{12}",
+    "ruler": {
+        "needles": NEEDLES,
+        "chains": r"\nQuestion: Find all variables that are assigned the value (\d{5}) in the text above\.",
+        "table": r"What is the value of (\d{7}) in the table above\?",
+        "quote": r"\nQuote the passage of the text above that begins with:.{12}",
+    },
+    "pretrain": {
+        "needles": NEEDLES,
+        "chains": r"\nFind all variables that are assigned the value (\d{5}) in the text above\.",
+        "table": r"Look up (\d{7})\.",
+        "quote": r"\nQuote the passage that continues after:.{12}",
+    },
 }
+
+
+def test_a_target_without_the_key_is_asked_in_rulers_words(tokenizer) -> None:
+    assert wording_of(tokenizer) is RULER
+    tokenizer.init_kwargs[KEY] = "pretrain"
+    assert wording_of(tokenizer) is PRETRAIN
+    tokenizer.init_kwargs[KEY] = "mine"
+    with pytest.raises(ConfigError, match="retrieval_wording='mine'; allowed: ruler, pretrain, or"):
+        wording_of(tokenizer)
+
+
+def test_one_value_is_asked_for_in_the_singular_as_ruler_does() -> None:
+    """The words of RULER's own tasks, which are kept apart in bundled/benchmarks/ruler.json."""
+    spec = TASKS["niah_single_2"]
+    for single in (True, False):
+        template, prefix, what = spec.template, spec.answer_prefix, "numbers"
+        if single:
+            what = "number"
+            for old, new in SINGULAR:
+                template, prefix = template.replace(old, new), prefix.replace(old, new)
+        words = RULER.needle if single else RULER.needles
+        context = "CONTEXT"
+        asked = template.format(type_needle_v=what, context=context, query="grey-owl")
+        assert words.intro + context + words.ask.format(key=" grey-owl") == asked
+        assert words.answer.format(key=" grey-owl") == prefix.format(type_needle_v=what, query="grey-owl")
+    chains = TASKS["vt"]
+    intro, ask = chains.template.split("{context}")
+    assert RULER.chains.intro.endswith(intro) and RULER.chains.ask == ask.replace("query", "value")
+    said = chains.answer_prefix.replace("num_v", "count").replace("query", "value")
+    assert RULER.chains.answer == said.rstrip()
+
+
+def test_needles_whose_other_values_did_not_fit_are_asked_for_in_the_singular() -> None:
+    stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
+    writer = RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
+    counts = set()
+    for seed in range(60):
+        made = writer.question("needles", 520, np.random.default_rng(seed))
+        single = "What is the special magic number for" in decode(made.question_T)
+        assert single == (len(made.values) == 1)
+        assert ("A special magic number is hidden" in decode(made.context_T)) == single
+        counts.add(len(made.values))
+    assert {1, 2} <= counts
 
 
 @pytest.mark.parametrize("task", QUESTION_TASKS)
 def test_a_question_stands_at_the_end_of_a_prompt_of_exact_length(writer: RetrievalWriter, task: str) -> None:
-    for n in (430, 777, 2000, 4096):
+    for n in (max(430, writer.least_tokens(task)), 977, 2000, 4096):
         made, again = (writer.question(task, n, np.random.default_rng([n, 5])) for _ in range(2))
         assert len(made.context_T) + len(made.question_T) == n and made.task == task
         assert all(
@@ -58,18 +122,19 @@ def test_a_question_stands_at_the_end_of_a_prompt_of_exact_length(writer: Retrie
         )
         context, question = decode(made.context_T), decode(made.question_T)
         assert context.startswith("<user>") and context.count("<user>") == 1
-        assert re.fullmatch(f"{ASKED[task]}<assistant>{PREFIXES[task]}", question, re.DOTALL)
+        words = writer.wording.name
+        assert re.fullmatch(f"{ASKED[words][task]}<assistant>{PREFIXES[words][task]}", question, re.DOTALL)
         assert "<assistant>" not in context
         assert decode(made.answer_T) == made.answer + "<end>"
         assert made.answer == (made.values[0] if task == "quote" else f" {', '.join(made.values)}.")
 
 
 def test_what_an_answer_begins_with_fits_the_question(writer: RetrievalWriter) -> None:
-    numbers = set()
+    numbers, words = set(), writer.wording.name
     for seed in range(80):
         needles = decode(writer.question("needles", 900, np.random.default_rng(seed)).question_T)
-        verb, s, key = re.search(ASKED["needles"], needles).groups()
-        said, its, begun = re.search(f"<assistant>{PREFIXES['needles']}$", needles).groups()
+        verb, s, key = re.search(ASKED[words]["needles"], needles).groups()
+        said, its, begun = re.search(f"<assistant>{PREFIXES[words]['needles']}$", needles).groups()
         assert (said, its) == (s, key) and (begun, s) in {("are", "s"), ("is", "")} and begun in verb
         numbers.add(begun)
         table = decode(writer.question("table", 900, np.random.default_rng(seed)).question_T)
@@ -130,18 +195,23 @@ def test_other_questions_have_their_answer_in_the_context(writer: RetrievalWrite
     for seed in range(20):
         rng = np.random.default_rng(seed)
         table = writer.question("table", 3000, rng)
-        key = re.search(r"Look up (\d+)\.", decode(table.question_T))[1]
+        words = writer.wording.name
+        key = re.search(ASKED[words]["table"], decode(table.question_T))[1]
         assert f"\n{key}: {table.values[0]}\n" in decode(table.context_T)
         quote = writer.question("quote", 3000, rng)
-        cue = decode(quote.question_T).split("after:")[1].removesuffix("<assistant>")
+        asked, begun = decode(quote.question_T).split("<assistant>")
+        cue = asked[-12:]
+        assert begun == (cue if words == "ruler" else "")
         assert cue + quote.values[0] in decode(quote.context_T)
         chains = writer.question("chains", 3000, rng)
-        value = re.search(r"value (\d+) in", decode(chains.question_T))[1]
+        value = re.search(ASKED[words]["chains"], decode(chains.question_T))[1]
         context = decode(chains.context_T)
         known = re.findall(rf"VAR (\w+) = {value}\.", context)
         for name, of in re.findall(r"VAR (\w+) = VAR (\w+)\.", context):
             known += [name] if of in known else []
         assert tuple(known) == chains.values
+        said = re.search(PREFIXES[words]["chains"], decode(chains.question_T)).groups()
+        assert said == ((str(len(known)), value) if words == "ruler" else ())
 
 
 def test_a_question_keeps_what_conversations_begin_with() -> None:

@@ -59,7 +59,24 @@ def test_damage_elsewhere_is_told_with_its_line(tmp_path):
     list(respond(PROMPTS, double, Answers(path, {})))
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "garbage", *lines[2:]]) + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:2 is damaged"):
+    with pytest.raises(DataError, match=r"a\.jsonl line 2 cannot be read"):
+        Answers(path, {})
+
+
+@pytest.mark.parametrize("token", [1.9, -1, 2**40, 1e30, True, "7", None])
+def test_a_token_that_is_none_is_refused_in_a_file_of_before_checksums_too(tmp_path, token):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"key": "0" * 64, "ids": [1, token]}) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl line 1 is damaged \(ids\.1: .*; delete that line"):
+        Answers(path, {})
+
+
+def test_an_edited_answer_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    list(respond(PROMPTS, double, Answers(path, {})))
+    first = json.loads(path.read_text().splitlines()[0])["ids"]
+    path.write_text(path.read_text().replace(f'"ids": {first}', f'"ids": {[*first, 5]}', 1))
+    with pytest.raises(DataError, match=r"a\.jsonl line 1 cannot be read: it does not match its checksum"):
         Answers(path, {})
 
 
@@ -81,4 +98,5 @@ def test_the_file_is_plain_json_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     answers = Answers(path, {})
     list(respond([[1]], double, answers))
-    assert json.loads(path.read_text()) == {"key": answers.key([1]), "ids": [2]}
+    line = json.loads(path.read_text())
+    assert line == {"key": answers.key([1]), "ids": [2], "sha256": line["sha256"]}

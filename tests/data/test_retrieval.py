@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from longtrain.data.config import DataConfig
 from longtrain.data.retrieval.synthetic import turn_marks
+from longtrain.data.retrieval.wording import KEY, PRETRAIN, RULER
 from longtrain.data.rows.prepare import prepare
 from longtrain.data.rows.prepared import Prepared
 from longtrain.errors import ConfigError
@@ -30,6 +33,23 @@ def test_questions_are_written_into_the_other_sources_text(tokenizer, text, tmp_
         labels, read = tokenizer.decode(ids[mask].tolist()), tokenizer.decode(ids[~mask].tolist())
         assert "mentioned in the provided text are" in labels or "mentioned in the provided text is" in labels
         assert "What" in read and "What" not in labels
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "questions"])
+def test_training_asks_in_the_words_of_the_suites(tokenizer, text, tmp_path, kind):
+    made = config(text, rows=4, options={"doc_tokens": [1200, 1300], "tasks": ["needles"]})
+    made = replace(made, sources=(made.sources[0], replace(made.sources[1], where=kind)))
+    if kind == "questions":
+        made = replace(made, labels="last_answer", answers="source", long_documents="truncate")
+    seen = {}
+    for wording in (RULER, PRETRAIN):
+        tokenizer.init_kwargs[KEY] = wording.name
+        data = Prepared.open(prepare(made, tokenizer, home=tmp_path))
+        whole = tokenizer.decode(data.ids[data.start[-1] :].tolist())
+        intros = {words.intro for words in (wording.needle, wording.needles)}
+        assert any(intro in whole for intro in intros)
+        seen[wording.name] = data.manifest["fingerprint"]
+    assert len(set(seen.values())) == 2  # data of other words are made again
 
 
 def test_turn_marks_are_those_of_the_template(tokenizer):

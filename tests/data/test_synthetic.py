@@ -9,6 +9,7 @@ import pytest
 from longtrain.data.config import PackingStage
 from longtrain.data.retrieval.material import ChatIds, Role, RoleDocument, TextStream
 from longtrain.data.retrieval.synthetic import RetrievalWriter
+from longtrain.data.retrieval.wording import PRETRAIN, RULER
 from longtrain.data.rows.batch import Batch
 from longtrain.data.rows.mixture import Mixture, MixtureRows
 from longtrain.errors import ConfigError, DataError
@@ -31,10 +32,10 @@ def decode(ids: np.ndarray) -> str:
     return "".join(VOCABULARY[i] for i in ids.tolist())
 
 
-@pytest.fixture(scope="module")
-def writer() -> RetrievalWriter:
+@pytest.fixture(scope="module", params=[RULER, PRETRAIN], ids=["ruler", "pretrain"])
+def writer(request) -> RetrievalWriter:
     stream = TextStream(np.array(encode(TEXT), dtype=np.uint16), VOCABULARY, "book")
-    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream])
+    return RetrievalWriter(encode, ChatIds((256,), (257,), (258,)), [stream], wording=request.param)
 
 
 @pytest.mark.parametrize("task", RetrievalWriter.tasks)
@@ -76,7 +77,9 @@ def test_table_answers_stand_in_the_table(writer: RetrievalWriter) -> None:
         document = writer.write("table", 1500, np.random.default_rng(seed))
         table = dict(re.findall(r"^(\d+): (\d+)$", decode(document.ids_T), flags=re.MULTILINE))
         for question, answer in turns(document):
-            assert answer == table[re.findall(r"Look up (\d+)\.", question)[-1]] + "."
+            key = re.findall(r"(?:Look up |What is the value of )(\d+)", question)[-1]
+            begin = f" The value of {key} in the table above is " if writer.wording is RULER else ""
+            assert answer == f"{begin}{table[key]}."
 
 
 def test_chain_answers_follow_the_assignments(writer: RetrievalWriter) -> None:
@@ -96,7 +99,9 @@ def test_chain_answers_follow_the_assignments(writer: RetrievalWriter) -> None:
 def test_quotes_and_copies_stand_in_the_text(writer: RetrievalWriter) -> None:
     for seed in range(10):
         for question, answer in turns(writer.write("quote", 2000, np.random.default_rng(seed))):
-            assert question[-12:] + answer in TEXT * 2
+            cue = question[-12:]
+            assert writer.wording is PRETRAIN or answer.startswith(cue)
+            assert cue + answer.removeprefix(cue) in TEXT * 2
         (question, answer), *_ = turns(writer.write("copy", 800, np.random.default_rng(seed)))
         assert question.endswith(answer)
 
@@ -105,16 +110,20 @@ def test_a_needle_prompt_hides_one_value_a_key_and_asks_for_one(writer: Retrieva
     ids, value = writer.needle_prompt(3000, 8, np.random.default_rng(0))
     text = decode(np.array(ids))
     hidden = re.findall(r"numbers for (\S+) is: (\d{7})\.", text)
-    asked = re.search(
-        r"What are all the special magic numbers for (\S+) mentioned in the provided text\?<assistant>$", text
-    )
+    end = {
+        "ruler": r"What is the special magic number for (\S+) mentioned in the provided text\?<assistant> "
+        r"The special magic number for (\1) mentioned in the provided text is$",
+        "pretrain": r"What are all the special magic numbers for (\S+) mentioned in the provided text\?"
+        r"<assistant>$",
+    }
+    asked = re.search(end[writer.wording.name], text)
     assert len(ids) == 3000 and len(hidden) == 8 and len(dict(hidden)) == 8
     assert asked and dict(hidden)[asked[1]] == value
 
 
 def test_hidden_sentences_leave_the_text_around_them_as_it_is(writer: RetrievalWriter) -> None:
     ids, _ = writer.needle_prompt(2000, 4, np.random.default_rng(1))
-    body = decode(np.array(ids)).split("afterwards.\n")[1].split("\nWhat are all")[0]
+    body = decode(np.array(ids)).split("afterwards.\n")[1].split("\nWhat ")[0]
     rest = re.sub(r" One of the special magic numbers for \S+ is: \d{7}\.|One of[^\n]*: \d{7}\.\n", "", body)
     assert rest in TEXT * 2
 

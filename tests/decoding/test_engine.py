@@ -13,7 +13,7 @@ from longtrain.decoding.evict import Budget
 from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TokenTree, TreeShape
 from longtrain.decoding.sampling import Sampling
-from longtrain.errors import ConfigError, ConflictError, DataError
+from longtrain.errors import ArtifactError, ConfigError, ConflictError, DataError
 from longtrain.methods.policies.snapkv import SnapKV
 
 from .toys import Letters, OracleDraft, ToyTarget
@@ -24,6 +24,14 @@ PROMPTS = [[1, 2, 3], [5], [0, 4, 4, 4, 2, 9, 11, 3], [7, 7], [1, 2, 3, 4, 5]]
 
 def engine(target: ToyTarget, **draft) -> Engine:
     return Engine(target, Parts(draft=OracleDraft(target, **draft)), limits=Limits(batch=100_000))
+
+
+def test_a_target_whose_logits_are_nan_is_refused():
+    target = ToyTarget(12)
+    target.out_EV[3, 7] = float("nan")
+    for made in (Engine(target), engine(target)):
+        with pytest.raises(ArtifactError, match="target toy gives logits that are NaN after the prompt"):
+            made.generate(PROMPTS, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

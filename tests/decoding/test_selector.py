@@ -15,7 +15,7 @@ from longtrain.decoding.retrieval.selector import Selector
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError
-from longtrain.evaluation.harness.lossless import gap_of
+from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
 from longtrain.evaluation.perplexity import foretold, read_contexts
 from longtrain.kernels.tree_attention.reference import masked_attention
 from longtrain.targets.step import Want
@@ -241,6 +241,9 @@ def test_a_text_that_is_given_is_read_as_a_text_that_is_decoded(kind):
         said = [token for (b, _), tokens in sorted(found.items()) if b == row for token in tokens]
         assert said == text
     assert max(map(len, found.values())) == BUDGET.every
-    text = texts[0]
-    gap = gap_of(target, PROMPTS[0], text[:9], rivals=(text[9], text[9]), parts=Parts(selector=made(kind)))
-    assert gap == 0
+    passage = Passage(PROMPTS[0], texts[0][:10], first=5)
+    for again in (
+        logits_at_once(target, Parts(selector=made(kind)), passage),
+        logits_in_steps(target, Parts(selector=made(kind)), passage, rows=1),
+    ):
+        assert again.argmax(-1).tolist() == texts[0][5:10]

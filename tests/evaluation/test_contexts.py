@@ -117,6 +117,15 @@ def test_files_become_documents_with_kinds(tmp_path):
     assert documents_from_files(tmp_path / "tool.py", Bytes())[0].kind == "code"
 
 
+def test_hidden_files_and_byte_order_marks_are_no_text(tmp_path):
+    (tmp_path / "._a.txt").write_bytes(b"\x00\x05\x16\x07")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a.txt").write_text("old")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
+    (found,) = documents_from_files(tmp_path, Bytes())
+    assert found.ids_T.tolist() == [97, 98, 99]
+
+
 def test_files_that_are_missing_or_not_text(tmp_path):
     with pytest.raises(DataError, match="no held-out text at"):
         documents_from_files(tmp_path / "none", Bytes())

@@ -114,7 +114,7 @@ def test_a_damaged_index_is_named(tmp_path):
     filled(tmp_path, [0]).close()
     index = tmp_path / "rank0.jsonl"
     index.write_bytes(index.read_bytes().replace(b'"tokens": 50', b'"tokens" 50'))
-    with pytest.raises(DataError, match=r"line 1 of .*rank0.jsonl is damaged"):
+    with pytest.raises(DataError, match=r"rank0.jsonl line 1 cannot be read: .*checksum"):
         FeatureFiles(tmp_path)
 
 

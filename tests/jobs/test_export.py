@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from longtrain.artifact import Artifact
+from longtrain.artifact.inspection import inspect
 from longtrain.assets import bundled_artifacts
 from longtrain.data.rows.prepared import PreparedWriter
-from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
-from longtrain.jobs import export
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError, TargetMismatchError
+from longtrain.jobs import eval as evaluation
+from longtrain.jobs import export, generate
 from longtrain.targets.loading import load_target
+from longtrain.training import checkpoint
+from longtrain.training.tensor_file import pieces_of
 
 
 def test_export_writes_what_was_trained(composed, trained, tmp_path, target_folder):
@@ -56,6 +60,69 @@ def test_card_names_the_data_and_its_licences(composed, trained, tmp_path):
 def test_nothing_trained_under_this_name(composed):
     with pytest.raises(ConfigError, match=r"nothing was trained under name=one: .*; train first"):
         export.run(composed("export"))
+
+
+def planned(folder, steps):
+    """The run's checkpoint again, of a run of so many steps."""
+    saved = checkpoint.read(folder / "checkpoints" / "last.ckpt")
+    about = {"step": saved.step, "facts": {**saved.facts, "trainer.max_steps": steps}}
+    weights = {checkpoint.WEIGHTS: pieces_of(checkpoint.trained_tensors(saved.path))}
+    assert checkpoint.write(folder / "checkpoints", about, weights, writer=True) is None
+
+
+def test_a_run_that_was_cut_short_is_exported_where_this_is_asked_for_and_says_so(
+    composed, trained, tmp_path, caplog
+):
+    folder = tmp_path / "runs" / "one" / "train"
+    planned(folder, 9)
+    with pytest.raises(ConfigError, match=r"run one is at step 7 of 9: it was cut short; .*unfinished=true"):
+        export.run(composed("export"))
+    assert not (tmp_path / "checkpoints").exists()
+    caplog.set_level("INFO")
+    export.run(composed("export", "unfinished=true"))
+    assert "step=7 unfinished: step 7 of 9" in caplog.text
+    artifact = Artifact.load("one", home=tmp_path)
+    assert artifact.provenance["unfinished"] == "step 7 of 9"
+    card = (artifact.folder / "README.md").read_text()
+    assert card.count("cut short") == 2 and "this is step 7 of 9" in card
+    assert "unfinished: step 7 of 9" in str(inspect(str(artifact.folder)))
+
+
+@pytest.mark.parametrize("ended", ["its last step", "a callback"])
+def test_a_run_that_came_to_its_end_is_exported_without_a_word(composed, trained, tmp_path, ended):
+    folder = tmp_path / "runs" / "one" / "train"
+    planned(folder, 7 if ended == "its last step" else 9)
+    if ended == "a callback":
+        (folder / "summary.json").write_text('{"steps": 7}')
+    export.run(composed("export"))
+    assert "unfinished" not in Artifact.load("one", home=tmp_path).provenance
+
+
+def test_export_never_replaces_a_training_run(composed, trained, tmp_path):
+    """The names `../one` of a run, refused by the command line, would make both one folder."""
+    run = tmp_path / "runs" / "one"
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    artifact = Artifact.load(bundled_artifacts()["tiny_longspec"])
+    with pytest.raises(
+        LongtrainError, match=r"one exists and is not replaced by an artifact, since it holds"
+    ):
+        artifact.save(tmp_path / "checkpoints" / ".." / "runs" / "one")
+    with pytest.raises(LongtrainError, match=r"by an artifact, since it holds weights\.safetensors"):
+        artifact.save(run / "train" / "checkpoints" / "last.ckpt")
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+
+
+def test_an_artifact_behind_a_link_is_exported_again_behind_it(composed, trained, tmp_path):
+    big = tmp_path / "big" / "one"
+    export.run(composed("export"))
+    big.parent.mkdir()
+    (tmp_path / "checkpoints" / "one").rename(big)
+    (tmp_path / "checkpoints" / "one").symlink_to(big)
+    (big / "model.safetensors").write_bytes(b"old")
+    for _ in range(2):
+        export.run(composed("export"))
+        assert (tmp_path / "checkpoints" / "one").is_symlink() and Artifact.load(big).method == "longspec"
+        assert [path.name for path in big.parent.iterdir()] == ["one"]
 
 
 def test_another_method_than_was_trained(composed, trained):
@@ -189,3 +256,48 @@ def test_a_synthetic_source_names_the_text_it_is_written_into():
     (entry,) = export._entries(item("synthetic", "questions", {"synthetic": "questions"}), texts)
     assert entry["name"] == "synthetic questions, written into bundled:train"
     assert export._entries(items[2], texts)[0]["name"] == "asked"
+
+
+def test_a_comparison_that_fails_costs_nobody_the_training(
+    composed, trained, tmp_path, monkeypatch, text, capsys
+):
+    """The artifact is on disk, marked with the numbers; eval and generate run it if asked to, and say so."""
+    with monkeypatch.context() as patch:
+        patch.setattr("longtrain.artifact.golden.STRICT", -1.0)
+        with pytest.raises(ArtifactError, match=r"is written but not verified: .*0.*longtrain inspect"):
+            export.run(composed("export"))
+    folder = tmp_path / "checkpoints" / "one"
+    manifest = json.loads((folder / "longtrain.json").read_text())
+    assert manifest["verification"]["checks"][0]["limit"] == -1.0
+    assert len(manifest["verification"]["faults"]) == 1
+    assert "## Unverified" in (folder / "README.md").read_text()
+    assert (folder / "training.png").is_file() and (folder / "evidence.json").is_file()
+    asked = ("artifact=one", "decode.max_new_tokens=4")
+    with pytest.raises(ArtifactError, match=r"is not verified: .*unverified=true"):
+        generate.run(composed("generate", *asked, "prompt=a b c"))
+    capsys.readouterr()
+    generate.run(composed("generate", *asked, "prompt=a b c", "unverified=true"))
+    assert capsys.readouterr().err.splitlines()[-1].startswith("[UNVERIFIED artifact one | 4 tokens")
+    small = ("suite=smoke", "lengths=[64]", "suite.prompts=2", "suite.bootstrap=5", "suite.speed_prompts=0")
+    evaluation.run(composed("eval", *small, *asked, f"suite.text={text}", "unverified=true"))
+    results = json.loads((tmp_path / "runs/one/eval/acceptance/results.json").read_text())
+    assert results["notes"][0].startswith("UNVERIFIED: one did not verify")
+    assert results["systems"][1]["facts"]["artifacts"][0]["unverified"] is True
+    assert "note: UNVERIFIED: one did not verify" in capsys.readouterr().out
+    export.run(composed("export"))
+    assert Artifact.load("one", home=tmp_path).verified
+    card = (folder / "README.md").read_text()
+    assert "## Unverified" not in card and "- UNVERIFIED: one did not verify" in card
+
+
+def test_golden_outputs_that_cannot_be_recorded_cost_nobody_the_training(
+    composed, trained, tmp_path, monkeypatch
+):
+    def fails(*_, **__):
+        raise ArtifactError("the draft does not sample its chain")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longtrain.artifact.golden_laws._decode", fails)
+        with pytest.raises(ArtifactError, match=r"is written but not verified: its golden outputs could not"):
+            export.run(composed("export"))
+    assert Artifact.load("one", home=tmp_path, unverified=True).golden is None

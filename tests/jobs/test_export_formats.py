@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from longtrain import cli, methods, provenance
 from longtrain.artifact import Artifact
 from longtrain.artifact.inspection import inspect
-from longtrain.errors import ArtifactError, ConfigError
+from longtrain.artifact.stored import sealed
+from longtrain.errors import ArtifactError, ConfigError, LongtrainError
 from longtrain.jobs import export, generate
 from longtrain.methods.eagle3.config import Config
 from longtrain.methods.longspec.config import Config as LongSpecConfig
@@ -103,7 +104,7 @@ def test_a_refused_format_leaves_nothing(composed, eagle, tmp_path):
     path = tmp_path / "checkpoints" / "one" / "longtrain.json"
     manifest = json.loads(path.read_text())
     manifest["config"]["norm_before_residual"] = True
-    path.write_text(json.dumps(manifest | {"golden": None}))
+    path.write_bytes(sealed(manifest | {"golden": None}))
     (tmp_path / "checkpoints" / "one").rename(tmp_path / "two")
     with pytest.raises(ConfigError, match="SGLang begins the residual"):
         export.run(composed("export", f"artifact={tmp_path / 'two'}", "format=flat", "unverified=true"))
@@ -125,7 +126,7 @@ def test_another_folder_is_not_overwritten(composed, eagle, tmp_path):
     theirs = tmp_path / "checkpoints" / "one-flat"
     theirs.mkdir(parents=True)
     (theirs / "notes.txt").write_text("mine")
-    with pytest.raises(ArtifactError, match="was not written by longtrain"):
+    with pytest.raises(LongtrainError, match=r"holds notes\.txt, which is no part of one; move it"):
         export.run(composed("export", "format=flat"))
     assert (theirs / "notes.txt").read_text() == "mine"
 

@@ -165,6 +165,19 @@ def test_prompt_file_and_chat_template(composed, tmp_path, plain_text, capsys):
     assert capsys.readouterr().out.startswith(plain_text("<user>hé<bot>"))
 
 
+@pytest.mark.parametrize("how", ["file", "pipe", "stdin"])
+def test_a_prompt_keeps_its_line_ends_and_has_no_byte_order_mark(tmp_path, monkeypatch, how):
+    content = b"\xef\xbb\xbfone\r\ntwo\rthree\n"
+    (tmp_path / "p.txt").write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    out, into = os.pipe()
+    os.write(into, content)
+    os.close(into)
+    where = {"file": tmp_path / "p.txt", "pipe": f"/dev/fd/{out}", "stdin": "-"}[how]
+    assert generate.read_prompt(where) == "one\r\ntwo\rthree\n"
+    os.close(out)
+
+
 def test_the_prompt_may_be_piped_in(composed, plain_text, capsys, monkeypatch):
     piped = io.TextIOWrapper(io.BytesIO(b"hello there"), encoding="ascii")
     monkeypatch.setattr("sys.stdin", piped)
@@ -230,7 +243,7 @@ class Terminal(list):
 
 def test_whole_characters_in_colours(capsys):
     target = type("T", (), {"tokenizer": Terminal()})
-    writer = generate._Writer(target, colour=True)
+    writer = generate.TextWriter(target, colour=True)
     writer(0, [1, 2], [True, False])
     assert capsys.readouterr().out == "\x1b[32ma\x1b[0mb"
     writer(0, [3], [True])
@@ -238,45 +251,45 @@ def test_whole_characters_in_colours(capsys):
     writer(0, [3, 4, 4], [True, True, False])
     assert capsys.readouterr().out == "\x1b[32méc\x1b[0mc"
     writer.close("abécc")
-    assert capsys.readouterr().out == "\n"
+    assert capsys.readouterr().out == ""
 
 
 def test_special_tokens_are_printed_as_in_the_text(capsys, target_folder):
     tokenizer = load_target(target_folder).tokenizer
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|im_end|>"})
     ids = tokenizer("Hello there<|endoftext|> my friend").input_ids
-    writer = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False)
+    writer = generate.TextWriter(type("T", (), {"tokenizer": tokenizer}), colour=False)
     writer(0, ids, [False] * len(ids))
     writer.close(tokenizer.decode(ids, skip_special_tokens=False))
-    assert capsys.readouterr().out == "Hello there<|endoftext|> my friend\n"
+    assert capsys.readouterr().out == "Hello there<|endoftext|> my friend"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")  # what ends the text is no part of it
-    writer = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False, ends=(end,))
+    writer = generate.TextWriter(type("T", (), {"tokenizer": tokenizer}), colour=False, ends=(end,))
     writer(0, [*ids, end], [False] * (len(ids) + 1))
     writer.close(tokenizer.decode(ids, skip_special_tokens=False))
-    assert capsys.readouterr().out == "Hello there<|endoftext|> my friend\n"
+    assert capsys.readouterr().out == "Hello there<|endoftext|> my friend"
 
 
 def test_what_may_be_a_stop_string_waits(capsys):
     target = type("T", (), {"tokenizer": Terminal()})
-    writer = generate._Writer(target, colour=False, stop=["zz"])
+    writer = generate.TextWriter(target, colour=False, stop=["zz"])
     writer(0, [1, 2, 4, 1], [False] * 4)
     assert capsys.readouterr().out == "ab"
     writer.close("abc")
-    assert capsys.readouterr().out == "c\n"
+    assert capsys.readouterr().out == "c"
 
 
 @pytest.mark.parametrize(("stop", "printed"), [(["f"], "ab"), (["un", "zzzz"], "abf"), (["bf", "n"], "a")])
 def test_nothing_from_a_stop_string_on_is_printed(capsys, stop, printed):
     """Also where one token holds the stop string and more, and whatever the engine still hands over."""
     tokenizer = type("Long", (Terminal,), {"parts": {1: "a", 2: "b", 3: "fun"}})()
-    writer = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
+    writer = generate.TextWriter(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
     for token in (1, 2, 3, 1, 2):
         writer(0, [token], [False])
     assert printed.startswith(capsys.readouterr().out)
-    whole = generate._Writer(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
+    whole = generate.TextWriter(type("T", (), {"tokenizer": tokenizer}), colour=False, stop=stop)
     whole(0, [1, 2, 3, 1, 2], [False] * 5)
     whole.close(printed)
-    assert capsys.readouterr().out == f"{printed}\n"
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("stop", ["foo", "[foo]"])

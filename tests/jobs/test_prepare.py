@@ -97,6 +97,33 @@ def test_a_conversation_longer_than_the_targets_context(cfg, tmp_path):
         run(cfg)
 
 
+def test_an_added_token_without_an_embedding_is_refused_before_training(cfg, target, tmp_path):
+    """The tokenizer has one token more than the target has embeddings for, as after `add_tokens` alone."""
+    from tokenizers import AddedToken, Tokenizer
+
+    run(cfg)  # with a config that says no size
+    inner = Tokenizer.from_file(str(target / "tokenizer.json"))
+    inner.add_tokens([AddedToken("<new>")])
+    assert inner.token_to_id("<new>") == 256
+    inner.save(str(target / "tokenizer.json"))
+    settings = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**settings, "vocab_size": 256}))
+    run(cfg)  # no text holds the token
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "a <new> one"}, {"role": "assistant", "content": "because"}]
+    chats.write_text(chats.read_text() + json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError, match=r"chats\.jsonl:2 holds token id 256 \('<new>'\).* of 256 tokens"):
+        run(cfg)
+    cfg.data.on_error = "skip"
+    run(cfg)
+    (target / "config.json").write_text(json.dumps({**settings, "vocab_size": 257}))
+    cfg.data.on_error = "error"
+    run(cfg)
+    (target / "config.json").write_text(json.dumps({**settings, "vocab_size": 256}))
+    with pytest.raises(DataError, match="token id 256"):
+        run(cfg)  # what was prepared for the larger target is not current for the smaller one
+
+
 @pytest.mark.parametrize(
     "change,word", [({"data": None}, "data=NAME"), ({"target": {"path": None}}, "target=NAME")]
 )

@@ -1,11 +1,14 @@
 """The train job on a random micro target and a real LongSpec draft."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from longtrain.errors import ArtifactError, ConfigError
 from longtrain.jobs import train
@@ -108,9 +111,6 @@ def test_a_run_leaves_all_that_it_should(compose, tmp_path):
 
 def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
     """Shifts and views, which are drawn, among its settings."""
-    import os
-    import signal
-
     from longtrain.methods.longspec.objective import LongSpecObjective
 
     views = "method.views=[full,{policy: {name: snapkv, window: 4}, budget: 0.4}]"
@@ -129,7 +129,7 @@ def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
             train.run(compose(views, name="cut"))
     finally:
         LongSpecObjective.forward = original
-    assert left.value.code == 0
+    assert left.value.code == 128 + signal.SIGTERM == 143
     folders = [tmp_path / "runs" / name / "train" for name in ("whole", "cut")]
     assert checkpoint.read(folders[1] / "checkpoints" / "last.ckpt").step == 2
     train.run(compose(views, name="cut"))
@@ -138,6 +138,35 @@ def test_a_longspec_run_cut_short_resumes_bit_for_bit(compose, tmp_path):
     assert folders[0].joinpath("metrics.csv").read_bytes() == folders[1].joinpath("metrics.csv").read_bytes()
     whole, cut = (checkpoint.trained_tensors(folder / "checkpoints" / "last.ckpt") for folder in folders)
     assert all(torch.equal(whole[key], cut[key]) for key in whole) and set(whole) == set(cut)
+
+
+def test_a_second_run_of_one_name_is_refused_while_the_first_goes_on(compose, tmp_path):
+    from longtrain.files import lock
+
+    run_dir = tmp_path / "runs" / "toy"
+    with lock(run_dir / ".train.lock") as held:
+        assert held
+        with pytest.raises(
+            ConfigError, match=r"name=toy is being trained by another process .*pass name=OTHER"
+        ):
+            train.run(compose())
+        assert [path.name for path in run_dir.iterdir()] == [".train.lock"]
+    seen = []
+
+    class Second(Callback):
+        def on_train_batch_start(self, *_):
+            with lock(run_dir / ".train.lock") as held:
+                seen.append(held)
+
+    cfg = compose()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            train, "_instances", lambda values: [Second()] if values is cfg.callbacks.get("extra") else []
+        )
+        train.run(cfg)
+    assert seen and not any(seen)
+    with lock(run_dir / ".train.lock") as held:
+        assert held
 
 
 def test_an_eagle3_draft_takes_its_vocabulary_from_the_data_and_goes_on_with_it(compose, tmp_path):

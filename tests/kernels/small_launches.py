@@ -40,12 +40,9 @@ from longtrain.decoding import captured
 from longtrain.decoding.engine import Engine
 from longtrain.decoding.roles import TreeShape
 from longtrain.kernels import importance, tree_attention
-from longtrain.kernels.devices import hopper_alone
 from longtrain.kernels.head_kl import head_kl
 from longtrain.kernels.hierarchical import attention as hier_attention
-from longtrain.kernels.hierarchical import fragments_launch as hier_fragments
 from longtrain.kernels.hierarchical import quantise as hier_quant
-from longtrain.kernels.hierarchical import warpgroup_launch as hier_warpgroup
 from longtrain.kernels.hierarchical.layout import Ring, Split, new_planes
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.kernels.int4_linear.kernel import small_linear
@@ -78,10 +75,6 @@ def spoil_kernel(x_ptr, n):
     tl.store(x_ptr, tl.sum(tl.load(x_ptr + n + 4096 + tl.arange(0, 64))))
 
 
-WARP_GROUPS = "hierarchical.warpgroup_kernel.attend_kernel"
-"""The kernel for compute capability 9.0 alone."""
-
-
 def kernels() -> set[str]:
     """Every kernel of the package that this device runs, as MODULE.NAME."""
     found = set()
@@ -91,7 +84,7 @@ def kernels() -> set[str]:
             own = getattr(getattr(value, "fn", None), "__module__", None) == here.__name__
             if own and name.endswith("_kernel") and hasattr(type(value), "__getitem__"):
                 found.add(f"{module.name}.{name}".removeprefix(PACKAGE))
-    return found if hopper_alone(torch.device(DEVICE)) else found - {WARP_GROUPS}
+    return found
 
 
 @contextmanager
@@ -161,8 +154,6 @@ def _hierarchy(D, T, blocks, recent, split, bits, group, name):
     )
     mask, _ = mask_named(name, 2, T, DEVICE)
     hier_attention.hier_attention(q, planes, ring, lens, mask, bits=bits, scale=0.1)
-    if hier_warpgroup.serves(q, planes, ring, bits):  # the kernel that other GPUs have
-        hier_fragments.hier_attention(q, planes, ring, lens, mask, bits, 0.1)
 
 
 def quantisers() -> Jobs:

@@ -5,7 +5,6 @@ The counts are per thread and tile of the inner loop; a 128-token block of one K
 
 import os
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 
@@ -19,7 +18,6 @@ from longtrain.kernels.hierarchical import attention_kernel as hier_attention_tr
 from longtrain.kernels.hierarchical import attention_launch as hier_attention_launch
 from longtrain.kernels.hierarchical import fragments_kernel as hier_fragments_triton
 from longtrain.kernels.hierarchical import fragments_launch as hier_fragments_launch
-from longtrain.kernels.hierarchical import warpgroup_kernel, warpgroup_launch, warpgroup_operands
 from longtrain.kernels.machine_text import lays_out
 from longtrain.kernels.tree_attention import kernel as tree
 from longtrain.kernels.tree_attention import launch as tree_attention_launch
@@ -200,64 +198,6 @@ def test_a_row_is_rounded_alike_in_every_tile(tiles):
     for tile, found in zip(tiles[1:], others, strict=True):
         assert tile.tiles == 2 and set(found) == set(alone)
         assert all(found[form] in (count, 2 * count) for form, count in alone.items())
-
-
-@lru_cache(maxsize=8)
-def compiled_warp_groups(rows, kind="bf16", offset=0.0):
-    types = hier_types("out_ptr", "lse_ptr")
-    types |= {name: f"*{kind}" for name in ("q_ptr", "ring_k_ptr", "ring_v_ptr")}
-    tile = warpgroup_launch.WarpGroupTile(rows=rows)
-    constants = {
-        "G": 8, "GROUP": 4, "OFFSET": offset, "MASK": 2, "RINGS": 1, "SLOTS": tile.slots, "ROWS": rows,
-        "CHAINED": True,
-    }  # fmt: skip
-    return compile_kernel(
-        warpgroup_kernel.attend_kernel, types, constants, aligned=("q_b", "q_h", "q_t"), warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def places(built, within, prefix):
-    """Where in a loop the instructions of this name are."""
-    first, last = within
-    return [at for at in range(first, last + 1) if built.instructions[at].startswith(prefix)]
-
-
-@pytest.mark.parametrize("rows", [16, 32])
-def test_hier_attention_of_warp_groups(rows):
-    """A code is unpacked once, nothing goes round by memory, and exactly two programs fit."""
-    built = compiled_warp_groups(rows)
-    assert warpgroup_operands.MOST_BLOCKS.value == warpgroup_launch.MOST_BLOCKS
-    assert fitting(built, 4) == warpgroup_launch.WarpGroupTile.resident
-    assert built.stack_bytes == 0
-    inner = built.loop_of("PRMT")
-    assert not any(built.count(name, inner) for name in ("LDL", "STL", "LDG.", "LDS.U8"))
-    assert built.count("HGMMA", inner) == 32 and built.count("BAR.SYNC", inner) == 3
-    assert built.count("FENCE.VIEW.ASYNC", inner) == 1
-    front = places(built, (0, inner[0]), "ACQBULK")[-1]
-    early = places(built, (front - 120, front), "LDGSTS")
-    assert len(early) == 11, "the first block's keys and numbers are asked for before the wait"
-    (wait,) = places(built, inner, "DEPBAR")
-    assert built.operands[wait][1] == "0x1", "all copies but the last asked for"
-    stores, copies = places(built, inner, "ST"), places(built, inner, "LDGSTS")
-    (fence,), barrier = places(built, inner, "FENCE.VIEW.ASYNC"), places(built, inner, "BAR.SYNC")[-1]
-    assert max(stores) < fence < min(copies) and max(copies) < wait < barrier
-    assert {at < fence or at > barrier for at in places(built, inner, "HGMMA")} == {True}
-    assert sum(at > barrier for at in places(built, inner, "HGMMA")) == 16, "what weights are multiplied by"
-    assert built.count("LDGSTS.E.BYPASS.128", inner) == 19
-    assert 128 <= built.count("PRMT", inner) <= 136, "two codes of a thread's 256 at a time"
-
-
-def test_a_row_is_rounded_alike_by_warp_groups_of_any_size():
-    """A thread has a quarter of the rows, and computes each in the same forms."""
-    few, many = (roundings(built, built.loop_of("PRMT")) for built in map(compiled_warp_groups, (16, 32)))
-    assert sum(few.values()) > 20 and many == {form: 2 * count for form, count in few.items()}
-
-
-@pytest.mark.parametrize(("kind", "offset"), [("fp16", 0.0), ("bf16", -0.5)])
-def test_warp_groups_for_other_types_and_codes(kind, offset):
-    built = compiled_warp_groups(16, kind, offset)
-    assert built.stack_bytes == 0 and fitting(built, 4) == 2
 
 
 def test_another_layout_is_seen():

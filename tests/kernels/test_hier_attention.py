@@ -54,14 +54,12 @@ def test_a_tile_that_cannot_be_served_is_refused():
     pytest.importorskip("triton", reason="the kernels need triton")
     from longtrain.kernels.hierarchical import attention_launch as launch
     from longtrain.kernels.hierarchical import fragments_launch as fragments
-    from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
 
     for D, H, bits in ((128, 2, 4), (64, 2, 4), (128, 16, 8)):
         q, planes, ring, lens = hier_case(split=Split.FLOOR, D=D, H=H, T=2, dtype=torch.bfloat16)
-        for tile in (fragments.FragmentTile(tiles=2), warpgroup.WarpGroupTile(rows=16)):
-            allowed = rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"
-            with pytest.raises(ConfigError, match=allowed):
-                launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, tile)
+        allowed = rf"head dim {D}, {bits} bits.* on cpu; allowed: head dim 128"
+        with pytest.raises(ConfigError, match=allowed):
+            launch.hier_attention(q, planes, ring, lens, CAUSAL, bits, 1.0, fragments.FragmentTile(tiles=2))
     for wrong in ({"tiles": 1, "parts": 2}, {"tiles": 2, "parts": 2, "warps": 2}):
         with pytest.raises(ConfigError, match=r"parts=2.*; allowed: two tiles where there are two parts"):
             fragments.FragmentTile(**wrong)
@@ -100,7 +98,7 @@ def test_only_tiles_that_run_are_offered(bits):
         (2, 8, 128, torch.float32, False),
         (2, 18, 128, bf16, False),
     ):
-        found = launch.candidates(rows, bits, group, D, dtype, torch.device("cpu"))
+        found = launch.candidates(rows, bits, group, D, dtype)
         assert any(not isinstance(tile, launch.BlockTile) for tile in found) is few
         assert len(set(found)) == len(found) >= 4
         if few:
@@ -129,17 +127,7 @@ GPU_CASES = [
 ]
 
 
-@pytest.fixture(params=[True, False], ids=["warp groups", "none"])
-def perhaps_warp_groups(request, monkeypatch):
-    """With and without the kernel that GPUs of compute capability 9.0 alone have."""
-    if not request.param:
-        from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
-
-        monkeypatch.setattr(warpgroup, "hopper_alone", lambda device: False)
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("perhaps_warp_groups")
 @pytest.mark.parametrize(
     ("split", "bits", "D"),
     [(Split.FLOOR, 4, 128), (Split.FLOOR, 8, 128), (Split.RTN, 4, 64), (Split.RTN, 8, 128)],
@@ -161,7 +149,6 @@ def test_kernels_on_a_gpu(case, split, bits, D):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("perhaps_warp_groups")
 @pytest.mark.parametrize(("bits", "H", "most"), [(4, 8, 4), (8, 2, 8), (8, 4, 8), (8, 6, 8), (8, 8, 8)])
 def test_a_row_does_not_depend_on_how_many_there_are(bits, H, most):
     q, planes, ring, lens = hier_case(

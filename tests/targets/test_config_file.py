@@ -9,7 +9,7 @@ import pytest
 from longtrain.errors import ArtifactError
 from longtrain.targets.config_file import eos_ids_of, read_config
 from longtrain.targets.shapes import SHAPES
-from longtrain.targets.weights import weight_files
+from longtrain.targets.stored.files import weight_files
 
 DEEP = "[" * 10**5
 

@@ -38,7 +38,8 @@ def test_a_missing_layer_is_told_although_it_is_not_kept(tmp_path):
     folder = shutil.copytree(asset_dir("bundled") / "tiny", tmp_path / "copy")
     file = folder / "weights.int8.safetensors"
     tensors = load_file(file)
-    del tensors["model.layers.4.mlp.up_proj.weight"]
+    for name in ("model.layers.4.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight.scale"):
+        del tensors[name]
     save_file(tensors, file)
     with pytest.raises(ArtifactError, match=r"lacks 1 tensors, the first is model.layers.4.mlp.up_proj"):
         load_target(folder, layers=False)

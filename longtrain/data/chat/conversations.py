@@ -6,7 +6,7 @@ Shapes: T tokens of one conversation.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,14 @@ class Conversations:
     counts: Counter[str]
     seen: int = 0
 
+    def __post_init__(self) -> None:
+        if self.config.mask == "auto":
+            self.config = replace(self.config, mask=masks.usual(self.tokenizer))
+
     def labelled(self, document: Document) -> tuple[np.ndarray, np.ndarray] | None:
-        """Ids and mask of a whole conversation, every answer a label; None: left out.
+        """Ids and mask of a whole conversation, every answer a label; None: left out (and counted).
+
+        Of a blank answer among others its end marker is a label, where the template marks it.
 
         Raises:
             DataError: the chat template cannot say what the labels are, or says it wrongly.
@@ -50,6 +56,9 @@ class Conversations:
         messages = list(document.messages or ())
         if not messages or messages[-1]["role"] != "assistant":
             self.counts["unanswered"] += 1
+            return None
+        if self.config.mask != "all" and not any(_answers(messages)):
+            self.counts["empty"] += 1
             return None
         rendered = self._render(messages, document.name)
         over = 0 if self.limit is None else len(rendered.ids_T) - self.limit
@@ -80,6 +89,9 @@ class Conversations:
             messages.pop()
         if not messages or (recorded and last[0]["role"] != "assistant"):
             self.counts["unanswered"] += 1
+            return None
+        if recorded and not any(_answers(last)):
+            self.counts["empty"] += 1
             return None
         if recorded:
             masks.check_template(self.tokenizer, self.config.mask)
@@ -172,6 +184,11 @@ class Conversations:
         n = min(len(without_T), len(ids_T))
         differ = np.flatnonzero(without_T[:n] != ids_T[:n])
         return max(1, int(differ[0]) if len(differ) else n)
+
+
+def _answers(messages: list[Message]) -> list[str]:
+    """What the assistant wrote, each answer without the blanks around it."""
+    return [message["content"].strip() for message in messages if message["role"] == "assistant"]
 
 
 def shorten(tokenizer: Any, messages: list[Message], over: int) -> list[Message]:

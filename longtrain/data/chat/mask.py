@@ -12,14 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from longtrain.data.chat.bounded import Bounded, Failed
 from longtrain.data.read.adapters import Message
-from longtrain.errors import DataError, first_line, is_failure
+from longtrain.errors import DataError
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+
+_renderer: tuple[Any, Bounded] | None = None
+"""The tokenizer that was asked last, and the process that renders with it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,12 @@ def check_template(tokenizer: Any, how: str) -> None:
             f"tokens cannot be told from the rest; put {{% generation %}} ... {{% endgeneration %}} around "
             f"the assistant's content and end marker in its chat_template.jinja, or pass data.mask=prefix"
         )
+
+
+def usual(tokenizer: Any) -> str:
+    """How labels are found where nothing is said: by generation marks if the chat template has them."""
+    template = _template(tokenizer)
+    return "prefix" if template and not MARKS.search(template) else "template"
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, how: str, name: str) -> Rendered:
@@ -95,7 +106,8 @@ def apply_template(
 ) -> Any:
     """What a tokenizer's chat template makes of a conversation.
 
-    A template is a program in a sandbox: a wrong, hostile or looping one can fail in any way there is.
+    A template is a program in a sandbox: a wrong, hostile or looping one can fail in any way there is, so it
+    runs in a process of its own, with a limit of time and memory.
 
     Args:
         tokenizer: the tokenizer of the target.
@@ -104,17 +116,29 @@ def apply_template(
         options: of the tokenizer's `apply_chat_template`.
 
     Raises:
-        DataError: the template fails.
+        DataError: the template fails, or takes too long.
     """
+    global _renderer
+    if _renderer is None or _renderer[0] is not tokenizer:
+        if _renderer is not None:
+            _renderer[1].close()
+        _renderer = tokenizer, Bounded(partial(_rendered, tokenizer))
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str):  # the process may have begun with another one
+        options = {"chat_template": template, **options}
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except BaseException as error:
-        if not is_failure(error):
-            raise
+        return _renderer[1](list(messages), **options)
+    except Failed as error:
         raise DataError(
-            f"conversation {name}: the chat template refuses it ({first_line(error)}); "
+            f"conversation {name}: the chat template refuses it ({error}); "
             f"roles are {', '.join(str(message['role']) for message in messages)}"
-        ) from error
+        ) from None
+
+
+def _rendered(tokenizer: Any, messages: list[Mapping[str, str]], **options: Any) -> Any:
+    """What `apply_chat_template` gives, as plain values."""
+    found = tokenizer.apply_chat_template(messages, **options)
+    return dict(found) if isinstance(found, Mapping) else found
 
 
 def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
@@ -125,6 +149,8 @@ def spans(mask_T: np.ndarray) -> list[tuple[int, int]]:
 
 def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, name: str) -> str:
     """Check that the labels decode to exactly the assistant's words, each followed by its end marker alone.
+
+    A blank answer has its end marker for a label, or nothing.
 
     Args:
         tokenizer: the tokenizer of the target.
@@ -138,20 +164,8 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
     Raises:
         DataError: a span is missing, cut, or shifted against the assistant's words.
     """
-    wanted = [
-        message["content"]
-        for message in messages
-        if message["role"] == "assistant" and message["content"].strip()
-    ]
-    found = spans(rendered.mask_T)
-    if len(found) != len(wanted):
-        raise DataError(
-            f"conversation {name}: {len(found)} stretches of labels for {len(wanted)} answers; the chat "
-            f"template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
-        )
     marker = ""
-    for (begin, end), content in zip(found, wanted, strict=True):
-        text = tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
+    for text, content in _paired(tokenizer, rendered, messages, name):
         rest = _after(text, content)
         if rest is None or _without_marks(tokenizer, rest):
             raise DataError(
@@ -161,6 +175,41 @@ def audit(tokenizer: Any, rendered: Rendered, messages: Sequence[Message], *, na
             )
         marker = rest.strip()
     return marker
+
+
+def _paired(
+    tokenizer: Any, rendered: Rendered, messages: Sequence[Message], name: str
+) -> list[tuple[str, str]]:
+    """The text of each stretch of labels with its answer; a blank answer without a stretch is passed over.
+
+    Raises:
+        DataError: there are more or fewer stretches than answers.
+    """
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    texts = [
+        tokenizer.decode(rendered.ids_T[begin:end].tolist(), skip_special_tokens=False)
+        for begin, end in spans(rendered.mask_T)
+    ]
+    if len(texts) == len(answers):
+        return list(zip(texts, answers, strict=True))
+    filled = sum(bool(answer.strip()) for answer in answers)
+    pairs: list[tuple[str, str]] = []
+    of_blank = len(texts) - filled
+    for answer in answers:
+        if len(pairs) == len(texts):
+            break
+        text = texts[len(pairs)]
+        if not answer.strip():
+            if of_blank <= 0 or _without_marks(tokenizer, text):
+                continue
+            of_blank -= 1
+        pairs.append((text, answer))
+    if of_blank or len(pairs) != len(texts):
+        raise DataError(
+            f"conversation {name}: {len(texts)} stretches of labels for {filled} answers that are not blank; "
+            "the chat template's generation marks do not fit it (drop the row, or pass data.mask=prefix)"
+        )
+    return pairs
 
 
 def check_share(labels: int, tokens: int, documents: int, what: str) -> None:

@@ -18,8 +18,9 @@ import numpy as np
 from longtrain.data.config import DataConfig
 from longtrain.data.read.adapters import Document
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import Journal, parse_json, whole_lines
+from longtrain.journals import Journal, read_journal
 from longtrain.progress import follow
+from longtrain.settings import TokenId, from_file
 
 Generate = Callable[[list[list[int]]], list[list[int]]]
 """Prompts as token ids -> answers as token ids, in the same order."""
@@ -122,6 +123,14 @@ Part = tuple[int, int]
 """Which part, from 0, of how many: processes that share the writing of answers by their keys."""
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """A line of a file of answers."""
+
+    key: str
+    ids: list[TokenId]
+
+
 class Answers:
     """A file of answers, one JSON line each: `{"key": ..., "ids": [...]}`.
 
@@ -151,14 +160,13 @@ class Answers:
             self._read(file)
 
     def _read(self, path: Path) -> None:
-        for number, line in enumerate(whole_lines(path) if path.exists() else (), 1):
+        advice = "delete that line and run again"
+        for number, values in read_journal(path, advice=advice) if path.exists() else ():
             try:
-                row = parse_json(line)
-                self.done[row["key"]] = [int(token) for token in row["ids"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{path}:{number} is damaged ({error}); delete that line and run again"
-                ) from error
+                row = from_file(_Answer, values)
+            except ValueError as error:
+                raise DataError(f"{path} line {number} is damaged ({error}); {advice}") from None
+            self.done[row.key] = row.ids
 
     def mine(self, key: str) -> bool:
         """Whether this process is to write the answer of that key."""
@@ -174,7 +182,7 @@ class Answers:
         for prompt, answer in zip(prompts, answers, strict=True):
             key, ids = self.key(prompt), [int(token) for token in answer]
             self.done[key] = ids
-            self._journal.append(json.dumps({"key": key, "ids": ids}).encode())
+            self._journal.append({"key": key, "ids": ids})
 
 
 def respond(

@@ -62,6 +62,7 @@ class Tokenise:
         limit: tokens of the longest document; None: there is no limit.
         generate: writes answers, for `answers: target`.
         answers: the answers that are already there.
+        known_ids: the first token id that the target has no embedding for.
     """
 
     config: DataConfig
@@ -69,6 +70,7 @@ class Tokenise:
     limit: int | None
     generate: Generate | None
     answers: Answers
+    known_ids: int
     counts: Counter[str] = field(default_factory=Counter)
     nearest_val: tuple[int, int] | None = None
     texts: dict[str, list[np.ndarray]] | None = None
@@ -170,6 +172,28 @@ class Tokenise:
             self.counts["kept"] += 1
             writer.add(ids_T, mask_T, name=document.name, kind=document.kind, source=source, val=bool(val))
 
+    def _embedded(self, item: Made | PromptDocument) -> bool:
+        """Whether the target has embeddings for all tokens of a document; one that it lacks is told of."""
+        if isinstance(item, PromptDocument):
+            document, parts = item.document, [item.ids_T, *([] if item.answer_T is None else [item.answer_T])]
+        else:
+            document, parts = item[0], [item[1]]
+        ids_T = np.concatenate(parts)
+        wrong_T = ids_T[(ids_T < 0) | (ids_T >= self.known_ids)]
+        if not len(wrong_T):
+            return True
+        token = int(wrong_T[0])
+        shown = f" ({self.tokenizer.decode([token])!r})" if 0 <= token < len(self.tokenizer) else ""
+        self.tell(
+            DataError(
+                f"document {document.name} holds token id {token}{shown}, outside the vocabulary of "
+                f"{self.known_ids} tokens that the target has embeddings for; take the tokenizer files and the "
+                "chat template that came with the target's weights, or leave such documents out with "
+                "data.on_error=skip"
+            )
+        )
+        return False
+
     def _place(self, document: Document, source: int) -> int:
         """Where a document falls in the draw of the held-out ones: below 2**64, the lowest are held out."""
         name = document.group or document.name
@@ -248,6 +272,7 @@ class Tokenise:
 
     def _with_answers(self, items: Sequence[Made | PromptDocument], source: SourceConfig) -> Iterator[Made]:
         """Prompts with their responses, recorded or written now; the rest as it is."""
+        items = [item for item in items if self._embedded(item)]
         prompts = [item for item in items if isinstance(item, PromptDocument)]
         asks = self.config.written_by_target(source)
         written: Iterator[list[int] | None] = iter(())

@@ -285,3 +285,5 @@ ADAPTERS: dict[str, Callable[[Row, Columns, str], list[Document]]] = {
     "longspec_sft": _longspec_sft,
 }
 """Adapter name -> (row, column map, row name) -> documents without names."""
+WITHOUT_TURNS = {"text", "permissive_code", "tokenised", "packed_tokens"}
+"""Adapters whose documents are no conversations."""

@@ -9,17 +9,25 @@ all columns' bytes.
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 import os
+import re
+import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import numpy as np
 
 from longtrain.assets import asset_dir
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import kind_of, parse_json
+from longtrain.files import UTF8, kind_of, parse_json
+from longtrain.log import get_logger
+
+log = get_logger(__name__)
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -31,6 +39,10 @@ CODE_SUFFIXES = (
 NOT_SOURCE = ("node_modules", "__pycache__")
 """Folders of a source tree that hold no sources of its own, beside those whose names begin with a point."""
 PACKED_SUFFIXES = ("", ".xz", ".gz")
+UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)
+"""Errors of a file that is no UTF-8 text, of a damaged archive, and of a file that may not be read."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""The escape of a surrogate in JSON: a character when two stand together, and no text where one stands alone."""
 BUNDLED = "bundled:"
 HUB = "hub:"
 MDS_SCALARS = {"int", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -49,30 +61,39 @@ def refuse(error: DataError) -> None:
 
 
 def find_code(where: str) -> list[Path]:
-    """Files with rows of code, or those of a source tree: a folder without `.jsonl` files.
+    """The files of a source tree, or the JSON lines of a folder of rows; a file is itself.
+
+    A folder is what more of its files are, source or JSON lines; the log says which of the others are not
+    read. Hidden files and the folders of `NOT_SOURCE` neither count nor are read.
 
     Raises:
         DataError: nothing there.
     """
-    root = Path(os.path.expandvars(where)).expanduser()
-    rows = [file for suffix in JSONL_SUFFIXES[:2] for file in root.rglob(f"*{suffix}*")]
-    if not root.is_dir() or rows:
-        return find(where, JSONL_SUFFIXES)
-    found = sorted(
-        file
-        for file in root.rglob("*")
-        if file.suffix in CODE_SUFFIXES
-        and file.is_file()
-        and not any(part[0] == "." or part in NOT_SOURCE for part in file.relative_to(root).parts)
-    )
-    return found or find(where, (*JSONL_SUFFIXES, *CODE_SUFFIXES[:3]))
+    root = place(where)
+    if not root.is_dir():
+        return [root]
+    own = [file for file in visible(root) if not {*NOT_SOURCE} & {*file.relative_to(root).parts}]
+    source = [file for file in own if file.suffix in CODE_SUFFIXES]
+    lines = [file for file in own if file.name.endswith(_packed(JSONL_SUFFIXES[:2]))]
+    if len(source) > len(lines):
+        if lines:
+            said = f"a source tree of {len(source)} files; its {len(lines)} files of JSON lines"
+            log.warning("%s is read as %s (%s, ...) are not read", root, said, lines[0].relative_to(root))
+        return source
+    rows = [file for file in own if file.name.endswith(_packed(JSONL_SUFFIXES))]
+    if not rows:
+        raise _nothing(root, (*JSONL_SUFFIXES, *CODE_SUFFIXES[:3]))
+    if source:
+        said = f"{len(rows)} files of JSON lines; its {len(source)} source files"
+        log.warning("%s is read as %s (%s, ...) are not read", root, said, source[0].relative_to(root))
+    return rows
 
 
 def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that `where` names: itself, or every file of a folder with one of the suffixes, sorted.
 
     Args:
-        where: see `place`.
+        where: see `place`; hidden files of a folder are left out, see `visible`.
         suffixes: e.g. `TEXT_SUFFIXES`; each also counts with `.xz` or `.gz` behind it.
 
     Raises:
@@ -81,11 +102,35 @@ def find(where: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = place(where)
     if path.is_file():
         return [path]
-    endings = tuple(suffix + packed for suffix in suffixes for packed in PACKED_SUFFIXES)
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(endings))
+    files = [file for file in visible(path) if file.name.endswith(_packed(suffixes))]
     if not files:
-        raise DataError(f"folder {path} holds no file ending in {', '.join(suffixes)} (plain, .xz or .gz)")
+        raise _nothing(path, suffixes)
     return files
+
+
+def visible(root: Path) -> list[Path]:
+    """The files below a folder, sorted, without hidden ones.
+
+    A name that begins with a point hides a file, or all that is in a folder: `.git`, `.ipynb_checkpoints`,
+    and the `._NAME` that macOS puts beside each file of a foreign disk or archive.
+    """
+    return sorted(
+        file
+        for file in root.rglob("*")
+        if file.is_file() and not any(part[0] == "." for part in file.relative_to(root).parts)
+    )
+
+
+def _packed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    """Each suffix, plain and with that of an archive behind it."""
+    return tuple(suffix + packed for suffix in suffixes for packed in PACKED_SUFFIXES)
+
+
+def _nothing(folder: Path, suffixes: tuple[str, ...]) -> DataError:
+    return DataError(
+        f"folder {folder} holds no file ending in {', '.join(suffixes)} (plain, .xz or .gz; hidden files do "
+        "not count)"
+    )
 
 
 def place(where: str) -> Path:
@@ -133,27 +178,27 @@ def local_file(where: str) -> Path:
         ) from error
 
 
-def open_text(path: Path) -> TextIO:
-    """Open a plain, .xz or .gz file as UTF-8 text."""
+def open_bytes(path: Path) -> IO[bytes]:
+    """Open a plain, .xz or .gz file; what is read is unpacked."""
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
+        return lzma.open(path)
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open("r", encoding="utf-8")
+        return gzip.open(path)
+    return path.open("rb")
 
 
 def read_text(path: Path) -> str:
     """A whole text file.
 
     Raises:
-        DataError: not UTF-8, or a damaged archive.
+        DataError: not UTF-8, a damaged archive, or a file that may not be read.
     """
     try:
-        with open_text(path) as file:
+        with TextIOWrapper(open_bytes(path), encoding=UTF8) as file:
             return file.read()
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+    except UNREADABLE as error:
         raise DataError(
-            f"cannot read {path} as UTF-8 text: {error}; convert or leave out the file"
+            f"cannot read {path} as UTF-8 text: {_reason(error)}; convert or leave out the file"
         ) from error
 
 
@@ -162,36 +207,67 @@ def read_jsonl(path: Path, tell: Tell = refuse) -> Iterator[tuple[str, dict[str,
 
     Args:
         path: the file.
-        tell: gets the error of a line that is not a JSON object.
+        tell: gets the error of a line that is not a JSON object of texts, and that of a file which cannot be
+            read to its end; where it goes on, what comes before the damage is read.
 
     Raises:
-        DataError: from `tell`, the line by its number; or the file cannot be read at all.
+        DataError: from `tell`.
     """
     try:
-        with open_text(path) as file:
-            whole = file.read(64).lstrip().startswith("[")
+        with open_bytes(path) as file:
+            listed = file.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
             file.seek(0)
-            for number, row in enumerate(parse_json(file.read()) if whole else file, 1):
-                if not whole and not row.strip():
+            whole = file.read() if listed else b""
+            halves = SURROGATE.search(whole)
+            for number, row in enumerate(parse_json(whole.decode(UTF8)) if listed else file, 1):
+                if not listed and not row.strip():
                     continue
                 try:
-                    found = _object(row if whole else _parse(row, path, number), path, number)
+                    found = _object(row if listed else _parse(row, path, number), path, number)
+                    if halves or (not listed and SURROGATE.search(row)):
+                        _refuse_half_characters(found, path, number)
                 except DataError as error:
                     tell(error)
                     continue
-                yield f"{path.name}:{number}", found
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"cannot read {path}: {error}; convert or leave out the file") from error
+                yield f"{readable(path.name)}:{number}", found
+    except UNREADABLE as error:
+        tell(DataError(f"cannot read {path}: {_reason(error)}; convert or leave out the file"))
     except ValueError as error:
-        raise DataError(f"{path} is neither JSON lines nor one JSON list: {error}") from error
+        tell(DataError(f"{path} is neither JSON lines nor one JSON list: {error}"))
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong with a file, without its name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _refuse_half_characters(row: dict[str, Any], path: Path, number: int) -> None:
+    """Refuse a row with a lone surrogate: half of a character, which no tokenizer reads and no file holds.
+
+    Raises:
+        DataError: there is one.
+    """
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1].encode("unicode_escape").decode()
+        raise DataError(
+            f"{path}:{number} holds {half}, half of a character (a lone surrogate), which is no text; mend or "
+            "drop the row"
+        ) from None
 
 
 def stem(path: Path) -> str:
     """A file's name without its suffixes for text and packing."""
-    name = path.name
+    name = readable(path.name)
     for suffix in (".xz", ".gz", *TEXT_SUFFIXES, *JSONL_SUFFIXES):
         name = name.removesuffix(suffix)
     return name
+
+
+def readable(name: str) -> str:
+    """A file's name as text; bytes of it that are not UTF-8 become question marks."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def need(where: str | None, reader: str) -> str:
@@ -207,9 +283,9 @@ def need(where: str | None, reader: str) -> str:
     return where
 
 
-def _parse(line: str, path: Path, number: int) -> Any:
+def _parse(line: bytes, path: Path, number: int) -> Any:
     try:
-        return parse_json(line)
+        return parse_json(line.decode(UTF8))
     except ValueError as error:
         raise DataError(f"{path}:{number} is not JSON ({error}); one JSON object a line is wanted") from error
 

@@ -6,14 +6,16 @@ import fnmatch
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from longtrain.assets import asset_dir
 from longtrain.data.read.adapters import ADAPTERS
-from longtrain.data.read.files import read_jsonl, read_mds_shard
+from longtrain.data.read.files import Tell, read_jsonl, read_mds_shard, refuse
 from longtrain.errors import ConfigError, DataError
+from longtrain.files import read_text
 from longtrain.log import get_logger
 from longtrain.settings import CountOrZero, OneOf, read
 
@@ -83,7 +85,7 @@ class Manifest:
         if not path.is_file():
             known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
             raise ConfigError(f"no data manifest '{name}'; known: {known}, or a path to a .yaml file")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(read_text(path))
         shared = {key: value for key, value in values.items() if key not in ("name", "note", "parts")}
         items = values.get("parts") or [{}]
         parts = tuple(_part({**shared, **item}, path) for item in items)
@@ -119,15 +121,21 @@ def resolve(part: Part, known: str | None = None) -> str:
     return str(commit)
 
 
-def rows(part: Part, commit: str, limit: int | None) -> Iterator[Row]:
+def rows(part: Part, commit: str, limit: int | None, tell: Tell = refuse) -> Iterator[Row]:
     """Named rows of a part, streamed: in the order of the corpus, or drawn from `shuffle_buffer` of them.
 
+    Args:
+        part: a part of a manifest.
+        commit: of the dataset.
+        limit: most rows; None: all.
+        tell: gets the error of a row of JSON lines that cannot be read.
+
     Raises:
-        DataError: the Hub cannot be reached or has no such file, split or configuration.
+        DataError: the Hub cannot be reached or has no such file, split or configuration; or from `tell`.
     """
-    reader = {"datasets": _stream, "jsonl": _jsonl, "mds": _mds}[part.format]
+    readers = {"datasets": _stream, "jsonl": partial(_jsonl, tell=tell), "mds": _mds}
     try:
-        yield from islice(reader(part, commit), limit)
+        yield from islice(readers[part.format](part, commit), limit)
     except (OSError, ValueError) as error:
         raise DataError(
             f"reading dataset {part.hub} failed: {_first_line(error)}; check network and manifest"
@@ -147,8 +155,8 @@ def _stream(part: Part, commit: str) -> Iterator[Row]:
         yield f"{part.hub}#{number}", row
 
 
-def _jsonl(part: Part, commit: str) -> Iterator[Row]:
-    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path)))
+def _jsonl(part: Part, commit: str, *, tell: Tell) -> Iterator[Row]:
+    yield from _drawn(part, (item for path in _download(part, commit) for item in read_jsonl(path, tell)))
 
 
 def _drawn(part: Part, named: Iterator[Row]) -> Iterator[Row]:

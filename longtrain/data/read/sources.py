@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,8 +20,10 @@ from longtrain.data.read.files import (
     find,
     find_code,
     need,
+    place,
     read_jsonl,
     read_text,
+    readable,
     refuse,
     stem,
 )
@@ -99,9 +100,13 @@ def _find(source: SourceConfig) -> list[Path]:
 def _file(path: Path, seen: Inputs | None) -> Inputs:
     stat = path.stat()
     size, time_ns = stat.st_size, stat.st_mtime_ns
-    if seen and (seen["bytes"], seen["time_ns"]) == (size, time_ns):
+    if seen and seen["sha256"] and (seen["bytes"], seen["time_ns"]) == (size, time_ns):
         return seen
-    return {"path": str(path), "bytes": size, "time_ns": time_ns, "sha256": sha256_file(path)}
+    try:
+        sha256 = sha256_file(path)
+    except OSError:
+        sha256 = ""  # whoever reads it says why it cannot be read
+    return {"path": str(path), "bytes": size, "time_ns": time_ns, "sha256": sha256}
 
 
 def _texts(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]:
@@ -113,7 +118,7 @@ def _rows(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Document]
     adapter = source.adapter or DEFAULT_ADAPTER[source.reader]
     files = [Path(file["path"]) for file in found["files"]]
     if files[0].suffix in CODE_SUFFIXES:
-        yield from _source_tree(Path(os.path.expandvars(str(source.where))).expanduser(), files, source, tell)
+        yield from _source_tree(place(str(source.where)), files, source, tell)
         return
     named = (item for file in files for item in read_jsonl(file, tell))
     for name, row in islice(named, source.rows):
@@ -124,7 +129,7 @@ def _source_tree(root: Path, files: list[Path], source: SourceConfig, tell: Tell
     """A document a file, named by its place in the tree."""
     for path in islice(files, source.rows):
         name = path.relative_to(root).as_posix() if path != root else path.name
-        yield from _told(partial(_text, path, name, "code"), tell)
+        yield from _told(partial(_text, path, readable(name), "code"), tell)
 
 
 def _text(path: Path, name: str, kind: str) -> list[Document]:
@@ -145,7 +150,7 @@ def _manifest(source: SourceConfig, found: Inputs, tell: Tell) -> Iterator[Docum
     total = sum(part.share for part in parts)
     for part, item in zip(parts, found["parts"], strict=True):
         limit = None if source.rows is None else max(1, round(source.rows * part.share / total))
-        for name, row in rows(part, item["commit"], limit):
+        for name, row in rows(part, item["commit"], limit, tell):
             columns = {**part.columns, **source.columns}
             read = partial(adapt, part.adapter, row, columns, name=name, kind=part.kind)
             yield from _told(read, tell)

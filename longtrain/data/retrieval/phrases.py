@@ -6,6 +6,7 @@ Shapes: T tokens of one document.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from string import Formatter
 from typing import TypeAlias
 
 import numpy as np
@@ -20,18 +21,11 @@ from longtrain.data.retrieval.material import (
     Role,
     TextStream,
 )
+from longtrain.data.retrieval.wording import RULER, Wording
 from longtrain.errors import ConfigError
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
-NEEDLE_INTRO = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
-    "I will quiz you about them afterwards.\n"
-)
-CHAIN_INTRO = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
-TABLE_INTRO = "Here is a table.\n"
-QUOTE_INTRO = "Read the text, then quote from it.\n"
-COPY_INTRO = "Repeat the following text.\n"
 MARGIN = 32
 """Least tokens of text that sentences are hidden in."""
 
@@ -45,6 +39,7 @@ class Phrases:
         streams: real text to write into.
         stream_weights: how often each is drawn; None: by tokens.
         separator: token between a stream's documents; written as a line's end inside a chat.
+        wording: the words that questions are asked in.
 
     Raises:
         ConfigError: no streams.
@@ -58,10 +53,11 @@ class Phrases:
         *,
         stream_weights: Sequence[float] | None = None,
         separator: int = 0,
+        wording: Wording = RULER,
     ) -> None:
         if not streams:
             raise ConfigError("a retrieval writer needs at least one text stream; got none")
-        self.encode, self.streams = encode, list(streams)
+        self.encode, self.streams, self.wording = encode, list(streams), wording
         self.start, self.user, self.assistant, self.end = (
             np.array(ids, dtype=np.int32) for ids in (chat.start, chat.user, chat.assistant, chat.end)
         )
@@ -90,6 +86,19 @@ class Phrases:
             self._phrases[text] = np.array(self.encode(text), dtype=np.int32)
         return self._phrases[text]
 
+    def say(self, template: str, **parts: Ids) -> Ids:
+        """The ids of a text of the wording: what stands between its places is tokenised piece by piece.
+
+        Args:
+            template: the text, its places in braces.
+            parts: ids of each place.
+        """
+        runs: list[Ids] = [np.zeros(0, dtype=np.int32)]
+        for text, place, _, _ in Formatter().parse(template):
+            runs += [self.phrase(text)] if text else []
+            runs += [parts[place]] if place is not None else []
+        return np.concatenate(runs)
+
     def _needle_runs(self, keys: list[Ids], values: list[list[Ids]]) -> list[tuple[Ids, Ids]]:
         tails = [
             [key, self.phrase(" is: "), v, self.phrase(".")]
@@ -98,17 +107,13 @@ class Phrases:
         ]
         return [self._hidden("One of the special magic numbers for", tail) for tail in tails]
 
-    def _question(self, key: Ids, *, single: bool, opening: bool) -> Ids:
-        start = (
-            "What is the special magic number for" if single else "What are all the special magic numbers for"
-        )
-        start = "\n" + start if opening else start
-        return np.concatenate([self.phrase(start), key, self.phrase(" mentioned in the provided text?")])
+    def _later(self, ask: str, *, opening: bool) -> str:
+        """A question: the first one of a document ends the line before it, others begin a turn."""
+        return ask if opening else ask.removeprefix("\n")
 
     def _answer(self, doc: DocumentBuilder, key: Ids, values: list[Ids], *, single: bool) -> None:
-        number, verb = ("number", "is") if single else ("numbers", "are")
-        doc.add(Role.ANSWER, self.phrase(f"The special magic {number} for"), key)
-        doc.add(Role.ANSWER, self.phrase(f" mentioned in the provided text {verb} "))
+        begin = self.wording.hidden(single=single).answer + " "
+        doc.add(Role.ANSWER, self.say(begin, key=key))
         for i, value in enumerate(values):
             if i:
                 doc.add(Role.ANSWER, self.phrase(", "))

@@ -11,14 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from longtrain.data.retrieval.material import DocumentBuilder, Ids, Role
-from longtrain.data.retrieval.phrases import (
-    CHAIN_INTRO,
-    MARGIN,
-    NEEDLE_INTRO,
-    QUOTE_INTRO,
-    TABLE_INTRO,
-    Phrases,
-)
+from longtrain.data.retrieval.phrases import MARGIN, Phrases
+from longtrain.data.retrieval.wording import TaskWords
 from longtrain.errors import ConfigError
 
 QUESTION_TASKS = ("needles", "chains", "table", "quote")
@@ -27,7 +21,6 @@ LEAST_NAMES, MOST_NAMES = 2, 4
 NEEDLE_DIGITS, TABLE_DIGITS, CHAIN_DIGITS = 7, 7, 5
 CUE = 12
 """Tokens that a passage to be quoted is asked for with, and the fewest that it has."""
-QUOTE_ASK = "\nQuote the passage that continues after:"
 
 
 @dataclass(frozen=True)
@@ -84,45 +77,27 @@ class RetrievalQuestionWriter(Phrases):
         pools = (self.keys_listed, self.keys_made_up)
         key = max((np.concatenate([max(part, key=len) for part in pool]) for pool in pools), key=len)
         value = np.zeros(self._most_digits(NEEDLE_DIGITS), dtype=np.int32)
-        ask, prefix = self._needle_question(key, single=False)
-        fixed = self._fixed(NEEDLE_INTRO, ask) + len(prefix) + MARGIN
-        return fixed + most_tokens(self._needle_runs([key], [[value]]))
+        fixed = max(self._fixed(self.wording.hidden(single=single), key=key) for single in (False, True))
+        return fixed + MARGIN + most_tokens(self._needle_runs([key], [[value]]))
 
     def _least_tokens_chains(self) -> int:
         value = np.zeros(self._most_digits(CHAIN_DIGITS), dtype=np.int32)
         name = np.zeros(len("NAMES") + 2, dtype=np.int32)  # a letter each, the space, and a tokenizer's own
-        ask, prefix = self._chain_question(value)
-        fixed = self._fixed(CHAIN_INTRO, ask) + len(prefix) + MARGIN
-        return fixed + most_tokens(self._chain_runs([name] * LEAST_NAMES, value))
+        fixed = self._fixed(self.wording.chains, value=value, count=self.phrase("2"))
+        return fixed + MARGIN + most_tokens(self._chain_runs([name] * LEAST_NAMES, value))
 
     def _least_tokens_table(self) -> int:
         number = np.zeros(self._most_digits(TABLE_DIGITS), dtype=np.int32)
         line = 2 * len(number) + len(self.phrase(": ")) + len(self.phrase("\n"))
-        opening = len(self.start) + len(self.user) + len(self.phrase(TABLE_INTRO))
-        return opening + line + len(self._table_question(number))
+        return self._fixed(self.wording.table, key=number) + line
 
     def _least_tokens_quote(self) -> int:
-        cue_twice_and_passage = 3 * CUE  # the cue stands before the passage, and in the question
-        return self._fixed(QUOTE_INTRO, self.phrase(QUOTE_ASK)) + cue_twice_and_passage
+        cue = np.zeros(CUE, dtype=np.int32)
+        return self._fixed(self.wording.quote, cue=cue) + 2 * CUE  # the cue in the text, and the passage
 
     def _most_digits(self, width: int) -> int:
         """Tokens of a number: its digits, and one more where a tokenizer may begin words with its own."""
         return width if self.digits is not None else width + 1
-
-    def _needle_question(self, key: Ids, *, single: bool) -> tuple[Ids, Ids]:
-        """The question about a key, and what its answers begin with."""
-        number, verb = ("number", "is") if single else ("numbers", "are")
-        said = [self.phrase(f"The special magic {number} for"), key]
-        prefix = np.concatenate([*said, self.phrase(f" mentioned in the provided text {verb}")])
-        return self._question(key, single=single, opening=True), prefix
-
-    def _chain_question(self, value: Ids) -> tuple[Ids, Ids]:
-        ask = [
-            self.phrase("\nFind all variables that are assigned the value "),
-            value,
-            self.phrase(" in the text above."),
-        ]
-        return np.concatenate(ask), self.phrase("The variables are:")
 
     def _chain_runs(self, ids: list[Ids], value: Ids) -> list[tuple[Ids, Ids]]:
         """The sentences of a chain in their two forms: the value to the first name, each name to the next."""
@@ -131,9 +106,9 @@ class RetrievalQuestionWriter(Phrases):
             lines.append(self._hidden("VAR", [b, self.phrase(" = VAR"), a, self.phrase(".")]))
         return lines
 
-    def _table_question(self, key: Ids) -> Ids:
-        parts = [self.phrase("Look up "), key, self.phrase("."), self.assistant, key, self.phrase(":")]
-        return np.concatenate(parts)
+    def _asked(self, words: TaskWords, **parts: Ids) -> Ids:
+        """The question, the mark after which the assistant writes, and what its answer begins with."""
+        return np.concatenate([self.say(words.ask, **parts), self.assistant, self.say(words.answer, **parts)])
 
     def _write_needles(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         n_keys = int(rng.integers(1, MOST_KEYS + 1))
@@ -153,21 +128,23 @@ class RetrievalQuestionWriter(Phrases):
         spelt = self._spell(numbers, NEEDLE_DIGITS)
         runs = [self._needle_runs([keys[o]], [[v]])[0] for o, v in zip(owner, spelt, strict=True)]
         asked = int(owner[0])  # the first needle stays whatever the room
-        single = int(counts[asked]) == 1 and rng.random() < 0.3
-        ask, prefix = self._needle_question(keys[asked], single=single)
-        room = n_tokens - self._fixed(NEEDLE_INTRO, ask) - len(prefix) - MARGIN
+        single = int(counts[asked]) == 1 and rng.random() < self.wording.singular
+        room = n_tokens - self._fixed(self.wording.hidden(single=single), key=keys[asked]) - MARGIN
         sizes = np.cumsum([max(len(spaced), len(line)) for spaced, line in runs])
         kept = rng.permutation(max(1, int(np.searchsorted(sizes, room, side="right"))))
         found = [int(i) for i in kept if owner[i] == asked]
         hidden = [runs[i] for i in kept.tolist()]
-        parts = self._prompt(NEEDLE_INTRO, hidden, ask, prefix, n_tokens, rng)
+        if len(found) == 1 and self.wording.singular == 1:
+            single = True  # the key's other values did not fit
+        words = self.wording.hidden(single=single)
+        parts = self._prompt(words, hidden, self._asked(words, key=keys[asked]), n_tokens, rng)
         return self._with_values("needles", parts, tuple(str(numbers[i]) for i in found))
 
     def _write_chains(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         numbers = self._draw(CHAIN_DIGITS, int(rng.integers(1, MOST_CHAINS + 1)), rng)
         spelt = self._spell(numbers, CHAIN_DIGITS)
-        ask, prefix = self._chain_question(spelt[0])
-        room = n_tokens - self._fixed(CHAIN_INTRO, ask) - len(prefix) - MARGIN
+        words, first = self.wording.chains, spelt[0]
+        room = n_tokens - self._fixed(words, value=first, count=self.phrase("2")) - MARGIN
         chains: list[tuple[list[str], list[tuple[Ids, Ids]]]] = []
         for value in spelt:
             names = [self._letters(rng) for _ in range(int(rng.integers(LEAST_NAMES, MOST_NAMES + 1)))]
@@ -181,27 +158,28 @@ class RetrievalQuestionWriter(Phrases):
         order = rng.permutation(np.repeat(np.arange(len(chains)), [len(lines) for _, lines in chains]))
         left = [iter(lines) for _, lines in chains]
         hidden = [next(left[i]) for i in order.tolist()]
-        parts = self._prompt(CHAIN_INTRO, hidden, ask, prefix, n_tokens, rng)
-        return self._with_values("chains", parts, tuple(chains[0][0]))
+        found = tuple(chains[0][0])
+        ask = self._asked(words, value=first, count=self.phrase(str(len(found))))
+        parts = self._prompt(words, hidden, ask, n_tokens, rng)
+        return self._with_values("chains", parts, found)
 
     def _write_table(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         width = TABLE_DIGITS
-        sep, newline = self.phrase(": "), self.phrase("\n")
-        intro = self.phrase(TABLE_INTRO)
+        words, sep, newline = self.wording.table, self.phrase(": "), self.phrase("\n")
         digits = max(len(number) for number in self._numbers(width, 1, rng))
         line = 2 * digits + len(sep) + len(newline)
-        fixed = self._fixed(TABLE_INTRO, self.phrase("Look up ")) + 2 * digits + len(self.phrase(".")) + 1
+        fixed = self._fixed(words, key=np.zeros(digits, dtype=np.int32))
         share = int((n_tokens - fixed) * rng.uniform(0.2, 0.7))
         n_lines = max(1, min(share // line, MOST_LINES))
         keys, numbers = self._draw(width, n_lines, rng), self._draw(width, n_lines, rng)
         values = self._spell(numbers, width)
         body = DocumentBuilder()
-        body.add(Role.PROMPT, intro)
+        body.add(Role.PROMPT, self.phrase(words.intro))
         spelt = self._spell(keys, width)
         for key, value in zip(spelt, values, strict=True):
             body.add(Role.PROMPT, key, sep, value, newline)
         at = int(rng.integers(n_lines))
-        question_T = self._table_question(spelt[at])
+        question_T = self._asked(words, key=spelt[at])
         n_context = n_tokens - len(question_T) - len(self.start)
         context = self._filled(body, n_context, rng)
         context_T = np.concatenate([self.start, *context.runs])
@@ -209,8 +187,8 @@ class RetrievalQuestionWriter(Phrases):
 
     def _write_quote(self, n_tokens: int, rng: np.random.Generator) -> RetrievalQuestion:
         length = int(rng.integers(24, 65))
-        ask = self.phrase(QUOTE_ASK)
-        room = n_tokens - self._fixed(QUOTE_INTRO, ask) - CUE
+        words = self.wording.quote
+        room = n_tokens - self._fixed(words, cue=np.zeros(CUE, dtype=np.int32))
         length = min(length, room // 2)
         stream = self._stream(rng)
         text, breaks = self._text(stream, room, rng)
@@ -218,16 +196,17 @@ class RetrievalQuestionWriter(Phrases):
         starts = breaks[breaks <= last] if (breaks <= last).any() else np.arange(last + 1)
         at = int(rng.choice(starts))
         passage = text[at + CUE : at + CUE + length]
-        context_T = np.concatenate([self.start, self.user, self.phrase(QUOTE_INTRO), text])
-        question_T = np.concatenate([ask, text[at : at + CUE], self.assistant])
+        context_T = np.concatenate([self.start, self.user, self.phrase(words.intro), text])
+        question_T = self._asked(words, cue=text[at : at + CUE])
         said = stream.text(passage)
         return RetrievalQuestion(
             "quote", context_T, question_T, np.concatenate([passage, self.end]), said, (said,)
         )
 
-    def _fixed(self, intro: str, ask: Ids) -> int:
+    def _fixed(self, words: TaskWords, **parts: Ids) -> int:
         """Tokens of a prompt that are not its text."""
-        return len(self.start) + len(self.user) + len(self.phrase(intro)) + len(ask) + len(self.assistant)
+        opening = len(self.start) + len(self.user) + len(self.phrase(words.intro))
+        return opening + len(self._asked(words, **parts))
 
     def _with_values(self, task: str, parts: tuple[Ids, Ids], values: tuple[str, ...]) -> RetrievalQuestion:
         """The question whose answer goes on with the values, one after the other."""
@@ -237,18 +216,16 @@ class RetrievalQuestionWriter(Phrases):
 
     def _prompt(
         self,
-        intro: str,
+        words: TaskWords,
         hidden: list[tuple[Ids, Ids]],
-        ask: Ids,
-        prefix: Ids,
+        question_T: Ids,
         n_tokens: int,
         rng: np.random.Generator,
     ) -> tuple[Ids, Ids]:
         """Context with sentences hidden in it in their order, and the question, `n_tokens` together."""
-        question_T = np.concatenate([ask, self.assistant, prefix])
         doc = DocumentBuilder()
         n_context = n_tokens - len(question_T) - len(self.start)
-        self._context(doc, intro, hidden, n_context, rng, in_order=True)
+        self._context(doc, words.intro, hidden, n_context, rng, in_order=True)
         return np.concatenate([self.start, *doc.runs]), question_T
 
 

@@ -19,20 +19,15 @@ from longtrain.data.chat.prompts import PromptDocument
 from longtrain.data.config import DataConfig, SourceConfig
 from longtrain.data.read.adapters import Document
 from longtrain.data.retrieval.material import ChatIds, DocumentBuilder, Ids, Role, RoleDocument, TextStream
-from longtrain.data.retrieval.phrases import (
-    CHAIN_INTRO,
-    COPY_INTRO,
-    MARGIN,
-    NEEDLE_INTRO,
-    QUOTE_INTRO,
-    TABLE_INTRO,
-)
+from longtrain.data.retrieval.phrases import MARGIN
 from longtrain.data.retrieval.questions import (
+    CUE,
     QUESTION_TASKS,
     RetrievalQuestion,
     RetrievalQuestionWriter,
     most_tokens,
 )
+from longtrain.data.retrieval.wording import TaskWords, wording_of
 from longtrain.errors import ConfigError, DataError
 
 OPTIONS = {"doc_tokens", "tasks"}
@@ -62,7 +57,6 @@ class RetrievalWriter(RetrievalQuestionWriter):
         n_keys: int,
         rng: np.random.Generator,
         *,
-        single: bool = False,
         depth: float | None = None,
     ) -> tuple[list[int], str]:
         """A prompt of exactly `n_tokens` tokens, one value a key and one key asked, and the value expected.
@@ -71,20 +65,25 @@ class RetrievalWriter(RetrievalQuestionWriter):
             n_tokens: prompt length, chat marks included.
             n_keys: needles hidden, each with another key; where they are is uniform over the text's breaks.
             rng: all randomness.
-            single: ask for "the special magic number" instead of "all the special magic numbers".
             depth: share of the text before the needle that is asked for, 0 to 1; None: anywhere.
         """
         keys = self._keys(n_keys, rng, self.keys_listed)
         numbers = self._draw(7, n_keys, rng)
         values = self._spell(numbers, 7)
         asked = int(rng.integers(n_keys))
-        tail = np.concatenate([self._question(keys[asked], single=single, opening=True), self.assistant])
+        words = self.wording.hidden(single=self.wording.singular == 1)
+        begin = self._begin(words, key=keys[asked])
+        tail = np.concatenate([self.say(words.ask, key=keys[asked]), self.assistant, begin])
         doc = DocumentBuilder()
         needles = self._needle_runs(keys, [[value] for value in values])
         at = None if depth is None else (asked, depth)
-        self._context(doc, NEEDLE_INTRO, needles, n_tokens - len(tail), rng, at=at)
+        self._context(doc, words.intro, needles, n_tokens - len(tail), rng, at=at)
         doc.add(Role.PROMPT, tail)
         return np.concatenate(doc.runs).tolist(), str(numbers[asked])
+
+    def _begin(self, words: TaskWords, **parts: Ids) -> Ids:
+        """What the assistant's turn begins with; nothing where the wording leaves it to the assistant."""
+        return self.say(words.answer if self.wording.always_begun else "", **parts)
 
     # Needles: keys with one to four seven-digit values.
 
@@ -95,22 +94,24 @@ class RetrievalWriter(RetrievalQuestionWriter):
         n_values = rng.integers(1, 5, n_keys) if rng.random() < 0.2 else np.ones(n_keys, dtype=int)
         numbers = iter(self._numbers(7, int(n_values.sum()), rng))
         values = [[next(numbers) for _ in range(n)] for n in n_values]
-        singular = rng.random() < 0.3
+        singular = rng.random() < self.wording.singular
         turns = DocumentBuilder()
         for at in rng.permutation(n_keys):
             single, opening = singular and len(values[at]) == 1, turns.n == 0
             turn = DocumentBuilder()
-            self._ask(turn, self._question(keys[at], single=single, opening=opening), opening=opening)
+            ask = self._later(self.wording.hidden(single=single).ask, opening=opening)
+            self._ask(turn, self.say(ask, key=keys[at]), opening=opening)
             self._answer(turn, keys[at], values[at], single=single)
             if not opening and turns.n + turn.n > 0.45 * n_tokens:
                 break
             turns.extend(turn)
         needles = self._needle_runs(keys, values)
-        fixed = len(self.user) + len(self.phrase(NEEDLE_INTRO)) + turns.n
+        intro = self.wording.hidden(single=len(needles) == 1).intro
+        fixed = len(self.user) + len(self.phrase(intro)) + turns.n
         if fixed + most_tokens(needles) + MARGIN > n_tokens:
             return self._needles(n_tokens, rng) if len(needles) > 1 else self._copy(n_tokens, rng)
         doc = DocumentBuilder()
-        self._context(doc, NEEDLE_INTRO, needles, n_tokens - turns.n, rng)
+        self._context(doc, intro, needles, n_tokens - turns.n, rng)
         doc.extend(turns)
         return doc.document("needles")
 
@@ -118,15 +119,15 @@ class RetrievalWriter(RetrievalQuestionWriter):
 
     def _chains(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         lines: list[tuple[Ids, Ids]] = []
-        turns = DocumentBuilder()
+        turns, words = DocumentBuilder(), self.wording.chains
         for value in self._numbers(5, int(rng.integers(1, max(2, min(7, n_tokens // 200)))), rng):
             names = [self._name(rng) for _ in range(int(rng.integers(2, 5)))]
             chain = self._chain_runs(names, value)
             opening = turns.n == 0
             turn = DocumentBuilder()
-            ask = self.phrase(("\n" if opening else "") + "Find all variables that are assigned the value ")
-            self._ask(turn, np.concatenate([ask, value, self.phrase(" in the text above.")]), opening=opening)
-            turn.add(Role.ANSWER, self.phrase("The variables are:"))
+            ask = self.say(self._later(words.ask, opening=opening), value=value)
+            self._ask(turn, ask, opening=opening)
+            turn.add(Role.ANSWER, self.say(words.answer, value=value, count=self.phrase(str(len(names)))))
             for i, name in enumerate(names):
                 turn.add(Role.VALUE, *([self.phrase(",")] if i else []), name)
             turn.add(Role.ANSWER, self.phrase("."), self.end)
@@ -135,21 +136,24 @@ class RetrievalWriter(RetrievalQuestionWriter):
                 break
             lines += chain
             turns.extend(turn)
-        fixed = len(self.user) + len(self.phrase(CHAIN_INTRO)) + turns.n
+        fixed = len(self.user) + len(self.phrase(words.intro)) + turns.n
         if fixed + most_tokens(lines) + MARGIN > n_tokens:
             return self._table(n_tokens, rng)
         doc = DocumentBuilder()
-        self._context(doc, CHAIN_INTRO, lines, n_tokens - turns.n, rng, in_order=True)
+        self._context(doc, words.intro, lines, n_tokens - turns.n, rng, in_order=True)
         doc.extend(turns)
         return doc.document("chains")
 
     def _table(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
         width = int(rng.integers(3, 8))
-        sep, newline, look, dot = (self.phrase(text) for text in (": ", "\n", "Look up ", "."))
-        intro = self.phrase(TABLE_INTRO)
+        sep, newline, dot = (self.phrase(text) for text in (": ", "\n", "."))
+        words, space = self.wording.table, self.phrase(" " if self.wording.always_begun else "")
+        intro = self.phrase(words.intro)
         digits = max(len(number) for number in self._numbers(width, 1, rng))
         line = 2 * digits + len(sep) + len(newline)
-        turn = len(look) + 2 * digits + 2 * len(dot) + len(self.user) + len(self.assistant) + len(self.end)
+        key = np.zeros(digits, dtype=np.int32)
+        said = len(self.say(words.ask, key=key)) + len(self._begin(words, key=key)) + len(space)
+        turn = said + digits + len(dot) + len(self.user) + len(self.assistant) + len(self.end)
         room = n_tokens - len(intro) - turn
         n_lines = max(1, min(int(room * rng.uniform(0.2, 0.7)) // line, 400, 10 ** (width - 1)))
         keys, values = self._numbers(width, n_lines, rng), self._numbers(width, n_lines, rng)
@@ -159,17 +163,18 @@ class RetrievalWriter(RetrievalQuestionWriter):
             body.add(Role.PROMPT, key, sep, value, newline)
         n_turns = max(1, min((n_tokens - body.n - len(self.user)) // turn, 2 * n_lines))
         for i, at in enumerate(rng.integers(n_lines, size=n_turns)):
-            self._ask(body, np.concatenate([look, keys[at], dot]), opening=i == 0)
+            self._ask(body, self.say(words.ask, key=keys[at]), opening=i == 0)
+            body.add(Role.ANSWER, self._begin(words, key=keys[at]), space)
             body.add(Role.VALUE, values[at])
             body.add(Role.ANSWER, dot, self.end)
         return self._filled(body, n_tokens, rng).document("table")
 
     def _quote(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
-        cue, length = 12, int(rng.integers(24, 65))
-        intro, newline, ask = (
-            self.phrase(t) for t in (QUOTE_INTRO, "\n", "Quote the passage that continues after:")
-        )
-        turn = len(ask) + cue + length + len(self.user) + len(self.assistant) + len(self.end)
+        cue, length = CUE, int(rng.integers(24, 65))
+        words, newline = self.wording.quote, self.phrase("\n")
+        intro, blank = self.phrase(words.intro), np.zeros(CUE, dtype=np.int32)
+        said = len(self.say(words.ask.removeprefix("\n"), cue=blank)) + len(self._begin(words, cue=blank))
+        turn = said + length + len(self.user) + len(self.assistant) + len(self.end)
         n_turns = min(int(rng.integers(1, 9)), (n_tokens - 2 * cue - len(intro)) // (2 * turn))
         if n_turns < 1:
             return self._copy(n_tokens, rng)
@@ -181,13 +186,14 @@ class RetrievalWriter(RetrievalQuestionWriter):
         doc.add(Role.PROMPT, self.user, intro)
         doc.add(Role.TEXT, text)
         for i, at in enumerate(rng.choice(starts, n_turns)):
-            question = np.concatenate([newline[: len(newline) * (i == 0)], ask, text[at : at + cue]])
-            self._ask(doc, question, opening=i == 0)
+            ask, passage = self._later(words.ask, opening=i == 0), text[at : at + cue]
+            self._ask(doc, self.say(ask, cue=passage), opening=i == 0)
+            doc.add(Role.ANSWER, self._begin(words, cue=passage))
             doc.add(Role.ANSWER, text[at + cue : at + cue + length], self.end)
         return doc.document("quote")
 
     def _copy(self, n_tokens: int, rng: np.random.Generator) -> RoleDocument:
-        intro = self.phrase(COPY_INTRO)
+        intro = self.phrase(self.wording.copy)
         n = (n_tokens - len(intro) - len(self.user) - len(self.assistant) - len(self.end)) // 2
         text, _ = self._text(self._stream(rng), n, rng)
         if rng.random() < 0.5:
@@ -246,6 +252,7 @@ def synthetic_documents(
         turn_marks(tokenizer),
         streams,
         separator=-1,
+        wording=wording_of(tokenizer),
     )
     shortest, longest = source.options.get("doc_tokens") or config.prompt_tokens or (512, 4096)
     if source.where == "questions" and limit is not None:
@@ -286,10 +293,21 @@ def turn_marks(tokenizer: Any) -> ChatIds:
             "the chat template's turn marks cannot be told from the turns; leave out synthetic sources"
         )
     at, to = ids.index(user[0]), ids.index(answer[0])
-    start = 1 if ids[0] == tokenizer.bos_token_id and at > 1 else 0
-    return ChatIds(
-        user=tuple(ids[start:at]),
-        assistant=tuple(ids[at + 1 : to]),
-        end=tuple(ids[to + 1 :]),
-        start=tuple(ids[:start]),
-    )
+    end = ids[to + 1 :]
+    twice = render(tokenizer, [*turns, *turns], how="all", name="turn marks").ids_T.tolist()
+    later = _between(twice, answer[0], user[0])
+    if later is not None and later[: len(end)] == end and len(later) > len(end):
+        opening = later[len(end) :]  # without a system message that the template puts before the first turn
+        if ids[at - len(opening) : at] == opening:
+            start = ids[: at - len(opening)]
+            return ChatIds(tuple(opening), tuple(ids[at + 1 : to]), tuple(end), tuple(start))
+    start = ids[: 1 if ids[0] == tokenizer.bos_token_id and at > 1 else 0]
+    return ChatIds(tuple(ids[len(start) : at]), tuple(ids[at + 1 : to]), tuple(end), tuple(start))
+
+
+def _between(ids: list[int], after: int, before: int) -> list[int] | None:
+    """The ids between the first `after` and the next `before`; None where they do not come so."""
+    if after not in ids or before not in ids[ids.index(after) :]:
+        return None
+    first = ids.index(after)
+    return ids[first + 1 : ids.index(before, first)]

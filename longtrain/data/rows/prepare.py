@@ -5,18 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from longtrain.data.chat import mask as masks
 from longtrain.data.chat.prompts import Answers, Generate, Part
 from longtrain.data.chat.tokenise import Tokenise
 from longtrain.data.config import DataConfig, SourceConfig
-from longtrain.data.read.sources import Inputs, digest, inputs
-from longtrain.data.rows.prepared import FORMAT, Prepared, PreparedWriter, read_manifest
+from longtrain.data.read.adapters import WITHOUT_TURNS
+from longtrain.data.read.files import need
+from longtrain.data.read.manifest import Manifest
+from longtrain.data.read.sources import DEFAULT_ADAPTER, Inputs, digest, inputs
+from longtrain.data.retrieval.wording import PRETRAIN, wording_of
+from longtrain.data.rows.prepared import FORMAT, PREPARED, Prepared, PreparedWriter, read_manifest
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import lock, replaced_folder, settle
+from longtrain.files import lock
+from longtrain.folders import replaced_folder, settle
 from longtrain.log import first_of_machine, get_logger
 
 log = get_logger(__name__)
@@ -31,6 +38,7 @@ def prepare(
     *,
     home: Path,
     context_tokens: int | None = None,
+    vocab_size: int | None = None,
     generate: Generate | None = None,
     author: dict[str, Any] | None = None,
 ) -> Path:
@@ -41,6 +49,7 @@ def prepare(
         tokenizer: a Hugging Face tokenizer, the target's own.
         home: data goes to `home/data/<name>-<first 8 of the tokenizer's hash>`.
         context_tokens: the target's context: the limit for documents where `max_doc_tokens` is not set.
+        vocab_size: tokens that the target has embeddings for; None: as many as the tokenizer has.
         generate: writes answers, for `answers: target`.
         author: what written answers depend on besides the prompt (target, sampling).
 
@@ -53,23 +62,26 @@ def prepare(
     """
     token_hash = tokenizer_hash(tokenizer)
     folder = home / "data" / f"{config.name}-{token_hash[:8]}"
-    with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+    with lock(folder.with_name(f".{folder.name}.lock"), wait=True, read_only=True):
         settle(folder)
         old = read_manifest(folder) or {}
         if not old and folder.exists():
             log.warning("%s has no manifest that this version reads; it is made again now", folder)
         sources = _chosen(config)
+        config = _settled(config, sources, tokenizer)
         known = _known(old)
         found = [inputs(source, known.get(json.dumps(_plain(source), sort_keys=True))) for source in sources]
         limit = _limit(config, context_tokens)
-        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author)
-        if old.get("fingerprint") == fingerprint and _is_whole(folder):
+        worded = {} if (wording := wording_of(tokenizer)) is PRETRAIN else {"wording": wording.name}
+        fingerprint = _fingerprint(config, sources, found, token_hash, limit, author, worded)
+        known_ids = _known_ids(tokenizer, vocab_size)
+        if old.get("fingerprint") == fingerprint and _is_whole(folder, known_ids):
             log.info("data=%s is current, nothing to do", folder)
             return folder
         answers = Answers(*_written(folder, config, author))
-        job = Tokenise(config, tokenizer, limit, generate, answers)
-        with replaced_folder(folder) as temporary:
-            writer = PreparedWriter(temporary, max(len(tokenizer), 1))
+        job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
+        with replaced_folder(folder, PREPARED) as temporary:
+            writer = PreparedWriter(temporary, known_ids)
             job.write(writer, list(zip(sources, found, strict=True)))
             writer.close(
                 {
@@ -100,6 +112,7 @@ def answer_part(
     generate: Generate,
     author: dict[str, Any],
     context_tokens: int | None = None,
+    vocab_size: int | None = None,
 ) -> int:
     """Write one part of the answers that `prepare` would have the target write; parts may run at once.
 
@@ -111,6 +124,7 @@ def answer_part(
         generate: writes answers.
         author: what written answers depend on besides the prompt.
         context_tokens: the target's context.
+        vocab_size: as for `prepare`.
 
     Returns:
         How many answers of other parts are missing still; `prepare` writes the data when none is.
@@ -119,12 +133,44 @@ def answer_part(
         ConfigError: another process writes this part.
         DataError: as for `prepare`.
     """
+    config = _settled(config, _chosen(config), tokenizer)
     folder = home / "data" / f"{config.name}-{tokenizer_hash(tokenizer)[:8]}"
     path, settings = _written(folder, config, author)
     answers = Answers(path, settings, part=part)
-    job = Tokenise(config, tokenizer, _limit(config, context_tokens), generate, answers)
+    limit, known_ids = _limit(config, context_tokens), _known_ids(tokenizer, vocab_size)
+    job = Tokenise(config, tokenizer, limit, generate, answers, known_ids)
     job.answer([(source, inputs(source)) for source in _chosen(config)])
     return len(answers.elsewhere - set(Answers(path, settings).done))
+
+
+def _settled(config: DataConfig, sources: list[SourceConfig], tokenizer: Any) -> DataConfig:
+    """The config with `mask=auto` decided; a chat template that cannot serve is refused before any work.
+
+    Raises:
+        DataError: conversations or questions and no chat template, or no generation marks where they are wanted.
+    """
+    chats = [source for source in sources if _holds_conversations(source)]
+    recorded = any(not config.written_by_target(source) for source in chats)
+    if config.mask == "auto":
+        config = replace(config, mask=masks.usual(tokenizer) if recorded else "template")
+        if config.mask == "prefix":
+            log.info(
+                "data.mask=prefix: the chat template has no generation marks, so answers are found turn by turn"
+            )
+    if recorded:
+        masks.check_template(tokenizer, config.mask)
+    elif chats or any(source.reader == "synthetic" for source in sources):
+        masks.check_template(tokenizer, "prefix")
+    return config
+
+
+def _holds_conversations(source: SourceConfig) -> bool:
+    """Whether a source's rows are conversations, which the chat template renders."""
+    if source.reader == "manifest":
+        named = [part.adapter for part in Manifest.load(need(source.where, "manifest")).parts]
+    else:
+        named = [source.adapter or DEFAULT_ADAPTER.get(source.reader, "text")]
+    return not set(named) <= WITHOUT_TURNS
 
 
 def _known(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -136,13 +182,21 @@ def _known(manifest: dict[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def _is_whole(folder: Path) -> bool:
+def _known_ids(tokenizer: Any, vocab_size: int | None) -> int:
+    """The first id that is no token of both the tokenizer and the target."""
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    return highest + 1 if vocab_size is None else min(highest + 1, vocab_size)
+
+
+def _is_whole(folder: Path, known_ids: int) -> bool:
     """Whether a folder holds what was written into it; a damaged one is told of, and is made again.
 
     One rank of a machine compares all bytes with their hashes.
     """
     try:
-        Prepared.open(folder, verify=first_of_machine())
+        data = Prepared.open(folder, verify=first_of_machine())
+        if first_of_machine():
+            data.refuse_ids_above(known_ids)
     except DataError as error:
         log.warning("%s; it is made again now", str(error).partition("; prepare again")[0])
         return False
@@ -219,10 +273,15 @@ def _fingerprint(
     token_hash: str,
     limit: int | None,
     author: dict[str, Any] | None,
+    worded: dict[str, str],
 ) -> str:
-    """A hash of everything the prepared files depend on; where local files are is not part of it."""
+    """A hash of everything the prepared files depend on; where local files are is not part of it.
+
+    `worded` says what synthetic questions are asked in, where it is not what it was before they had a choice.
+    """
     content = {key: value for key, value in config.content().items() if key != "sources"}
     plain = [{k: v for k, v in _plain(s).items() if k not in ("where", "optional")} for s in sources]
+    plain = [one | (worded if s.reader == "synthetic" else {}) for one, s in zip(plain, sources, strict=True)]
     parts = [plain, [digest(item) for item in found], content, token_hash, limit]
     written = author if config.asks_target else None
     return hashlib.sha256(json.dumps([FORMAT, *parts, written], sort_keys=True).encode()).hexdigest()

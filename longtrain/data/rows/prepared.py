@@ -15,16 +15,25 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from longtrain import files
+from longtrain import files, folders
 from longtrain.data.rows.checks import AGAIN, check_files, check_ids, check_index, sha256_file
-from longtrain.errors import DataError
+from longtrain.errors import DataError, first_line
+from longtrain.log import get_logger
+from longtrain.settings import from_file
+
+log = get_logger(__name__)
 
 FORMAT = 1
 HEADER_BYTES = 128
+CHECKSUM = "manifest_sha256"
+"""The key of a manifest that holds the checksum of all its others."""
 FILES = ("ids.npy", "mask.npy", "docs.npz", "names.txt")
+PREPARED = folders.FolderKind("prepared data", ("manifest.json", "ids.npy"), (*FILES, "manifest.json"))
 COLUMNS = ("start", "length", "labels", "kind", "source", "val")
 _BLOCK = 2**24
 """Tokens that are counted at once."""
+_old: set[Path] = set()
+"""Folders whose manifest has no checksum that a warning was written for."""
 
 
 class _Column:
@@ -152,7 +161,49 @@ class PreparedWriter:
             **manifest,
             "sha256": {name: sha256_file(self.folder / name) for name in FILES},
         }
+        body[CHECKSUM] = files.json_sha256(body)
         files.write_text(self.folder / "manifest.json", json.dumps(body, indent=1, sort_keys=True) + "\n")
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What is read of a source of prepared data: where it is from, and by which reader."""
+
+    reader: str
+    where: str | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    source: _Origin
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How much a prepared folder holds."""
+
+    documents: int
+    tokens: int
+    labels: int
+    val_documents: int
+    val_tokens: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What is read of the manifest of a prepared folder; it may hold more."""
+
+    format: int
+    kinds: list[str]
+    counts: _Counts
+    sha256: dict[str, str]
+    vocab_size: int | None = None
+    pad_id: int = 0
+    weights: list[float] | None = None
+    sources: list[_Source] | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -203,10 +254,12 @@ class Prepared:
         Raises:
             DataError: no manifest, another format, or a damaged file.
         """
-        files.settle(folder)
+        folders.settle(folder)
+        if not (folder / "manifest.json").exists():
+            raise DataError(f"no prepared data at {folder}; run: longtrain prepare with the same recipe")
         manifest = read_manifest(folder)
         if manifest is None:
-            raise DataError(f"no prepared data at {folder}; run: longtrain prepare with the same recipe")
+            raise DataError(f"{folder / 'manifest.json'} is damaged, or of another format; {AGAIN}")
         try:
             if verify:
                 check_files(folder, manifest.get("sha256"), FILES)
@@ -254,12 +307,25 @@ def label_counts(data: Prepared, vocab_size: int) -> np.ndarray:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared folder, or None where there is none of this format."""
+    """The manifest of a prepared folder, or None where there is none of this format, or a damaged one."""
     try:
         manifest = files.read_json(folder / "manifest.json")
-    except (OSError, ValueError):
+        from_file(_Manifest, manifest)
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format is {manifest['format']}")
+        known = manifest.pop(CHECKSUM, None)
+        if known is None and folder not in _old:
+            _old.add(folder)
+            log.warning(
+                "%s was prepared by an earlier longtrain, and its manifest has no checksum; it is taken as "
+                "it is, and nothing shows whether it was edited since",
+                folder,
+            )
+        elif known is not None and known != files.json_sha256(manifest):
+            raise ValueError("it was changed since it was written (its checksum differs)")
+    except FileNotFoundError:
         return None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    except (OSError, ValueError) as error:
+        log.warning("manifest=%s cannot be used: %s", folder / "manifest.json", first_line(error))
         return None
-    kinds = {"counts": dict, "kinds": list}
-    return manifest if all(isinstance(manifest.get(key), kind) for key, kind in kinds.items()) else None
+    return dict(manifest)

@@ -39,13 +39,11 @@ class Reading:
         share: numbers of a record -> (numerator, denominator); None where there is no figure.
         of: what is made of the ratio of sums, elementwise.
         bounds: the least and the most that the figure can be.
-        wilson: whether each answer is right (`bounds[1]`) or wrong (0).
     """
 
     share: Callable[[Numbers], Share | None]
     of: Callable[[Any], Any] = np.asarray
     bounds: tuple[float, float] = (0.0, math.inf)
-    wilson: bool = False
 
     def ratio(self, some: Iterable[Numbers]) -> Ratio:
         """Shares of records; one without a figure has the denominator 0 and counts for nothing."""
@@ -53,12 +51,8 @@ class Reading:
         return [above for above, _ in shares], [below for _, below in shares]
 
     def mean(self, strata: Iterable[Iterable[Numbers]], draw: Bootstrap) -> Interval:
-        """The mean over strata of their figures; Wilson's interval of a single one, if that is asked for."""
+        """The mean over strata of their figures."""
         ratios = [self.ratio(some) for some in strata]
-        if self.wilson and len(ratios) == 1:
-            above, below = (sum(side) for side in ratios[0])
-            best = self.bounds[1]
-            return wilson(round(above / best), round(below)).through(lambda share: best * share)
         return mean_of_ratios(ratios, draw, of=self.of, bounds=self.bounds)
 
     def difference(self, strata: Iterable[Sequence[Pair]], draw: Bootstrap) -> Interval:
@@ -71,7 +65,7 @@ def reading_of(scale: Mapping[str, Any]) -> Reading:
     """How scores are read: `maximum` times the mean score, exp(Σ nats / Σ tokens), or tokens a cycle.
 
     Args:
-        scale: `name`, `maximum` and, if it is there, `wilson` of the suite's scale.
+        scale: `name` and `maximum` of the suite's scale.
     """
     if scale["name"] == "perplexity":
         return Reading(lambda one: _share(one, "nats", "tokens"), np.exp, (1.0, math.inf))
@@ -86,7 +80,7 @@ def reading_of(scale: Mapping[str, Any]) -> Reading:
     def share(one: Numbers) -> Share | None:
         return (best * one["score"], 1.0) if "score" in one else None
 
-    return Reading(share, bounds=bounds, wilson=scale.get("wilson", False))
+    return Reading(share, bounds=bounds)
 
 
 def figures_of(figures: Sequence[Figure], some: Sequence[Numbers | Pair], draw: Bootstrap) -> Json:

@@ -46,9 +46,9 @@ SCHEMA = 2
 SHOWN = 10
 """Texts that differ from plain decoding's of which the places are kept."""
 Judgement = Callable[
-    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[float | None]] | None
+    [System, str, Sequence[Record], Sequence[Parting]], tuple[Json, Sequence[Json]] | None
 ]
-"""(system, task, records that were compared, where they part) -> what that is worth, and the gap of each."""
+"""(system, task, records that were compared, where they part) -> what that is worth, and figures of each."""
 PLAIN_KINDS = ("pooled", "wilson")
 """Kinds of figures whose differences between two systems, or two runs, are reported."""
 
@@ -71,7 +71,8 @@ def assemble(
         systems: that ran, the full cache first.
         records: of all systems, in any order.
         protocol: hash and settings.
-        target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing.
+        target: `name`, `weights_hash`, `dtype`; `strict` where a draft's output may differ in nothing; `source`
+            (`TargetInfo.source`) where it is known.
         draw: how the bootstrap draws.
         baseline: how the full cache's score compares with the recorded one.
         judge: says what differences of drafted texts are worth (`harness.lossless`).
@@ -120,6 +121,32 @@ def title_and_notes(summaries: Mapping[str, Summary]) -> tuple[str, list[str]]:
     if len(titles) > 1:
         notes += [f"{name} alone: {summary.title}" for name, summary in summaries.items()]
     return max(sorted(titles), key=len), notes
+
+
+def unsolved(suite: Suite, results: Json) -> list[str]:
+    """What is to be said where the full cache itself scores below half: such a table separates nothing.
+
+    Args:
+        suite: that ran; one that is not `solvable` is let be.
+        results: of `assemble`, the full cache first.
+
+    Returns: at most one note, which names the kinds of questions, or the tasks, that are below half.
+    """
+    full, best = results["systems"][0], results["scale"]["maximum"]
+    if not suite.solvable or full["kind"] != "full" or best is None:
+        return []
+    kinds = [(str(one["value"]), one["score"]) for one in full["facets"] if one["facet"] == "task"]
+    parts = kinds or [(one["task"], one["score"]) for one in full["tasks"]]
+    low = {name: score["value"] for name, score in parts if (score["value"] or 0.0) < best / 2}
+    mean = full["average"]["value"] or 0.0
+    if not low and mean >= best / 2:
+        return []
+    named = ", ".join(f"{name} {value or 0.0:.3g}" for name, value in low.items())
+    where = f" in {named}" if low else ""
+    return [
+        f"the full cache scores below half{where} (average {mean:.3g} of {best:.3g}): what other "
+        "systems score there separates nothing; take shorter lengths, other tasks or another target"
+    ]
 
 
 class _Figures:
@@ -251,13 +278,20 @@ class _Figures:
         return None if pairs is None else verdict(self.reading.difference(pairs, self.draw))
 
     def _exactness(self, system: System, name: str, some: Sequence[Record]) -> Json | None:
-        """How many answers are not those of the same cache without a draft, and where the first ones part."""
+        """How many texts are not those of the same cache without a draft, and where the first ones part.
+
+        A text is one answer. Those after the first that differs, in later turns, had another prompt and are
+        not compared. None where no text was written: measured tasks have nothing to compare.
+        """
         if system.lossless_of is None or system.lossless_of not in self.found:
             return None
-        pairs = self._pairs(some, system.lossless_of)
-        partings = [found for a, b in pairs if (found := parting(a, b)) is not None]
+        pairs = [pair for pair in self._pairs(some, system.lossless_of) if pair[0].turns]
+        if not pairs:
+            return None
+        found = [(a, parting(a, b)) for a, b in pairs]
+        partings = [one for _, one in found if one is not None]
         known: Json = {
-            "compared": len(pairs),
+            "compared": sum(len(a.turns) if one is None else one.turn for a, one in found),
             "different": len(partings),
             "strict": self.strict,
             "violations": len(partings) if self.strict else None,
@@ -269,8 +303,8 @@ class _Figures:
         judged = self.judge(system, name, [a for a, _ in pairs], partings) if self.judge else None
         if judged is None:
             return known
-        said, gaps = judged
-        first = [{**one, "gap": gap} for one, gap in zip(known["first"], gaps, strict=False)]
+        said, figures = judged
+        first = [{**one, **more} for one, more in zip(known["first"], figures, strict=False)]
         return {**known, **said, "first": first}
 
     def _numbers(self, record: Record) -> Numbers:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from longtrain.errors import ConfigError, DataError
-from longtrain.files import Journal, whole_lines
+from longtrain.journals import Journal, read_journal
 
 Json = dict[str, Any]
+ADVICE = "remove this line (what it held is run again), or the file"
 
 
 class Ledger:
@@ -31,7 +32,7 @@ class Ledger:
 
     Raises:
         ConfigError: a file was written with other settings, or another run writes this shard.
-        DataError: a line in the middle of a file is damaged.
+        DataError: a line of a file is damaged, or was edited.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Ledger:
             if write:
                 self._journal = Journal(folder / f"{self._stem}.{shard}.jsonl")
                 if self._journal.empty:
-                    self._journal.append(_line({"settings": self.settings}))
+                    self._journal.append({"settings": self.settings})
             self.reload()
         except BaseException:
             self.close()
@@ -67,7 +68,7 @@ class Ledger:
         """
         assert self._journal is not None, "a ledger opened for reading"
         payload = _plain(payload)
-        self._journal.append(_line({"key": key, "payload": payload}))
+        self._journal.append({"key": key, "payload": payload})
         self.done[key] = payload
         return payload
 
@@ -75,8 +76,8 @@ class Ledger:
         """Read all shards' files anew: what other processes have finished since."""
         self.done = {}
         for path in sorted(self.folder.glob(f"{_escaped(self._stem)}.*.jsonl")):
-            for number, line in enumerate(whole_lines(path), 1):
-                self._take(path, number, line)
+            for number, values in read_journal(path, advice=ADVICE):
+                self._take(path, number, values)
         return self.done
 
     def close(self) -> None:
@@ -85,18 +86,14 @@ class Ledger:
             self._journal.close()
             self._journal = None
 
-    def _take(self, path: Path, number: int, line: bytes) -> None:
-        try:
-            values = json.loads(line)
-            if number > 1:
-                self.done.setdefault(str(values["key"]), dict(values["payload"]))
-                return
-            made_with = dict(values["settings"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} line {number} cannot be read: {error}; remove this line (what it held "
-                "is run again), or the file"
-            ) from None
+    def _take(self, path: Path, number: int, values: Json) -> None:
+        made_with, key, payload = values.get("settings"), values.get("key"), values.get("payload")
+        if number > 1 and isinstance(key, str) and isinstance(payload, dict):
+            self.done.setdefault(key, payload)
+            return
+        if number > 1 or not isinstance(made_with, dict):
+            wanted = "settings" if number == 1 else "a key and a payload"
+            raise DataError(f"{path} line {number} cannot be read: it has not {wanted}; {ADVICE}")
         if made_with != self.settings:
             key, had, wants = first_difference(made_with, self.settings)
             raise ConfigError(
@@ -120,10 +117,6 @@ def first_difference(one: Json, other: Json, *, prefix: str = "") -> tuple[str, 
 
 
 _MISSING = object()
-
-
-def _line(values: Json) -> bytes:
-    return json.dumps(values, allow_nan=False).encode()
 
 
 def _escaped(name: str) -> str:

@@ -1,6 +1,6 @@
 """Is drafted text that of the same cache without the draft? Token for token, or but for rounding.
 
-Shapes: B batch (1), T tokens, V vocabulary.
+Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import linear
+from torch import Tensor
 
-from longtrain.decoding.appended import given_step
-from longtrain.decoding.engine import Engine
-from longtrain.decoding.prefill import prefill
-from longtrain.decoding.roles import Parts
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import LongtrainError
 from longtrain.evaluation.figures.outcomes import Parting
+from longtrain.evaluation.harness.answers import Told, sequence_id
 from longtrain.evaluation.harness.protocol import prompt_room
+from longtrain.evaluation.harness.rounding import Passage, logits_at_once, noise_of, spacing
 from longtrain.evaluation.records import Record
 from longtrain.evaluation.suite import Suite
 from longtrain.evaluation.task import Example, Task
 from longtrain.log import get_logger
 from longtrain.systems import System
 from longtrain.systems.system import without_draft
-from longtrain.targets.step import Rows, Want
 
 if TYPE_CHECKING:
     from longtrain.targets.model import Target
@@ -36,15 +33,40 @@ log = get_logger(__name__)
 
 Json = dict[str, Any]
 
-ALLOWED_GAP = 2e-2
-"""Logits. On a GPU two shapes of one product round differently; nearer than this either is an argmax."""
-WRONG_GAP = 1.0
-"""Logits. Farther than this no rounding, not even of 16-bit numbers, makes a token an argmax."""
+ROUNDING = 2.0
+"""Multiple of the noise up to which a token's distance from the best logit is rounding. The token was chosen
+because noise of its own exceeded that distance, and the largest of a few hundred such changes was measured."""
+WRONG = 4.0
+"""Multiple of the noise from which on a difference is an error, not a warning."""
+WINDOW, BEFORE = 32, 8
+"""Tokens of a differing text that are read again, and how many of them lie before the first that differs."""
+MEASURED = 8
+"""Differing texts of a task whose noise is measured, so that the time it takes is bounded."""
+
+
+@dataclass(frozen=True)
+class Reread:
+    """What reading a differing text again says.
+
+    Args:
+        gap: the most that a token of it lies below the best logit of its position; infinite where one text
+            goes on and the other is over.
+        noise: what other steps change at most, the spacing of the dtype at least; None: not measured.
+        positions: tokens over which the noise was measured.
+    """
+
+    gap: float
+    noise: float | None = None
+    positions: int = 0
 
 
 @dataclass(frozen=True)
 class LosslessCheck:
     """Compares the texts of a run's drafts with plain decoding.
+
+    Where a text differs, the target reads it once more in one pass. Every token was some step's best, so it
+    lies below the best logit of this pass by no more than rounding moves logits. How far that is, is measured
+    on the same text (`harness.rounding`), and only where texts differ.
 
     Args:
         target: the frozen model; recomputes the logits where texts part.
@@ -60,21 +82,18 @@ class LosslessCheck:
 
     def judge(
         self, system: System, name: str, drafted: Sequence[Record], partings: Sequence[Parting]
-    ) -> tuple[Json, list[float | None]] | None:
-        """What differences in a task are worth, and their gaps; None where nothing is generated.
+    ) -> tuple[Json, list[Json]] | None:
+        """What differences in a task are worth, and what is known of each; None where nothing is generated.
 
-        On a CPU with 32 bits or more every difference is a violation, elsewhere those that rounding does not
-        excuse; those that no rounding of any number format explains are wrong. Sampled texts are counted and
-        no more.
+        On a CPU with 32 bits or more every difference is a violation. Elsewhere it is one where a gap exceeds
+        `ROUNDING` times the noise measured on these texts, and wrong from `WRONG` times on. Sampled texts are
+        counted and no more.
 
         Args:
             system: that drafted.
             name: of the task.
             drafted: its records that have a record of the system without the draft beside them.
             partings: where texts of theirs first leave those of the other record.
-
-        Source: design decision "exactness": identity in fp32 and fp64 on a CPU, elsewhere a top-2 gap below
-        2e-2.
         """
         task = next(one for one in self.suite.tasks if one.name == name)
         if not isinstance(task, Task):
@@ -83,21 +102,33 @@ class LosslessCheck:
         examples = {one.id: one for one in task.examples() if one.id in there}
         strict = is_strict(self.target)
         judged = strict or all(self._sampling(task, one).greedy for one in examples.values())
-        gaps = [
-            self._gap(system, task, examples[one.first.example], one) if judged else math.inf
-            for one in partings
-        ]
+        read: list[Reread] = []
+        for one in partings:
+            measured = sum(other.noise is not None for other in read)
+            example, measures = examples[one.first.example], not strict and measured < MEASURED
+            again = self._reread(system, task, example, one, measures=measures) if judged else None
+            read.append(again or Reread(math.inf))
         if partings:
             about = (system.name, task.name, len(partings), len(drafted))
-            log.info("differing texts: system=%s task=%s texts=%d of=%d", *about)
-        known = [None if gap == math.inf else gap for gap in gaps]
+            log.info("differing texts: system=%s task=%s texts=%d examples=%d", *about)
+        noises = [one.noise for one in read if one.noise is not None]
+        noise = max(noises, default=0.0)
+        known = [one.gap for one in read if one.gap < math.inf]
         said = {
-            "violations": judged * sum(strict or not gap < ALLOWED_GAP for gap in gaps),
-            "wrong": judged * sum(strict or not gap < WRONG_GAP for gap in gaps),
+            "violations": judged * sum(strict or one.gap > ROUNDING * noise for one in read),
+            "wrong": judged * sum(strict or one.gap > WRONG * noise for one in read),
             "judged": judged,
-            "largest_gap": max((gap for gap in known if gap is not None), default=None),
+            "largest_gap": max(known, default=None),
+            "noise": {
+                "largest": noise,
+                "allowed": ROUNDING * noise,
+                "texts": len(noises),
+                "tokens": sum(one.positions for one in read),
+            }
+            if noises
+            else None,
         }
-        return said, known
+        return said, [_figures(one.gap, noise) for one in read]
 
     def notes(self, found: Json) -> list[str]:
         """What is to be said of texts that were compared with nothing, or differ beyond rounding.
@@ -115,9 +146,7 @@ class LosslessCheck:
                 why = "no system of this run has the same cache and no draft"
             notes.append(f"texts of {system.name} are not compared with decoding without the draft: {why}")
         return notes + [
-            f"drafted texts of {name} in task {task} differ from those without the draft in "
-            f"{exact['different']} of {exact['compared']} examples, {exact['violations']} of them beyond "
-            "rounding"
+            f"drafted texts of {name} in task {task} differ from those without the draft: {_in_words(exact)}"
             for name, task, exact in _compared(found)
             if exact["violations"]
         ]
@@ -126,31 +155,74 @@ class LosslessCheck:
         heat = task.temperature(example)
         return self.sampling if heat is None else replace(self.sampling, temperature=heat)
 
-    def _gap(self, system: System, task: Task, example: Example, parting: Parting) -> float:
-        """How far the worse of the two tokens lies below the best logit where two answers part."""
+    def _reread(
+        self, system: System, task: Task, example: Example, parting: Parting, *, measures: bool
+    ) -> Reread:
+        """Read the drafted text again around the first token that differs."""
         turn, at = parting.turn - 1, parting.position
         sides = (parting.first, parting.second)
         if any(turn >= len(record.turns) or at >= len(record.turns[turn].tokens) for record in sides):
-            return math.inf  # one text goes on where the other is over
-        a, b = (record.turns[turn].tokens for record in sides)
+            return Reread(math.inf)  # one text goes on where the other is over
+        tokens, other = parting.first.turns[turn].tokens, parting.second.turns[turn].tokens[at]
+        first = max(0, at - BEFORE)
+        passage = self._passage(system, task, example, parting, tokens[: first + WINDOW])
+        passage = replace(passage, first=first)
+        logits_TV = logits_at_once(self.target, system.parts, passage)
+        info, bars = self.target.info, 0 if task.ignore_eos else max(0, task.min_new_tokens - first)
+        barred = (*info.eos_ids, *task.stop_ids(self.target.require_tokenizer())) if bars else ()
+        gap = gap_of(logits_TV, tokens[first : first + WINDOW], barred=barred, bars=bars)
+        gap = max(gap, gap_of(logits_TV[at - first :], [other], barred=barred, bars=bars - (at - first)))
+        if not measures:
+            return Reread(gap)
+        noise = noise_of(self.target, system.parts, passage, logits_TV, rows=system.shape.n_nodes)
+        least = spacing(float(logits_TV.abs().max()), self.target.dtype)
+        return Reread(gap, max(noise, least), len(logits_TV))
+
+    def _passage(
+        self, system: System, task: Task, example: Example, parting: Parting, tokens: Sequence[int]
+    ) -> Passage:
+        """A text behind its prompt; one that is short is followed by the prompt's end once more.
+
+        What comes after a text changes nothing of its own logits, and gives the noise more positions.
+        """
         tokenizer, info = self.target.require_tokenizer(), self.target.info
-        room, before = prompt_room(task, self.target), parting.second.texts[:turn]
-        prompt = task.encode(example, tokenizer, max_tokens=room, answers=before)
-        barred = at < task.min_new_tokens and not task.ignore_eos
-        return gap_of(
-            self.target,
+        before = parting.second.texts[: parting.turn - 1]
+        prompt = task.encode(
+            example, tokenizer, max_tokens=prompt_room(task, self.target), answers=before
+        )
+        evictor = system.parts.evictor
+        if isinstance(evictor, Told):
+            evictor.tell([prompt.after], [task.answer_ids(example, tokenizer)])
+        room = info.max_positions - len(prompt.ids) - len(prompt.after) - len(tokens)
+        more = max(0, min(WINDOW - len(tokens), room))
+        own = task.sequence_id(example)
+        return Passage(
             prompt.ids,
-            a[:at],
-            rivals=(a[at], b[at]),
-            parts=system.parts,
-            barred=(*info.eos_ids, *task.stop_ids(tokenizer)) if barred else (),
+            (*tokens, *prompt.ids[len(prompt.ids) - min(more, len(prompt.ids)) :]),
             after=prompt.after,
+            max_new_tokens=task.max_new_tokens,
+            sequence_id=sequence_id((task.name, example.id)) if own is None else own,
         )
 
 
 def is_strict(target: Target) -> bool:
     """Whether the same text must come out to the last token: on a CPU with 32 or 64 bits."""
     return target.device.type == "cpu" and target.dtype in (torch.float32, torch.float64)
+
+
+def gap_of(logits_TV: Tensor, tokens: Sequence[int], *, barred: Sequence[int] = (), bars: int = 0) -> float:
+    """The most that one of the tokens lies below the best logit of its position.
+
+    Args:
+        logits_TV: what each token is chosen by, at least as many as there are tokens.
+        tokens: token ids.
+        barred: ids that are impossible among the first tokens (`min_new_tokens`).
+        bars: how many first tokens that are.
+    """
+    logits_TV = logits_TV[: len(tokens)].clone()
+    logits_TV[: max(bars, 0), list(barred)] = -torch.inf
+    ids_T1 = torch.tensor(tokens, device=logits_TV.device)[:, None]
+    return float((logits_TV.amax(1) - logits_TV.gather(1, ids_T1)[:, 0]).max())
 
 
 def enforce(found: Json) -> None:
@@ -167,9 +239,8 @@ def enforce(found: Json) -> None:
         if not exact["different"]:
             continue
         message = (
-            f"output of {name} in task {task} differs from decoding without the draft in "
-            f"{exact['different']} of {exact['compared']} examples, {exact['violations']} of them beyond "
-            f"rounding (first: {exact['first'][0]})"
+            f"output of {name} in task {task} differs from decoding without the draft: {_in_words(exact)} "
+            f"(first: {exact['first'][0]})"
         )
         if exact["wrong"]:
             wrong.append(message)
@@ -185,55 +256,14 @@ def _compared(found: Json) -> list[tuple[str, str, Json]]:
     return [(name, task["task"], task["exactness"]) for name, task in every if task["exactness"]]
 
 
-@torch.no_grad()
-def gap_of(
-    target: Target,
-    prompt: Sequence[int],
-    text: Sequence[int],
-    *,
-    rivals: tuple[int, int],
-    parts: Parts | None = None,
-    barred: Sequence[int] = (),
-    after: Sequence[int] = (),
-) -> float:
-    """How far the worse rival lies below the best logit after prompt and text.
+def _figures(gap: float, noise: float) -> Json:
+    """What is kept of a differing text; infinity is no number of JSON's."""
+    known = gap < math.inf
+    return {"gap": gap if known else None, "multiple": gap / noise if known and noise else None}
 
-    The prompt is read, and evicted, as in decoding. On a cache of its own the text follows token by token,
-    since it may keep tokens otherwise than it is given them.
 
-    Args:
-        target: the frozen model.
-        prompt: token ids.
-        text: token ids that both outputs share.
-        rivals: the two tokens that follow.
-        parts: evictor, cache and selector.
-        barred: tokens that were impossible there (`min_new_tokens`).
-        after: token ids between prompt and text that were read after eviction.
-    """
-    parts = parts or Parts()
-    hidden = parts.hidden(drafts=False)
-    read = prefill(
-        target,
-        Engine(target, parts).new_cache,
-        [prompt],
-        max_new_tokens=len(text) + 1,
-        nodes=1,
-        hidden=(-1, *hidden),
-        evictor=parts.evictor,
-        after=[after] if after else None,
-    )
-    if parts.selector is not None:
-        parts.selector.start(read.tokens_BS, read.n_B, read.step, read.cache)
-    hidden_E, at = read.step.hidden[-1][0, len(prompt) + len(after) - 1], len(prompt) + len(after)
-    whole = parts.cache is None and parts.selector is None and bool(text)
-    for ids in [list(text)] if whole else [[token] for token in text]:
-        ids_BT = torch.tensor([ids], device=target.device)
-        pos_BT = torch.arange(at, at + len(ids), device=target.device)[None]
-        given, want = Rows(pos_BT, ids_BT), Want(logits="none", hidden=(-1,))
-        step = given_step(target, read.cache, given, want=want, selector=parts.selector)
-        hidden_E, at = step.hidden[-1][0, -1], at + len(ids)
-    wide = torch.promote_types(target.dtype, torch.float32)
-    logits_V = linear(hidden_E.to(wide), target.head_weight.to(wide))
-    rivals_2 = logits_V[list(rivals)]
-    logits_V[list(barred)] = -torch.inf
-    return float(torch.maximum(logits_V.max(), rivals_2.max()) - rivals_2.min())
+def _in_words(exact: Json) -> str:
+    """How many texts differ, and how many of them more than this target's rounding explains."""
+    said = f"{exact['different']} of {exact['compared']} texts, {exact['violations']} of them beyond rounding"
+    noise = exact.get("noise")
+    return f"{said} (logits move by up to {noise['largest']:.2g})" if noise else said

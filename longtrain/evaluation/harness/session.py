@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, LongtrainError
 from longtrain.evaluation.figures.outcomes import examples
-from longtrain.evaluation.figures.results import assemble
+from longtrain.evaluation.figures.results import assemble, unsolved
 from longtrain.evaluation.figures.statistics import Bootstrap
 from longtrain.evaluation.harness import recorded
 from longtrain.evaluation.harness.ledger import Ledger
@@ -164,6 +164,7 @@ class Session:
                     "this part over all systems; what is done is kept, and the same command goes on from here"
                 ) from None
             if group[0] is self.systems[0] and not self.missing(self.systems[:1]):
+                self._warn()
                 self._compare(self._marked_early() if shards == 1 else None)
 
     def missing(self, systems: Sequence[System] | None = None) -> dict[str, int]:
@@ -196,7 +197,12 @@ class Session:
             self._compare(records)
             records += self._marked(some[1], advance)
         found = self._assemble(self.systems, records)
-        found["notes"] += [*self._lossless.notes(found), *self._memory_notes(records)]
+        found["notes"] = [*self._unverified_notes(), *found["notes"]]
+        found["notes"] += [
+            *unsolved(self.suite, found),
+            *self._lossless.notes(found),
+            *self._memory_notes(records),
+        ]
         if self.record and not recorded.exempt(self.suite):
             found["baseline"] = self._recorded(found)
         return Outcome(found, self._examples(records), self._timings())
@@ -204,6 +210,13 @@ class Session:
     def finishing(self) -> AbstractContextManager[bool]:
         """Whether this process may write the result inside the block; False while another one does."""
         return lock(self.folder / "ledger" / ".finish.lock")
+
+    def _warn(self) -> None:
+        """Say before other systems run that the full cache answers too little for a comparison."""
+        if self.suite.solvable:
+            full = self.systems[:1]
+            for note in unsolved(self.suite, self._assemble(full, self.records(full))):
+                log.warning("%s", note)
 
     def _compare(self, records: Sequence[Record] | None = None) -> None:
         """Set the verdict on the full cache's score."""
@@ -262,6 +275,16 @@ class Session:
         recorded.tell(self.suite, verdict)
         return verdict
 
+    def _unverified_notes(self) -> list[str]:
+        """What is to be said of artifacts that ran although they did not verify."""
+        used = [one for system in self.systems for one in system.facts.get("artifacts", [])]
+        names = dict.fromkeys(one["artifact"] for one in used if one.get("unverified"))
+        return [
+            f"UNVERIFIED: {name} did not verify and ran with unverified=true, so its figures may not be "
+            f"those of what was trained; longtrain inspect {name} says more"
+            for name in names
+        ]
+
     def _memory_notes(self, records: Sequence[Record]) -> list[str]:
         """What is to be said of systems for which memory ran out."""
         notes = []
@@ -300,6 +323,7 @@ class Session:
             "weights_hash": target.info.weights_hash,
             "dtype": str(target.dtype).removeprefix("torch."),
             "strict": is_strict(target),
+            **({"source": target.info.source} if target.info.source else {}),
         }
         return assemble(
             self.suite,

@@ -17,6 +17,7 @@ from longtrain.evaluation.reporting.tables import joined
 from longtrain.files import as_json, read_json
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.tables import escaped, markdown
+from longtrain.targets.info import source_line
 
 Json = dict[str, Any]
 
@@ -152,7 +153,7 @@ def _group(number: int, members: Sequence[Finished]) -> Json:
         "number": number,
         "suite": first["suite"],
         "title": first["title"],
-        "target": f"{without_folders(first['target']['name'])} ({str(first['target']['weights_hash'])[:8]})",
+        "target": _named(first["target"]),
         "dtype": first["target"]["dtype"],
         "protocol": first["protocol"]["hash"],
         "scale": first["scale"]["name"],
@@ -166,6 +167,13 @@ def _group(number: int, members: Sequence[Finished]) -> Json:
 def _outcome(row: Json) -> str:
     """What two rows of one system that ran twice have in common."""
     return json.dumps([row[key] for key in ("system", "facts", "score", "acceptance")], sort_keys=True)
+
+
+def _named(target: Json) -> str:
+    """A target's name, the beginning of its weights' hash, and which weights they are where that is known."""
+    said = source_line(target.get("source", {}))
+    known = f"{str(target['weights_hash'])[:8]}" + (f"; {said}" if said else "")
+    return f"{without_folders(target['name'])} ({known})"
 
 
 def _notes(members: Sequence[Finished]) -> list[str]:

@@ -128,10 +128,19 @@ def _value(acceptance: Json | None, key: str) -> float | None:
 
 
 def _same_texts(system: Json) -> str:
-    """How many drafted texts are those of the same cache without a draft; a dash if none was compared."""
+    """How many drafted texts are those of the same cache without a draft, and what the others are worth.
+
+    A dash if none was compared.
+    """
     found = [task["exactness"] for task in system["tasks"] if task["exactness"] is not None]
     compared, different = (sum(one[key] for one in found) for key in ("compared", "different"))
-    return f"{compared - different}/{compared} the same" if found else DASH
+    judged = [one for one in found if one.get("judged", True) and one["violations"] is not None]
+    beyond = sum(one["violations"] for one in judged)
+    within = sum(one["different"] for one in judged) - beyond
+    said = [f"{compared - different}/{compared} the same"]
+    said += [f"{within} within rounding"] if within else []
+    said += [f"{beyond} beyond rounding"] if beyond else []
+    return ", ".join(said) if found else DASH
 
 
 def _unjudged(system: Json) -> str:
@@ -310,12 +319,14 @@ def _exactness(results: Json) -> str:
 
 
 def _gap(found: Json) -> str:
-    """What the gap of the logits says of texts that differ."""
+    """What the gap of the logits says of texts that differ, beside what rounding alone moves them by."""
     if not found.get("judged", True):
         return " (sampled)"
-    gap = found.get("largest_gap")
-    said = "" if gap is None else f" (gap of the logits up to {gap:.1g})"
-    return said if found["violations"] is None else f"{said}, {found['violations']} beyond rounding"
+    gap, noise = found.get("largest_gap"), found.get("noise")
+    said = [] if gap is None else [f"gap of the logits up to {gap:.2g}"]
+    said += [f"rounding moves it by up to {noise['largest']:.2g} here"] if noise else []
+    beside = f" ({'; '.join(said)})" if said else ""
+    return beside if found["violations"] is None else f"{beside}, {found['violations']} beyond rounding"
 
 
 def _footnote(results: Json) -> str:

@@ -20,6 +20,7 @@ from longtrain.data.read.files import read_text
 from longtrain.data.retrieval.material import ADJECTIVES, NOUNS
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import read_texts
+from longtrain.files import UTF8
 
 _END = re.compile(r"[.!?…]+[\"'”’)\]]*$")
 _BEGIN = re.compile(r"[\"'“‘(\[]*[A-Z0-9]")
@@ -139,7 +140,7 @@ class Vocabulary:
         """
         file = Path(path).expanduser()
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding=UTF8)
             found: Any = json.loads(text) if file.suffix == ".json" else text.split()
         except (OSError, ValueError) as error:
             raise DataError(f"word list {file} cannot be read: {error}") from None

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from longtrain.data.retrieval.wording import wording_of
 from longtrain.decoding.evict import Budget, Evictor
 from longtrain.decoding.ranking import RECALLS
 from longtrain.errors import ConfigError
@@ -22,8 +23,9 @@ from longtrain.evaluation.eviction_prompts import (
     agreement,
     judge,
     make_prompts,
+    wanted,
 )
-from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.prompts import Encoded, chat_note, uses_chat
 from longtrain.evaluation.records import Record, Turn, ids_sha256
 from longtrain.evaluation.suite import Figure, Scale, Suite, mean_summary
 from longtrain.evaluation.suites.continuation import texts_of
@@ -46,7 +48,6 @@ ORACLE = "oracle"
 QUESTIONS = ("prompt", "after")
 FIGURES = (
     Figure("of the full cache", "score", kind="quotient"),
-    Figure("values contained", "share"),
     Figure("cache before", "full_cache_bytes", kind="mean", unit="bytes"),
     Figure("cache", "cache_bytes", kind="mean", unit="bytes"),
     *(Figure(f"recall@{k}", f"recall@{k}", kind="mean") for k in RECALLS),
@@ -67,6 +68,7 @@ class EvictionSettings:
     samples: Count = 1
     text: str | None = None
     kinds: tuple[str, ...] | None = ()
+    chat: bool | None = None
     rank_prompts: CountOrZero = 16
     rank_skip: CountOrZero = 32
     time_prompts: CountOrZero = 4
@@ -90,13 +92,11 @@ class EvictionTask(Task):
         prompts: of each row.
         truth: true scores that a policy's are compared with.
         rank_prompts: how many prompts are.
-        agreement_counts: whether the share of what was asked for is the score, not the exact match.
     """
 
     prompts: tuple[Prompt, ...] = field(default=(), repr=False)
     truth: TrueScores | None = None
     rank_prompts: int = 0
-    agreement_counts: bool = False
 
     def of(self, example: Example) -> Prompt:
         """The prompt of an example."""
@@ -111,14 +111,14 @@ class EvictionTask(Task):
         return self.of(example).answer_ids
 
     def score(self, text: str, example: Example) -> float | None:
-        """1 for exactly what was asked, else 0; continuations wait for the full cache's (`related`)."""
+        """RULER's string match; continuations wait for the full cache's (`related`)."""
         prompt = self.of(example)
-        return None if prompt.task == CONTINUE else float(judge(prompt, text).exact)
+        return None if prompt.task == CONTINUE else judge(prompt, text).share
 
     def measures(self, text: str, example: Example) -> Mapping[str, float]:
-        """The share of what was asked for that the answer has."""
+        """Whether the answer is what was asked for and nothing else."""
         prompt = self.of(example)
-        return {"share": 0.0 if prompt.task == CONTINUE else judge(prompt, text).share}
+        return {"exact": 0.0 if prompt.task == CONTINUE else float(judge(prompt, text).exact)}
 
     def related(self, record: Record, full: Record, example: Example) -> Record:
         """Continuations are judged by the full cache's own tokens."""
@@ -128,8 +128,7 @@ class EvictionTask(Task):
             agreement(a[-1].tokens, b[-1].tokens) for a, b in zip(*map(_samples, (record, full)), strict=True)
         ]
         exact, share = (_mean(found, key) for key in ("exact", "share"))
-        measures = {**(record.measures or {}), "share": share, "exact": exact}
-        return replace(record, score=share if self.agreement_counts else exact, measures=measures)
+        return replace(record, score=share, measures={**(record.measures or {}), "exact": exact})
 
     def compares_scores(self, examples: Sequence[Example]) -> bool:
         """Whether one of the prompts is among the first."""
@@ -169,6 +168,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         count=asked.prompts,
         margin=asked.max_new_tokens,
         seed=seed,
+        chat=asked.chat,
     )
     agreeing, told = set(asked.tasks) == {CONTINUE}, asked.question == "after"
 
@@ -186,25 +186,34 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     truth = None
     if asked.oracle and asked.rank_prompts:
         truth = TrueScores(lambda: oracle(Budget(ratio=1.0)), asked.max_new_tokens, asked.rank_skip)
-    name = "agreement with the full cache" if agreeing else "exact match"
-    exact = (Figure("exact match", "exact"),) if agreeing else ()
+    name = "agreement with the full cache" if agreeing else "string match"
+    exact = Figure("exact match", "exact", kind="pooled" if asked.samples > 1 else "wilson")
     return Suite(
         str(settings["name"]),
-        tuple(_task(length, some, asked, seed, truth) for length, some in prompts.items()),
-        scale=Scale(name, 1.0, wilson=asked.samples == 1 and not agreeing),
+        tuple(_task(target, length, some, asked, seed, truth) for length, some in prompts.items()),
+        scale=Scale(name, 1.0),
         summarise=lambda records: mean_summary(records, maximum=1, digits=4),
         title="Eviction",
-        notes=_notes(asked),
+        notes=_notes(asked, target),
         needs=frozenset({EVICTOR}),
-        figures=(*exact, *FIGURES),
+        figures=(exact, *FIGURES),
+        solvable=not agreeing,
         own_systems=own_systems,
         rivals=artifacts_and_policies,
     )
 
 
 def _task(
-    length: int, prompts: Sequence[Prompt], asked: EvictionSettings, seed: int, truth: TrueScores | None
+    target: Target,
+    length: int,
+    prompts: Sequence[Prompt],
+    asked: EvictionSettings,
+    seed: int,
+    truth: TrueScores | None,
 ) -> EvictionTask:
+    tokenizer = target.require_tokenizer()
+    asks = set(asked.tasks) != {CONTINUE}
+
     def of(row: Example) -> Prompt:
         return prompts[int(row.fields["number"])]
 
@@ -219,18 +228,22 @@ def _task(
         tuple(_row(i, prompt) for i, prompt in enumerate(prompts)),
         "{task}",
         asked.max_new_tokens,
-        "exact_match",
+        "string_match_all",
         None,
-        chat=False,
+        chat=asks and uses_chat(tokenizer, asked.chat),
         samples=asked.samples,
-        protocol={"lengths": [length], "question": asked.question, "seed": seed},
+        protocol={
+            "lengths": [length],
+            "question": asked.question,
+            "seed": seed,
+            **({"wording": wording_of(tokenizer).name} if asks else {}),
+        },
         written=written,
         facets_of=lambda row: {"length": length, "task": of(row).task},
-        expected=lambda row: [of(row).answer] if of(row).answer else [],
+        expected=lambda row: wanted(of(row)) if of(row).answer else [],
         prompts=tuple(prompts),
         truth=truth,
         rank_prompts=asked.rank_prompts,
-        agreement_counts=set(asked.tasks) == {CONTINUE},
     )
 
 
@@ -253,22 +266,18 @@ def _mean(found: Sequence[Judged], key: str) -> float:
     return sum(float(getattr(one, key)) for one in found) / len(found)
 
 
-def _notes(asked: EvictionSettings) -> list[str]:
+def _notes(asked: EvictionSettings, target: Target) -> list[str]:
     notes = [f"{', '.join(asked.tasks)} in equal parts; budgets count rows of each layer and KV head"]
     if set(asked.tasks) != {CONTINUE}:
+        tokenizer = target.require_tokenizer()
+        notes += [chat_note(tokenizer, asked.chat), f"questions {wording_of(tokenizer).about}"]
         notes.append(
             "questions stand at the end of the prompt, seen by every policy"
             if asked.question == "prompt"
             else "questions are read after eviction, seen by none of the policies (the oracle is told the "
             "question and its answer)"
         )
-    marks = ["exactly the values asked for, in any order"] if {*asked.tasks} - {CONTINUE, "quote"} else []
-    marks += [f"a quotation's first {QUOTED} words"] if "quote" in asked.tasks else []
-    if CONTINUE in asked.tasks:
-        marks.append(
-            "of `continue` the whole continuation of the full cache, its share being that of the tokens"
-        )
-    notes.append(f"exact match means {'; '.join(marks)}")
+    notes += _marks(asked)
     if asked.oracle and asked.rank_prompts:
         notes.append(
             f"recall and Kendall τ: neither side pooled, without the last {asked.rank_skip} positions, which "
@@ -280,3 +289,18 @@ def _notes(asked: EvictionSettings) -> list[str]:
                 "method.response=question_answer foretell the rows of question and answer together"
             )
     return notes
+
+
+def _marks(asked: EvictionSettings) -> list[str]:
+    """What the score and the exact match of each kind of task mean."""
+    score, exact = [], []
+    if {*asked.tasks} - {CONTINUE, "quote"}:
+        score.append("of the values asked for those that stand in the answer, as in RULER")
+        exact.append("these values, in any order, and no other")
+    if "quote" in asked.tasks:
+        score.append(f"a quotation's first {QUOTED} words in a row")
+        exact.append("a quotation that begins with them")
+    if CONTINUE in asked.tasks:
+        score.append("of `continue` the share of the full cache's tokens at the same places")
+        exact.append("the whole continuation of the full cache")
+    return [f"the score counts {'; '.join(score)}", f"exact match means {'; '.join(exact)}"]

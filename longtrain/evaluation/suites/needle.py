@@ -1,4 +1,4 @@
-"""Needle grids as a suite: a seven-digit value hidden at a stated depth of held-out text, exact match."""
+"""Needle grids as a suite: a value hidden at a stated depth of held-out text, scored as RULER does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from longtrain.data.retrieval.synthetic import RetrievalWriter, TextStream
+from longtrain.data.retrieval.wording import Wording, wording_of
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.corpora import plain_ids
-from longtrain.evaluation.prompts import Encoded, chat_ids
+from longtrain.evaluation.metrics.ruler import clean, match_all
+from longtrain.evaluation.prompts import Encoded, chat_ids, chat_note, uses_chat
 from longtrain.evaluation.published import not_greedy
 from longtrain.evaluation.suite import Figure, Suite
 from longtrain.evaluation.suites.continuation import texts_of
@@ -27,11 +29,8 @@ if TYPE_CHECKING:
     from longtrain.targets.model import Target
 
 NUMBER = re.compile(r"\d+")
-WORDING = (
-    "Some special magic numbers are hidden within the following text. ... One of the special magic numbers "
-    "for KEY is: VALUE. ... What are all the special magic numbers for KEY mentioned in the provided text?"
-)
-"""What a prompt says, for readers; `data/retrieval/phrases.py` writes it."""
+HIDDEN = "One of the special magic numbers for KEY is: VALUE."
+"""What stands in the text; `data/retrieval/wording.py` has the words around it."""
 
 KEPT = 64
 """Prompts kept in memory between encoding and scoring."""
@@ -48,17 +47,32 @@ class NeedleSettings:
     max_new_tokens: Count
     text: str | None = None
     kinds: tuple[str, ...] | None = ()
+    chat: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.depths or len(set(self.depths)) < len(self.depths):
             raise wrong("suite.depths", list(self.depths), "one or more different percentages")
 
 
-def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
-    """A writer of retrieval prompts into texts, in the target's own tokens and chat format.
+@dataclass(frozen=True)
+class NeedleTask(Task):
+    """The prompts of one count of needles: the value must stand in the answer, as RULER has it."""
+
+    def measures(self, text: str, example: Example) -> Mapping[str, float]:
+        """Whether the answer has the value and no other number."""
+        return {"exact": float(NUMBER.findall(text) == self.references(example))}
+
+
+def prompt_writer(target: Target, texts: Mapping[str, str], *, chat: bool | None = None) -> RetrievalWriter:
+    """A writer of retrieval prompts into texts, in the target's own tokens, words and chat format.
+
+    Args:
+        target: that reads the prompts.
+        texts: name -> text to write into.
+        chat: whether in the chat template; None: if the tokenizer has one.
 
     Raises:
-        ConfigError: the target has no tokenizer.
+        ConfigError: the target has no tokenizer, or no chat template where one is asked for.
         DataError: no text.
     """
     tokenizer = target.require_tokenizer()
@@ -67,11 +81,12 @@ def prompt_writer(target: Target, texts: Mapping[str, str]) -> RetrievalWriter:
             "there is no text to hide needles in; pass suite.text=FOLDER, or null: what ships here"
         )
 
-    encode = partial(plain_ids, tokenizer)
+    encode, wording = partial(plain_ids, tokenizer), wording_of(tokenizer)
     vocabulary = [str(tokenizer.decode([i])) for i in range(target.info.vocab_size)]
     ids_T = np.concatenate([np.array(encode(text), dtype=np.int64) for text in texts.values() if text])
     streams = [TextStream(ids_T, vocabulary, "held-out")]
-    return RetrievalWriter(encode, chat_ids(tokenizer), streams, separator=-1)
+    marks = chat_ids(tokenizer, chat=chat, without=wording.without_template)
+    return RetrievalWriter(encode, marks, streams, separator=-1, wording=wording)
 
 
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
@@ -86,7 +101,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     asked = settings_of(NeedleSettings, settings)
     check_lengths(asked.lengths, asked.max_new_tokens, target)
     texts = texts_of(asked.text, asked.kinds or ())
-    writer = prompt_writer(target, texts)
+    writer = prompt_writer(target, texts, chat=asked.chat)
 
     @lru_cache(maxsize=KEPT)
     def needle(length: int, needles: int, depth: int, index: int) -> tuple[Encoded, str]:
@@ -97,17 +112,17 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     def of(row: Example) -> tuple[Encoded, str]:
         return needle(*(row.fields[key] for key in ("length", "needles", "depth", "index")))
 
-    chat = bool(target.require_tokenizer().chat_template)
+    tokenizer = target.require_tokenizer()
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in sorted(texts.items())}
     tasks = tuple(
-        Task(
+        NeedleTask(
             f"needles_{count}",
             _rows(asked, count),
-            WORDING,
+            _template(writer.wording),
             asked.max_new_tokens,
-            "exact_number",
-            lambda text, row: float(NUMBER.findall(text) == [of(row)[1]]),
-            chat=chat,
+            "string_match_all",
+            lambda text, row: match_all(clean(text), [of(row)[1]]),
+            chat=uses_chat(tokenizer, asked.chat),
             protocol={"seed": seed, "texts": digests},
             written=lambda row: of(row)[0],
             facets_of=lambda row: {key: int(row.fields[key]) for key in ("length", "depth")},
@@ -123,14 +138,25 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
             raise ConfigError(
                 f"suite.lengths holds {shortest} and suite.needles {row.fields['needles']}: {error}"
             ) from None
-    lost = [] if chat else ["without chat template: the tokenizer has none"]
     return Suite(
         "needle",
         tasks,
         title="Needle grid",
-        notes=[*not_greedy(sampling), *lost],
-        figures=(Figure("share of full", "score", kind="quotient", unit="percent", plotted=True),),
+        notes=[*not_greedy(sampling), chat_note(tokenizer, asked.chat), writer.wording.about],
+        figures=(
+            Figure("share of full", "score", kind="quotient", unit="percent", plotted=True),
+            Figure("that number and no other", "exact", kind="wilson", unit="percent"),
+        ),
+        solvable=True,
     )
+
+
+def _template(wording: Wording) -> str:
+    """What a prompt says, for readers."""
+    words = wording.hidden(single=wording.singular == 1)
+    intro, ask, answer = (text.format(key=" KEY").strip("\n") for text in vars(words).values())
+    begun = f" ...{answer}" if wording.always_begun else ""
+    return f"{intro} ... {HIDDEN} ... {ask}{begun}"
 
 
 def _rows(asked: NeedleSettings, needles: int) -> tuple[Example, ...]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longtrain.data.read.files import local_file
-from longtrain.errors import ConfigError
+from longtrain.errors import ConfigError, DataError, LongtrainError, first_line
 from longtrain.evaluation.metrics.ruler import percent
-from longtrain.evaluation.prompts import Encoded
+from longtrain.evaluation.prompts import Encoded, chat_note
 from longtrain.evaluation.published import Published
 from longtrain.evaluation.ruler.generate import Generator, RulerExample
 from longtrain.evaluation.ruler.questions import DATASETS, Questions
@@ -21,11 +21,14 @@ from longtrain.evaluation.ruler.tasks import SEED, TASKS
 from longtrain.evaluation.suite import ByTask, Suite, Summary
 from longtrain.evaluation.suites.shared import check_lengths, existing_file, hub_rows, settings_of
 from longtrain.evaluation.task import Example, Task
+from longtrain.log import get_logger
 from longtrain.settings import Count, CountOrZero, Lengths, Text, one_of, some_of
 
 if TYPE_CHECKING:
     from longtrain.decoding.sampling import Sampling
     from longtrain.targets.model import Target
+
+log = get_logger(__name__)
 
 PUBLISHED = Published(
     "RULER",
@@ -36,6 +39,10 @@ PUBLISHED = Published(
 KEPT = 64
 """Prompts of a task kept in memory between encoding and scoring."""
 CHAT_OPTIONS = {"enable_thinking": False}
+
+
+class MissingQuestionsError(DataError):
+    """The questions of a task are on the Hub, which does not answer."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Sources:
         questions: of each data set that a task needs.
         seed: of everything drawn.
         others: notes of what is not the published file.
+        missing: data set -> why its questions are not to be had.
     """
 
     framing: Framing
@@ -73,6 +81,7 @@ class Sources:
     questions: Mapping[str, Questions]
     seed: int
     others: tuple[str, ...]
+    missing: Mapping[str, str]
 
     def generator(self, task: str, length: int) -> Generator:
         """Writes the prompts of a task at a length."""
@@ -128,6 +137,9 @@ class Prompts:
 def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: Sampling) -> Suite:
     """The tasks that `suite.tasks` names at every length of `suite.lengths`; the seed is `suite.seed`.
 
+    Where it names none, all tasks are run but those that cannot be here: each is named with the reason, and
+    the result is a variant.
+
     Raises:
         ConfigError: a wrong setting, a length beyond the target's window or too short for a task, or a task
             without its questions.
@@ -136,10 +148,7 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
     options = settings_of(RulerSettings, settings)
     check_lengths(options.lengths, 0, target)
     sources = _sources(options, target)
-    tasks = tuple(_task(name, options, sources) for name in options.tasks)
-    for task in tasks:
-        task.encode(task.rows[0], sources.framing.tokenizer, max_tokens=0)  # what does not fit is refused now
-        task.encode(task.rows[options.samples - 1], sources.framing.tokenizer, max_tokens=0)
+    tasks, skipped = _runnable(options, sources, named=bool(settings["tasks"]))
     asked = {task.name: task.rows for task in tasks}
 
     def summarise(records: ByTask) -> Summary:
@@ -163,7 +172,53 @@ def build(settings: Mapping[str, Any], target: Target, *, seed: int, sampling: S
         elif options.chat is None:
             lost = "the tokenizer has none (suite.chat=false says it is meant)"
             departures.append(f"without chat template: {lost}")
-    return Suite("ruler", tasks, summarise=summarise, title=PUBLISHED.title, departures=departures)
+    return Suite(
+        "ruler",
+        tasks,
+        summarise=summarise,
+        title=PUBLISHED.title,
+        departures=[*departures, *skipped],
+        notes=[chat_note(sources.framing.tokenizer, True)] if sources.framing.chat else [],
+        solvable=True,
+    )
+
+
+def _runnable(options: RulerSettings, sources: Sources, *, named: bool) -> tuple[tuple[Task, ...], list[str]]:
+    """The tasks that can be run, and why others cannot.
+
+    Args:
+        options: settings.
+        sources: what there is to write prompts from.
+        named: whether the tasks were named one by one; one that cannot be run is an error then.
+
+    Raises:
+        ConfigError: a named task, or every task, does not fit the shortest length.
+        DataError: a named task lacks its questions.
+    """
+    tasks, reasons = list[Task](), dict[str, LongtrainError]()
+    for name in options.tasks:
+        try:
+            tasks.append(_checked(name, options, sources))
+        except (ConfigError, MissingQuestionsError) as error:
+            if named:
+                raise
+            reasons[name] = error
+    if not tasks:
+        raise next(iter(reasons.values()))
+    skipped = [f"{name} left out: {first_line(error)}" for name, error in reasons.items()]
+    for note in skipped:
+        log.warning("%s", note)
+    return tuple(tasks), skipped
+
+
+def _checked(name: str, options: RulerSettings, sources: Sources) -> Task:
+    """A task whose first prompts are written now: what does not fit is refused before anything runs."""
+    if reason := sources.missing.get(str(TASKS[name].options.get("dataset", ""))):
+        raise MissingQuestionsError(reason)
+    task = _task(name, options, sources)
+    for row in (task.rows[0], task.rows[options.samples - 1]):
+        task.encode(row, sources.framing.tokenizer, max_tokens=0)
+    return task
 
 
 def _from_hub(dataset: str) -> Questions:
@@ -202,7 +257,7 @@ def _sources(options: RulerSettings, target: Target) -> Sources:
         note = "needles hidden in {}, which is no known copy of RULER's PaulGrahamEssays.json"
         haystack = Haystack.read(file("haystack", options.haystack, "RULER's haystack", note))
     needed = {str(TASKS[name].options["dataset"]) for name in options.tasks if name.startswith("qa")}
-    questions = {}
+    questions, missing = dict[str, Questions](), dict[str, str]()
     for dataset in sorted(needed):
         known, where = DATASETS[dataset], getattr(options, dataset)
         if where is None:
@@ -211,12 +266,15 @@ def _sources(options: RulerSettings, target: Target) -> Sources:
                 f"be had from {known.url}, or leave out qa_1 and qa_2 with suite.tasks"
             )
         if where == known.hub[0] and not local_file(where).exists():
-            questions[dataset] = _from_hub(dataset)
+            try:
+                questions[dataset] = _from_hub(dataset)
+            except DataError as error:
+                missing[dataset] = first_line(error)
         else:
             note = f"questions of {dataset} from {{}}, which is not the published file"
             questions[dataset] = known.read(file(dataset, where, f"RULER's questions of {dataset}", note))
     framing = Framing(tokenizer, chat=options.chat, options=CHAT_OPTIONS)
-    return Sources(framing, haystack, words, questions, options.seed, tuple(others))
+    return Sources(framing, haystack, words, questions, options.seed, tuple(others), missing)
 
 
 def _task(name: str, options: RulerSettings, sources: Sources) -> Task:

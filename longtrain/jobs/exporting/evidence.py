@@ -15,6 +15,7 @@ from longtrain.errors import LongtrainError
 from longtrain.log import get_logger
 from longtrain.provenance import commit_of, machine_of, typed_command, without_folders
 from longtrain.targets.at_hand import CARD
+from longtrain.targets.info import source_line
 
 if TYPE_CHECKING:
     from longtrain.artifact import Artifact
@@ -93,7 +94,7 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
     return Measurement(
         suite=str(results["suite"]),
         title=str(results["title"]),
-        target=str(without_folders(results["target"]["name"])),
+        target=_named(results["target"]),
         dtype=str(results["target"]["dtype"]),
         protocol=str(results["protocol"]["hash"]),
         command=typed_command(argv) if argv else "",
@@ -104,6 +105,12 @@ def _measured(folder: Path, results: dict[str, Any], pictures: list[str]) -> Mea
         rows=rows,
         pictures=pictures,
     )
+
+
+def _named(target: dict[str, Any]) -> str:
+    """Name of an evaluation's target, and which weights it had."""
+    said = source_line(target.get("source", {}))
+    return str(without_folders(target["name"])) + (f" ({said})" if said else "")
 
 
 def curves_of(metrics: Path) -> dict[str, Curve]:

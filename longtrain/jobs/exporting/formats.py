@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 from longtrain import methods
 from longtrain.assets import bundled_artifacts
 from longtrain.errors import ArtifactError, ConfigError
-from longtrain.files import replaced_folder, write_files
+from longtrain.files import write_files
+from longtrain.folders import FolderKind, replaced_folder
 from longtrain.jobs.exporting import push
 from longtrain.jobs.setup import artifact_names, load_artifact, load_target_from
 from longtrain.log import get_logger
@@ -27,6 +28,11 @@ log = get_logger(__name__)
 
 OURS = "longtrain"
 """The folder in such a folder that says that longtrain wrote it."""
+ENGINE = FolderKind(
+    "a folder for engines",
+    (OURS,),
+    ("*.json", "*.safetensors", "*.py", CARD, "*.png", f"{OURS}/*"),
+)
 
 
 def asked(cfg: DictConfig) -> str | None:
@@ -76,10 +82,11 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
 
     Raises:
         ConfigError: the method has no such format, or an engine that reads it would drop something silently.
-        ArtifactError: another folder is in the way, or what was written is not what was meant.
+        ArtifactError: what was written is not what was meant.
+        LongtrainError: another folder is in the way.
         TargetMismatchError: another target.
     """
-    from longtrain.artifact.card import appended, licensed
+    from longtrain.artifact.card import appended, licensed, unverified
     from longtrain.artifact.evidence import Evidence
 
     if cfg.push:
@@ -90,10 +97,7 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
     target = target or load_target_from(cfg, path=artifact.target.name, fuse=False)
     artifact.build(target)
     folder = Path(cfg.home) / "checkpoints" / f"{_name(where, Path(cfg.home) / 'checkpoints')}-{form}"
-    if folder.exists() and not (folder / OURS).is_dir() and any(folder.iterdir()):
-        raise ArtifactError(
-            f"{folder} exists and was not written by longtrain; move it, or pass another name"
-        )
+    ENGINE.refuse_other(folder)
     config, made = artifact.typed_config(), artifact.folder
     facts = {**artifact.provenance, "license": push.licence(cfg) or artifact.provenance.get("license")}
     assert made is not None
@@ -101,10 +105,12 @@ def write(cfg: DictConfig, form: str, where: str, *, target: Target | None = Non
     pictures = {file.name: file.read_bytes() for file in sorted(made.glob("*.png"))}
     card = licensed(files[CARD].decode(), facts)
     card = appended(card, without_folders(facts), Evidence.of_folder(made), [*pictures])
+    if not artifact.verified:
+        card += f"\n## Unverified\n\n{unverified(artifact.verification)}\n"
     files |= {CARD: card.encode(), **pictures}
     if cfg.push:
         _check_names(files, target)
-    with replaced_folder(folder) as fresh:
+    with replaced_folder(folder, ENGINE) as fresh:
         write_files(fresh, files)
         formats.verify(fresh, None, None)
     log.info("exported=%s format=%s bytes=%d", folder, form, sum(map(len, files.values())))
@@ -168,7 +174,7 @@ def _name(where: str, checkpoints: Path) -> str:
 def _check_names(files: dict[str, bytes], target: Target) -> None:
     """Refuse to upload a folder that names its target by a folder of this machine."""
     here = Path(target.info.name)
-    if not here.is_dir():
+    if not here.exists():
         return
     named = [
         name

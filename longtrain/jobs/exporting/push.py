@@ -97,7 +97,7 @@ def target(
     assert spec.export is not None
     facts = without_folders(facts)
     spec.export(module, config, folder, facts)
-    log.info("exported=%s", folder)
+    log.info("exported=%s%s", folder, f" unfinished: {said}" if (said := facts.get("unfinished")) else "")
     evidence, pictures = gather(Path(cfg.run_dir), load_target(folder).info.weights_hash)
     card = appended((folder / CARD).read_text(encoding="utf-8"), facts, evidence, [*pictures])
     write_files(folder, {CARD: card.encode(), **pictures})

@@ -9,7 +9,6 @@ Shapes: see `kernels.hierarchical.attention`; M packed rows (new rows x query he
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from longtrain.kernels.devices import (
 )
 from longtrain.kernels.hierarchical import attention_kernel as kernels
 from longtrain.kernels.hierarchical import fragments_launch as fragments
-from longtrain.kernels.hierarchical import warpgroup_launch as warpgroup
 from longtrain.kernels.hierarchical.layout import Lens, Planes, Ring
 from longtrain.kernels.tree_attention import launch as merging
 from longtrain.kernels.tree_attention.reference import Causal
@@ -53,7 +51,7 @@ class BlockTile:
     registers: int | None = None
 
 
-AnyTile = BlockTile | fragments.FragmentTile | warpgroup.WarpGroupTile
+AnyTile = BlockTile | fragments.FragmentTile
 TILES = {
     4: (
         BlockTile(rows=16, warps=4, stages=3, resident=3, registers=168),
@@ -80,30 +78,27 @@ def hier_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.hierarchical.attention.hier_attention`; `tile` and `splits` None: what suits the call.
 
-    Few rows in half precision go to `warpgroup_launch` or `fragments_launch`; this kernel is for all others.
+    Few rows in half precision go to `fragments_launch`; this kernel is for all others.
 
     Raises:
-        ConfigError: a tile of one of these two for a call that its kernel does not take.
+        ConfigError: a tile of `fragments_launch` for a call that its kernel does not take.
     """
     B, H, T, D = q_BHTD.shape
     G, N = planes.k_upper.shape[1:3]
     group = H // G
-    fast: Any
-    for fast, kind in ((warpgroup, warpgroup.WarpGroupTile), (fragments, fragments.FragmentTile)):
-        fits = tile is None or (isinstance(tile, kind) and T * group <= tile.rows)
-        if fits and fast.serves(q_BHTD, planes, ring, bits):
-            found: tuple[Tensor, Tensor] | None = fast.hier_attention(
-                q_BHTD, planes, ring, lens, mask, bits, scale, tile, splits
-            )
-            if found is not None:
-                return found
-        if isinstance(tile, kind):
-            raise refusal(
-                ConfigError,
-                f"{tile} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
-                f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}",
-                f"{fast.SERVED}, and as many rows as the tile has; pass tile=None",
-            )
+    few = tile if isinstance(tile, fragments.FragmentTile) else None
+    fits = tile is None or (few is not None and T * group <= few.rows)
+    if fits and fragments.serves(q_BHTD, planes, ring, bits):
+        found = fragments.hier_attention(q_BHTD, planes, ring, lens, mask, bits, scale, few, splits)
+        if found is not None:
+            return found
+    if few is not None:
+        raise refusal(
+            ConfigError,
+            f"{few} for {T * group} packed rows of {group} query heads a KV head, head dim {D}, "
+            f"{bits} bits, queries {q_BHTD.dtype} and ring {ring.k.dtype} on {q_BHTD.device}",
+            f"{fragments.SERVED}, and as many rows as the tile has; pass tile=None",
+        )
     assert tile is None or isinstance(tile, BlockTile)
     even = bits == 8 and tile is None and T * group <= TILES[bits][-1].rows
     if tile is None:  # the rows of smaller heads come out otherwise in tiles of 32
@@ -138,9 +133,7 @@ def tile_for(rows: int, bits: int) -> BlockTile:
     return next((tile for tile in TILES[bits] if rows <= tile.rows), TILES[bits][-1])
 
 
-def candidates(
-    rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[AnyTile, ...]:
+def candidates(rows: int, bits: int, group: int, head_dim: int, dtype: torch.dtype) -> tuple[AnyTile, ...]:
     """Tiles that may beat the chosen one on another device, for `bench suite=kernels`.
 
     Args:
@@ -149,13 +142,8 @@ def candidates(
         group: query heads of a KV head.
         head_dim: size of a head.
         dtype: dtype of queries and ring.
-        device: where they are.
     """
     general = tile_for(rows, bits)
-    if warpgroup.takes(rows, bits, group, head_dim, dtype, device):
-        also = fragments.takes(rows, bits, group, head_dim, dtype)
-        older = (fragments.tile_for(rows, bits, group, 1),) if also else ()
-        return (*warpgroup.candidates(rows), *older, general)
     if fragments.takes(rows, bits, group, head_dim, dtype):
         return (*fragments.candidates(rows, bits, group), general)
     others = (

@@ -86,6 +86,12 @@ def _check_layer(config: Config, info: TargetInfo) -> None:
         )
 
 
+def _other_heads(config: Config, info: TargetInfo) -> list[dict[str, Any]]:
+    """The LM head as GPUs read it by default: a copy in 4 bits, where there is one."""
+    copied = config.copies_head(info.vocab_size, faster=True) and info.hidden_size % GROUPS[-1] == 0
+    return [{"head_bits": 4}] if copied else []
+
+
 def training(config: Config, size: Sizes, row: PackedRow, trained: int, itemsize: int) -> StepCost:
     """A step in chunks; hidden states are read for the KL objective alone.
 
@@ -135,6 +141,7 @@ SPEC = MethodSpec(
     attach=_attach,
     has_views=has_views,
     inference_keys=("head_bits",),
+    golden_others=_other_heads,
     elsewhere={"vLLM": IN_VLLM},
     cost=MethodCost(training=training, cycle=cycle),
 )

@@ -295,7 +295,7 @@ def _check_model(model: Any) -> None:
 
 def _check_whole(hidden_states: Tensor, keys: Tensor, kwargs: dict) -> None:
     """Refuse all but one whole prompt that was prefilled at once, its keys exact."""
-    if isinstance(kwargs.get("past_key_values"), QuantizedCache):
+    if isinstance(kwargs.get("cache", kwargs.get("past_key_values")), QuantizedCache):  # by the older name
         raise ValueError("LookaheadKVPress needs exact keys; this cache is quantised: use a DynamicCache")
     seen, shown, S = int(kwargs["cache_position"][-1]) + 1, hidden_states.shape[1], keys.shape[2]
     if not seen == shown == S:

@@ -24,16 +24,19 @@ from longtrain.data.retrieval.material import (
     TextStream,
 )
 from longtrain.data.retrieval.synthetic import RetrievalWriter
+from longtrain.data.retrieval.wording import PRETRAIN
 from longtrain.data.rows.checks import check_files, sha256_file
 from longtrain.data.rows.mixture import Mixture
 from longtrain.errors import DataError
-from longtrain.files import read_json, replaced_folder, settle
+from longtrain.files import read_json
+from longtrain.folders import FolderKind, replaced_folder, settle
 from longtrain.log import get_logger
 from longtrain.methods.pretrain.config import Config
 from longtrain.targets.tokenizer import train_tokenizer
 
 log = get_logger(__name__)
 
+CORPUS = FolderKind("a corpus", ("corpus.json",), ("corpus.json", "*.npy", "chat.npz", "tokenizer/*"))
 CHUNK_CHARS = 50_000
 LONGEST_FILE_CHARS = 60_000
 _CALCULATION = re.compile(r"<<[^>]*>>")
@@ -89,7 +92,7 @@ def build_corpus(
                 f"held_out names '{name}', which matches no file of the sources; known: "
                 f"{', '.join(sorted(seen)[:6])} ..."
             )
-    with replaced_folder(folder) as new:
+    with replaced_folder(folder, CORPUS) as new:
         train_tokenizer(
             _sample(texts, chats),
             new / "tokenizer",
@@ -141,7 +144,11 @@ def load_mixture(
     streams = [TextStream(np.load(folder / f"{kind}.npy", mmap_mode="r"), token_text, kind) for kind in kinds]
     weights = [stream_weights[kind] for kind in kinds]
     writer = RetrievalWriter(
-        encoder(folder / "tokenizer"), ChatIds((1,), (2,), (3,)), streams, stream_weights=weights
+        encoder(folder / "tokenizer"),
+        ChatIds((1,), (2,), (3,)),
+        streams,
+        stream_weights=weights,
+        wording=PRETRAIN,
     )
     with np.load(folder / "chat.npz") as arrays:
         edges = arrays["edges"]

@@ -1,41 +1,12 @@
 """RULER's string matches against a transcription of the published definitions."""
 
 import random
-import re
 
 import pytest
 
 from longtrain.errors import DataError
 from longtrain.evaluation.metrics.ruler import clean, match_all, match_part, percent
-
-
-def official_post(text: str) -> str:
-    text = text.strip()
-    return re.compile(r"[\x00-\x1f]").sub("\n", text).strip()
-
-
-def summed(values) -> float:
-    """`sum` of the Pythons before 3.12, which do not correct for lost digits."""
-    total = 0
-    for value in values:
-        total = total + value
-    return total
-
-
-def official_all(preds: list[str], refs: list[list[str]]) -> float:
-    parts = [
-        summed([1.0 if r.lower() in pred.lower() else 0.0 for r in ref]) / len(ref)
-        for pred, ref in zip(preds, refs, strict=True)
-    ]
-    return round(summed(parts) / len(preds) * 100, 2)
-
-
-def official_part(preds: list[str], refs: list[list[str]]) -> float:
-    parts = [
-        max([1.0 if r.lower() in pred.lower() else 0.0 for r in ref])
-        for pred, ref in zip(preds, refs, strict=True)
-    ]
-    return round(summed(parts) / len(preds) * 100, 2)
+from tests.evaluation.metrics.official_ruler import official_all, official_part, official_post
 
 
 def test_equal_to_the_official_definitions() -> None:

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from longtrain.data.retrieval.wording import PRETRAIN
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, DataError
 from longtrain.evaluation.harness.protocol import protocol_of
@@ -64,13 +65,48 @@ def test_the_value_asked_for_stands_at_its_depth(tiny, settings_of, needles: int
     assert np.mean(list(off.values())) < 0.02
 
 
-def test_answers_are_right_only_if_no_other_number_is_in_them(suite) -> None:
+def test_answers_are_right_if_the_value_is_in_them_and_exact_if_no_other_number_is(suite) -> None:
     (task, *_) = suite.tasks
     one = next(task.examples())
     (value,) = task.references(one)
-    assert task.score(f"The special magic numbers are {value}.", one) == 1.0
-    assert task.score(f"{value} or {value}", one) == 0.0
-    assert task.score(f"{value}, 1234567", one) == task.score(f"0{value}", one) == task.score("", one) == 0.0
+    for text, score, exact in (
+        (f"The special magic numbers are {value}.", 1.0, 1.0),
+        (f"{value} or {value}", 1.0, 0.0),
+        (f"1. {value}\n2. 1234567", 1.0, 0.0),
+        (f"0{value}", 1.0, 0.0),  # RULER looks for the string
+        (value[:-1], 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ):
+        assert (task.score(text, one), task.measures(text, one)) == (score, {"exact": exact}), text
+
+
+def test_other_targets_are_asked_as_ruler_asks(tiny, settings_of, monkeypatch) -> None:
+    monkeypatch.delitem(tiny.tokenizer.init_kwargs, "retrieval_wording")
+    suite = built(tiny, settings_of)
+    for task in suite.tasks:
+        for one in task.examples():
+            text = text_of(task, one, tiny)
+            key = re.search(r"What is the special magic number for (\S+) mentioned in", text)[1]
+            begun = f"<|assistant|> The special magic number for {key} mentioned in the provided text is"
+            assert text.startswith("<|user|>A special magic number is hidden") and text.endswith(begun)
+            assert f"for {key} is: {task.references(one)[0]}." in text
+    assert "What is the special magic number for KEY" in task.settings()["template"]
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
+    (task, *_) = built(tiny, settings_of).tasks
+    text = text_of(task, one, tiny)
+    assert (
+        text.startswith("<|endoftext|>A special magic") and "provided text? The special magic number" in text
+    )
+
+
+def test_the_chat_template_can_be_left_out_and_asked_for(tiny, settings_of, monkeypatch) -> None:
+    suite = built(tiny, settings_of, chat=False)
+    (task, *_) = suite.tasks
+    assert "<|user|>" not in text_of(task, next(task.examples()), tiny) and not task.chat
+    assert suite.summary({}).notes[0] == "without chat template: suite.chat=false"
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match=r"suite\.chat=true and the tokenizer has no chat template"):
+        built(tiny, settings_of, chat=True)
 
 
 def test_the_same_seed_gives_the_same_prompts(suite, tiny, settings_of) -> None:
@@ -99,7 +135,8 @@ def test_the_bundled_target_finds_needles(tiny, settings_of, run_suite) -> None:
     suite = built(tiny, settings_of, lengths=[512], depths=[0, 50, 100], needles=[2], prompts=2)
     records = run_suite(suite, tiny, batch=6)
     summary = suite.summary(records)
-    assert (summary.title, summary.notes) == ("Needle grid", ()) and summary.tasks["needles_2"] > 60
+    assert summary.title == "Needle grid" and summary.tasks["needles_2"] > 60
+    assert summary.notes == ("prompts in the target's chat template", PRETRAIN.about)
     assert [record.prompt_tokens for record in records["needles_2"]] == [512] * 6
 
 
@@ -110,6 +147,7 @@ def test_a_lost_chat_template_and_sampling_are_said(tiny, settings_of, answered,
     assert notes == (
         "sampled (temperature 0.7), not greedy",
         "without chat template: the tokenizer has none",
+        PRETRAIN.about,
     )
 
 

@@ -164,28 +164,30 @@ def test_what_a_result_is_called(suite, build, answered, files, tmp_path, monkey
         named = build(sampling, **{**few, **changed}).summary({})
         return named.title, named.notes
 
+    chat = "prompts in the target's chat template"
     assert called() == (
         "Variant of RULER",
         (
             "needles hidden in essays.json, which is no known copy of RULER's PaulGrahamEssays.json",
             "questions of hotpotqa from hotpot.json, which is not the published file",
             "questions of squad from dev-v2.0.json, which is not the published file",
+            chat,
         ),
     )
     for what, file in {**files, "haystack": str(essays)}.items():
         monkeypatch.setitem(SHA256, what, (hashlib.sha256(Path(file).read_bytes()).hexdigest(),))
-    assert called() == ("RULER", ())
+    assert called() == ("RULER", (chat,))
     note = "lengths that are not published: 1536"
     assert called(lengths=[1536, 4096], tasks=list(TASKS)[:11])[1][1] == note
     packed = tmp_path / "essays.json.xz"
     packed.write_bytes(lzma.compress(essays.read_bytes()))
-    assert called(haystack=str(packed)) == ("RULER", ())
+    assert called(haystack=str(packed)) == ("RULER", (chat,))
     words = tmp_path / "words.txt"
     words.write_text("alpha\nbeta\n")
     note = "more words from words.txt, which is not RULER's english_words.json"
-    assert called(more_words=str(words)) == ("Variant of RULER", (note,))
+    assert called(more_words=str(words)) == ("Variant of RULER", (note, chat))
     sampled = called(Sampling(1.0, top_k=50))
-    assert sampled == ("Variant of RULER", ("sampled (temperature 1, top_k 50), not greedy",))
+    assert sampled == ("Variant of RULER", ("sampled (temperature 1, top_k 50), not greedy", chat))
 
 
 def test_a_lost_chat_template_is_said(build, tiny, monkeypatch) -> None:
@@ -193,7 +195,8 @@ def test_a_lost_chat_template_is_said(build, tiny, monkeypatch) -> None:
         found = build(tasks=["vt"], lengths=[2048], chat=chat).summary({}).notes
         return [note for note in found if "chat template" in note]
 
-    assert notes(None) == [] and notes(False) == ["without chat template"]
+    assert notes(None) == ["prompts in the target's chat template"]
+    assert notes(False) == ["without chat template"]
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
     (note,) = notes(None)
     assert note.startswith("without chat template: the tokenizer has none")
@@ -237,6 +240,17 @@ def test_the_hubs_rows_are_the_files_questions(files, squad_rows, hotpot_rows) -
     assert (got.documents, got.items, got.digest) == (expected.documents, expected.items, expected.digest)
 
 
+def test_tasks_that_cannot_be_run_here_are_left_out_with_the_reason(build, answered, caplog) -> None:
+    suite = build(squad="rajpurkar/squad_v2", lengths=[1200], samples=1)
+    left = [name for name in TASKS if name not in {task.name for task in suite.tasks}]
+    assert "qa_1" in left and "vt" not in left
+    summary = suite.summary(answered(suite, lambda task, one: ""))
+    said = [note for note in summary.notes if " left out: " in note]
+    assert [note.split()[0] for note in said] == left and summary.title == "Variant of RULER"
+    assert "could not be read from the Hub" in next(note for note in said if note.startswith("qa_1"))
+    assert all(note in caplog.text for note in said)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -244,7 +258,11 @@ def test_the_hubs_rows_are_the_files_questions(files, squad_rows, hotpot_rows) -
         ({"lengths": [200]}, ConfigError, "niah_single_1 does not fit a length of 200 .* at least"),
         ({"tasks": ["niah"]}, ConfigError, r"suite.tasks=\['niah'\]; allowed: each once of niah_single_1"),
         ({"squad": None}, ConfigError, "suite.squad=null.*dev-v2.0.json"),
-        ({"squad": "rajpurkar/squad_v2"}, DataError, "could not be read from the Hub.*suite.squad=FILE"),
+        (
+            {"squad": "rajpurkar/squad_v2", "tasks": ["qa_1"]},
+            DataError,
+            "could not be read from the Hub.*suite.squad=FILE",
+        ),
         ({"hotpotqa": "/nowhere.json"}, DataError, "hotpotqa: nothing at /nowhere.json"),
         ({"haystack": "/nowhere"}, DataError, "haystack: nothing at /nowhere"),
         ({"words": "english"}, ConfigError, "suite.words=english; allowed: longtrain, wonderwords"),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from longtrain import methods
 from longtrain.artifact import Artifact, ScoreGolden
 from longtrain.artifact.folder import FILES
+from longtrain.artifact.stored import sealed
 from longtrain.decoding.evict import PromptRun
 from longtrain.errors import ArtifactError, ConfigError, TargetMismatchError
 from longtrain.methods.lookaheadkv.config import Config
@@ -306,7 +307,7 @@ def test_altered_tensors_are_caught_by_the_golden_outputs(made, target, tmp_path
     manifest = json.loads((folder / "longtrain.json").read_text())
     content = (folder / "model.safetensors").read_bytes()
     manifest["files"]["model.safetensors"] = hashlib.sha256(content).hexdigest()
-    (folder / "longtrain.json").write_text(json.dumps(manifest))
+    (folder / "longtrain.json").write_bytes(sealed(manifest))
     with pytest.raises(ArtifactError, match="not reproduced by evictor and target in float32"):
         Artifact.load(folder).attach(target, budget_tokens=4)
 

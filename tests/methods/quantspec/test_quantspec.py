@@ -13,7 +13,7 @@ from longtrain.decoding.limits import Limits
 from longtrain.decoding.roles import Law, Parts, TreeShape
 from longtrain.decoding.sampling import Sampling
 from longtrain.errors import ConfigError, ConflictError, DataError
-from longtrain.evaluation.harness.lossless import gap_of
+from longtrain.evaluation.harness.rounding import Passage, logits_at_once, logits_in_steps
 from longtrain.kernels.int4_linear import Int4Linear
 from longtrain.methods import policies
 from longtrain.methods.quantspec.config import Config
@@ -148,8 +148,7 @@ def test_gaps_of_differences_are_those_of_this_cache(target):
     prompt = prompts(300)
     tokens = Engine(target, parts).generate(prompt, max_new_tokens=6, ignore_eos=True).tokens[0]
     other = (tokens[4] + 1) % MICRO["vocab_size"]
-    rivals = (tokens[4], other)
-    gap = gap_of(target, prompt[0], tokens[:4], rivals=rivals, parts=parts)
+    passage = Passage(prompt[0], [*tokens[:4], other], first=4)
     cache = parts.cache(1, 400, 1)
     for at, ids in enumerate([prompt[0], *([token] for token in tokens[:4])]):
         pos_BT = torch.arange(len(ids))[None] + (299 + at if at else 0)
@@ -157,8 +156,14 @@ def test_gaps_of_differences_are_those_of_this_cache(target):
         cache.commit(None, torch.tensor([len(ids)]))
     logits = step.logits_BTV[0, 0]
     assert int(logits.argmax()) == tokens[4]
-    assert gap == pytest.approx(float(logits.max() - logits[other]), abs=1e-9)
-    assert abs(gap_of(target, prompt[0], tokens[:4], rivals=rivals) - gap) > 1e-6
+    want = float(logits.max() - logits[other])
+    for again in (
+        logits_at_once(target, parts, passage),
+        *(logits_in_steps(target, parts, passage, rows=rows) for rows in (1, 3)),
+    ):
+        assert float(again[0].max() - again[0, other]) == pytest.approx(want, abs=1e-9)
+    plain = logits_at_once(target, Parts(), passage)[0]
+    assert abs(float(plain.max() - plain[other]) - want) > 1e-6
 
 
 def test_another_draft_on_this_cache_is_exact(target):

@@ -1,0 +1,147 @@
+"""How far rounding alone moves a target's logits: one text, read in passes of different numbers of tokens.
+
+A matrix product over many rows adds up in another order than one over a single row, and in 16 bits the sums
+then round to other numbers. What that does to the difference between two logits depends on the weights and on
+the text, so it is measured on both.
+
+Shapes: T tokens, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longtrain.decoding.appended import given_step, rows_of_next_step
+from longtrain.decoding.engine import Engine
+from longtrain.decoding.prefill import prefill
+from longtrain.decoding.roles import Parts
+from longtrain.targets.step import Rows, Want
+
+if TYPE_CHECKING:
+    from longtrain.targets.model import Target
+
+CANDIDATES = 4
+"""Best tokens of each position whose distances from each other are compared."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt and the tokens that follow it.
+
+    Args:
+        prompt: token ids.
+        tokens: the ids that follow, at least one.
+        after: ids between prompt and tokens that are read after eviction.
+        first: the first of `tokens` whose logits are looked at.
+        max_new_tokens: of the answer; some evictors keep room for it.
+        sequence_id: what random coins know the prompt by; None: nothing.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    after: Sequence[int] = ()
+    first: int = 0
+    max_new_tokens: int = 1
+    sequence_id: int | None = None
+
+
+@torch.no_grad()
+def logits_at_once(target: Target, parts: Parts, passage: Passage) -> Tensor:
+    """The logits that each token from `first` on is chosen by, [T, V], in as few passes as the cache allows.
+
+    On a plain cache that is one pass over prompt and tokens, which runs nothing of what decoding steps run:
+    neither a fault of single steps nor one of steps of several tokens can be in it.
+
+    Args:
+        target: the frozen model.
+        parts: evictor, cache and selector; a draft has no part in this.
+        passage: what is read.
+
+    Returns: numbers as decoding computes them, in fp32 or wider.
+    """
+    if not (parts.cache is None and parts.evictor is None and parts.selector is None):
+        return logits_in_steps(target, parts, passage, rows=len(passage.tokens))
+    whole = [*passage.prompt, *passage.after, *passage.tokens[:-1]]
+    read = prefill(target, target.new_cache, [whole], max_new_tokens=1, nodes=1, hidden=(-1,))
+    looked_at = len(passage.tokens) - passage.first
+    return _wide(target.head(read.step.hidden[-1][0, -looked_at:]))
+
+
+@torch.no_grad()
+def logits_in_steps(target: Target, parts: Parts, passage: Passage, *, rows: int) -> Tensor:
+    """The same logits, read in steps of `rows` tokens behind the prompt, or fewer where the cache asks for it.
+
+    Prompts are read and evicted as in decoding. Tokens before `first` are read in as few steps as possible.
+
+    Args:
+        target: the frozen model.
+        parts: evictor, cache and selector; a draft has no part in this.
+        passage: what is read.
+        rows: tokens of a step; 1 reads as plain decoding does.
+    """
+    tokens, selector = passage.tokens, parts.selector
+    read = prefill(
+        target,
+        Engine(target, parts).new_cache,
+        [passage.prompt],
+        max_new_tokens=max(len(tokens), passage.max_new_tokens),
+        nodes=max(rows, 1),
+        hidden=parts.hidden(drafts=False),
+        evictor=parts.evictor,
+        after=[passage.after] if passage.after else None,
+        sequence_ids=None if passage.sequence_id is None else [passage.sequence_id],
+    )
+    assert read.step.logits_BTV is not None
+    if selector is not None:
+        selector.start(read.tokens_BS, read.n_B, read.step, read.cache)
+    found, done = [read.step.logits_BTV[0, -1:]] if passage.first == 0 else [], 0
+    while done < len(tokens) - 1:
+        before = passage.first - 1 - done
+        (count,) = rows_of_next_step(read.cache, [before if before > 0 else min(rows, len(tokens) - 1 - done)])
+        ids_BT = torch.tensor([list(tokens[done : done + count])], device=target.device)
+        pos_BT = read.cache.len_B[:, None] + torch.arange(count, device=target.device)
+        want = Want(logits="none" if before > 0 else "all")
+        step = given_step(target, read.cache, Rows(pos_BT, ids_BT), want=want, selector=selector)
+        found += [] if step.logits_BTV is None else [step.logits_BTV[0]]
+        done += count
+    return _wide(torch.cat(found))
+
+
+def noise_of(target: Target, parts: Parts, passage: Passage, at_once_TV: Tensor, *, rows: int) -> float:
+    """The most that reading a text in other steps changes the difference of two of its best logits.
+
+    Both ways of decoding, token by token and in steps of `rows`, are compared with the text read at once, and
+    the smaller of the two changes counts: a fault of one way then does not pass for rounding.
+
+    Args:
+        target: the frozen model.
+        parts: evictor, cache and selector.
+        passage: what is read.
+        at_once_TV: `logits_at_once` of it.
+        rows: tokens of a step of the draft that is judged.
+    """
+    steps = (1, max(rows, 2))
+    return min(change(at_once_TV, logits_in_steps(target, parts, passage, rows=n)) for n in steps)
+
+
+def change(one_TV: Tensor, other_TV: Tensor) -> float:
+    """The largest change of the best logit's distance from the next ones, those of the first."""
+    best_TC = one_TV.topk(min(CANDIDATES, one_TV.shape[1])).indices
+    one_TC, other_TC = one_TV.gather(1, best_TC), other_TV.gather(1, best_TC)
+    moved_TC = (one_TC[:, :1] - one_TC) - (other_TC[:, :1] - other_TC)
+    return float(moved_TC.abs().max())
+
+
+def spacing(logit: float, dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers of a dtype at a logit."""
+    return float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(max(abs(logit), 1e-30)))
+
+
+def _wide(logits_TV: Tensor) -> Tensor:
+    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))

@@ -1,0 +1,158 @@
+"""The weights of a target folder under the names that transformers' models give them, dequantised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import ArtifactError
+from longtrain.targets.config_file import read_object
+from longtrain.targets.stored.files import INT8_FILE, StoredTensors
+from longtrain.targets.stored.quantised import (
+    ACTIVATIONS,
+    SCALES,
+    Quantisation,
+    Scales,
+    method_of,
+    not_read,
+)
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+BUFFERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Tensors that old checkpoints store and a model computes anew."""
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_AT_ONCE = 1 << 24
+"""Values that are compared at once."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight of a checkpoint, read when its rows are asked for.
+
+    Args:
+        file: for error messages.
+        shape: of the whole tensor.
+        rows: which rows -> their values, in a floating-point dtype.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    rows: Callable[[slice], Tensor]
+
+
+class Checkpoint:
+    """The weights of a target folder.
+
+    Args:
+        folder: with config.json and weights.
+        device: where they are read to.
+        tied: whether config.json says that the LM head is the embeddings.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, or a tensor belongs to no weight.
+        TargetMismatchError: the weights are quantised by a method that is not read.
+    """
+
+    def __init__(self, folder: Path, *, device: torch.device, tied: bool) -> None:
+        self.folder = folder
+        self._tensors = StoredTensors(folder, device)
+        self._quantisation = Quantisation.of(read_object(folder / "config.json"), str(folder))
+        self._prefix = "" if any(name.startswith("model.") for name in self._tensors) else "model."
+        weights = [name for name in self._tensors if self._is_weight(name)]
+        self._weights = {self._name(stored): stored for stored in weights}
+        self.tied = tied and not self._has_other_head()
+        """Whether the LM head is the embeddings: transformers ties none where another one is stored."""
+
+    def __iter__(self) -> Iterator[tuple[str, Stored]]:
+        """Name and weight, one file after the other."""
+        for name, stored in self._weights.items():
+            if not (self.tied and name == HEAD):
+                yield name, self._weight(stored)
+            elif EMBEDDINGS not in self._weights:  # then the head is what both are, as in transformers
+                yield EMBEDDINGS, self._weight(stored)
+
+    def _has_other_head(self) -> bool:
+        if HEAD not in self._weights or EMBEDDINGS not in self._weights:
+            return False
+        head, embeddings = self._weight(self._weights[HEAD]), self._weight(self._weights[EMBEDDINGS])
+        if head.shape != embeddings.shape or len(head.shape) != 2:
+            return True
+        step = max(1, _AT_ONCE // head.shape[1])
+        parts = (slice(first, first + step) for first in range(0, head.shape[0], step))
+        return not all(torch.equal(head.rows(part), embeddings.rows(part)) for part in parts)
+
+    def _name(self, stored: str) -> str:
+        """What a model with an LM head calls a tensor; a checkpoint of the body alone leaves out `model.`."""
+        return stored if stored == HEAD else self._prefix + stored
+
+    def _is_weight(self, name: str) -> bool:
+        """Whether a tensor is a weight, and not what belongs to one.
+
+        Raises:
+            ArtifactError: it is neither.
+            TargetMismatchError: it belongs to a weight that is quantised by a method that is not read.
+        """
+        if BUFFERS.search(name):
+            return False
+        if method := method_of(name):
+            raise not_read(str(self.folder), method)
+        if name.endswith(".scale") and self._tensors.file_of[name].name == INT8_FILE:
+            self._need_weight(name, name.removesuffix(".scale"))
+            return False
+        for ends in (*SCALES, ".weight_zero_point"):
+            if name.endswith(ends):
+                self._check_quantised(name, f"{name.removesuffix(ends)}.weight")
+                return False
+        return not (self._quantisation.method and name.endswith(ACTIVATIONS))
+
+    def _check_quantised(self, name: str, weight: str) -> None:
+        """Refuse scales that nothing explains, or that belong to no weight."""
+        if not self._quantisation.method:
+            raise ArtifactError(
+                f"{self._tensors.file_of[name]} has {name}, and config.json has no quantization_config that "
+                "says what it is; get the folder again"
+            )
+        self._need_weight(name, weight)
+        if name.endswith(".weight_zero_point") and self._tensors.read(name).any():
+            raise not_read(str(self.folder), f"{self._quantisation.method} with zero points")
+
+    def _need_weight(self, name: str, weight: str) -> None:
+        if weight not in self._tensors:
+            raise ArtifactError(
+                f"{self._tensors.file_of[name]} has {name} and no {weight}; get the folder again"
+            )
+
+    def _weight(self, name: str) -> Stored:
+        tensors = self._tensors
+        shape, read = tensors.shape(name), partial(self._plain, name)
+        if f"{name}.scale" in tensors:
+            read = partial(self._int8_rows, name)
+        for ends in SCALES:
+            if (scale := f"{name.removesuffix('.weight')}{ends}") in tensors and name.endswith(".weight"):
+                values = tensors.read(scale)
+                inverse = ends == SCALES[0] or self._quantisation.method == "fp8"
+                found = Scales.of(name, values, shape, self._quantisation, inverse=inverse)
+                read = partial(self._dequantised, name, found)
+        return Stored(tensors.file_of[name], shape, read)
+
+    def _plain(self, name: str, rows: slice) -> Tensor:
+        values = self._tensors.read(name, rows)
+        if values.dtype not in PLAIN:
+            raise ArtifactError(
+                f"{self._tensors.file_of[name]}: {name} is stored as {str(values.dtype).removeprefix('torch.')} "
+                "without a scale; expected bf16, fp16 or fp32; get the folder again"
+            )
+        return values
+
+    def _int8_rows(self, name: str, rows: slice) -> Tensor:
+        values, scale = self._tensors.read(name, rows), self._tensors.read(f"{name}.scale", rows)
+        return (values.float() * scale).to(torch.bfloat16)
+
+    def _dequantised(self, name: str, scales: Scales, rows: slice) -> Tensor:
+        return scales.dequantise(self._tensors.read(name, rows), rows, self._tensors.shape(name)[0])

@@ -1,0 +1,128 @@
+"""The files of a target folder that hold its weights, and the tensors in them as they were written."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longtrain.errors import ArtifactError
+from longtrain.files import read_json
+
+INT8_FILE = "weights.int8.safetensors"
+"""Rows stored as int8 with one scale each (`name` and `name.scale`); int8 * scale in bf16 is the weight."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, shards in order.
+
+    Raises:
+        ArtifactError: there are none, or an index names a file that is not there.
+    """
+    for name in ("model.safetensors", INT8_FILE, "model.safetensors.index.json", "pytorch_model.bin",
+                 "pytorch_model.bin.index.json"):  # fmt: skip
+        file = folder / name
+        if not file.is_file():
+            continue
+        if not name.endswith(".index.json"):
+            return [file]
+        try:
+            shards = sorted(set(read_json(file)["weight_map"].values()))
+            if not shards or not all(isinstance(one, str) and Path(one).name == one for one in shards):
+                raise ValueError("weight_map must give file names of this folder")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ArtifactError(f"{file} is not a weight index ({error}); get the folder again") from error
+        absent = [shard for shard in shards if not (folder / shard).is_file()]
+        if absent:
+            raise ArtifactError(f"{folder} lacks {absent[0]}, which {name} names; get the folder again")
+        return [folder / shard for shard in shards]
+    raise ArtifactError(
+        f"{folder} has no weights; expected model.safetensors (or shards with an index), or {INT8_FILE}"
+    )
+
+
+class StoredTensors:
+    """The tensors of a folder's weight files by name, each read when it is asked for.
+
+    Args:
+        folder: the target's.
+        device: where safetensors are read to; those of a `.bin` file are read to the CPU.
+
+    Raises:
+        ArtifactError: a file is missing, truncated or unreadable.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.device = device
+        self.file_of: dict[str, Path] = {}
+        """Name -> its file, in the order of the files."""
+        self._stores: dict[Path, Any] = {}
+        for file in weight_files(folder):
+            self.file_of |= dict.fromkeys(self._open(file).keys(), file)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole tensor; nothing is read."""
+        file = self.file_of[name]
+        store = self._open(file)
+        return tuple(store[name].shape if file.suffix == ".bin" else store.get_slice(name).get_shape())
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Some rows of a tensor, in the dtype that it was stored in.
+
+        Raises:
+            ArtifactError: the file is damaged.
+        """
+        file = self.file_of[name]
+        store = self._open(file)
+        try:
+            if file.suffix == ".bin":
+                return store[name][rows]
+            return store.get_tensor(name) if rows == slice(None) else store.get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
+            raise _damaged(file, error) from error
+
+    def _open(self, file: Path) -> Any:
+        """The open file; of `.bin` files one at a time is kept, since some are read whole."""
+        if file not in self._stores:
+            if file.suffix == ".bin":
+                self._stores = {file: _unpickled(file)}
+            else:
+                try:
+                    self._stores[file] = safe_open(file, framework="pt", device=str(self.device))
+                except (SafetensorError, OSError) as error:
+                    raise _damaged(file, error) from error
+        return self._stores[file]
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """What `torch.save` wrote, in either of its formats; nothing but tensors is accepted."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise _damaged(file, error) from error
+    if not isinstance(state, dict):
+        raise ArtifactError(f"{file} holds a {type(state).__name__}, not tensors by name; get the folder again")
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ArtifactError(
+                f"{file} holds a {type(value).__name__} under {name}; expected tensors only, as "
+                "model.save_pretrained writes them"
+            )
+    return state
+
+
+def _damaged(file: Path, error: Exception) -> ArtifactError:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return ArtifactError(f"{file} is damaged or truncated ({first_line}); get the folder again")

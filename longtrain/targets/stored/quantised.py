@@ -1,0 +1,202 @@
+"""Quantised checkpoints: those of which a weight is one product are read, all others refused by name.
+
+Shapes: [rows, columns] of a linear's weight, [grid rows, grid columns] of its scales.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtrain.errors import ArtifactError, TargetMismatchError
+
+READ = "fp8 (weight_scale_inv or weight_scale), compressed-tensors with 8 bits"
+"""Kinds of quantised checkpoints that are read, for messages."""
+
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
+"""Formats of compressed-tensors that store a weight as it is, beside its scales."""
+
+SCALES = (".weight_scale_inv", ".weight_scale")
+"""How the names of a weight's scales end."""
+
+ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".input_zero_point", ".k_scale",
+               ".v_scale")  # fmt: skip
+"""Scales of activations and caches, which a dequantised model does not use."""
+
+_METHODS = {
+    r"\.(SCB|weight_format)$": "bitsandbytes int8",
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$": "bitsandbytes 4-bit (nf4, fp4)",
+    r"\.(qweight|qzeros|scales|g_idx)$": "GPTQ or AWQ",
+    r"_(blocks|scales)$": "MXFP4",
+    r"\.(weight_packed|weight_shape|weight_g_idx|weight_global_scale|bitmask)$": "compressed-tensors (packed)",
+}
+"""How names of tensors end -> the method that writes them, where config.json does not say it."""
+
+_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4"}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What config.json says of quantised weights.
+
+    Args:
+        method: `quant_method`; empty: the weights are not quantised.
+        blocks: sizes [rows, columns] of the blocks that share a scale, of each group of weights.
+    """
+
+    method: str = ""
+    blocks: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> Quantisation:
+        """Read it from the values of a config.json.
+
+        Args:
+            config: the values.
+            where: the target's name, for messages.
+
+        Raises:
+            TargetMismatchError: weights of this kind are not read.
+        """
+        values = config.get("quantization_config") or config.get("compression_config")
+        if not values:
+            return cls()
+        if not isinstance(values, Mapping):
+            raise ArtifactError(f"target {where}: config.json has quantization_config={values!r}; get it again")
+        method, refused = str(values.get("quant_method") or ""), ""
+        if method == "fp8":
+            return cls(method, _pairs([values.get("weight_block_size")]))
+        if method == "compressed-tensors":
+            refused = _not_read(values)
+            if not refused:
+                groups = [group.get("weights") or {} for group in _groups(values)]
+                return cls(method, _pairs(group.get("block_structure") for group in groups))
+        elif method == "bitsandbytes" or "load_in_8bit" in values or "load_in_4bit" in values:
+            kind = "int8" if values.get("load_in_8bit") else str(values.get("bnb_4bit_quant_type") or "4-bit")
+            refused = f"bitsandbytes {kind}"
+        else:
+            bits = f" ({values['bits']} bits)" if values.get("bits") else ""
+            refused = f"{_NAMES.get(method, method) or 'a method that quantization_config does not name'}{bits}"
+        raise not_read(where, refused)
+
+
+def not_read(where: str, method: str) -> TargetMismatchError:
+    """The error of a checkpoint that was quantised with a method that is not read."""
+    return TargetMismatchError(
+        f"target {where} is quantised with {method}, which is not read; quantised checkpoints that are: {READ}; "
+        "pass the model as it was before, in bf16 or fp16"
+    )
+
+
+def method_of(name: str) -> str:
+    """The method that stores a tensor of this name, where it is one that is not read; empty: none known."""
+    return next((method for ends, method in _METHODS.items() if re.search(ends, name)), "")
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of one weight.
+
+    Args:
+        values: as they are stored.
+        block: rows and columns of the weight that share one.
+        inverse: named `weight_scale_inv`: the product is made in fp32. Others are multiplied in their dtype.
+    """
+
+    values: Tensor
+    block: tuple[int, int]
+    inverse: bool
+
+    @classmethod
+    def of(
+        cls, name: str, values: Tensor, shape: Sequence[int], quantisation: Quantisation, *, inverse: bool
+    ) -> Scales:
+        """How scales belong to a weight.
+
+        Args:
+            name: the weight's.
+            values: its scales: one, one for each row [rows, 1], or a grid of one for each block.
+            shape: the weight's.
+            quantisation: it says how large blocks are; the last of a row or column may be smaller.
+            inverse: see `Scales`.
+
+        Raises:
+            ArtifactError: the weight is no matrix, or the scales are no grid over it.
+        """
+        if len(shape) != 2:
+            raise ArtifactError(f"{name} has scales and shape {tuple(shape)}; only matrices have scales")
+        if values.numel() == 1:
+            return cls(values.reshape(1, 1), (shape[0], shape[1]), inverse)
+        grid = tuple(values.shape)
+        if grid == (shape[0], 1):
+            return cls(values, (1, shape[1]), inverse)
+        for block in quantisation.blocks:
+            if grid == tuple(-(-size // each) for size, each in zip(shape, block, strict=True)):
+                return cls(values, block, inverse)
+        divides = len(grid) == 2 and not any(
+            size % (count or size + 1) for size, count in zip(shape, grid, strict=True)
+        )
+        if quantisation.blocks or not divides:
+            told = f" with blocks of {list(quantisation.blocks[0])}" if quantisation.blocks else ""
+            raise ArtifactError(
+                f"{name} has shape {tuple(shape)} and scales of shape {grid}; allowed: one scale, [{shape[0]}, "
+                f"1], or a grid of blocks{told}; get the folder again"
+            )
+        return cls(values, (shape[0] // grid[0], shape[1] // grid[1]), inverse)
+
+    def dequantise(self, weight: Tensor, rows: slice, count: int) -> Tensor:
+        """Rows of a weight times their scales, as transformers computes them.
+
+        Args:
+            weight: the rows [len(rows), columns], fp8 or int8.
+            rows: which of the whole weight they are.
+            count: rows of the whole weight.
+
+        Source: `Fp8Dequantize` of transformers (fp32, its result rounded once) and `dequantize` of
+            compressed-tensors (in the scales' dtype).
+        """
+        which = torch.arange(count, device=weight.device)[rows] // self.block[0]
+        scale = _numbers(self.values).to(weight.device)
+        scale = scale.float() if self.inverse else scale
+        by_rows = scale[which]
+        if scale.shape[1] > 1:
+            by_rows = by_rows.repeat_interleave(self.block[1], 1)[:, : weight.shape[1]]
+        return weight.to(scale.dtype) * by_rows
+
+
+def _numbers(scales: Tensor) -> Tensor:
+    """Scales as numbers: stored bytes and `float8_e8m0fnu` are powers of two."""
+    if scales.dtype == torch.uint8:
+        return (scales.float() - 127.0).exp2()
+    return scales.float() if scales.dtype.itemsize == 1 else scales
+
+
+def _groups(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = values.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    return [group for group in found if isinstance(group, Mapping)]
+
+
+def _not_read(values: Mapping[str, Any]) -> str:
+    """Why weights of compressed-tensors are not read; empty: they are."""
+    groups = _groups(values)
+    for form in [values.get("format"), *(group.get("format") for group in groups)]:
+        if form is not None and form not in FORMATS:
+            return f"compressed-tensors ({form})"
+    sparsity = (values.get("sparsity_config") or {}).get("format") or "dense"
+    if sparsity != "dense":
+        return f"compressed-tensors ({sparsity})"
+    for bits in ((group.get("weights") or {}).get("num_bits", 8) for group in groups):
+        if bits != 8:
+            return f"compressed-tensors with {bits} bits"
+    return ""
+
+
+def _pairs(found: Any) -> tuple[tuple[int, int], ...]:
+    """Those that are two sizes."""
+    return tuple((int(one[0]), int(one[1])) for one in found if isinstance(one, list) and len(one) == 2)

@@ -1,0 +1,78 @@
+"""A chat template that never ends, or takes all memory, is refused in time, and later calls go on."""
+
+import fcntl
+import os
+import time
+
+import pytest
+
+from longtrain.data.chat.bounded import Bounded, Failed
+from longtrain.data.chat.mask import apply_template
+from longtrain.errors import DataError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+HOSTILE = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a large power": "{{ 7 ** (10 ** 9) }}",
+}
+GREEDY = {
+    "a long text": "{{ 'a' * (10 ** 11) }}",
+    "a long list": "{{ ([1] * (10 ** 11)) | length }}",
+    "a wide field": "{{ '%0100000000000d' | format(1) }}",
+}
+
+
+def render(tokenizer, template):
+    return apply_template(tokenizer, MESSAGES, name="one", chat_template=template, tokenize=False)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_template_that_never_ends_is_refused(tokenizer, kind, monkeypatch):
+    monkeypatch.setattr(Bounded.__call__, "__kwdefaults__", {"seconds": 0.5})
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"conversation one: .* was not done after 0\.5 s\); roles are user"):
+        render(tokenizer, HOSTILE[kind])
+    assert time.monotonic() - began < 10
+    assert render(tokenizer, "{{ messages[0].content }}!") == "hi!"
+
+
+@pytest.mark.parametrize("kind", GREEDY)
+def test_a_template_that_takes_all_memory_is_refused(tokenizer, kind):
+    with pytest.raises(DataError, match="the chat template refuses it"):
+        render(tokenizer, GREEDY[kind])
+    assert render(tokenizer, "{{ messages[0].content }}!") == "hi!"
+
+
+def test_what_the_tokenizer_gives_is_what_it_gives_here(tokenizer):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    options = {"chat_template": template, "tokenize": True, "return_dict": True}
+    here = tokenizer.apply_chat_template(MESSAGES, **options)
+    assert apply_template(tokenizer, MESSAGES, name="one", **options) == dict(here)
+    tokenizer.chat_template = "{{ messages | length }}"
+    assert apply_template(tokenizer, MESSAGES, name="one", tokenize=False) == "1"
+    tokenizer.chat_template = "other"  # since the process began
+    assert apply_template(tokenizer, MESSAGES, name="one", tokenize=False) == "other"
+
+
+def test_it_holds_no_file_of_this_process(tmp_path):
+    """A lock of this process is free when this process lets go of it."""
+    with (tmp_path / "lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        call = Bounded(os.getpid)
+        child = call()
+    with (tmp_path / "lock").open("w") as second:
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert child == call() != os.getpid()
+    call.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_what_fails_is_told_in_a_line_and_what_kills_it_too():
+    call = Bounded(lambda code: os._exit(1) if code == "end" else int(code))
+    with pytest.raises(Failed, match="invalid literal"):
+        call("x")
+    with pytest.raises(Failed, match="its process ended"):
+        call("end")
+    assert call("7") == 7
+    call.close()
