@@ -46,6 +46,13 @@ NAMED = {"inspect": ("artifact", "FOLDER|hub:ORG/NAME ..."), "leaderboard": ("ru
 SHARED = ("preflight", "train")
 """Jobs that every rank does; the others are done by the first rank alone."""
 
+CONFIGURED = {
+    "prepare": "{run_dir}/prepare/config.yaml",
+    "train": "{run_dir}/train/config.yaml",
+    "eval": "{run_dir}/eval/{suite}/config.yaml",
+}
+"""Jobs that leave their whole configuration in a file -> that file."""
+
 KEPT = {
     "prepare": "data that was prepared before is as it was, and answers that the target wrote are kept; the "
     "same command goes on",

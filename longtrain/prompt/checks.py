@@ -23,7 +23,7 @@ from longtrain.files import read_json
 from longtrain.jobs.features import settings_of as features_of
 from longtrain.jobs.setup import NO_CUDA, NO_TARGET, TARGET_KEYS, artifact_names, plain, target_key
 from longtrain.log import on_first_rank
-from longtrain.prompt import suite_checks
+from longtrain.prompt import suite_checks, word_checks
 from longtrain.settings import (
     AUTO,
     Count,
@@ -291,10 +291,10 @@ def _listed(cfg: DictConfig) -> None:
 
 PARTS: dict[str, tuple[Check, ...]] = {
     "prepare": (_data,),
-    "preflight": (_training, _data),
-    "train": (_training, _cuda, _resume, _data),
-    "export": (_method,),
-    "eval": (suite_checks.evaluated, _method, _decode),
+    "preflight": (_training, _data, word_checks.staged),
+    "train": (_training, _cuda, _resume, _data, word_checks.staged),
+    "export": (_method, word_checks.exported),
+    "eval": (suite_checks.evaluated, _method, _decode, word_checks.reported),
     "generate": (_prompt, _method, _decode),
     "serve": (_method, _decode),
     "demo": (_shown, _decode),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from longtrain.errors import ArtifactError
+from longtrain.methods.eagle3.config import FORMATS
 
-SPECULATORS, FLAT = "speculators", "flat"
-NAMES = (SPECULATORS, FLAT)
+SPECULATORS, FLAT = NAMES = FORMATS
 CONFIG, MODEL, INDEX, PICKLED = (
     "config.json",
     "model.safetensors",
